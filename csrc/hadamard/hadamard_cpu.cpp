@@ -1,0 +1,112 @@
+// ptq::hadamard for the CPU. The schema, its fake kernel, its reference and its gradient are in ptq/hadamard.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "hadamard/transform.h"
+#include "hadamard/units.h"
+
+namespace ptq::hadamard {
+
+int64_t units(const Problem& p) {
+    const Cut c = cut(p);
+    const int64_t blocks = p.outer * p.blocks;
+    return p.inner > 1 ? blocks * c.panels : (blocks + c.vectors - 1) / c.vectors;
+}
+
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+Run* kernel() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512) return run_avx512;
+    if (cpu_level() >= CpuLevel::avx2) return run_avx2;
+#endif
+    return run_portable;
+}
+
+// x and out: contiguous, of a type that the kernel knows.
+void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
+         int64_t dim, bool transpose, const Tensor& out) {
+    STD_TORCH_CHECK(x.dim() > 0 && dim >= -x.dim() && dim < x.dim(), "hadamard: no axis ", dim, " in a tensor of rank ",
+                    x.dim());
+    dim += dim < 0 ? x.dim() : 0;
+    const int64_t size = x.size(dim);
+    STD_TORCH_CHECK(order > 0 && size % order == 0, "hadamard: axis ", dim, " has size ", size,
+                    ", not a multiple of the order ", order);
+    const ScalarType type = x.scalar_type();
+    Problem p{};
+    p.in = x.const_data_ptr();
+    p.out = out.mutable_data_ptr();
+    p.storage = type == ScalarType::Float    ? Storage::float32
+                : type == ScalarType::Double ? Storage::float64
+                                             : Storage::bfloat16;
+    p.order = order;
+    p.blocks = size / order;
+    p.outer = p.inner = 1;
+    for (int64_t d = 0; d < x.dim(); d++) (d < dim ? p.outer : d > dim ? p.inner : p.order) *= d == dim ? 1 : x.size(d);
+    std::optional<Tensor> plain_signs;
+    if (signs) {
+        const ScalarType computes = type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+        STD_TORCH_CHECK(signs->numel() == size && signs->scalar_type() == computes,
+                        "hadamard: signs must be one float (float64 for float64) per element of the axis, ", size);
+        plain_signs = torch::stable::contiguous(*signs);
+        p.signs = plain_signs->const_data_ptr();
+    }
+    p.transpose = transpose;
+    p.doublings = order;
+    STD_TORCH_CHECK(factors.size() <= max_factors, "hadamard: more than ", max_factors, " dense factors");
+    for (const Tensor& f : factors) {
+        const bool shape = f.dim() == 3 && f.size(0) == 2 && f.size(2) > 0 && f.size(1) * 4 == f.size(2);
+        STD_TORCH_CHECK(shape && f.scalar_type() == ScalarType::Byte && f.is_contiguous() &&
+                            p.doublings % f.size(2) == 0,
+                        "hadamard: a dense factor must be contiguous uint8 [2, K / 4, K] with K dividing the order");
+        p.factor_order[p.factors] = f.size(2);
+        p.codes[p.factors++] =
+            static_cast<const uint8_t*>(f.const_data_ptr()) + (transpose ? f.size(1) * f.size(2) : 0);
+        p.doublings /= f.size(2);
+    }
+    STD_TORCH_CHECK((p.doublings & (p.doublings - 1)) == 0, "hadamard: the factors leave ", p.doublings,
+                    " of the order, not a power of two");
+    if (x.numel() == 0) return;
+    const int64_t total = units(p);
+    // A thread is worth waking for about 32k elements.
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) * total / x.numel());
+    torch::stable::parallel_for(0, total, grain,
+                                [&, run = kernel()](int64_t first, int64_t last) { run(p, first, last); });
+}
+
+Tensor hadamard(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
+                int64_t dim, bool transpose) {
+    const ScalarType type = x.scalar_type();
+    Tensor in = torch::stable::contiguous(x);
+    const bool direct = type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::BFloat16;
+    if (!direct) in = torch::stable::to(in, ScalarType::Float);
+    Tensor out = torch::stable::empty(in.sizes(), in.scalar_type());
+    run(in, signs, factors, order, dim, transpose, out);
+    return direct ? out : torch::stable::to(out, type);
+}
+
+void hadamard_(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
+               int64_t dim, bool transpose) {
+    const ScalarType type = x.scalar_type();
+    const bool direct = type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::BFloat16;
+    if (direct && x.is_contiguous()) return run(x, signs, factors, order, dim, transpose, x);
+    Tensor to = x;
+    torch::stable::copy_(to, hadamard(x, signs, factors, order, dim, transpose));
+}
+
+}  // namespace
+}  // namespace ptq::hadamard
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("hadamard", TORCH_BOX(&ptq::hadamard::hadamard));
+    m.impl("hadamard_", TORCH_BOX(&ptq::hadamard::hadamard_));
+}

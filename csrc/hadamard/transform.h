@@ -1,0 +1,39 @@
+// The orthonormal Hadamard transform y = H x / sqrt(order) along one axis of x[outer, blocks * order, inner], without
+// torch. H is a Kronecker product: dense +-1 factors, outermost first, then Sylvester's matrix of order 2^m.
+#pragma once
+
+#include <cstdint>
+
+namespace ptq::hadamard {
+
+enum class Storage { float32, float64, bfloat16 };  // bfloat16 computes in float32
+
+constexpr int max_factors = 8;  // 12^8 is far above any order that ptq/hadamard.py allows
+
+struct Problem {
+    const void* in;
+    void* out;  // may be `in`
+    Storage storage;
+    int64_t outer, blocks, order, inner;
+    // 1 or -1 per element of the axis, in the type that is computed in, or null. They multiply the input, or with
+    // `transpose` the output: R x = H (s * x), R^T x = s * (H^T x). The codes are then those of H^T.
+    const void* signs;
+    bool transpose;
+    int factors;
+    int64_t factor_order[max_factors];  // K, a multiple of 4
+    // codes[f][g * K + row], bit 3 + j: element 4 g + j of that row of the factor is -1; the other bits are 0
+    const uint8_t* codes[max_factors];
+    int64_t doublings;  // 2^m
+};
+
+// Work is cut in units that do not share anything; the cut, and every sum in it, is the same for all levels and all
+// numbers of threads.
+int64_t units(const Problem& problem);
+
+using Run = void(const Problem& problem, int64_t first_unit, int64_t last_unit);
+Run run_portable;
+#if defined(__x86_64__)
+Run run_avx2, run_avx512;
+#endif
+
+}  // namespace ptq::hadamard

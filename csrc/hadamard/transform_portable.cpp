@@ -1,0 +1,2 @@
+#define PTQ_LEVEL run_portable
+#include "hadamard/kernel.h"

@@ -1,0 +1,188 @@
+// ptq::integer_* for the CPU. Schemas, fake kernels, references and gradients are in quarot/integer_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "integer/kernels.h"
+
+namespace ptq::integer {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::contiguous;
+using torch::stable::empty;
+using torch::stable::Tensor;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512) return avx512;
+    if (cpu_level() >= CpuLevel::avx2) return avx2;
+#endif
+    return portable;
+}
+
+// Units in parallel; a thread is worth waking for about 32k elements.
+template <class Problem>
+void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units, int64_t unit_elements) {
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, unit_elements));
+    torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
+}
+
+void check_bits(int64_t bits) { STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer: bits must be 2 to 8, found ", bits); }
+
+// `x` is a contiguous tensor of this type and these sizes; the name is for the message.
+void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
+    const auto found = x.sizes();
+    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
+                    "integer: ", name, " has a wrong dtype or shape");
+}
+
+int64_t group_columns(int64_t k, int64_t group_size) {
+    const int64_t size = group_size ? group_size : std::max(k, int64_t{1});
+    STD_TORCH_CHECK(size > 0 && k % size == 0, "integer: ", k, " columns do not divide into groups of ", size);
+    return size;
+}
+
+std::tuple<Tensor, Tensor> fit(const Tensor& w, const std::optional<Tensor>& importance, int64_t bits,
+                               int64_t group_size, bool symmetric, int64_t steps, double floor) {
+    check_bits(bits);
+    const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
+    check(w, ScalarType::Float, {n, k}, "w");
+    const Tensor in = contiguous(w);
+    std::optional<Tensor> columns;
+    if (importance) {
+        check(*importance, ScalarType::Float, {k}, "importance");
+        columns = contiguous(*importance);
+    }
+    std::vector<float> shrink(steps);
+    for (int64_t i = 0; i < steps; i++)
+        shrink[i] = static_cast<float>(1 - i * (1 - floor) / std::max(steps - 1, int64_t{1}));
+    const Tensor scale = empty({n, k / size}, ScalarType::Float), zero = empty({n, k / size}, ScalarType::Byte);
+    const Fit p{static_cast<const float*>(in.const_data_ptr()),
+                columns ? static_cast<const float*>(columns->const_data_ptr()) : nullptr,
+                static_cast<float*>(scale.mutable_data_ptr()),
+                static_cast<uint8_t*>(zero.mutable_data_ptr()),
+                k,
+                size,
+                static_cast<int>(bits),
+                symmetric,
+                shrink.data(),
+                steps};
+    run(kernels().fit, p, n, k * steps);
+    return {scale, zero};
+}
+
+Tensor round(const Tensor& w, const Tensor& scale, const Tensor& zero, int64_t bits, int64_t group_size) {
+    check_bits(bits);
+    const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
+    check(w, ScalarType::Float, {n, k}, "w");
+    check(scale, ScalarType::Float, {n, k / size}, "scale");
+    check(zero, ScalarType::Byte, {n, k / size}, "zero");
+    const Tensor in = contiguous(w), s = contiguous(scale), z = contiguous(zero);
+    const Tensor codes = empty({n, k}, ScalarType::Byte);
+    const Round p{static_cast<const float*>(in.const_data_ptr()),
+                  static_cast<const float*>(s.const_data_ptr()),
+                  static_cast<const uint8_t*>(z.const_data_ptr()),
+                  static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                  k,
+                  size,
+                  static_cast<int>(bits)};
+    run(kernels().round, p, n, k);
+    return codes;
+}
+
+std::tuple<Tensor, Tensor> ldlq(const Tensor& target, const Tensor& w, const Tensor& factor, const Tensor& scale,
+                                const Tensor& zero, const Tensor& group, int64_t bits) {
+    check_bits(bits);
+    const int64_t c = w.size(0), n = w.size(1), g = scale.size(0);
+    check(target, ScalarType::Float, {c, n}, "target");
+    check(w, ScalarType::Float, {c, n}, "w");
+    check(factor, ScalarType::Float, {c, c}, "factor");
+    check(scale, ScalarType::Float, {g, n}, "scale");
+    check(zero, ScalarType::Float, {g, n}, "zero");
+    check(group, ScalarType::Long, {c}, "group");
+    const Tensor from = contiguous(target), in = contiguous(w), s = contiguous(scale), z = contiguous(zero);
+    const Tensor of = contiguous(group), taken = contiguous(torch::stable::transpose(factor, 0, 1));
+    const int64_t* groups = static_cast<const int64_t*>(of.const_data_ptr());
+    for (int64_t i = 0; i < c; i++) STD_TORCH_CHECK(groups[i] >= 0 && groups[i] < g, "integer: no group ", groups[i]);
+    const Tensor codes = empty({c, n}, ScalarType::Byte), error = empty({c, n}, ScalarType::Float);
+    const Ldlq p{static_cast<const float*>(from.const_data_ptr()),
+                 static_cast<const float*>(in.const_data_ptr()),
+                 static_cast<const float*>(taken.const_data_ptr()),
+                 static_cast<const float*>(s.const_data_ptr()),
+                 static_cast<const float*>(z.const_data_ptr()),
+                 groups,
+                 static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                 static_cast<float*>(error.mutable_data_ptr()),
+                 c,
+                 n,
+                 static_cast<int>(bits)};
+    run(kernels().ldlq, p, (n + ldlq_strip - 1) / ldlq_strip, ldlq_strip * c * c / 2);
+    return {codes, error};
+}
+
+Tensor pack(const Tensor& codes, int64_t bits) {
+    check_bits(bits);
+    const int64_t n = codes.size(0), k = codes.size(1);
+    check(codes, ScalarType::Byte, {n, k}, "codes");
+    const Tensor in = contiguous(codes), packed = empty({n, (k * bits + 7) / 8}, ScalarType::Byte);
+    const Pack p{static_cast<const uint8_t*>(in.const_data_ptr()), static_cast<uint8_t*>(packed.mutable_data_ptr()), k,
+                 static_cast<int>(bits)};
+    run(kernels().pack, p, n, k);
+    return packed;
+}
+
+Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const std::optional<Tensor>& zero,
+              const std::optional<Tensor>& bias, int64_t bits, int64_t group_size) {
+    check_bits(bits);
+    STD_TORCH_CHECK(x.dim() > 0, "integer_linear: x has no axis");
+    const int64_t k = x.size(-1), n = codes.size(0), size = group_columns(k, group_size), t = k ? x.numel() / k : 0;
+    check(codes, ScalarType::Byte, {n, (k * bits + 7) / 8}, "codes");
+    check(scale, ScalarType::Short, {n, k / size}, "scale");
+    const auto as_float = [](const Tensor& from) {
+        return contiguous(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
+    };
+    const Tensor in = as_float(x), c = contiguous(codes), s = contiguous(scale);
+    std::optional<Tensor> z, b;
+    if (zero) {
+        check(*zero, ScalarType::Byte, {n, k / size}, "zero");
+        z = contiguous(*zero);
+    }
+    if (bias) {
+        STD_TORCH_CHECK(bias->numel() == n, "integer_linear: bias must have ", n, " elements");
+        b = as_float(*bias);
+    }
+    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    sizes.back() = n;
+    const Tensor out = empty({sizes.data(), sizes.size()}, ScalarType::Float);
+    const Linear p{static_cast<const float*>(in.const_data_ptr()),
+                   static_cast<const uint8_t*>(c.const_data_ptr()),
+                   static_cast<const uint16_t*>(s.const_data_ptr()),
+                   z ? static_cast<const uint8_t*>(z->const_data_ptr()) : nullptr,
+                   b ? static_cast<const float*>(b->const_data_ptr()) : nullptr,
+                   static_cast<float*>(out.mutable_data_ptr()),
+                   t,
+                   k,
+                   n,
+                   size,
+                   static_cast<int>(bits)};
+    if (t) run(kernels().linear, p, (n + linear_rows - 1) / linear_rows, linear_rows * k * (t + 4));
+    return x.scalar_type() == ScalarType::Float ? out : torch::stable::to(out, x.scalar_type());
+}
+
+}  // namespace
+}  // namespace ptq::integer
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("integer_fit", TORCH_BOX(&ptq::integer::fit));
+    m.impl("integer_round", TORCH_BOX(&ptq::integer::round));
+    m.impl("integer_ldlq", TORCH_BOX(&ptq::integer::ldlq));
+    m.impl("integer_pack", TORCH_BOX(&ptq::integer::pack));
+    m.impl("integer_linear", TORCH_BOX(&ptq::integer::linear));
+}

@@ -1,0 +1,134 @@
+"""Parts of a model that run alone: the embedding, one decoder block, the head.
+
+Each is cut out of the transformers model of that family, built on the meta device with a single block, so that masks,
+rotary tables, multipliers and norms are exactly the model's own. Only the part's tensors are ever in memory.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ptq.families import Family
+from ptq.linear import frozen, swap
+
+
+class _Splice(nn.Module):
+    """Stands in for a decoder block: records the hidden states that enter, and puts others in their place."""
+
+    def __init__(self, block: nn.Module | None) -> None:
+        super().__init__()
+        self.block = block
+        self.replacement: Tensor | None = None
+        self.entered: Tensor | None = None
+        self.left: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.entered = hidden_states
+        x = hidden_states if self.replacement is None else self.replacement
+        self.left = x if self.block is None else self.block(x, *args, **kwargs)
+        return self.left
+
+
+class Part:
+    """A transformers model with one decoder block, of which only some modules are filled.
+
+    `layer` picks the block (its attention kind may depend on its index); None leaves the block out, for the embedding
+    and the head. Fill the part with `load`, then call `embed`, `run` or `logits`.
+    """
+
+    def __init__(self, config: Any, family: Family, layer: int | None, device: torch.device) -> None:
+        self.family, self.device = family, device
+        self.model = _meta_model(_single_block(config, layer or 0), device)
+        parent, _, name = family.layers.rpartition(".")
+        layers = getattr(self.model.get_submodule(parent), name)
+        self.splice = _Splice(layers[0] if layer is not None else None)
+        layers[0] = self.splice
+        self.prefix = f"{family.layers}.{layer}." if layer is not None else ""
+
+    @property
+    def block(self) -> nn.Module:
+        """The decoder block itself."""
+        assert self.splice.block is not None
+        return self.splice.block
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        """Put tensors, named as in the whole model, into the part; floating ones in float32, in which it computes."""
+        for name, tensor in tensors.items():
+            owner, _, leaf = name.rpartition(".")
+            module = self.module(owner)
+            assert leaf in module._parameters, name
+            tensor = tensor.float() if tensor.is_floating_point() else tensor
+            module._parameters[leaf] = frozen(tensor.to(self.device))
+
+    def pack(self, entries: dict[str, dict[str, Any]]) -> None:
+        """Put packed linears in the place of plain ones: entries of `quantization_config` by name in the whole model."""
+        for name, entry in entries.items():
+            if name.startswith(self.prefix):
+                swap(self.block, name.removeprefix(self.prefix), entry)
+
+    def module(self, name: str) -> nn.Module:
+        """The module that is called `name` in the whole model."""
+        if self.prefix:
+            return self.block.get_submodule(name.removeprefix(self.prefix))
+        return self.model.get_submodule(name)
+
+    @torch.no_grad()
+    def embed(self, ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
+        """Hidden states that enter the first block."""
+        self._body(input_ids=ids)
+        assert self.splice.entered is not None
+        return self.splice.entered
+
+    @torch.no_grad()
+    def run(self, hidden: Float[Tensor, "batch t k"]) -> Float[Tensor, "batch t k"]:
+        """Hidden states that leave the block."""
+        self.splice.replacement = hidden
+        self._body(inputs_embeds=hidden)
+        assert self.splice.left is not None
+        return self.splice.left
+
+    @torch.no_grad()
+    def logits(self, hidden: Float[Tensor, "batch t k"]) -> Float[Tensor, "batch t vocab"]:
+        """Logits from the hidden states that leave the last block."""
+        self.splice.replacement = hidden
+        return self.model(inputs_embeds=hidden, use_cache=False).logits
+
+    def _body(self, **inputs: Tensor) -> None:
+        norm = self.model.get_submodule(self.family.final_norm)
+        if any(parameter.is_meta for parameter in norm.parameters()):
+            parent, _, name = self.family.final_norm.rpartition(".")
+            setattr(self.model.get_submodule(parent), name, nn.Identity())
+        parent, _, _ = self.family.layers.rpartition(".")
+        self.model.get_submodule(parent)(**inputs, use_cache=False)
+
+
+def _single_block(config: Any, layer: int) -> Any:
+    """The config of a model that has only this block: settings that are lists with an entry per block are cut too."""
+    single = copy.deepcopy(config)
+    blocks = config.num_hidden_layers
+    for key, value in list(vars(single).items()):
+        if isinstance(value, list) and len(value) == blocks:
+            setattr(single, key, value[layer : layer + 1])
+    single.num_hidden_layers = 1
+    return single
+
+
+def _meta_model(config: Any, device: torch.device) -> PreTrainedModel:
+    """The model of a config without weights; tables that are computed, not stored, are real."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for name, module in list(_rotary_tables(model)):
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, type(module)(config=config).to(device))
+    return model.eval()
+
+
+def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if "inv_freq" in dict(module.named_buffers(recurse=False)):
+            yield name, module

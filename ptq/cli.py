@@ -1,0 +1,163 @@
+"""The `quantize` command. Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input."""
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ptq import contents, methods, pipeline, verify
+from ptq.checkpoint import Checkpoint
+from ptq.errors import InputError, RunError
+from ptq.plan import LinearPlan, Plan, Rotation
+from ptq.progress import console
+from ptq.recipe import Recipe, RunOptions
+
+app = typer.Typer(
+    name="quantize",
+    help="Make a trained language model small: one command, a packed checkpoint that transformers loads.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq.")]
+Out = Annotated[Path, typer.Argument(help="Folder of the result; must not exist or be empty.")]
+Calibration = Annotated[
+    str | None, typer.Option(help="Text for GPTQ: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
+]
+Samples = Annotated[int, typer.Option(help="Calibration rows.")]
+SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row.  [default: 2048, or the model's limit]")]
+Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work.  [default: OUT.work]")]
+Restart = Annotated[bool, typer.Option("--restart", help="Throw unfinished work away.")]
+ShowPlan = Annotated[bool, typer.Option("--plan", help="Print what would be done, and do nothing.")]
+Skip = Annotated[list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Turn errors into one sentence on stderr and the right exit code, unless `--debug` is given."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except (InputError, RunError, KeyboardInterrupt) as error:
+            if kwargs.get("debug"):
+                raise
+            text = "interrupted; the same command continues" if isinstance(error, KeyboardInterrupt) else str(error)
+            print(f"quantize: {text}", file=sys.stderr)
+            raise typer.Exit(2 if isinstance(error, InputError) else 1) from error
+        except Exception as error:
+            if kwargs.get("debug"):
+                raise
+            message = f"quantize: internal error ({type(error).__name__}: {error}); --debug shows where"
+            print(message, file=sys.stderr)
+            raise typer.Exit(1) from error
+
+    return wrapped
+
+
+def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
+    """What every method's command ends in."""
+    if show_plan:
+        print_plan(pipeline.plan(model, recipe).plan)
+        return
+    result = pipeline.quantize(model, out, recipe, options)
+    bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
+    console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}")
+    console.print(
+        f"proven: rotated model equals the original to {result.rotation_error:.1e}; reloaded, it gives the same logits; "
+        f"KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens"
+    )
+
+
+def print_plan(plan: Plan) -> None:
+    """Print a plan as a table on stdout."""
+    table = Table("linear", "n x k", "norm", "input", "output", "online", "format", box=None)
+    for linear in plan.linears:
+        table.add_row(linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear), _format(linear))
+    for note in plan.notes:
+        console.print(note)
+    typer.echo(_render(table))
+
+
+def _rotations(linear: LinearPlan) -> list[str]:
+    def text(rotation: Rotation | None) -> str:
+        if rotation is None:
+            return ""
+        blocks = f"{rotation.size // rotation.order} x " if rotation.order != rotation.size else ""
+        matrix = f"{blocks}H{rotation.order}" if rotation.order > 1 else ""
+        return " ".join(filter(None, [matrix, f"signs {rotation.signs}" if rotation.signs else ""]))
+
+    return [text(linear.input), text(linear.output), text(linear.online)]
+
+
+def _format(linear: LinearPlan) -> str:
+    if linear.format is None:
+        return "as it is"
+    return " ".join([linear.format.name, *(f"{key}={value}" for key, value in linear.format.options().items())])
+
+
+def _render(table: Table) -> str:
+    from rich.console import Console
+
+    plain = Console(width=250)
+    with plain.capture() as capture:
+        plain.print(table)
+    return capture.get().rstrip()
+
+
+@app.command()
+@command
+def inspect(checkpoint: Annotated[str, typer.Argument(help="A checkpoint.")], as_json: Json = False, debug: Debug = False) -> None:
+    """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
+    found = contents.summary(Checkpoint.open(pipeline.source.resolve(checkpoint)))
+    if as_json:
+        groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
+        print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,
+                          "bits_per_weight": found.bits_per_weight}, indent=2))  # fmt: skip
+        return
+    table = Table("format", "options", "online rotation", "linears", "weights", "MB", "bits/weight", box=None)
+    for group in found.groups:
+        scheme = group.scheme
+        options = " ".join(f"{k}={v}" for k, v in scheme.items() if k not in ("format", "version", "hadamard"))
+        table.add_row(
+            f"{scheme['format']} v{scheme['version']}", options, scheme.get("hadamard", ""), str(len(group.linears)),
+            f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
+        )  # fmt: skip
+    table.add_row("plain tensors", "", "", "", "", f"{found.plain_bytes / 1e6:.2f}", "")
+    table.add_row("all", "", "", "", "", f"{found.nbytes / 1e6:.2f}", f"{found.bits_per_weight or 0:.3f}")
+    typer.echo(_render(table))
+
+
+@app.command(name="verify")
+@command
+def verify_command(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
+    against: Annotated[str | None, typer.Option(help="The original model, to compare logits with.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text for the comparison.  [default: random tokens]")] = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
+    found = verify.verify(checkpoint, against, text)
+    if as_json:
+        print(json.dumps(asdict(found), indent=2))
+        return
+    typer.echo(f"{checkpoint}: {found.tensors} tensors in {found.files} files, every one as it was written")
+    if found.kl is not None:
+        typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
+                   f"{found.tokens} tokens")  # fmt: skip
+
+
+for register in methods.commands():
+    register(app)

@@ -1,0 +1,92 @@
+"""What is inside a checkpoint: formats, rotations and true sizes, read from its headers alone."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ptq.checkpoint import Checkpoint
+from ptq.errors import InputError
+from ptq.hf import QUANT_METHOD, PtqConfig
+
+
+@dataclass(frozen=True)
+class Group:
+    """The linears that are stored in the same way."""
+
+    scheme: dict[str, Any]
+    linears: tuple[str, ...]
+    weights: int
+    nbytes: int
+    """Everything stored for these weights: codes, scales, zero-points, padding."""
+
+    @property
+    def bits_per_weight(self) -> float:
+        """True bits per weight."""
+        return 8 * self.nbytes / self.weights
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Summary of a checkpoint."""
+
+    groups: tuple[Group, ...]
+    plain_bytes: int
+    """Bytes of the tensors that are not packed: embedding, head, norms, biases."""
+    nbytes: int
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """True bits per weight over all quantised linears; None where there are none."""
+        weights = sum(group.weights for group in self.groups)
+        return 8 * sum(group.nbytes for group in self.groups) / weights if weights else None
+
+
+def summary(checkpoint: Checkpoint) -> Contents:
+    """Summarise a checkpoint. Raises InputError where it is quantised by another package."""
+    config = checkpoint.config.get("quantization_config")
+    if config is None:
+        return Contents((), checkpoint.nbytes, checkpoint.nbytes)
+    if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
+        method = config.get("quant_method") if isinstance(config, dict) else config
+        raise InputError(f"{checkpoint.folder}: was quantised by {method!r}, not by ptq")
+    packed = PtqConfig.from_dict(config)
+    shapes = _shapes(read_config(checkpoint), packed.linears)
+    groups = []
+    for name, scheme in packed.schemes.items():
+        linears = tuple(linear for linear, used in packed.linears.items() if used == name)
+        nbytes = sum(info.nbytes for tensor, info in checkpoint.tensors.items() if _packed_owner(tensor) in linears)
+        groups.append(Group(scheme, linears, sum(math.prod(shapes[linear]) for linear in linears), nbytes))
+    return Contents(tuple(groups), checkpoint.nbytes - sum(group.nbytes for group in groups), checkpoint.nbytes)
+
+
+def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
+    content = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+    if content["model_type"] not in CONFIG_MAPPING:
+        raise InputError(f"{checkpoint.folder / 'config.json'}: transformers knows no model_type {content['model_type']!r}")
+    try:
+        return CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    except Exception as error:  # its validators raise many kinds
+        raise InputError(f"{checkpoint.folder / 'config.json'}: transformers refuses it: {error}") from error
+
+
+def _packed_owner(tensor: str) -> str:
+    """The linear that a packed tensor, `<linear>.weight_<part>` or the guard `<linear>.weight`, belongs to."""
+    owner, _, leaf = tensor.rpartition(".")
+    return owner if leaf.startswith("weight") else ""
+
+
+def _shapes(config: PreTrainedConfig, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """[n, k] of linears, from the model built without weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    found = {}
+    for name in names:
+        linear = model.get_submodule(name)
+        found[name] = (linear.out_features, linear.in_features)
+    return found

@@ -1,0 +1,293 @@
+"""Perplexity by the papers' protocol, and the agreement of a model with its original.
+
+Protocol (Frantar et al. 2022, GPTQ, section 4; the same in QuaRot and QuIP#): the text is tokenised once, with the
+tokenizer's own special tokens and none per window; cut into windows of the context that do not overlap; the tail that
+fills no window is dropped; in each window every token but the first is predicted; perplexity is exp(mean token loss).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ptq.errors import InputError, RunError
+
+PAPER_CONTEXT = 2048
+# Positions whose log-softmax is held at once: 256 x 128k float32 logits are 128 MiB, whatever the context.
+CHUNK = 256
+_EXP_OVERFLOWS = 709.0
+
+Progress = Callable[[int, int], None]
+"""Called with (windows done, windows in all)."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Token ids cut into windows, with what a reader must know to repeat the measurement.
+
+    `found` counts the tokens of the whole text, the dropped tail included; `bos` says how the text begins.
+    """
+
+    tokens: Int[Tensor, "windows context"]
+    found: int
+    tokenizer: str
+    bos: str
+
+    @property
+    def context(self) -> int:
+        return self.tokens.shape[1]
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Mean loss in nats per predicted token.
+
+    The standard error takes the windows, not the tokens, as independent samples, because neighbouring tokens are not;
+    it is None for a single window.
+    """
+
+    loss: float
+    loss_standard_error: float | None
+    windows: int
+    context: int
+
+    @property
+    def tokens(self) -> int:
+        """Predicted tokens: all but the first of each window."""
+        return self.windows * (self.context - 1)
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss) if self.loss < _EXP_OVERFLOWS else math.inf
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of the perplexity, to first order: d exp(loss) = exp(loss) d loss."""
+        return None if self.loss_standard_error is None else self.perplexity * self.loss_standard_error
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far `model` has moved from `original` on the same windows.
+
+    kl: mean KL(original || model) in nats per predicted token. top1: share of those tokens where both models have the
+    same most likely token. The standard errors take windows as samples, like Perplexity; the one of the loss increase
+    is paired, so it is far smaller than that of either loss.
+    """
+
+    model: Perplexity
+    original: Perplexity
+    kl: float
+    kl_standard_error: float | None
+    top1: float
+    loss_increase_standard_error: float | None
+
+    @property
+    def loss_increase(self) -> float:
+        """Nats per token; exp of it is the ratio of the perplexities."""
+        return self.model.loss - self.original.loss
+
+
+def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
+    """The window length: `requested`, or the papers' 2048 where the model reaches that far, else the model's maximum.
+
+    Raises InputError for a context that the model was not made for, or that predicts nothing.
+    """
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if requested is None:
+        return PAPER_CONTEXT if longest is None else min(PAPER_CONTEXT, longest)
+    if requested < 2:
+        raise InputError(f"context {requested}: a window needs at least 2 tokens, one to read and one to predict")
+    if longest is not None and requested > longest:
+        raise InputError(
+            f"context {requested} is longer than the model's max_position_embeddings {longest}; ask for at most that"
+        )
+    return requested
+
+
+def windows_from_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> Windows:
+    """Tokenise the whole text once and cut it; the tail is dropped.
+
+    Raises InputError if the text fills no window.
+    """
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    count = len(ids) // context
+    if count == 0:
+        raise InputError(
+            f"the text has {len(ids)} tokens, too few for one window of {context}; "
+            "give a longer text or a shorter context"
+        )
+    leads = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
+    return Windows(
+        tokens=torch.tensor(ids[: count * context], dtype=torch.long).view(count, context),
+        found=len(ids),
+        tokenizer=f"{type(tokenizer).__name__}, {len(tokenizer)} tokens",
+        bos="one at the start of the text, none per window" if leads else "none",
+    )
+
+
+def perplexity(model: PreTrainedModel, windows: Windows, *, progress: Progress | None = None) -> Perplexity:
+    """Perplexity of `model` on `windows`; log-softmax in float32, sums in float64, one window of logits at a time.
+
+    Raises InputError if the windows do not fit the model, RunError if the model gives a loss that is not finite.
+    """
+    _check_fit(model, windows)
+    means: list[float] = []
+    with torch.inference_mode(), _evaluating(model):
+        for row in windows.tokens:
+            logits = _logits(model, row)
+            targets = row[1:].to(logits.device)
+            total = sum(_losses(_log_softmax(logits[chunk]), targets[chunk]).item() for chunk in _chunks(len(targets)))
+            means.append(_finite(total / len(targets), len(means)))
+            if progress:
+                progress(len(means), len(windows))
+    return _summary(means, windows.context)
+
+
+def compare(
+    model: PreTrainedModel, original: PreTrainedModel, windows: Windows, *, progress: Progress | None = None
+) -> Agreement:
+    """Compare the predictions of `model` with those of `original`, one window of logits of each at a time.
+
+    Raises InputError if the windows do not fit a model or the vocabularies differ, RunError for losses not finite.
+    """
+    _check_fit(model, windows)
+    _check_fit(original, windows)
+    rows: list[_Compared] = []
+    with torch.inference_mode(), _evaluating(model), _evaluating(original):
+        for row in windows.tokens:
+            logits, original_logits = _logits(model, row), _logits(original, row)
+            ours, theirs = logits.shape[-1], original_logits.shape[-1]
+            if ours != theirs:
+                raise InputError(f"the models do not share a vocabulary: {ours} logits against {theirs}")
+            rows.append(_compare_window(logits, original_logits, row[1:], len(rows)))
+            if progress:
+                progress(len(rows), len(windows))
+    return Agreement(
+        model=_summary([row.loss for row in rows], windows.context),
+        original=_summary([row.original_loss for row in rows], windows.context),
+        kl=statistics.fmean(row.kl for row in rows),
+        kl_standard_error=_standard_error([row.kl for row in rows]),
+        top1=statistics.fmean(row.top1 for row in rows),
+        loss_increase_standard_error=_standard_error([row.loss - row.original_loss for row in rows]),
+    )
+
+
+def tokens_per_second(
+    model: PreTrainedModel, prompt: Int[Tensor, " t"], *, new_tokens: int = 64, runs: int = 3
+) -> float:
+    """New tokens per second of greedy `generate` on one prompt, reading the prompt included: median after a warm-up."""
+    greedy = GenerationConfig(
+        do_sample=False, num_beams=1, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0
+    )
+    batch = prompt[None].to(model.device)
+    generate: Callable[..., Tensor] = model.generate  # type: ignore[assignment]  # torch types it as Tensor | Module
+    seconds: list[float] = []
+    with torch.inference_mode(), _evaluating(model):
+        for _ in range(runs + 1):
+            started = time.perf_counter()
+            # The copy to the host waits for a device that works in the background.
+            out = generate(batch, attention_mask=torch.ones_like(batch), generation_config=greedy).cpu()
+            seconds.append(time.perf_counter() - started)
+            assert out.shape[1] == len(prompt) + new_tokens
+    return new_tokens / statistics.median(seconds[1:])
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """Means over the predicted tokens of one window."""
+
+    loss: float
+    original_loss: float
+    kl: float
+    top1: float
+
+
+def _compare_window(
+    logits: Float[Tensor, "t v"], original_logits: Float[Tensor, "t v"], targets: Int[Tensor, " t"], index: int
+) -> _Compared:
+    device, count = logits.device, len(targets)
+    targets = targets.to(device)
+    loss = original_loss = kl = same = 0.0
+    for chunk in _chunks(count):
+        log_q = _log_softmax(logits[chunk])
+        log_p = _log_softmax(original_logits[chunk].to(device))
+        p = log_p.exp()
+        # A logit of -inf has p = 0 and adds nothing; the product would be NaN.
+        terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
+        loss += _losses(log_q, targets[chunk]).item()
+        original_loss += _losses(log_p, targets[chunk]).item()
+        kl += terms.sum(dtype=torch.float64).item()
+        same += (log_q.argmax(-1) == log_p.argmax(-1)).sum().item()
+    return _Compared(
+        loss=_finite(loss / count, index),
+        original_loss=_finite(original_loss / count, index),
+        kl=kl / count,
+        top1=same / count,
+    )
+
+
+def _logits(model: PreTrainedModel, row: Int[Tensor, " context"]) -> Float[Tensor, "t v"]:
+    """Logits that predict row[1:]."""
+    return model(input_ids=row[None].to(model.device), use_cache=False).logits[0, :-1]
+
+
+def _log_softmax(logits: Float[Tensor, "t v"]) -> Float[Tensor, "t v"]:
+    return torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _losses(log_probabilities: Float[Tensor, "t v"], targets: Int[Tensor, " t"]) -> Float[Tensor, ""]:
+    """Sum of the token losses, in float64."""
+    return -log_probabilities.gather(1, targets[:, None]).sum(dtype=torch.float64)
+
+
+def _chunks(count: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK) for start in range(0, count, CHUNK))
+
+
+def _summary(means: list[float], context: int) -> Perplexity:
+    # Windows are equally long, so the mean of their means is the mean over all tokens.
+    return Perplexity(statistics.fmean(means), _standard_error(means), len(means), context)
+
+
+def _standard_error(samples: list[float]) -> float | None:
+    return statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else None
+
+
+def _finite(loss: float, index: int) -> float:
+    if not math.isfinite(loss):
+        raise RunError(f"the loss in window {index} is {loss}: the model computes NaN or infinite logits there")
+    return loss
+
+
+def _check_fit(model: PreTrainedModel, windows: Windows) -> None:
+    context_for(model.config, windows.context)
+    largest, vocabulary = int(windows.tokens.max()), model.config.get_text_config().vocab_size
+    if largest >= vocabulary:
+        raise InputError(
+            f"the tokenizer gives token {largest}, but the model knows only {vocabulary} tokens; "
+            "it is not this model's tokenizer"
+        )
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Evaluation mode (no dropout), restored afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)

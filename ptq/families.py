@@ -1,0 +1,110 @@
+"""The table of model families: one row of tensor names per Hugging Face `model_type`.
+
+A row says which tensor plays which part; how the parts act together (what reads and writes the residual stream, which
+linears share an input) is the same for all of them and is said once, in `shape_of` and in the methods' planners.
+To add a family, add a row: docs/add-a-family.md. The tests in tests/test_families.py run over the whole table.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ptq.errors import InputError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of the parts of a decoder-only model: RMSNorm, rotary attention, gated MLP.
+
+    Names of parts inside a block are relative to the block. The defaults are those of Llama.
+    """
+
+    model_type: str
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str | None = "input_layernorm"
+    """The norm whose output query, key and value read; None where they read the residual stream itself."""
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    attention_output: str = "self_attn.o_proj"
+    mlp_norm: str | None = "post_attention_layernorm"
+    """The norm whose output gate and up read; None where they read the residual stream itself."""
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    kept: tuple[str, ...] = ()
+    """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
+    rotate_residual: bool = True
+    """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
+    unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
+    """Tensors of a block that old checkpoints carry and no model reads."""
+
+
+FAMILIES: dict[str, Family] = {
+    row.model_type: row
+    for row in (
+        Family("llama"),
+        Family("mistral"),
+        Family("qwen2"),
+        Family("qwen3", kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
+    )
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that a plan needs, read from config.json."""
+
+    hidden: int
+    intermediate: int
+    vocab: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The row of a model. Raises InputError for a `model_type` that has none."""
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise InputError(
+            f"config.json: model_type {model_type!r} is not supported; known are {', '.join(sorted(FAMILIES))}. "
+            "A new one is a row of ptq/families.py: see docs/add-a-family.md"
+        )
+    return FAMILIES[model_type]
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Sizes of a model from its transformers config. Raises InputError where they make no sense together."""
+    heads = _size(config, "num_attention_heads")
+    kv_heads = heads if getattr(config, "num_key_value_heads", None) is None else _size(config, "num_key_value_heads")
+    hidden = _size(config, "hidden_size")
+    if getattr(config, "head_dim", None) is not None:
+        head_dim = _size(config, "head_dim")
+    elif hidden % heads == 0:
+        head_dim = hidden // heads
+    else:
+        raise InputError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    if heads % kv_heads:
+        raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    return ModelShape(
+        hidden=hidden,
+        intermediate=_size(config, "intermediate_size"),
+        vocab=_size(config, "vocab_size"),
+        blocks=_size(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        tied=bool(config.tie_word_embeddings),
+    )
+
+
+def _size(config: Any, key: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json: {key} must be a positive whole number, found {value!r}")
+    return value

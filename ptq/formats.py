@@ -1,0 +1,180 @@
+"""How weights are stored: the protocols `Codebook` and `Format`, and the table of the formats that exist.
+
+A codebook maps numbers to codes; a format adds the bytes of the checkpoint and the linear layer that reads them.
+A format's parts are the tensors `<linear>.weight_<part>` of a checkpoint. Names come from the fixed table below:
+nothing that a checkpoint says is ever imported.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float, Float32, Int
+from torch import Tensor
+
+from ptq.errors import InputError
+
+if TYPE_CHECKING:
+    from ptq.rounding import Rounded
+
+Scales = dict[str, Tensor]
+"""What a codebook needs beside the codes to give numbers back, by name."""
+Parts = dict[str, Tensor]
+"""The stored tensors of one weight, by part."""
+
+
+@runtime_checkable
+class Codebook(Protocol):
+    """A set of points in `dim` dimensions, and how weights are scaled to it. `columns` are the columns of the whole
+    weight that the given ones are (runs of `dim`); None: all of them, in order."""
+
+    dim: int
+    """d: consecutive weights of a row that share one code."""
+    per_row: bool
+    """Whether scales belong to single rows (every tensor of them is [n, ...]), so that rows can be done in pieces."""
+
+    def fit(
+        self, w: Float32[Tensor, "n k"], importance: Float32[Tensor, " k"] | None = None, *, name: str = "weight"
+    ) -> Scales:
+        """Scales for a weight; `importance` weighs the squared error of each column. `name` is for messages."""
+        ...
+
+    def round(
+        self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
+    ) -> Int[Tensor, "n c/d"]:
+        """Codes of the nearest points."""
+        ...
+
+    def decode(
+        self, codes: Int[Tensor, "n c/d"], scales: Scales, columns: Int[Tensor, " c"] | None = None
+    ) -> Float32[Tensor, "n c"]:
+        """The numbers that codes stand for."""
+        ...
+
+
+@runtime_checkable
+class BlockCodebook(Codebook, Protocol):
+    """A codebook that brings its own kernel for the inner loop of `rounding.ldlq`."""
+
+    def round_block(
+        self,
+        target: Float32[Tensor, "c n"],
+        w: Float32[Tensor, "c n"],
+        factor: Float32[Tensor, "c c"],
+        scales: Scales,
+        columns: Int[Tensor, " c"],
+    ) -> tuple[Int[Tensor, "c/d n"], Float32[Tensor, "c n"]]:
+        """The same codes and errors w - ŵ as `rounding.round_block`."""
+        ...
+
+
+class Format(Protocol):
+    """One way to store a weight W[n, k] and to multiply with it."""
+
+    name: str
+    version: int
+    """Of the byte layout; a checkpoint records it, and another one is refused."""
+
+    @property
+    def codebook(self) -> Codebook | None:
+        """None where weights are not rounded; `pack` then finds the weight itself in the place of codes."""
+        ...
+
+    def options(self) -> dict[str, Any]:
+        """JSON values that make the same format again: `get(name, **options)`."""
+        ...
+
+    def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every stored part. Raises InputError where the format cannot hold this shape."""
+        ...
+
+    def pack(self, rounded: "Rounded") -> Parts:
+        """The stored bytes of one weight, from its codes and scales."""
+        ...
+
+    def unpack(self, parts: Parts, n: int, k: int) -> tuple[Tensor, Scales]:
+        """Exact inverse of `pack`. Raises InputError where a part is missing or has another shape or dtype."""
+        ...
+
+    def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
+        """The weight that the stored bytes stand for."""
+        ...
+
+    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
+        """x Wᵀ + bias, on parts as `prepack` gives them."""
+        ...
+
+    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
+        """The parts as the kernels of a device want them; called once after loading."""
+        ...
+
+
+@dataclass(frozen=True)
+class DenseFormat:
+    """An unquantised weight, for a layer that only carries an online rotation. One part, `dense`: W[n, k]."""
+
+    dtype: str = "float32"
+    """float32, float16 or bfloat16. Loading with another dtype casts the weight, as it does for any plain layer."""
+
+    name: ClassVar[str] = "dense"
+    version: ClassVar[int] = 1
+    codebook: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise InputError(f"dense: dtype must be float32, float16 or bfloat16, found {self.dtype!r}")
+
+    def options(self) -> dict[str, Any]:
+        return {"dtype": self.dtype}
+
+    def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {"dense": ((n, k), getattr(torch, self.dtype))}
+
+    def pack(self, rounded: "Rounded") -> Parts:
+        return {"dense": rounded.codes.to(getattr(torch, self.dtype)).contiguous()}
+
+    def unpack(self, parts: Parts, n: int, k: int) -> tuple[Tensor, Scales]:
+        dense = parts.get("dense")
+        if dense is None or dense.shape != (n, k) or not dense.is_floating_point():
+            raise InputError(f"dense: expected one floating-point part `dense` [{n}, {k}], found {describe(parts)}")
+        return dense, {}
+
+    def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
+        return self.unpack(parts, n, k)[0].float()
+
+    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
+        return torch.nn.functional.linear(x, parts["dense"].to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
+        return {part: tensor.to(device) for part, tensor in parts.items()}
+
+
+FORMATS = {
+    "dense": ("ptq.formats", "DenseFormat"),
+    "quarot/integer": ("quarot.integer", "IntegerFormat"),
+}
+"""Every format: its name in a checkpoint, the module and the class. A new one is one row here and one file."""
+
+
+def names() -> tuple[str, ...]:
+    """Names of all formats."""
+    return tuple(FORMATS)
+
+
+def get(name: str, **options: Any) -> Format:
+    """The format of that name with these options. Raises InputError for a name, option or value that does not exist."""
+    if name not in FORMATS:
+        raise InputError(f"unknown format {name!r}; known formats: {', '.join(FORMATS)}")
+    module, attribute = FORMATS[name]
+    kind = getattr(import_module(module), attribute)
+    known = kind.__dataclass_fields__
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise InputError(f"format {name}: unknown option {unknown[0]!r}; known options: {', '.join(known) or 'none'}")
+    return kind(**options)
+
+
+def describe(parts: Parts) -> str:
+    """Parts as text for a message: name, dtype and shape of each."""
+    return ", ".join(f"{part} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for part, t in parts.items()) or "none"

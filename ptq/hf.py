@@ -1,0 +1,108 @@
+"""The transformers plug-in: `import ptq`, and `AutoModelForCausalLM.from_pretrained` loads a packed checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ptq.errors import InputError
+from ptq.header import read_header
+from ptq.linear import QuantLinear, describe, swap
+from ptq.plan import Plan
+
+QUANT_METHOD = "ptq"
+LAYOUT_VERSION = 1
+
+
+@register_quantization_config(QUANT_METHOD)
+class PtqConfig(QuantizationConfigMixin):
+    """`quantization_config` of config.json: every quantised linear, explicitly.
+
+    `schemes` maps a name to {"format", "version", options..., "hadamard"?}; `linears` maps a module to a scheme.
+    """
+
+    def __init__(
+        self,
+        schemes: dict[str, dict[str, Any]] | None = None,
+        linears: dict[str, str] | None = None,
+        version: int = LAYOUT_VERSION,
+        quant_method: str = QUANT_METHOD,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(sorted(unknown))}")
+        if version != LAYOUT_VERSION:
+            raise InputError(
+                f"config.json: quantization_config has version {version!r}, this package reads {LAYOUT_VERSION}; "
+                "install the version of ptq that wrote the checkpoint"
+            )
+        if not isinstance(schemes, dict) or not isinstance(linears, dict):
+            raise InputError("config.json: quantization_config must hold the objects `schemes` and `linears`")
+        for name, scheme in linears.items():
+            if scheme not in schemes:
+                raise InputError(f"config.json: quantization_config of {name}: no scheme is called {scheme!r}")
+        self.quant_method = quant_method
+        self.version = version
+        self.schemes = schemes
+        self.linears = linears
+
+    @classmethod
+    def of(cls, plan: Plan) -> "PtqConfig":
+        """The config that describes a plan's result."""
+        schemes: dict[str, dict[str, Any]] = {}
+        linears: dict[str, str] = {}
+        for linear in plan.rounded():
+            entry = describe(linear)
+            name = next((name for name, known in schemes.items() if known == entry), f"scheme{len(schemes)}")
+            schemes[name] = entry
+            linears[linear.name] = name
+        return cls(schemes, linears)
+
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """The scheme of every quantised linear, by module name."""
+        return {name: self.schemes[scheme] for name, scheme in self.linears.items()}
+
+
+@register_quantizer(QUANT_METHOD)
+class PtqQuantizer(HfQuantizer):
+    """Puts a `QuantLinear` in the place of every linear that the config lists; transformers then loads the bytes."""
+
+    requires_calibration = True  # packed checkpoints are made by `quantize`, never by from_pretrained
+    quantization_config: PtqConfig
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        replaced = {name: swap(model, name, entry) for name, entry in self.quantization_config.entries().items()}
+        files = kwargs.get("checkpoint_files")
+        if files:
+            check_files(replaced, [Path(file) for file in files])
+
+    def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+def check_files(modules: dict[str, QuantLinear], files: list[Path]) -> None:
+    """Check that the files hold every tensor of the packed modules, in its shape and dtype.
+
+    transformers would fill a missing tensor with random numbers and go on. Raises InputError.
+    """
+    stored = {name: info for file in files for name, info in read_header(file)[0].items()}
+    for owner, module in modules.items():
+        for leaf, parameter in module.named_parameters():
+            name = f"{owner}.{leaf}"
+            info = stored.get(name)
+            if info is None:
+                raise InputError(f"{files[0].parent}: tensor {name!r} is missing; the checkpoint is damaged")
+            if tuple(info.shape) != tuple(parameter.shape):
+                raise InputError(
+                    f"{files[0].parent}: tensor {name!r} has shape {list(info.shape)}, config.json says "
+                    f"{list(parameter.shape)}; the checkpoint is damaged"
+                )
+            packed = not (parameter.is_floating_point() and info.dtype.is_floating_point)
+            if packed and info.dtype != parameter.dtype:
+                raise InputError(f"{files[0].parent}: tensor {name!r} is {info.dtype}, expected {parameter.dtype}")

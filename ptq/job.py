@@ -1,0 +1,146 @@
+"""A job: everything that the tasks of one run share, and the modules and tensors that they build from it."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ptq import formats, rewrite
+from ptq.blocks import Part
+from ptq.checkpoint import Checkpoint, check_finite
+from ptq.families import Family
+from ptq.linear import describe, guard
+from ptq.plan import LinearPlan, Plan, Rotation
+from ptq.recipe import Recipe
+
+ROWS_BYTES = 64 << 20
+"""Float64 bytes of a weight that are rewritten at a time where its rows do not depend on each other."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do with which model; pure data but for the open checkpoint."""
+
+    checkpoint: Checkpoint
+    config: Any
+    """The transformers config of the source."""
+    family: Family
+    recipe: Recipe
+    plan: Plan
+    signs: rewrite.Signs
+    device: torch.device
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the source. Raises InputError where it is not finite."""
+        tensor = self.checkpoint.read(name)
+        check_finite(name, tensor)
+        return tensor
+
+    def rewritten(self, linear: LinearPlan, dtype: torch.dtype) -> Tensor:
+        """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""
+        w = self.tensor(linear.source).to(self.device)
+        gain = self.tensor(linear.norm).to(self.device) if linear.norm else None
+        if linear.output is not None:  # the rows mix
+            return rewrite.weight(linear, w, gain, self.signs).to(dtype)
+        result = torch.empty(linear.n, linear.k, dtype=dtype, device=self.device)
+        rows = max(1, ROWS_BYTES // (8 * linear.k))
+        for start in range(0, linear.n, rows):
+            result[start : start + rows] = rewrite.weight(linear, w[start : start + rows], gain, self.signs)
+        return result
+
+    def bias(self, linear: LinearPlan) -> Float64[Tensor, " n"] | None:
+        """The rewritten bias of a linear, or None where it has none."""
+        name = f"{linear.name}.bias"
+        if name not in self.checkpoint.tensors:
+            return None
+        return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs)
+
+    def source_dtype(self, linear: LinearPlan) -> torch.dtype:
+        """The dtype in which the source stores a weight."""
+        return self.checkpoint.tensors[linear.source].dtype
+
+    def original_block(self, index: int) -> Part:
+        """A decoder block with the source's weights in float32."""
+        part = self._part(index)
+        prefix = f"{self.plan.layers}.{index}."
+        skipped = set(self.plan.unused)
+        names = (name for name in self.checkpoint.tensors if name.startswith(prefix) and name not in skipped)
+        part.load({name: self._float32(name) for name in names})
+        return part
+
+    def rotated_block(self, index: int) -> Part:
+        """A decoder block with rewritten weights in float32 that are not quantised."""
+        part = self._part(index)
+        tensors = dict(self.norms_and_kept(part.prefix))
+        for linear in self.plan.block(index):
+            tensors[f"{linear.name}.weight"] = self.rewritten(linear, torch.float32)
+            if linear.online is not None:
+                part.pack({linear.name: describe(replace(linear, format=formats.get("dense")))})
+                tensors[f"{linear.name}.weight_dense"] = tensors[f"{linear.name}.weight"]
+                tensors[f"{linear.name}.weight"] = guard()
+            bias = self.bias(linear)
+            if bias is not None:
+                tensors[f"{linear.name}.bias"] = bias.float()
+        part.load(tensors)
+        return part
+
+    def packed_block(self, index: int, linears: dict[str, Tensor]) -> Part:
+        """A decoder block as it is written; `linears` are the tensors of its linears."""
+        part = self._part(index)
+        part.pack({linear.name: describe(linear) for linear in self.plan.block(index) if linear.format is not None})
+        part.load({**dict(self.norms_and_kept(part.prefix)), **linears})
+        return part
+
+    def original_ends(self) -> tuple[Part, Part]:
+        """The parts before and after the blocks, with the source's weights in float32."""
+        head = self.plan.linear(self.family.head) or self._embedding()
+        norm = f"{self.family.final_norm}.weight"
+        return self._ends(self.tensor(self._embedding().source), self.tensor(head.source), self.tensor(norm))
+
+    def rotated_ends(self) -> tuple[Part, Part]:
+        """The parts before and after the blocks, with rewritten weights in float32."""
+        head = self.plan.linear(self.family.head) or self._embedding()
+        embedding = self.rewritten(self._embedding(), torch.float32)
+        return self._ends(embedding, self.rewritten(head, torch.float32), self._written_norm())
+
+    def packed_ends(self, linears: dict[str, Tensor]) -> tuple[Part, Part]:
+        """The parts before and after the blocks, with weights as they are written: `linears` are the tensors."""
+        embedding = linears[f"{self.family.embedding}.weight"]
+        head = linears.get(f"{self.family.head}.weight", embedding)
+        return self._ends(embedding, head, self._written_norm())
+
+    def _ends(self, embedding: Tensor, head: Tensor, norm: Tensor) -> tuple[Part, Part]:
+        first, last = self._part(None), self._part(None)
+        first.load({f"{self.family.embedding}.weight": embedding})
+        last.load({f"{self.family.head}.weight": head, f"{self.family.final_norm}.weight": norm})
+        return first, last
+
+    def _written_norm(self) -> Tensor:
+        return dict(self.norms_and_kept(self.family.final_norm))[f"{self.family.final_norm}.weight"]
+
+    def residual_rotation(self) -> Rotation | None:
+        """R1, as the embedding applies it."""
+        return self._embedding().input
+
+    def _embedding(self) -> LinearPlan:
+        linear = self.plan.linear(self.family.embedding)
+        assert linear is not None
+        return linear
+
+    def _part(self, index: int | None) -> Part:
+        return Part(self.config, self.family, index, self.device)
+
+    def _float32(self, name: str) -> Tensor:
+        return self.tensor(name).float().to(self.device)
+
+    def norms_and_kept(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors with a prefix that are no linear's, as they are written, in float32."""
+        for name in self.plan.unit_norms:
+            if name.startswith(prefix):
+                yield name, torch.ones(self.checkpoint.tensors[name].shape, device=self.device)
+        for name in self.plan.kept:
+            if name.startswith(prefix):
+                yield name, self._float32(name)

@@ -1,0 +1,21 @@
+"""The list of methods. The only place, beside `formats`, where ptq reaches a method's package, and by name."""
+
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from ptq.plan import Plan
+
+METHODS = ("quarot",)
+"""Packages of methods. Each has `plan.plan`, and `cli.register`, which adds its commands to `quantize`."""
+
+
+def planner(method: str) -> Callable[..., Plan]:
+    """The `plan(shape, family, recipe, dtypes)` of a method."""
+    assert method in METHODS, method
+    return import_module(f"{method}.plan").plan
+
+
+def commands() -> Iterator[Callable[[Any], None]]:
+    """The `register(app)` of every method."""
+    return (import_module(f"{method}.cli").register for method in METHODS)

@@ -1,0 +1,205 @@
+"""`quantize`: from a model and a recipe to a checkpoint that is proven, whole and in its place."""
+
+import shutil
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedConfig
+
+from ptq import calibration, methods, preflight, proof, source
+from ptq.checkpoint import Checkpoint, refuse_quantised
+from ptq.contents import read_config, summary
+from ptq.errors import InputError
+from ptq.families import Family, family_of, shape_of
+from ptq.job import Job
+from ptq.plan import Plan, check_claims
+from ptq.progress import Progress
+from ptq.recipe import Recipe, RunOptions
+from ptq.tasks import Tasks
+from ptq.work import RECORD, Record, compare, open_work, read_record
+from ptq.writer import assemble, check_target, partial_folder, put_in_place, write_record
+
+PROBE_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that can be quantised, and the plan for it."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    family: Family
+    plan: Plan
+
+
+def plan(model: str, recipe: Recipe) -> Target:
+    """The plan for a model, from its config and its headers alone; no weight is read.
+
+    Raises InputError for a model that is missing, damaged, quantised already, of an unknown family, or that has a
+    tensor which the plan does not account for.
+    """
+    checkpoint = Checkpoint.open(source.resolve(model))
+    refuse_quantised(checkpoint.config)
+    family = family_of(checkpoint.config)
+    config = read_config(checkpoint)
+    dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
+    plan = methods.planner(recipe.method)(shape_of(config), family, recipe, dtypes)
+    check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
+    return Target(checkpoint, config, family, plan)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has made."""
+
+    out: Path
+    bits_per_weight: float | None
+    """Bits of the quantised linears, scales and padding included, per weight; None where nothing is quantised."""
+    nbytes: int
+    """Bytes of all tensors."""
+    rotation_error: float
+    """Relative difference of the rotated model's logits from the original's, in float32."""
+    kl: float
+    """Mean KL divergence of the packed model from the original over the probe tokens, nats per token."""
+    top1: float
+    """Share of probe tokens after which both models expect the same token."""
+
+
+def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOptions = RunOptions()) -> Result:
+    """Quantise `model` into the folder `out`; the same call continues a run that was interrupted.
+
+    Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
+    """
+    target, out = plan(str(model), recipe), Path(out)
+    recipe = _resolved(recipe, str(model), target.config)
+    rows = _calibration_rows(target, recipe)
+    tokens = None if rows is None else calibration.fingerprint(rows)
+    record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)
+    if is_finished(out, record):
+        return read_result(out)
+    check_target(out)
+    work = options.work or out.with_name(f"{out.name}.work")
+    sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
+    needs = preflight.estimate(target.plan, shape_of(target.config), recipe, rows, sizes)
+    preflight.check(needs, work, out)
+    open_work(work, record, options.restart)
+    job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=_device(options.device), **vars(target))
+    with Progress(target.plan, rows is not None, options.progress) as progress:
+        for note in (*target.plan.notes, str(needs)):
+            progress.say(note)
+        tasks = Tasks(job, work)
+        _run(tasks, rows, progress)
+        result = _finish(tasks, record, out)
+    shutil.rmtree(work)
+    return result
+
+
+def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, progress: Progress) -> None:
+    """Every task in its order."""
+    plan = tasks.job.plan
+    tasks.rest()
+    for linear in plan.ends():
+        with progress.step(linear.name, 0):
+            tasks.linear(linear)
+    tasks.probe_start(_probe_ids(tasks.job, rows))
+    first = 0
+    if rows is not None:
+        tasks.embed(rows)
+        first = tasks.calibration_start()
+    for index in range(plan.blocks):
+        weights = sum(linear.n * linear.k for linear in plan.block(index))
+        if rows is not None and index >= first:
+            with progress.step(f"block {index}: Hessians", weights / 2):
+                tasks.hessians(index)
+        for linear in plan.block(index):
+            with progress.step(linear.name, linear.n * linear.k):
+                tasks.linear(linear)
+        with progress.step(f"block {index}: proof", weights):
+            tasks.probe(index)
+        if rows is not None and index >= first:
+            with progress.step(f"block {index}: forward", weights / 2):
+                tasks.advance(index)
+
+
+def _finish(tasks: Tasks, record: Record, out: Path) -> Result:
+    """Assemble, prove and rename the checkpoint."""
+    job, folder = tasks.job, partial_folder(out)
+    states = tasks.probe_states(job.plan.blocks)
+    original = job.original_ends()[1].logits(states["original"])
+    rotated = job.rotated_ends()[1].logits(states["rotated"])
+    packed = tasks.packed_ends()[1].logits(states["packed"])
+    agreement = proof.compare(original, rotated, packed)
+    assemble(job, tasks.files(), folder)
+    written = Checkpoint.open(folder)
+    proof.account(written, job.plan, set(job.checkpoint.tensors))
+    proof.reload(written, job, tasks.probe_states(0)["ids"], packed)
+    contents = summary(written)
+    result = Result(out, contents.bits_per_weight, written.nbytes, **asdict(agreement))
+    write_record(folder, record, tasks.log(), {key: value for key, value in asdict(result).items() if key != "out"})
+    put_in_place(folder, out)
+    return result
+
+
+def is_finished(out: Path, record: Record) -> bool:
+    """Whether `out` holds the result of this very run already."""
+    path = out / RECORD
+    return path.is_file() and not compare(record, read_record(path))
+
+
+def read_result(out: Path) -> Result:
+    """The result of a finished run."""
+    return Result(out, **read_record(out / RECORD)["result"])
+
+
+def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
+    """The recipe with its defaults that depend on the model."""
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    length = recipe.sequence_length or min(2048, limit)
+    if length > limit:
+        raise InputError(f"--sequence-length {length}: the model's limit is {limit} positions")
+    text = recipe.calibration
+    if text is None and model == "demo":
+        text = str(source.resolve(model) / "calibration.txt")
+    return replace(recipe, sequence_length=length, calibration=text)
+
+
+def _calibration_rows(target: Target, recipe: Recipe) -> Int[Tensor, "samples t"] | None:
+    """Token ids of the calibration rows, or None where the recipe needs no data."""
+    if recipe.rounding == "nearest" or not any(linear.statistics for linear in target.plan.linears):
+        return None
+    if recipe.calibration is None:
+        raise InputError("GPTQ needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub "
+                         "dataset), or choose --rounding nearest")  # fmt: skip
+    assert recipe.sequence_length is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target.checkpoint.folder, local_files_only=True)
+    except Exception as error:  # tokenizers raise many kinds
+        raise InputError(f"{target.checkpoint.folder}: its tokenizer does not load ({error}); "
+                         "calibration needs one") from error  # fmt: skip
+    rows = calibration.load_rows(
+        recipe.calibration, tokenizer, recipe.samples, recipe.sequence_length, recipe.seed
+    )
+    vocab = shape_of(target.config).vocab
+    if int(rows.max()) >= vocab:
+        raise InputError(f"{target.checkpoint.folder}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
+    return rows
+
+
+def _probe_ids(job: Job, rows: Int[Tensor, "samples t"] | None) -> Int[Tensor, "1 t"]:
+    """Tokens for the proofs: the start of the first calibration row, or random ones."""
+    if rows is not None:
+        return rows[:1, :PROBE_TOKENS]
+    generator = torch.Generator().manual_seed(job.recipe.seed)
+    return torch.randint(shape_of(job.config).vocab, (1, PROBE_TOKENS), generator=generator)
+
+
+def _device(name: str) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device must be auto, cpu or cuda, found {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")

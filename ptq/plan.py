@@ -1,0 +1,120 @@
+"""The plan: pure data that says, for every tensor of a model, what happens to it.
+
+A method (`quarot.plan`, ...) makes a `Plan` from a model's shape, its `Family` row and a recipe. The rewriter, the
+calibrator, the writer and the tests read that one plan; nothing else in the package knows where a rotation goes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ptq.errors import InputError
+from ptq.formats import Format
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The orthogonal map R x = H (s * x) of feature vectors: signs first, then a block-diagonal Hadamard transform.
+
+    On the input side of a weight it is fused as W Rᵀ, on the output side as R W (and R b). QuaRot, section 4.
+    """
+
+    size: int
+    """Length of the feature vectors."""
+    order: int
+    """Order of the Hadamard matrix, a divisor of `size`; 1 means that only the signs act."""
+    signs: str | None = None
+    """Name of the +-1 vector s, a key of `Plan.signs`; None for all ones. One shorter than `size` is repeated."""
+
+    def __post_init__(self) -> None:
+        assert self.size % self.order == 0, self
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """What happens to one weight matrix W[n, k] (a linear layer, the embedding or the head)."""
+
+    name: str
+    """Module name in the Hugging Face model."""
+    n: int
+    k: int
+    source: str
+    """Tensor that W is read from; another module's where the head is tied to the embedding."""
+    norm: str | None = None
+    """Tensor of the RMSNorm gain g that is folded into the columns: W diag(g)."""
+    input: Rotation | None = None
+    output: Rotation | None = None
+    online: Rotation | None = None
+    """The part of `input` that the layer applies to its activations at run time; the rest is done by its producers."""
+    statistics: str | None = None
+    """Name of the linear whose input's Hessian is used: one for all that read the same input; None where the weight
+    is not rounded."""
+    format: Format | None = None
+    """None: the weight stays in the checkpoint's own dtype, as a plain tensor."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Every tensor of the result, and which tensor of the source it comes from."""
+
+    method: str
+    layers: str
+    """Prefix of the decoder blocks, `model.layers`."""
+    blocks: int
+    linears: tuple[LinearPlan, ...]
+    unit_norms: tuple[str, ...]
+    """Norm gains that were folded into their readers and are written as ones."""
+    kept: tuple[str, ...]
+    """Tensors that pass through unchanged."""
+    unused: tuple[str, ...] = ()
+    """Tensors of the source that the model never reads (a second copy of a tied head, stored rotary tables)."""
+    untied: bool = False
+    """True where the source ties head and embedding and the result must not."""
+    signs: dict[str, int] = field(default_factory=dict)
+    """Name and length of every sign vector."""
+    notes: tuple[str, ...] = ()
+    """What a user should know before the run, such as a width that has no full-size Hadamard matrix."""
+
+    def block(self, index: int) -> Iterator[LinearPlan]:
+        """The linears of one decoder block."""
+        return (linear for linear in self.linears if linear.name.startswith(f"{self.layers}.{index}."))
+
+    def ends(self) -> Iterator[LinearPlan]:
+        """The embedding, and the head where it has a weight of its own."""
+        return (linear for linear in self.linears if not linear.name.startswith(f"{self.layers}."))
+
+    def rounded(self) -> Iterator[LinearPlan]:
+        """The linears that are quantised."""
+        return (linear for linear in self.linears if linear.format is not None)
+
+    def linear(self, name: str) -> LinearPlan | None:
+        """The plan of one linear, or None where the model has no such weight of its own (a tied head)."""
+        return next((linear for linear in self.linears if linear.name == name), None)
+
+
+def check_claims(plan: Plan, tensors: dict[str, tuple[int, ...]]) -> None:
+    """Check that the plan reads every tensor of the source, each one in the shape that the config promises.
+
+    `tensors` maps each tensor of the source to its shape. Raises InputError for a tensor that is missing, that no
+    row of the family claims, or whose shape contradicts the config.
+    """
+    expected: dict[str, tuple[int, ...] | None] = {}
+    for linear in plan.linears:
+        expected[linear.source] = (linear.n, linear.k)
+        if f"{linear.name}.bias" in tensors:
+            expected[f"{linear.name}.bias"] = (linear.n,)
+    expected |= {name: None for name in (*plan.unit_norms, *plan.kept, *plan.unused)}
+    for name, shape in expected.items():
+        if name not in tensors:
+            raise InputError(f"the checkpoint has no tensor {name!r}, which its config.json promises")
+        if shape is not None and tuple(tensors[name]) != shape:
+            raise InputError(
+                f"tensor {name!r} has shape {list(tensors[name])}, but config.json says {list(shape)}: "
+                "the config belongs to another model, or the checkpoint is damaged"
+            )
+    unclaimed = sorted(set(tensors) - set(expected))
+    if unclaimed:
+        more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
+        raise InputError(
+            f"no row of the family claims tensor {unclaimed[0]!r}{more}: this model has parts that ptq does not know; "
+            "see docs/add-a-family.md"
+        )

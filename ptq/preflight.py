@@ -1,0 +1,114 @@
+"""Before a run starts: how long it will take, how much memory and disk it needs, and whether this machine has them."""
+
+import math
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from ptq.errors import InputError
+from ptq.families import ModelShape
+from ptq.plan import LinearPlan, Plan
+from ptq.recipe import Recipe
+from ptq.tasks import CHUNK_TOKENS
+
+BASE_MEMORY = 500 << 20
+"""Bytes that Python, torch and transformers take before any weight is read."""
+STREAM_RATE = 60e6
+"""Weights per second that are read, rewritten in float64, rounded and written on one core: a cautious figure."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Needs of a run, in seconds and bytes. Orders of magnitude: the time within a factor of two or so."""
+
+    seconds: float
+    memory: int
+    work: int
+    """Bytes of the work folder at its largest."""
+    out: int
+    """Bytes of the result."""
+
+    def __str__(self) -> str:
+        return (
+            f"estimate: {_duration(self.seconds)}, {_size(self.memory)} of memory, {_size(self.work)} of disk while it "
+            f"works, {_size(self.out)} for the result"
+        )
+
+
+def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None, sizes: dict[str, int]) -> Estimate:
+    """Needs of a run; `sizes` maps the source's tensors to their bytes. Measures the machine for a moment."""
+    block = list(plan.block(0))
+    weights = sum(linear.n * linear.k for linear in plan.linears)
+    block_weights = sum(linear.n * linear.k for linear in block)
+    largest = max(linear.n * linear.k for linear in plan.linears)
+    inputs = {linear.statistics: linear.k for linear in block if linear.statistics}
+    hessians = 4 * sum(k * k for k in inputs.values()) if rows is not None else 0
+    packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
+    seconds = weights / (STREAM_RATE * torch.get_num_threads())
+    memory = BASE_MEMORY + max(4 * block_weights, 16 * max(linear.n * linear.k for linear in block), 4 * largest)
+    hidden = 0
+    if rows is not None:
+        tokens = rows.numel()
+        hidden = 2 * 4 * tokens * shape.hidden
+        square = sum(k * k for k in inputs.values())
+        solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
+        work = plan.blocks * (4 * tokens * block_weights + 2 * tokens * square + 2 * solve)
+        seconds += work / _matmul_rate()
+        memory += hessians + 4 * CHUNK_TOKENS * (2 * shape.hidden + 3 * shape.intermediate)
+    return Estimate(seconds, memory, packed + hidden + hessians, packed)
+
+
+def check(needs: Estimate, work: Path, out: Path) -> None:
+    """Raise InputError where memory or disk cannot be enough; nothing has been written then."""
+    available = psutil.virtual_memory().available
+    if needs.memory > available:
+        raise InputError(f"this run needs about {_size(needs.memory)} of memory, {_size(available)} are free; "
+                         "close other programs or use a machine with more")  # fmt: skip
+    folders = {work: needs.work, out: needs.out}
+    devices: dict[int, tuple[Path, int]] = {}
+    for folder, nbytes in folders.items():
+        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        device = existing.stat().st_dev
+        devices[device] = (existing, devices.get(device, (existing, 0))[1] + nbytes)
+    for existing, nbytes in devices.values():
+        free = shutil.disk_usage(existing).free
+        if nbytes > free:
+            raise InputError(f"{existing}: this run needs about {_size(nbytes)} of disk, {_size(free)} are free; "
+                             "free some, or name a folder on another disk with --work")  # fmt: skip
+
+
+def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:
+    if linear.format is None:
+        return sizes[linear.source]
+    buffers = linear.format.buffers(linear.n, linear.k).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+
+
+def _matmul_rate() -> float:
+    """float32 operations per second of a matrix product, measured for a tenth of a second."""
+    a = torch.ones(512, 512)
+    a @ a
+    count, start = 0, time.perf_counter()
+    while time.perf_counter() - start < 0.1:
+        a @ a
+        count += 1
+    return count * 2 * 512**3 / (time.perf_counter() - start)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

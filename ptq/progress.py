@@ -1,0 +1,43 @@
+"""What a run shows on stderr while it works: a Rich progress bar with the time left."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from ptq.plan import Plan
+
+console = Console(stderr=True, highlight=False)
+
+
+class Progress:
+    """A bar whose unit is one weight that is rewritten, observed or rounded."""
+
+    def __init__(self, plan: Plan, calibrated: bool, visible: bool) -> None:
+        self.plan, self.calibrated, self.visible = plan, calibrated, visible
+        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self.bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not visible, transient=True)
+        passes = 3 if calibrated else 2  # rounding, the proof, and with calibration the forward passes
+        self.task = self.bar.add_task("", total=passes * sum(linear.n * linear.k for linear in plan.rounded()) or None)
+
+    def __enter__(self) -> "Progress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.bar.stop()
+
+    @contextmanager
+    def step(self, description: str, weights: float) -> Iterator[None]:
+        """Name what is being done; when it is done, `weights` more count as done."""
+        self.bar.update(self.task, description=description)
+        yield
+        self.bar.advance(self.task, weights)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.visible:
+            console.print(text)

@@ -1,0 +1,74 @@
+"""Proofs that end every run: what was written is read again, run, and compared with what was measured."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ptq.blocks import Part
+from ptq.checkpoint import Checkpoint
+from ptq.errors import RunError
+from ptq.hf import PtqConfig
+from ptq.job import Job
+from ptq.plan import Plan
+
+LOGITS_TOLERANCE = 1e-3
+"""Relative float32 difference of logits above which a rotation is called wrong; right ones stay near 1e-6."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the probe tokens come out of the three models."""
+
+    rotation_error: float
+    """Relative difference of the rotated model's logits from the original's."""
+    kl: float
+    """Mean KL divergence of the packed model from the original, nats per token."""
+    top1: float
+    """Share of probe tokens whose most likely successor is the same."""
+
+
+def compare(original: Float[Tensor, "b t v"], rotated: Float[Tensor, "b t v"], packed: Float[Tensor, "b t v"]) -> Agreement:
+    """Compare logits. Raises RunError where the rotated model is not the original, or the packed one is not finite."""
+    error = ((rotated.double() - original.double()).norm() / original.double().norm()).item()
+    if not error < LOGITS_TOLERANCE:  # also where it is NaN
+        raise RunError(f"the rotated model's logits differ from the original's by {error:.1e} (relative); nothing was written")
+    if not packed.isfinite().all():
+        raise RunError("the packed model's logits are not finite; nothing was written")
+    p, q = original.double().log_softmax(-1), packed.double().log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).mean().item()
+    return Agreement(error, kl, (original.argmax(-1) == packed.argmax(-1)).double().mean().item())
+
+
+def account(checkpoint: Checkpoint, plan: Plan, source: set[str]) -> None:
+    """Check that a written checkpoint holds exactly the tensors that the plan promises. Raises RunError."""
+    expected = set(plan.unit_norms) | set(plan.kept)
+    for linear in plan.linears:
+        expected.add(f"{linear.name}.weight")
+        if f"{linear.name}.bias" in source:
+            expected.add(f"{linear.name}.bias")
+        if linear.format is not None:
+            expected |= {f"{linear.name}.weight_{part}" for part in linear.format.buffers(linear.n, linear.k)}
+    wrong = sorted(expected ^ set(checkpoint.tensors))
+    if wrong:
+        raise RunError(f"{checkpoint.folder}: the written checkpoint lacks, or has one too many of, {wrong[0]!r}")
+
+
+def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Float[Tensor, "b t v"]) -> None:
+    """Run a written checkpoint part by part, from its own files and its own config.json, and compare its logits with
+    those that the run measured, to the bit. Raises RunError."""
+    entries = PtqConfig.from_dict(checkpoint.config["quantization_config"]).entries() if any(job.plan.rounded()) else {}
+    first, last = job.packed_ends({name: checkpoint.read(name) for name in checkpoint.tensors if _is_end(name, job)})
+    hidden = first.embed(ids)
+    for index in range(job.plan.blocks):
+        part = Part(job.config, job.family, index, job.device)
+        part.pack(entries)
+        part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
+        hidden = part.run(hidden)
+    if not torch.equal(last.logits(hidden), logits):
+        raise RunError(f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured")
+
+
+def _is_end(name: str, job: Job) -> bool:
+    return name in (f"{job.family.embedding}.weight", f"{job.family.head}.weight")

@@ -1,0 +1,58 @@
+"""What a user asks for: `Recipe` changes the bits of the result (hashed and stored), `RunOptions` does not."""
+
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from ptq.errors import InputError
+
+Rounding = Literal["nearest", "gptq", "ldlq"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The part of a recipe that all methods share; a method adds its own fields in a subclass."""
+
+    method: ClassVar[str]
+
+    rounding: Rounding = "gptq"
+    """`nearest`, or LDLQ with Hessians from calibration data; `gptq` and `ldlq` are two names of the same solver."""
+    calibration: str | None = None
+    """A .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset; None only where nothing needs data."""
+    samples: int = 128
+    sequence_length: int | None = None
+    """Tokens per calibration row; None: 2048, or the model's limit where that is less."""
+    damping: float = 0.01
+    """Added to the Hessian's diagonal, as a share of its mean."""
+    seed: int = 0
+    skip: tuple[str, ...] = ()
+    """Shell-style patterns of linears that stay in the checkpoint's own dtype."""
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ("nearest", "gptq", "ldlq"):
+            raise InputError(f"rounding must be nearest, gptq or ldlq, found {self.rounding!r}")
+        for name in ("samples", "sequence_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be at least 1, found {value}")
+        if not 0 < self.damping < 1:
+            raise InputError(f"damping must lie between 0 and 1, found {self.damping}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form, the same for the same recipe."""
+        return {"method": self.method, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Where and how to run; nothing here changes a byte of the result."""
+
+    work: Path | None = None
+    """Folder of unfinished work; `<out>.work` by default. It is removed when the run has succeeded."""
+    restart: bool = False
+    """Throw unfinished work away instead of continuing it."""
+    device: str = "auto"
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        assert {f.name for f in fields(self)}.isdisjoint(f.name for f in fields(Recipe))

@@ -1,0 +1,67 @@
+"""The rewriter: one tensor of the source in, the same tensor with norms folded and rotations fused out.
+
+Everything is one float64 expression; the caller casts or quantises its result once. Three casts on the way would
+be 1.7 times noisier, and a bf16 copy would put an error of its own under every code.
+"""
+
+import hashlib
+
+import torch
+from jaxtyping import Float, Float64, Int8
+from torch import Tensor
+
+from ptq import hadamard
+from ptq.plan import LinearPlan, Rotation
+
+Signs = dict[str, Tensor]
+"""The +-1 vectors of a run, by name."""
+
+
+def draw_signs(name: str, length: int, seed: int) -> Int8[Tensor, " length"]:
+    """A random +-1 vector that depends on its name and the seed alone, not on what was drawn before it.
+
+    The global random state is neither read nor changed.
+    """
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randint(0, 2, (length,), generator=generator, dtype=torch.int8) * 2 - 1
+
+
+def signs_of(rotation: Rotation, signs: Signs) -> Float64[Tensor, " size"] | None:
+    """The sign vector of a rotation in its full length, or None where all signs are +1."""
+    if rotation.signs is None:
+        return None
+    stored = signs[rotation.signs]
+    return stored.double().repeat(rotation.size // stored.numel())
+
+
+def rotate_input(w: Float64[Tensor, "n k"], rotation: Rotation, signs: Signs) -> Float64[Tensor, "n k"]:
+    """W Rᵀ: every row w becomes R w, so that (W Rᵀ)(R x) = W x."""
+    return hadamard.apply(w, signs_of(rotation, signs), rotation.order)
+
+
+def rotate_output(w: Float64[Tensor, "n k"], rotation: Rotation, signs: Signs) -> Float64[Tensor, "n k"]:
+    """R W: the layer's output y becomes R y."""
+    return hadamard.apply_columns(w, signs_of(rotation, signs), rotation.order)
+
+
+def weight(
+    linear: LinearPlan, w: Float[Tensor, "n k"], gain: Float[Tensor, " k"] | None, signs: Signs
+) -> Float64[Tensor, "n k"]:
+    """The rewritten weight R_out W diag(g) R_inᵀ of one layer, in float64."""
+    w = w.double()
+    if linear.norm is not None:
+        assert gain is not None, linear.name
+        w = w * gain.double()
+    if linear.input is not None:
+        w = rotate_input(w, linear.input, signs)
+    if linear.output is not None:
+        w = rotate_output(w, linear.output, signs)
+    return w
+
+
+def bias(linear: LinearPlan, b: Float[Tensor, " n"], signs: Signs) -> Float64[Tensor, " n"]:
+    """The rewritten bias R_out b of one layer, in float64."""
+    if linear.output is None:
+        return b.double()
+    return rotate_input(b.double()[None], linear.output, signs)[0]

@@ -1,0 +1,256 @@
+"""The two solvers: `nearest`, and `ldlq` with feedback. GPTQ is `ldlq` with a codebook of dimension 1.
+
+LDLQ (Chee et al. 2023, arXiv:2307.13304, section 3; block form: Tseng et al. 2024, arXiv:2402.04396, section 4.3)
+minimises tr((W - Ŵ) H (W - Ŵ)ᵀ) one column, or one block of d columns, after the other. With H = L D Lᵀ, L unit lower
+(block) triangular, columns are rounded from the last to the first,
+
+    Ŵ_j = Q(W_j + sum_{i > j} (W_i - Ŵ_i) L_ij),
+
+so that (W - Ŵ) L is exactly the matrix of rounding errors of Q, and the loss is the sum of its squares times D. GPTQ's
+updates are the same numbers (same paper, section 5.1), but it takes them from the inverse, with four times the work.
+
+Columns are taken in the order of descending diag(H): the heavy ones are rounded first, while the others can still make
+up for their errors. Scales are fitted before, on W itself, so groups stay what they are and no order is stored.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float, Float32, Float64, Int64, Shaped
+from torch import Tensor
+
+from ptq.errors import InputError
+from ptq.formats import BlockCodebook, Codebook, Scales
+
+ROW_CHUNK = 1 << 20
+"""Weights that `nearest` works on at a time: they stay in the cache."""
+COLUMN_BLOCK = 128
+"""Columns between two products with the factor in `ldlq`."""
+PANEL = 512
+"""Columns between two products in `cholesky` and `energy`."""
+MAX_DAMPING = 10.0
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One weight in a codebook, and how well it went."""
+
+    codes: Shaped[Tensor, "n k/d"]
+    scales: Scales
+    solver: str = "nearest"
+    """`nearest` or `ldlq`; `nearest` from `ldlq` too, where feedback would have been worse."""
+    error: float = 0.0
+    """Squared error relative to the weight's: |W - Ŵ|² / |W|²."""
+    loss: float | None = None
+    """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ); None without a Hessian."""
+    nearest_loss: float | None = None
+    """The same for nearest rounding with the same scales."""
+    damping: float | None = None
+    """What was added to the diagonal of H, relative to its mean."""
+    dead: int = 0
+    """Input channels that calibration never saw: diag(H) = 0."""
+
+    def statistics(self) -> dict[str, object]:
+        """Everything but the tensors, as JSON values."""
+        found = {key: value for key, value in vars(self).items() if key not in ("codes", "scales")}
+        return {key: value for key, value in found.items() if value is not None}
+
+
+def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight") -> Rounded:
+    """Every weight to its nearest code. Raises InputError, naming `name`, for NaN or infinity."""
+    rows = max(1, ROW_CHUNK // max(1, w.shape[1]))
+    scales = {} if codebook.per_row else codebook.fit(w.float(), name=name)
+    codes, fitted, error, energy = [], [], 0.0, 0.0
+    for piece in w.split(rows):
+        x = piece.float().contiguous()
+        if codebook.per_row:
+            fitted.append(scales := codebook.fit(x, name=name))
+        codes.append(codebook.round(x, scales))
+        error += _squares(codebook.decode(codes[-1], scales).sub_(x))
+        energy += _squares(x)
+    if fitted:
+        scales = {part: torch.cat([piece[part] for piece in fitted]) for part in scales}
+    return Rounded(torch.cat(codes), scales, error=_ratio(error, energy))
+
+
+def ldlq(
+    w: Float[Tensor, "n k"],
+    h: Float[Tensor, "k k"],
+    codebook: Codebook,
+    *,
+    damping: float = 0.01,
+    order: str = "descending",
+    name: str = "weight",
+) -> Rounded:
+    """LDLQ of W under the Hessian H = sum x xᵀ (any positive factor of it), float32 inside.
+
+    `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
+    factor. `order`: `descending` diag(H), or `given`. Channels with diag(H) = 0 neither give nor receive feedback.
+    Raises InputError, naming `name`, where W or H is not finite, H does not fit W or is far from positive semidefinite.
+    """
+    w, h = w.float(), h.float()
+    n, k = w.shape
+    diagonal = _checked_diagonal(h, k, name)
+    dead = diagonal == 0
+    scales = codebook.fit(w.contiguous(), name=name)
+    columns = _columns(diagonal, codebook.dim, order)
+    factor, added, used = _factor(h, diagonal, columns, damping, name)
+    wt = w.t().contiguous()
+    codes, error, loss = _feedback(wt[columns], factor, codebook, scales, columns)
+    del factor
+    # |dW L|² is the loss under the damped H
+    loss -= float((added * error.square().sum(1, dtype=torch.float64)).sum())
+    inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(k, device=columns.device))
+    plain = codebook.round(w.contiguous(), scales)
+    plain_error = codebook.decode(plain, scales).sub_(w)
+    plain_loss, total = energy(plain_error.t().contiguous(), h), energy(wt, h)
+    statistics = {
+        "nearest_loss": _ratio(plain_loss, total), "damping": used, "dead": int(dead.sum()),
+    }  # fmt: skip
+    if loss > plain_loss:
+        return Rounded(
+            plain, scales, "nearest", _ratio(_squares(plain_error), _squares(w)), _ratio(plain_loss, total), **statistics
+        )
+    codes = codes[inverse[:: codebook.dim] // codebook.dim].t().contiguous()
+    return Rounded(codes, scales, "ldlq", _ratio(_squares(error), _squares(w)), _ratio(loss, total), **statistics)
+
+
+def _checked_diagonal(h: Tensor, k: int, name: str) -> Float32[Tensor, " k"]:
+    if h.shape != (k, k):
+        raise InputError(f"{name}: the Hessian is {list(h.shape)}, the weight has {k} columns")
+    diagonal = h.diagonal().clone()
+    if not bool(h.sum(1).isfinite().all()):
+        raise InputError(f"{name}: the Hessian has NaN or infinity; the calibration activations overflowed")
+    if bool((diagonal < 0).any()):
+        raise InputError(f"{name}: the Hessian has a negative diagonal entry, so it is no sum of x xT")
+    return diagonal
+
+
+def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tensor, " k"]:
+    """Where each column comes from. Rounding goes from the last to the first, so the heavy ones go to the end."""
+    assert order in ("descending", "given"), order
+    blocks = torch.arange(len(diagonal) // d, device=diagonal.device)
+    blocks = diagonal.view(-1, d).sum(1).argsort(stable=True) if order == "descending" else blocks.flip(0)
+    return (blocks[:, None] * d + torch.arange(d, device=diagonal.device)).flatten()
+
+
+def _factor(
+    h: Float32[Tensor, "k k"], diagonal: Float32[Tensor, " k"], columns: Int64[Tensor, " k"], damping: float, name: str
+) -> tuple[Float32[Tensor, "k k"], Float32[Tensor, " k"], float]:
+    """Lower Cholesky factor of the permuted, damped H, what was added to its diagonal, and the damping used."""
+    live = diagonal[columns] > 0
+    mean = float(diagonal.sum(dtype=torch.float64)) / max(1, int(live.sum()))
+    while True:
+        # Dead rows and columns of H are zero but for the one put on the diagonal.
+        added = torch.where(live, damping * mean, 1.0).float()
+        a = h[columns][:, columns]
+        a.diagonal().add_(added)
+        if cholesky(a):
+            return a, added, damping
+        if damping >= MAX_DAMPING:
+            raise InputError(f"{name}: the Hessian is not positive semidefinite, even with damping {damping:g}")
+        damping = max(10 * damping, 1e-4)
+
+
+def cholesky(a: Float32[Tensor, "k k"]) -> bool:
+    """The lower Cholesky factor of `a` in its place (the upper triangle is left undefined); False where there is none.
+
+    Panels, so that most of the work is products: LAPACK's own runs at a fifth of this machine's peak.
+    """
+    k = len(a)
+    for i in range(0, k, PANEL):
+        j = min(i + PANEL, k)
+        if i:
+            a[i:, i:j] -= product(a[i:, :i], a[i:j, :i].t())
+        corner, failed = torch.linalg.cholesky_ex(a[i:j, i:j])
+        if int(failed):
+            return False
+        a[i:j, i:j] = corner
+        if j < k:
+            a[j:, i:j] = torch.linalg.solve_triangular(corner.t(), a[j:, i:j], upper=True, left=False)
+    return True
+
+
+def _feedback(
+    wt: Float32[Tensor, "k n"],
+    factor: Float32[Tensor, "k k"],
+    codebook: Codebook,
+    scales: Scales,
+    columns: Int64[Tensor, " k"],
+) -> tuple[Shaped[Tensor, "k/d n"], Float32[Tensor, "k n"], float]:
+    """Codes, errors W - Ŵ, and |(W - Ŵ) L|², of which each block's feedback is one product with the blocks behind it."""
+    d, k = codebook.dim, len(wt)
+    assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)
+    error, codes, loss = torch.empty_like(wt), [], 0.0
+    for i in reversed(range(0, k, COLUMN_BLOCK)):
+        j = min(i + COLUMN_BLOCK, k)
+        block = factor[i:j, i:j].tril()
+        inverse = _inverse_diagonal(block, d)
+        behind = product(factor[j:, i:j].t(), error[j:]) if j < k else torch.zeros_like(wt[i:j])
+        target = torch.addmm(wt[i:j], inverse.t(), behind) if d > 1 else wt[i:j] + behind * inverse.diagonal()[:, None]
+        run = codebook.round_block if isinstance(codebook, BlockCodebook) else None
+        arguments = target, wt[i:j], block @ inverse, scales, columns[i:j]
+        found, error[i:j] = run(*arguments) if run else round_block(codebook, *arguments)
+        codes.append(found)
+        loss += _squares(behind.addmm_(block.t(), error[i:j]))
+    return torch.cat(codes[::-1]), error, loss
+
+
+def _inverse_diagonal(block: Float32[Tensor, "c c"], d: int) -> Float32[Tensor, "c c"]:
+    """The inverse of the d x d blocks on the diagonal, zero elsewhere: a factor times it is unit (block) triangular."""
+    if d == 1:
+        return torch.diag(1 / block.diagonal())
+    corners = torch.stack([block[s : s + d, s : s + d] for s in range(0, len(block), d)])
+    return torch.block_diag(*torch.linalg.solve_triangular(corners, torch.eye(d).expand_as(corners), upper=False))
+
+
+def round_block(
+    codebook: Codebook,
+    target: Float[Tensor, "c n"],
+    w: Float[Tensor, "c n"],
+    factor: Float[Tensor, "c c"],
+    scales: Scales,
+    columns: Int64[Tensor, " c"],
+) -> tuple[Shaped[Tensor, "c/d n"], Float[Tensor, "c n"]]:
+    """The inner loop of LDLQ for any codebook: `target` is W plus the feedback from behind the block, `factor` the unit
+    lower (block) triangular factor. Returns codes and errors W - Ŵ."""
+    d, target, error, codes = codebook.dim, target.clone(), torch.empty_like(w), []
+    for s in reversed(range(0, len(w), d)):
+        here = slice(s, s + d)
+        code = codebook.round(target[here].t().contiguous(), scales, columns[here])
+        error[here] = w[here] - codebook.decode(code, scales, columns[here]).t()
+        target[:s] += factor[here, :s].t() @ error[here]
+        codes.append(code.t())
+    return torch.cat(codes[::-1]), error
+
+
+def energy(x: Float32[Tensor, "k n"], h: Float32[Tensor, "k k"]) -> float:
+    """tr(xᵀ H x) for a symmetric H, from its lower triangle."""
+    total = 0.0
+    for i in range(0, len(x), PANEL):
+        here = x[i : i + PANEL]
+        y = h[i : i + PANEL, i : i + PANEL] @ here
+        if i:
+            y.add_(product(h[i : i + PANEL, :i], x[:i]), alpha=2)
+        total += float(y.mul_(here).sum(dtype=torch.float64))
+    return total
+
+
+def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Tensor, "m n"]:
+    """a @ b. On the CPU through oneDNN, which is two to three times as fast as torch's default library on AMD.
+
+    oneDNN falls back to a loop that is a thousand times slower for operands that are slices of rows: these are copied.
+    """
+    if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        b = b if b.is_contiguous() else b.t().contiguous().t()
+        return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
+    return a @ b
+
+
+def _squares(x: Tensor) -> float:
+    """Sum of squares, added up in float64 over rows."""
+    return float(torch.linalg.vector_norm(x, dim=1).double().square().sum())
+
+
+def _ratio(part: float, whole: float) -> float:
+    return max(part, 0.0) / whole if whole > 0 else 0.0

@@ -1,0 +1,213 @@
+"""The tasks of a run. The result of each is a file in the work folder; a task whose file exists is done.
+
+    linears/<name>.safetensors    one rewritten linear as it will be written, its error statistics in the metadata
+    rest.safetensors              norms and what passes through
+    hidden/<block>/<chunk>        calibration rows as they enter a block, after the quantised blocks before it
+    hessians/<block>.safetensors  one per shared input of a block
+    probe/<block>.safetensors     a few tokens as they enter a block of the original, the rotated and the packed model
+
+The tasks read nothing but the source checkpoint, the plan and these files, so a run can stop at any moment.
+"""
+
+import json
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ptq import rewrite, rounding
+from ptq.blocks import Part
+from ptq.errors import RunError
+from ptq.hessian import observe
+from ptq.job import Job
+from ptq.linear import guard
+from ptq.plan import LinearPlan
+from ptq.shards import write_tensors
+
+CHUNK_TOKENS = 2048
+"""Calibration tokens that go through a block at a time: bounds the memory of activations."""
+ROTATION_TOLERANCE = 1e-3
+"""Relative float32 difference of hidden states above which a rotation is called wrong; right ones stay near 1e-6."""
+
+Tensors = dict[str, Tensor]
+
+
+class Tasks:
+    """The tasks of one job in one work folder. Methods are idempotent; each ends by renaming its file into place."""
+
+    def __init__(self, job: Job, work: Path) -> None:
+        self.job, self.work = job, work
+        for folder in ("linears", "hidden", "hessians", "probe"):
+            (work / folder).mkdir(parents=True, exist_ok=True)
+
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def linear_file(self, linear: LinearPlan) -> Path:
+        """Where the result of `linear` lies."""
+        return self.work / "linears" / f"{linear.name}.safetensors"
+
+    def linear(self, linear: LinearPlan) -> None:
+        """Rewrite, round and pack one linear. Needs the Hessian of its block if the recipe's rounding does."""
+        path = self.linear_file(linear)
+        if path.exists():
+            return
+        start = time.perf_counter()
+        if linear.format is None:
+            tensors, statistics = {"weight": self.job.rewritten(linear, self.job.source_dtype(linear))}, {}
+        elif linear.statistics is None:
+            weight = self.job.rewritten(linear, self.job.source_dtype(linear))
+            tensors, statistics = {"weight": guard(), "weight_dense": weight}, {}
+        else:
+            parts, statistics = self._round(linear)
+            tensors = {"weight": guard(), **{f"weight_{part}": tensor for part, tensor in parts.items()}}
+        bias = self.job.bias(linear)
+        if bias is not None:
+            tensors["bias"] = bias.to(self.job.checkpoint.tensors[f"{linear.name}.bias"].dtype)
+        statistics["seconds"] = round(time.perf_counter() - start, 3)
+        named = {f"{linear.name}.{leaf}": tensor for leaf, tensor in tensors.items()}
+        write_tensors(path, named, {"statistics": json.dumps(statistics)})
+
+    def _round(self, linear: LinearPlan) -> tuple[Tensors, dict[str, object]]:
+        assert linear.format is not None and linear.format.codebook is not None
+        weight = self.job.rewritten(linear, torch.float32)
+        if self.job.recipe.rounding == "nearest":
+            rounded = rounding.nearest(weight, linear.format.codebook, name=linear.name)
+        else:
+            hessian = self._hessian(linear)
+            rounded = rounding.ldlq(
+                weight, hessian, linear.format.codebook, damping=self.job.recipe.damping, name=linear.name
+            )
+        return linear.format.pack(rounded), rounded.statistics()
+
+    def rest(self) -> None:
+        """Norms, and whatever passes through, in the source's dtypes."""
+        path = self.work / "rest.safetensors"
+        if not path.exists():
+            dtypes = self.job.checkpoint.tensors
+            tensors = {name: tensor.to(dtypes[name].dtype) for name, tensor in self.job.norms_and_kept("")}
+            write_tensors(path, tensors)
+
+    def packed_tensors(self, linears: Iterable[LinearPlan]) -> Tensors:
+        """The results of linears that are done."""
+        return {name: tensor for linear in linears for name, tensor in load_file(self.linear_file(linear)).items()}
+
+    def packed_ends(self) -> tuple[Part, Part]:
+        """The parts before and after the blocks, as they are written."""
+        return self.job.packed_ends(self.packed_tensors(self.job.plan.ends()))
+
+    # --- calibration ----------------------------------------------------------------------------------------------
+
+    def calibration_start(self) -> int:
+        """The first block that calibration has to look at: every block before it is done."""
+        started = [int(folder.name) for folder in (self.work / "hidden").iterdir() if (folder / "complete").exists()]
+        return max(started, default=0)
+
+    def embed(self, rows: Int[Tensor, "samples t"]) -> None:
+        """Hidden states of the calibration rows as they enter the first block."""
+        if self.calibration_start() > 0 or self._complete(0):
+            return
+        part, _ = self.packed_ends()
+        per_chunk = max(1, CHUNK_TOKENS // rows.shape[1])
+        self._write_hidden(0, (part.embed(chunk.to(self.job.device)) for chunk in rows.split(per_chunk)))
+
+    def hessians(self, index: int) -> None:
+        """The Hessians of one block, each taken on its input as the weights will see it."""
+        path = self.work / "hessians" / f"{index}.safetensors"
+        todo = [linear for linear in self.job.plan.block(index) if linear.statistics]
+        if path.exists() or all(self.linear_file(linear).exists() for linear in todo):
+            return
+        names = dict.fromkeys(linear.statistics for linear in todo if linear.statistics)
+        write_tensors(path, observe(self.job.rotated_block(index), names, self._hidden(index)))
+
+    def _hessian(self, linear: LinearPlan) -> Float[Tensor, "k k"]:
+        index = linear.name.removeprefix(f"{self.job.plan.layers}.").partition(".")[0]
+        with safe_open(self.work / "hessians" / f"{index}.safetensors", framework="pt") as file:
+            # A copy: solvers work in place, and products on a mapped file may differ in the last bit.
+            return file.get_tensor(linear.statistics).clone().to(self.job.device)
+
+    def advance(self, index: int) -> None:
+        """Send the calibration rows through the packed block, and drop what only that block needed."""
+        if not self._complete(index + 1) and index + 1 < self.job.plan.blocks:
+            part = self.job.packed_block(index, self.packed_tensors(self.job.plan.block(index)))
+            self._write_hidden(index + 1, (part.run(chunk) for chunk in self._hidden(index)))
+        shutil.rmtree(self.work / "hidden" / str(index), ignore_errors=True)
+        (self.work / "hessians" / f"{index}.safetensors").unlink(missing_ok=True)
+
+    def _complete(self, index: int) -> bool:
+        return (self.work / "hidden" / str(index) / "complete").exists()
+
+    def _write_hidden(self, index: int, chunks: Iterator[Float[Tensor, "batch t k"]]) -> None:
+        folder = self.work / "hidden" / str(index)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, chunk in enumerate(chunks):
+            write_tensors(folder / f"{number:05d}.safetensors", {"hidden": chunk})
+        (folder / "complete").touch()
+
+    def _hidden(self, index: int) -> Iterator[Float[Tensor, "batch t k"]]:
+        for path in sorted((self.work / "hidden" / str(index)).glob("*.safetensors")):
+            yield load_file(path)["hidden"].clone().to(self.job.device)
+
+    # --- proof ----------------------------------------------------------------------------------------------------
+
+    def probe_start(self, ids: Int[Tensor, "1 t"]) -> None:
+        """Hidden states of a few tokens as they enter the first block. Needs the embedding to be done."""
+        if self._probe_file(0).exists():
+            return
+        ends = {"original": self.job.original_ends, "rotated": self.job.rotated_ends, "packed": self.packed_ends}
+        states = {name: make()[0].embed(ids.to(self.job.device)) for name, make in ends.items()}
+        write_tensors(self._probe_file(0), {**states, "ids": ids})
+
+    def probe(self, index: int) -> None:
+        """Send the probe through one block of the original, the rotated and the packed model.
+
+        Raises RunError where the rotated block is not the original one.
+        """
+        path = self._probe_file(index + 1)
+        if path.exists():
+            return
+        states = self.probe_states(index)
+        original = self.job.original_block(index).run(states["original"])
+        rotated = self.job.rotated_block(index).run(states["rotated"])
+        packed = self.job.packed_block(index, self.packed_tensors(self.job.plan.block(index))).run(states["packed"])
+        self._compare_rotated(index, original, rotated)
+        write_tensors(path, {"original": original, "rotated": rotated, "packed": packed})
+
+    def _compare_rotated(self, index: int, original: Tensor, rotated: Tensor) -> None:
+        rotation = self.job.residual_rotation()
+        expected = original.double()
+        if rotation is not None:
+            expected = rewrite.rotate_input(expected, rotation, self.job.signs)
+        error = ((rotated - expected).norm() / expected.norm()).item()
+        if not error < ROTATION_TOLERANCE:  # also where it is NaN
+            raise RunError(
+                f"block {index}: the rotated block differs from the original one by {error:.1e} (relative; at most "
+                f"{ROTATION_TOLERANCE} is rounding): {self.job.family.model_type} models may have a part that its row in "
+                "ptq/families.py does not know. Nothing was written; please report it"
+            )
+
+    def probe_states(self, index: int) -> Tensors:
+        """The probe's hidden states as they enter a block, or leave the last one, by model."""
+        return {name: state.clone().to(self.job.device) for name, state in load_file(self._probe_file(index)).items()}
+
+    # --- results --------------------------------------------------------------------------------------------------
+
+    def files(self) -> list[Path]:
+        """The files that hold the tensors of the result, in the order of the model."""
+        return [*(self.linear_file(linear) for linear in self.job.plan.linears), self.work / "rest.safetensors"]
+
+    def log(self) -> list[dict[str, object]]:
+        """Name, seconds and error statistics of every linear."""
+        lines = []
+        for linear in self.job.plan.linears:
+            with safe_open(self.linear_file(linear), framework="pt") as file:
+                lines.append({"name": linear.name, **json.loads(file.metadata()["statistics"])})
+        return lines
+
+    def _probe_file(self, index: int) -> Path:
+        return self.work / "probe" / f"{index}.safetensors"

@@ -1,0 +1,78 @@
+"""`quantize verify`: is a checkpoint what was written, and how close is it to the original?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ptq import evaluate, source, writer
+from ptq.checkpoint import Checkpoint, check_finite
+from ptq.contents import summary
+from ptq.errors import InputError
+from ptq.work import RECORD, read_record
+
+RANDOM_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked; an error is raised where something is wrong."""
+
+    tensors: int
+    files: int
+    tokens: int | None = None
+    kl: float | None = None
+    """Mean KL divergence from the original, nats per token."""
+    top1: float | None = None
+
+
+def verify(checkpoint: str, against: str | None = None, text: Path | None = None) -> Verification:
+    """Check a checkpoint against its own record and, if asked, against the original model.
+
+    Raises InputError for a checkpoint that was not made by `quantize`, or whose files are not as they were written.
+    """
+    folder = source.resolve(checkpoint)
+    files, tensors = check_integrity(folder)
+    if against is None:
+        return Verification(tensors, files)
+    original = source.resolve(against)
+    agreement = evaluate.compare(_load(folder), _load(original), _windows(original, text))
+    return Verification(tensors, files, agreement.model.tokens, agreement.kl, agreement.top1)
+
+
+def check_integrity(folder: Path) -> tuple[int, int]:
+    """Numbers of files and tensors of a checkpoint that is as it was written. Raises InputError where it is not."""
+    found = Checkpoint.open(folder)
+    summary(found)
+    if not (folder / RECORD).is_file():
+        raise InputError(f"{folder}: has no {RECORD}: it was not made by quantize, or the file is lost")
+    expected = read_record(folder / RECORD).get("files")
+    if not isinstance(expected, dict):
+        raise InputError(f"{folder / RECORD}: lists no files; quantise again")
+    hashes = writer.file_hashes(folder)
+    for name in sorted(expected.keys() | hashes.keys()):
+        if expected.get(name) != hashes.get(name):
+            raise InputError(f"{folder / name}: is not the file that was written (its SHA-256 differs); fetch it again")
+    for name in found.tensors:
+        check_finite(name, found.read(name))
+    return len(hashes), len(found.tensors)
+
+
+def _windows(original: Path, text: Path | None) -> evaluate.Windows:
+    config = AutoConfig.from_pretrained(original, local_files_only=True)
+    if text is None:
+        context = evaluate.context_for(config, min(RANDOM_TOKENS, evaluate.context_for(config)))
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(config.get_text_config().vocab_size, (1, context), generator=generator)
+        return evaluate.Windows(tokens, context, "random tokens", "none")
+    tokenizer = AutoTokenizer.from_pretrained(original, local_files_only=True)
+    try:
+        content = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{text}: cannot be read as UTF-8 text ({error})") from error
+    return evaluate.windows_from_text(tokenizer, content, evaluate.context_for(config))
+
+
+def _load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

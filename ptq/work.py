@@ -1,0 +1,128 @@
+"""The work folder: which run it belongs to, and the record of that run."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptq import rewrite
+from ptq.errors import InputError
+from ptq.plan import Plan
+from ptq.recipe import Recipe
+from ptq.shards import remove_leftovers, write_json
+
+RECORD = "ptq.json"
+
+
+def package_version() -> str:
+    """Version of this package; part of every fingerprint."""
+    try:
+        return version("ptq-toolkit")
+    except PackageNotFoundError:  # a source checkout that was never installed
+        return "unknown"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What made a checkpoint. Stored in the work folder and, with the results of the run, in the checkpoint."""
+
+    recipe: dict[str, Any]
+    source: str
+    """`Checkpoint.identity` of the model that was quantised."""
+    calibration: str | None
+    """SHA-256 of the calibration tokens."""
+    version: str
+    signs: dict[str, str]
+    """Every sign vector, as hexadecimal digits of its bits: 1 is -1, least significant bit first."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, plan: Plan, source: str, calibration: str | None) -> "Record":
+        """The record of a new run: draws the signs."""
+        signs = {
+            name: _to_hex(rewrite.draw_signs(name, length, recipe.seed)) for name, length in plan.signs.items()
+        }
+        plain = json.loads(json.dumps(recipe.as_dict()))
+        return cls(plain, source, calibration, package_version(), signs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form, with the fingerprint of everything else."""
+        content = {
+            "recipe": self.recipe,
+            "source": self.source,
+            "calibration": self.calibration,
+            "version": self.version,
+            "signs": self.signs,
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return {**content, "fingerprint": digest}
+
+    def sign_vectors(self, plan: Plan) -> rewrite.Signs:
+        """The sign vectors as int8 tensors of +-1."""
+        return {name: _from_hex(self.signs[name], length) for name, length in plan.signs.items()}
+
+
+def open_work(folder: Path, record: Record, restart: bool) -> None:
+    """Make the work folder of a run, or continue the one that is there.
+
+    Raises InputError where it holds another run (the difference is named) or something that is no run at all.
+    """
+    path = folder / RECORD
+    if restart and path.exists():
+        shutil.rmtree(folder)
+    if folder.exists() and not path.exists() and any(folder.iterdir()):
+        raise InputError(f"{folder}: holds something that is not unfinished work of ptq; name another folder with --work")
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    if not path.exists():
+        write_json(path, record.as_dict())
+        return
+    differences = compare(record, read_record(path))
+    if differences:
+        raise InputError(
+            f"{folder}: holds unfinished work of another run ({'; '.join(differences)}); "
+            "repeat that command to finish it, or pass --restart to throw it away"
+        )
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a run. Raises InputError for a file that is none."""
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not a record of a ptq run ({error}); pass --restart, or remove the folder") from error
+    if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
+        raise InputError(f"{path}: not a record of a ptq run; pass --restart, or remove the folder")
+    return record
+
+
+def compare(new: Record, stored: dict[str, Any]) -> list[str]:
+    """What differs between a run and a stored record, one sentence part each; empty where they are the same run."""
+    mine = new.as_dict()
+    if mine["fingerprint"] == stored.get("fingerprint"):
+        return []
+    theirs = stored["recipe"]
+    keys = sorted(mine["recipe"].keys() | theirs.keys())
+    found = [f"{k}: {theirs.get(k)!r} -> {mine['recipe'].get(k)!r}" for k in keys if theirs.get(k) != mine["recipe"].get(k)]
+    names = {"source": "the model has changed", "calibration": "the calibration data has changed"}
+    found += [text for key, text in names.items() if mine[key] != stored.get(key)]
+    if mine["version"] != stored.get("version"):
+        found.append(f"ptq {stored.get('version')} -> {mine['version']}")
+    return found or ["its record has been edited"]
+
+
+def _to_hex(signs: Tensor) -> str:
+    bits = (signs < 0).to(torch.uint8)
+    padded = torch.cat([bits, bits.new_zeros(-len(bits) % 8)]).view(-1, 8)
+    return bytes((padded << torch.arange(8, dtype=torch.uint8)).sum(1).tolist()).hex()
+
+
+def _from_hex(text: str, length: int) -> Tensor:
+    packed = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return 1 - 2 * bits.flatten()[:length].to(torch.int8)

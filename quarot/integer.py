@@ -1,0 +1,169 @@
+"""Integer weights of 2 to 8 bits: the grid, the bytes, the linear layer. Format `quarot/integer`, version 1.
+
+**Numbers.** A code c of b bits, 0 .. 2^b - 1, stands for scale * (c - zero). Symmetric: zero is 2^(b-1) and is not
+stored, so c - zero is the two's complement range -2^(b-1) .. 2^(b-1) - 1; the scale may be negative, which gives the
+side with the larger weights the one value more. Asymmetric: zero is an integer 0 .. 2^b - 1.
+Group i of a row is its columns [i * group_size, (i + 1) * group_size); group_size 0: the whole row is one group.
+
+**Bytes**, for W[n, k] with g groups in a row:
+
+- `codes`, U8 [n, ceil(k b / 8)]: each row is one little-endian bit stream. Code i is its bits [i b, (i + 1) b), lowest
+  bit first; bit j of the stream is bit j % 8 (value 2^(j % 8)) of byte j // 8. The rest of the last byte is zero.
+- `scale`, I16 [n, g]: the bits of a bfloat16 number (sign, 8 exponent, 7 fraction bits), little-endian. An integer
+  dtype, because loaders cast floating-point tensors to the model's dtype, and float16 would change or overflow them.
+- `zero`, U8 [n, g]; only if asymmetric.
+
+Weights are rounded with exactly the stored scale, so that bfloat16's coarseness costs nothing: it only thins the scales
+that the clip search can choose from. True bits per weight: b + 16 / group_size, + 8 / group_size if asymmetric.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Float32, Int, Int64, UInt8
+from torch import Tensor
+
+from ptq.errors import InputError
+from ptq.formats import Parts, Scales, describe
+from ptq.rounding import Rounded
+from quarot import integer_ops
+
+
+@dataclass(frozen=True)
+class IntegerGrid:
+    """Codebook of dimension 1. Scales: `scale` float32 [n, g] (bfloat16 numbers) and `zero` uint8 [n, g]."""
+
+    bits: int = 4
+    group_size: int = 0
+    symmetric: bool = True
+    steps: int = 32
+    """Scales that the clip search tries; 1: the full range, no search."""
+    floor: float = 0.4
+    """The smallest of them, relative to the full range."""
+
+    dim: ClassVar[int] = 1
+    per_row: ClassVar[bool] = True
+
+    def groups(self, k: int, name: str = "weight") -> int:
+        """Groups of a row of k weights. Raises InputError where the group size does not divide k."""
+        if self.group_size and k % self.group_size:
+            raise InputError(
+                f"{name}: {k} columns do not divide into groups of {self.group_size}; "
+                "choose a group size that divides them, or 0 for one scale per output channel"
+            )
+        return k // self.group_size if self.group_size else 1
+
+    def fit(
+        self, w: Float32[Tensor, "n k"], importance: Float32[Tensor, " k"] | None = None, *, name: str = "weight"
+    ) -> Scales:
+        """Per group, the scale with the least squared error. Raises InputError for NaN, infinity or a wrong width."""
+        self.groups(w.shape[1], name)
+        scale, zero = torch.ops.ptq.integer_fit(
+            w.contiguous(), importance, self.bits, self.group_size, self.symmetric, self.steps, self.floor
+        )
+        bad = scale.isnan().any(1)
+        if bad.any():
+            raise InputError(f"{name}: NaN or infinity in row {int(bad.nonzero()[0])}; the weight cannot be quantised")
+        return {"scale": scale, "zero": zero}
+
+    def round(
+        self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
+    ) -> UInt8[Tensor, "n c"]:
+        scale, zero, size = self._expanded(scales, columns)
+        return torch.ops.ptq.integer_round(w.contiguous(), scale, zero, self.bits, size)
+
+    def decode(
+        self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
+    ) -> Float32[Tensor, "n c"]:
+        scale, zero, size = self._expanded(scales, columns)
+        code = codes.float().view(*scale.shape, size or codes.shape[1])
+        return code.sub_(zero[..., None]).mul_(scale[..., None]).view(codes.shape)
+
+    def round_block(
+        self,
+        target: Float32[Tensor, "c n"],
+        w: Float32[Tensor, "c n"],
+        factor: Float32[Tensor, "c c"],
+        scales: Scales,
+        columns: Int64[Tensor, " c"],
+    ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
+        """`rounding.round_block` in one op."""
+        groups, group = torch.unique(self._group(columns), return_inverse=True)  # only the scales of these columns
+        scale, zero = (scales[part][:, groups].t().float().contiguous() for part in ("scale", "zero"))
+        return torch.ops.ptq.integer_ldlq(target, w, factor, scale, zero, group, self.bits)
+
+    def _group(self, columns: Int64[Tensor, " c"]) -> Int64[Tensor, " c"]:
+        return columns // self.group_size if self.group_size else torch.zeros_like(columns)
+
+    def _expanded(self, scales: Scales, columns: Tensor | None) -> tuple[Tensor, Tensor, int]:
+        """Scale, zero and group size of all columns, or one group for each of the given ones."""
+        if columns is None:
+            return scales["scale"], scales["zero"], self.group_size
+        group = self._group(columns)
+        return scales["scale"][:, group], scales["zero"][:, group], 1
+
+
+@dataclass(frozen=True)
+class IntegerFormat:
+    """The bytes described above, and the op `ptq::integer_linear`. Raises InputError for values out of range."""
+
+    bits: int = 4
+    group_size: int = 0
+    symmetric: bool = True
+
+    name: ClassVar[str] = "quarot/integer"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or not 2 <= self.bits <= 8:
+            raise InputError(f"{self.name}: bits must be 2 to 8, found {self.bits!r}")
+        if type(self.group_size) is not int or self.group_size < 0:
+            raise InputError(f"{self.name}: group_size must be 0 (per output channel) or more, found {self.group_size!r}")
+        if type(self.symmetric) is not bool:
+            raise InputError(f"{self.name}: symmetric must be true or false, found {self.symmetric!r}")
+
+    @property
+    def codebook(self) -> IntegerGrid:
+        return IntegerGrid(self.bits, self.group_size, self.symmetric)
+
+    def options(self) -> dict[str, Any]:
+        return {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
+
+    def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        g = self.codebook.groups(k)
+        parts = {"codes": ((n, integer_ops.packed_size(k, self.bits)), torch.uint8), "scale": ((n, g), torch.int16)}
+        return parts if self.symmetric else {**parts, "zero": ((n, g), torch.uint8)}
+
+    def pack(self, rounded: Rounded) -> Parts:
+        scale = rounded.scales["scale"].bfloat16()
+        assert torch.equal(scale.float(), rounded.scales["scale"]), "scales must be bfloat16 numbers"
+        parts = {"codes": torch.ops.ptq.integer_pack(rounded.codes, self.bits), "scale": scale.view(torch.int16)}
+        return parts if self.symmetric else {**parts, "zero": rounded.scales["zero"]}
+
+    def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
+        self._check(parts, n, k)
+        scale = parts["scale"].view(torch.bfloat16).float()
+        zero = torch.full_like(scale, 2 ** (self.bits - 1), dtype=torch.uint8) if self.symmetric else parts["zero"]
+        return integer_ops.unpack(parts["codes"], self.bits, k), {"scale": scale, "zero": zero}
+
+    def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
+        self._check(parts, n, k)
+        return integer_ops.dequantize(
+            parts["codes"], parts["scale"], parts.get("zero"), self.bits, self.group_size, k
+        )
+
+    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
+        return torch.ops.ptq.integer_linear(
+            x, parts["codes"], parts["scale"], parts.get("zero"), bias, self.bits, self.group_size
+        )
+
+    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
+        """No kernel wants another layout yet."""
+        return {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
+
+    def _check(self, parts: Parts, n: int, k: int) -> None:
+        expected = self.buffers(n, k)
+        if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
+            want = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
+            raise InputError(f"{self.name} [{n}, {k}]: expected the parts {want}; found {describe(parts)}")

@@ -1,0 +1,225 @@
+"""The ops of the integer format: schema, fake and reference in PyTorch. Native kernels (`csrc/integer`) override them.
+
+Codes are unsigned, 0 .. 2^bits - 1, and stand for scale * (code - zero). Scales are float32 numbers that bfloat16 can
+hold. Group i of a row is its columns [i * group_size, (i + 1) * group_size); group_size 0 means one group per row.
+"""
+
+import math
+
+import torch
+from jaxtyping import Float, Float32, Int, Int16, Int64, UInt8
+from torch import Tensor
+
+from ptq import native
+
+SCHEMAS = {
+    "integer_fit": "(Tensor w, Tensor? importance, int bits, int group_size, bool symmetric, int steps, float floor) "
+    "-> (Tensor, Tensor)",
+    "integer_round": "(Tensor w, Tensor scale, Tensor zero, int bits, int group_size) -> Tensor",
+    "integer_ldlq": "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor zero, Tensor group, int bits) "
+    "-> (Tensor, Tensor)",
+    "integer_pack": "(Tensor codes, int bits) -> Tensor",
+    "integer_linear": "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group_size) "
+    "-> Tensor",
+}
+
+TINY = 1e-30
+"""A group whose largest magnitude is below this is stored as zeros with scale 1: its scale could underflow."""
+
+
+def fit(
+    w: Float32[Tensor, "n k"],
+    importance: Float32[Tensor, " k"] | None,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    steps: int,
+    floor: float,
+) -> tuple[Float32[Tensor, "n g"], UInt8[Tensor, "n g"]]:
+    """Scale and zero of every group: of `steps` scales from the full range down to `floor` times it, the one with the
+    least squared error. A group with a NaN or an infinity gets the scale NaN.
+    """
+    n, k = w.shape
+    size = group_size or k
+    top, middle = 2**bits - 1, 2 ** (bits - 1)
+    x = w.view(n, -1, size)
+    low, high = x.amin(2), x.amax(2)
+    finite = (x * 0).sum(2) == 0
+    empty = torch.maximum(high, -low) < TINY
+    if symmetric:
+        # The larger side gets the one code more that two's complement has: the scale's sign turns it there.
+        full = torch.where(high > -low, -1.0, 1.0) * torch.maximum(high, -low) / (middle - 1)
+        zero = torch.full_like(full, middle)
+    else:
+        low, high = low.clamp(max=0), high.clamp(min=0)
+        full = high / top - low / top
+        zero = (-low / full).clamp(0, top).round()
+    full, zero = torch.where(empty, 1.0, full), torch.where(empty & (not symmetric), 0.0, zero)
+    weights = None if importance is None else importance.view(1, -1, size)
+    best, scale = torch.full_like(full, math.inf), full.bfloat16().float()
+    for i in range(steps):
+        s = (full * shrink(i, steps, floor)).bfloat16().float()
+        q = (x * (1 / s)[..., None]).add_(zero[..., None]).clamp_(0, top).round_().sub_(zero[..., None])
+        e = q.mul_(s[..., None]).sub_(x).square_()
+        e = (e if weights is None else e * weights).sum(2)
+        scale, best = torch.where(e < best, s, scale), torch.where(e < best, e, best)
+    scale = torch.where(empty, 1.0, scale)
+    return torch.where(finite, scale, math.nan), torch.where(finite, zero, 0.0).to(torch.uint8)
+
+
+def shrink(step: int, steps: int, floor: float) -> float:
+    """Share of the full range that step `step` of the clip search tries."""
+    return 1 - step * (1 - floor) / max(steps - 1, 1)
+
+
+def round_nearest(
+    w: Float32[Tensor, "n k"], scale: Float32[Tensor, "n g"], zero: UInt8[Tensor, "n g"], bits: int, group_size: int
+) -> UInt8[Tensor, "n k"]:
+    """Nearest codes; halves go to the even code."""
+    x = w.view(*scale.shape, group_size or w.shape[1])
+    code = (x * (1 / scale)[..., None]).add_(zero[..., None]).clamp_(0, 2**bits - 1).round_()
+    return code.to(torch.uint8).view(w.shape)
+
+
+def ldlq(
+    target: Float32[Tensor, "c n"],
+    w: Float32[Tensor, "c n"],
+    factor: Float32[Tensor, "c c"],
+    scale: Float32[Tensor, "g n"],
+    zero: Float32[Tensor, "g n"],
+    group: Int64[Tensor, " c"],
+    bits: int,
+) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
+    """`rounding.round_block` on the integer grid: columns from the last to the first, each error fed to those before.
+    `group` is the group of each column; `factor` is unit lower triangular, what lies above its diagonal is not read.
+    """
+    target, error = target.clone(), torch.empty_like(w)
+    codes = torch.empty_like(w, dtype=torch.uint8)
+    for c in reversed(range(len(w))):
+        s, z = scale[group[c]], zero[group[c]]
+        q = (target[c] * (1 / s)).add_(z).clamp_(0, 2**bits - 1).round_()
+        codes[c] = q.to(torch.uint8)
+        error[c] = w[c] - (q - z) * s
+        target[:c].addr_(factor[c, :c], error[c])
+    return codes, error
+
+
+def _overlaps(bits: int, bytes_first: bool) -> tuple[int, int, list[tuple[int, int, int]]]:
+    """The shortest run of codes that fills whole bytes: codes and bytes in it, and every (code, byte, shift) where the
+    code's bits, shifted left by `shift`, fall into the byte."""
+    codes, size = 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)
+    hits = [
+        (i, j, i * bits - 8 * j) for i in range(codes) for j in range(size) if -bits < i * bits - 8 * j < 8
+    ]
+    return codes, size, sorted(hits, key=lambda hit: hit[1] if bytes_first else hit[0])
+
+
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    return x << shift if shift >= 0 else x >> -shift
+
+
+def packed_size(k: int, bits: int) -> int:
+    """Bytes of a row of k codes."""
+    return (k * bits + 7) // 8
+
+
+def pack(codes: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "n bytes"]:
+    """Little-endian bit stream of each row: code i is bits [i * bits, (i + 1) * bits); the last byte ends in zeros."""
+    n, k = codes.shape
+    run, size, hits = _overlaps(bits, bytes_first=True)
+    runs = -(-k // run)
+    x = torch.nn.functional.pad(codes, (0, runs * run - k)).view(n, runs, run)
+    out = codes.new_zeros(n, runs, size)
+    for i, j, shift in hits:
+        out[..., j] |= _shifted(x[..., i], shift)  # uint8: bits beyond the byte drop out
+    return out.view(n, -1)[:, : packed_size(k, bits)].contiguous()
+
+
+def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int) -> UInt8[Tensor, "n k"]:
+    """Inverse of `pack`."""
+    n = packed.shape[0]
+    run, size, hits = _overlaps(bits, bytes_first=False)
+    runs = -(-k // run)
+    x = torch.nn.functional.pad(packed, (0, runs * size - packed.shape[1])).view(n, runs, size)
+    out = packed.new_zeros(n, runs, run)
+    for i, j, shift in hits:
+        out[..., i] |= _shifted(x[..., j], -shift)
+    return (out & (2**bits - 1)).view(n, -1)[:, :k]
+
+
+def dequantize(
+    codes: UInt8[Tensor, "n bytes"],
+    scale: Int16[Tensor, "n g"],
+    zero: UInt8[Tensor, "n g"] | None,
+    bits: int,
+    group_size: int,
+    k: int,
+) -> Float32[Tensor, "n k"]:
+    """The weight that stored parts stand for."""
+    code = unpack(codes, bits, k).float().view(*scale.shape, group_size or k)
+    offset = 2 ** (bits - 1) if zero is None else zero[..., None].float()
+    return ((code - offset) * scale.view(torch.bfloat16)[..., None].float()).view(-1, k)
+
+
+def linear(
+    x: Float[Tensor, "*t k"],
+    codes: UInt8[Tensor, "n bytes"],
+    scale: Int16[Tensor, "n g"],
+    zero: UInt8[Tensor, "n g"] | None,
+    bias: Float[Tensor, " n"] | None,
+    bits: int,
+    group_size: int,
+) -> Float[Tensor, "*t n"]:
+    """x Wᵀ + bias with W from the stored parts; float32 inside, the result in x's dtype."""
+    w = dequantize(codes, scale, zero, bits, group_size, x.shape[-1])
+    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
+
+
+def _linear_setup(ctx, inputs, output) -> None:
+    x, codes, scale, zero, bias, bits, group_size = inputs
+    ctx.save_for_backward(codes, scale, zero)
+    ctx.bits, ctx.group_size, ctx.k = bits, group_size, x.shape[-1]
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_backward(ctx, grad: Tensor):
+    """Weights are frozen: gradients of x and of the bias only."""
+    codes, scale, zero = ctx.saved_tensors
+    w = dequantize(codes, scale, zero, ctx.bits, ctx.group_size, ctx.k)
+    to_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
+    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
+    return to_x, None, None, None, to_bias, None, None
+
+
+def _register() -> None:
+    fakes = {
+        "integer_fit": lambda w, importance, bits, group_size, symmetric, steps, floor: (
+            w.new_empty(w.shape[0], w.shape[1] // (group_size or w.shape[1])),
+            w.new_empty(w.shape[0], w.shape[1] // (group_size or w.shape[1]), dtype=torch.uint8),
+        ),
+        "integer_round": lambda w, scale, zero, bits, group_size: torch.empty_like(w, dtype=torch.uint8),
+        "integer_ldlq": lambda target, w, factor, scale, zero, group, bits: (
+            torch.empty_like(w, dtype=torch.uint8),
+            torch.empty_like(w),
+        ),
+        "integer_pack": lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits)),
+        "integer_linear": lambda x, codes, scale, zero, bias, bits, group_size: x.new_empty(
+            *x.shape[:-1], codes.shape[0]
+        ),
+    }
+    references = {
+        "integer_fit": fit,
+        "integer_round": round_nearest,
+        "integer_ldlq": ldlq,
+        "integer_pack": pack,
+        "integer_linear": linear,
+    }
+    for op, schema in SCHEMAS.items():
+        torch.library.define(f"ptq::{op}", schema)
+        torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(references[op])
+        torch.library.register_fake(f"ptq::{op}")(fakes[op])
+    torch.library.register_autograd("ptq::integer_linear", _linear_backward, setup_context=_linear_setup)
+
+
+_register()
+native.load()

@@ -1,0 +1,300 @@
+"""Perplexity of any causal language model, plain or packed, by the papers' protocol (see ptq/evaluate.py).
+
+python scripts/perplexity.py demo
+python scripts/perplexity.py OUT --against MODEL --dataset wikitext2 --json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import ptq  # noqa: F401  (registers the plug-in that loads packed checkpoints)
+from ptq.demo import demo_path
+from ptq.errors import InputError, RunError
+from ptq.evaluate import Agreement, Perplexity, Windows, compare, context_for, perplexity, windows_from_text
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+notes = Console(stderr=True)
+
+
+class Dataset(StrEnum):
+    wikitext2 = "wikitext2"
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass(frozen=True)
+class Options:
+    model: str
+    text: Path | None
+    dataset: Dataset | None
+    context: int | None
+    device: Device
+    dtype: Dtype
+    against: str | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    options: Options
+    text_name: str
+    windows: Windows
+    result: Perplexity | Agreement
+    dtype: str
+    device: str
+
+
+def model_source(name: str) -> str:
+    """`demo`, a local folder or a hub name, as what from_pretrained takes."""
+    if name == "demo":
+        return str(demo_path())
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InputError(f"{path} holds no config.json: it is not a Hugging Face model folder")
+        return str(path)
+    if path.exists():
+        raise InputError(f"{path} is a file; give the model's folder")
+    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
+        raise InputError(f"there is no folder {name}")
+    return name
+
+
+def target_device(requested: Device) -> torch.device:
+    if requested is Device.cuda and not torch.cuda.is_available():
+        raise InputError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
+    if requested is Device.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(requested.value)
+
+
+def target_dtype(name: str, source: str, requested: Dtype, device: torch.device) -> torch.dtype | str:
+    if requested is not Dtype.auto:
+        return getattr(torch, requested.value)
+    if device.type == "cpu" and AutoConfig.from_pretrained(source).dtype == torch.float16:
+        notes.print(f"{name}: float16 is very slow on a CPU, so it is loaded as float32 (--dtype float16 forces it)")
+        return torch.float32
+    return "auto"
+
+
+def load_model(name: str, requested: Dtype, device: torch.device) -> PreTrainedModel:
+    """Safetensors only, no code from the checkpoint; a tensor that is missing is an error, not a random weight."""
+    source = model_source(name)
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=target_dtype(name, source, requested, device),
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+        raise loading_error(name, source, error) from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(f"{name}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]}")
+    return model.to(device)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    source = model_source(name)
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise loading_error(f"the tokenizer of {name}", source, error) from error
+
+
+def loading_error(what: str, source: str, error: Exception) -> InputError | RunError:
+    if isinstance(error, InputError | RunError):
+        return error
+    reason = " ".join(str(error).split())
+    if not Path(source).is_dir():
+        return RunError(f"{what} is no local folder and could not be fetched from the hub: {reason}")
+    return InputError(f"{what} could not be loaded: {reason}")
+
+
+def read_text(options: Options) -> tuple[str, str]:
+    """(name, text) of what is to be predicted; the text exactly as the file has it."""
+    if options.text and options.dataset:
+        raise InputError("give --text or --dataset, not both")
+    if options.dataset:
+        return options.dataset.value, read_dataset(options.dataset)
+    path = options.text
+    if path is None:
+        if "demo" not in (options.model, options.against):
+            raise InputError("name the text to predict: --text FILE or --dataset wikitext2")
+        path = demo_path() / "heldout.txt"
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    if not text.strip():
+        raise InputError(f"{path} is empty; give a text of at least one window")
+    return str(path), text
+
+
+def read_dataset(dataset: Dataset) -> str:
+    """WikiText-2 raw, test split, its lines joined by two newlines as in the papers."""
+    from datasets import load_dataset  # slow to import, and not needed for a local text
+
+    assert dataset is Dataset.wikitext2
+    try:
+        rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+    except Exception as error:  # the hub's client raises many unrelated types
+        reason = " ".join(str(error).split())
+        raise RunError(f"dataset {dataset.value} could not be fetched from the hub: {reason}") from error
+    return "\n\n".join(rows["text"])
+
+
+def measure(options: Options) -> Measured:
+    device = target_device(options.device)
+    text_name, text = read_text(options)
+    tokenizer = load_tokenizer(options.model)
+    model = load_model(options.model, options.dtype, device)
+    context = context_for(model.config, options.context)
+    windows = windows_from_text(tokenizer, text, context)
+    with progress_bar() as bar:
+        task = bar.add_task("windows", total=len(windows))
+        advance = lambda done, _: bar.update(task, completed=done)  # noqa: E731
+        if options.against is None:
+            result = perplexity(model, windows, progress=advance)
+        else:
+            theirs = windows_from_text(load_tokenizer(options.against), text, context)
+            if not torch.equal(windows.tokens, theirs.tokens):
+                raise InputError(f"{options.model} and {options.against} tokenise the text differently")
+            original = load_model(options.against, options.dtype, device)
+            result = compare(model, original, windows, progress=advance)
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Measured(options, text_name, windows, result, dtype, str(device))
+
+
+def progress_bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=notes, transient=True)
+
+
+def as_json(measured: Measured) -> str:
+    result, windows = measured.result, measured.windows
+    own = result.model if isinstance(result, Agreement) else result
+    record = {
+        "model": measured.options.model,
+        "text": measured.text_name,
+        "tokenizer": windows.tokenizer,
+        "bos": windows.bos,
+        "tokens_found": windows.found,
+        "windows": len(windows),
+        "context": windows.context,
+        "tokens_predicted": own.tokens,
+        **perplexity_record(own),
+        "dtype": measured.dtype,
+        "device": measured.device,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    if isinstance(result, Agreement):
+        record["against"] = {
+            "model": measured.options.against,
+            **perplexity_record(result.original),
+            "kl": result.kl,
+            "kl_standard_error": result.kl_standard_error,
+            "top1": result.top1,
+            "loss_increase": result.loss_increase,
+            "loss_increase_standard_error": result.loss_increase_standard_error,
+        }
+    return json.dumps(record, indent=2)
+
+
+def perplexity_record(value: Perplexity) -> dict[str, float | None]:
+    return {
+        "loss": value.loss,
+        "loss_standard_error": value.loss_standard_error,
+        "perplexity": value.perplexity,
+        "standard_error": value.standard_error,
+    }
+
+
+def as_table(measured: Measured) -> Table:
+    result, windows = measured.result, measured.windows
+    table = Table(show_header=False, title=f"{measured.options.model} on {measured.text_name}")
+    own = result.model if isinstance(result, Agreement) else result
+    table.add_row("perplexity", with_error(own.perplexity, own.standard_error))
+    table.add_row("loss (nats per token)", with_error(own.loss, own.loss_standard_error))
+    if isinstance(result, Agreement):
+        original = result.original
+        table.add_row(
+            f"perplexity of {measured.options.against}", with_error(original.perplexity, original.standard_error)
+        )
+        table.add_row("loss increase", with_error(result.loss_increase, result.loss_increase_standard_error))
+        table.add_row("KL(original || model), nats", with_error(result.kl, result.kl_standard_error))
+        table.add_row("same most likely token", f"{100 * result.top1:.2f} %")
+    table.add_row("windows x context", f"{len(windows)} x {windows.context} of {windows.found} tokens")
+    table.add_row("tokenizer", windows.tokenizer)
+    table.add_row("beginning-of-sequence token", windows.bos)
+    table.add_row("computed in", f"{measured.dtype} on {measured.device}")
+    return table
+
+
+def with_error(value: float, error: float | None) -> str:
+    return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else " (one window: no standard error)")
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Argument(help="A folder, a hub name, or `demo`.")],
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to predict [demo: its held-out text].")] = None,
+    dataset: Annotated[Dataset | None, typer.Option(help="A text from the hub instead.")] = None,
+    context: Annotated[int | None, typer.Option(help="Window [2048, or the model's maximum if shorter].")] = None,
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    dtype: Annotated[Dtype, typer.Option(help="auto: as stored (float16 becomes float32 on a CPU).")] = Dtype.auto,
+    against: Annotated[str | None, typer.Option(help="The original: adds KL divergence and top-1 agreement.")] = None,
+    as_json_: Annotated[bool, typer.Option("--json", help="JSON on stdout.")] = False,
+    debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False,
+) -> None:
+    """Perplexity: non-overlapping windows, the tail dropped, exp of the mean token loss."""
+    if not debug:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+    try:
+        measured = measure(Options(model, text, dataset, context, device, dtype, against))
+    except Exception as error:
+        if debug:
+            raise
+        known = isinstance(error, InputError | RunError)
+        sentence = str(error) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
+        print(f"error: {sentence}", file=sys.stderr)
+        raise typer.Exit(2 if isinstance(error, InputError) else 1) from error
+    if as_json_:
+        print(as_json(measured))
+    else:
+        Console().print(as_table(measured))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,200 @@
+"""Calibration rows: the right windows of the right text, the same on every run, and a sentence for every bad input."""
+
+import hashlib
+import json
+
+import datasets
+import pytest
+import torch
+from datasets.exceptions import DatasetNotFoundError
+
+from ptq.calibration import fingerprint, load_rows
+from ptq.errors import InputError, RunError
+
+
+def tokenizer(text, verbose=True):
+    """One token per byte, after a start token 300 as a Llama tokenizer sets it."""
+    assert not verbose  # otherwise transformers warns that the text is longer than the model's context
+    return {"input_ids": [300, *text.encode()]}
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(bytes(range(32, 127)))
+    return str(path)
+
+
+def test_rows_are_distinct_windows_of_the_text(text):
+    rows = load_rows(text, tokenizer, 6, 10, seed=0)
+    whole = [300, *range(32, 127)]  # 96 tokens: 9 windows, a tail of 6
+    windows = [whole[i : i + 10] for i in range(0, 90, 10)]
+    assert rows.shape == (6, 10) and rows.dtype == torch.int64
+    assert len({tuple(row) for row in rows.tolist()}) == 6 and all(row in windows for row in rows.tolist())
+    every = load_rows(text, tokenizer, 9, 10, seed=0)
+    assert sorted(every.tolist()) == sorted(windows)
+
+
+def test_the_seed_chooses_and_the_global_state_is_left_alone(text):
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first = load_rows(text, tokenizer, 5, 8, seed=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(2)
+    assert torch.equal(load_rows(text, tokenizer, 5, 8, seed=0), first)
+    assert not torch.equal(load_rows(text, tokenizer, 5, 8, seed=1), first)
+
+
+def test_too_short(text):
+    with pytest.raises(InputError) as caught:
+        load_rows(text, tokenizer, 10, 10, seed=0)
+    for words in ("found 96 tokens, which is 9 rows of 10", "10 rows need 100", "--samples", "--sequence-length"):
+        assert words in str(caught.value)
+
+
+def test_options_must_be_positive(text):
+    with pytest.raises(InputError, match="--samples 0"):
+        load_rows(text, tokenizer, 0, 10, seed=0)
+    with pytest.raises(InputError, match="--sequence-length -1"):
+        load_rows(text, tokenizer, 1, -1, seed=0)
+
+
+def test_text_is_read_as_it_is(tmp_path):
+    data = b"a\r\nb\n\n\n c \xc3\xa9"
+    (tmp_path / "a.TXT").write_bytes(data)
+    rows = load_rows(str(tmp_path / "a.TXT"), tokenizer, 1, 1 + len(data), seed=0)
+    assert rows.tolist() == [[300, *data]]
+
+
+def test_long_text_is_cut_at_a_character(tmp_path, monkeypatch):
+    monkeypatch.setattr("ptq.calibration.MIN_TEXT_LIMIT", 64)
+    seen = []
+    for lead in range(4):  # the limit falls on each of the four bytes of a character in turn
+        (tmp_path / "a.txt").write_bytes(b"x" * lead + "😀".encode() * 100)
+        load_rows(str(tmp_path / "a.txt"), lambda text, verbose: seen.append(text) or {"input_ids": [0]}, 1, 1, seed=0)
+    assert seen == ["x" * lead + "😀" * ((64 - lead) // 4) for lead in range(4)]
+
+
+def test_not_utf8_names_the_byte(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"abc\xff")
+    with pytest.raises(InputError, match=r"a.txt: not UTF-8 at byte 3 \(0xff\)"):
+        load_rows(str(tmp_path / "a.txt"), tokenizer, 1, 1, seed=0)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xfe"}\n')
+    with pytest.raises(InputError, match=r"a.jsonl: not UTF-8 at byte 24 \(0xfe\)"):
+        load_rows(str(tmp_path / "a.jsonl"), tokenizer, 1, 1, seed=0)
+
+
+def test_jsonl_documents_are_joined_by_an_empty_line(tmp_path):
+    lines = [json.dumps({"text": "one", "content": "no"}), "", json.dumps({"content": "zwei", "id": 2})]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    assert load_rows(str(tmp_path / "a.jsonl"), tokenizer, 1, 10, seed=0).tolist() == [[300, *b"one\n\nzwei"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"text": "x"', "not valid JSON"),
+        ("[1]", "expected a JSON object"),
+        ('{"body": "x"}', "named `text` or `content`, found the fields .'body'."),
+        ('{"text": 3}', "named `text` or `content`"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_bad_jsonl_names_the_line(tmp_path, line, words):
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n")
+    with pytest.raises(InputError, match=f"a.jsonl: line 3: .*{words}"):
+        load_rows(str(tmp_path / "a.jsonl"), tokenizer, 1, 1, seed=0)
+
+
+def test_what_is_not_a_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.csv").write_text("x")
+    for spec, words in (
+        ("a.csv", "expected a .txt or .jsonl"),
+        (str(tmp_path), "expected a .txt or .jsonl"),
+        ("./nowhere", "no such file, and not a hub dataset"),
+        ("missing.txt", "cannot be read .No such file"),
+        ("missing.jsonl", "cannot be read .No such file"),
+    ):
+        with pytest.raises(InputError, match=words):
+            load_rows(spec, tokenizer, 1, 1, seed=0)
+
+
+def hub(monkeypatch, answer):
+    calls = []
+
+    def load_dataset(*args, **options):
+        calls.append((args, options))
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("spec", "args"),
+    [
+        ("wikitext2", ("Salesforce/wikitext", "wikitext-2-raw-v1")),
+        ("c4", ("allenai/c4", "en")),
+        ("org/name", ("org/name", None)),
+        ("org/name:part-2.1", ("org/name", "part-2.1")),
+    ],
+)
+def test_hub_datasets_are_streamed(monkeypatch, spec, args):
+    calls = hub(monkeypatch, iter([{"text": "ab"}, {"text": ""}, {"text": "c\n"}]))
+    assert load_rows(spec, tokenizer, 1, 9, seed=0).tolist() == [[300, *b"ab\n\n\n\nc\n"]]
+    assert calls == [(args, {"split": "train", "streaming": True})]
+
+
+def test_only_as_much_as_needed_is_fetched(monkeypatch):
+    monkeypatch.setattr("ptq.calibration.MIN_TEXT_LIMIT", 100)
+    taken = []
+    hub(monkeypatch, (taken.append(i) or {"text": "x" * 30} for i in range(1000)))
+    load_rows("c4", tokenizer, 1, 2, seed=0)
+    assert len(taken) == 4
+
+
+def dropped_after_one():
+    yield {"text": "a"}
+    raise ConnectionResetError("gone")
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        (
+            ConnectionError("Couldn't reach it\nmore"),
+            RunError,
+            "could not reach the hub.*Couldn't reach it.*a local file",
+        ),
+        (TimeoutError(), RunError, "could not reach the hub.*TimeoutError: no reason given.*a local file"),
+        (DatasetNotFoundError("x"), InputError, "neither a local file nor a public hub dataset"),
+        (dropped_after_one(), RunError, "ConnectionResetError: gone"),
+        ([{"body": "x"}], InputError, "calibration org/name: expected a string named `text`"),
+    ],
+)
+def test_hub_errors(monkeypatch, answer, kind, words):
+    hub(monkeypatch, answer)
+    with pytest.raises(kind, match=words) as caught:
+        load_rows("org/name", tokenizer, 1, 1, seed=0)
+    assert "\n" not in str(caught.value)
+
+
+def test_fingerprint():
+    rows = torch.arange(6).view(2, 3)
+    golden = hashlib.sha256(b"2x3 " + b"".join(i.to_bytes(8, "little") for i in range(6))).hexdigest()
+    assert fingerprint(rows) == golden and fingerprint(rows.T.contiguous().T) == golden
+    assert fingerprint(rows.view(3, 2)) != golden and fingerprint(rows + 1) != golden
+
+
+def test_with_a_real_tokenizer(caplog):
+    from transformers import AutoTokenizer
+
+    from ptq.demo import demo_path
+
+    real = AutoTokenizer.from_pretrained(demo_path())
+    rows = load_rows(str(demo_path() / "calibration.txt"), real, 4, 64, seed=0)
+    assert rows.shape == (4, 64) and 0 <= int(rows.min()) and int(rows.max()) < len(real)
+    assert "longer than" not in caplog.text

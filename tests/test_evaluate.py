@@ -1,0 +1,315 @@
+"""Perplexity and agreement against a naive float64 loop, and the command line's errors."""
+
+import importlib.util
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from ptq.errors import InputError, RunError
+from ptq.evaluate import CHUNK, Windows, compare, context_for, perplexity, tokens_per_second, windows_from_text
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED = ROOT.parent / "shared"
+
+
+def tiny_llama(seed: int, vocabulary: int = 50) -> LlamaForCausalLM:
+    """Random weights with logits far from uniform, so that a wrong target or window changes the loss."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=320,
+        initializer_range=0.5,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def windows_of(ids: torch.Tensor) -> Windows:
+    return Windows(ids, ids.numel(), "none", "none")
+
+
+def random_windows(count: int, context: int, seed: int = 0) -> Windows:
+    generator = torch.Generator().manual_seed(seed)
+    return windows_of(torch.randint(50, (count, context), generator=generator))
+
+
+def naive_log_probabilities(model: LlamaForCausalLM, row: list[int]) -> list[list[float]]:
+    """log p(token | prefix) for every predicted position: one prefix per forward, softmax by hand in float64."""
+    out = []
+    for end in range(1, len(row)):
+        with torch.no_grad():
+            logits = model(torch.tensor([row[:end]])).logits[0, -1].double().tolist()
+        top = max(logits)
+        total = top + math.log(sum(math.exp(value - top) for value in logits))
+        out.append([value - total for value in logits])
+    return out
+
+
+def naive_losses(model: LlamaForCausalLM, row: list[int]) -> list[float]:
+    return [-scores[target] for scores, target in zip(naive_log_probabilities(model, row), row[1:], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, and one <s> at the start of a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {"<s>": 0, **{chr(97 + i): 1 + i for i in range(26)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+def test_perplexity_and_its_standard_error_equal_the_naive_loop():
+    model, windows = tiny_llama(0).double(), random_windows(3, 12)
+    losses = [naive_losses(model, row) for row in windows.tokens.tolist()]
+    means = [sum(row) / len(row) for row in losses]
+    mean = sum(sum(row) for row in losses) / sum(len(row) for row in losses)
+    error = math.sqrt(sum((value - mean) ** 2 for value in means) / 2 / 3)
+
+    measured = perplexity(model, windows)
+
+    assert measured.loss == pytest.approx(mean, rel=1e-9)
+    assert measured.perplexity == pytest.approx(math.exp(mean), rel=1e-9)
+    assert measured.loss_standard_error == pytest.approx(error, rel=1e-9)
+    assert measured.standard_error == pytest.approx(math.exp(mean) * error, rel=1e-9)
+    assert (measured.windows, measured.context, measured.tokens) == (3, 12, 33)
+
+
+def test_windows_longer_than_a_chunk_lose_no_position():
+    model, windows = tiny_llama(1), random_windows(1, CHUNK + 40)
+    with torch.no_grad():
+        scores = model(windows.tokens).logits[0, :-1].double().log_softmax(-1)
+    expected = -scores[torch.arange(CHUNK + 39), windows.tokens[0, 1:]].mean().item()
+
+    measured = perplexity(model, windows)
+
+    assert measured.loss == pytest.approx(expected, rel=1e-6)
+    assert measured.loss_standard_error is None and measured.standard_error is None
+
+
+def test_uniform_model_has_perplexity_of_the_vocabulary():
+    model = tiny_llama(0)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    measured = perplexity(model, random_windows(2, 10))
+    assert measured.perplexity == pytest.approx(50, rel=1e-6)
+    assert measured.standard_error == pytest.approx(0, abs=1e-5)
+
+
+def test_bfloat16_logits_are_summed_in_float32():
+    model, windows = tiny_llama(2).bfloat16(), random_windows(2, 20)
+    with torch.no_grad():
+        scores = model(windows.tokens).logits[:, :-1].double().log_softmax(-1)
+    expected = -scores.gather(2, windows.tokens[:, 1:, None]).mean().item()
+    assert perplexity(model, windows).loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_dropout_is_off_while_measuring_and_the_mode_is_restored():
+    model, windows = tiny_llama(0), random_windows(2, 10)
+    expected = perplexity(model, windows)
+    model.config.attention_dropout = 0.9
+    for layer in model.model.layers:
+        vars(layer.self_attn)["attention_dropout"] = 0.9
+    model.train()
+    assert perplexity(model, windows) == expected
+    assert model.training
+
+
+def test_progress_counts_windows():
+    seen = []
+    perplexity(tiny_llama(0), random_windows(3, 5), progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_model_agrees_with_itself():
+    model, windows = tiny_llama(0), random_windows(3, 12)
+    agreement = compare(model, model, windows)
+    assert agreement.kl == 0
+    assert agreement.top1 == 1
+    assert agreement.loss_increase == 0
+    assert agreement.model == agreement.original == perplexity(model, windows)
+
+
+def test_kl_and_top1_equal_the_hand_computed():
+    model, original, windows = tiny_llama(3).double(), tiny_llama(4).double(), random_windows(3, 8)
+    divergences, same, increases = [], [], []
+    for row in windows.tokens.tolist():
+        pairs = list(zip(naive_log_probabilities(model, row), naive_log_probabilities(original, row), strict=True))
+        terms = [sum(math.exp(p) * (p - q) for q, p in zip(log_q, log_p, strict=True)) for log_q, log_p in pairs]
+        divergences.append(sum(terms) / len(terms))
+        same += [log_q.index(max(log_q)) == log_p.index(max(log_p)) for log_q, log_p in pairs]
+        increases.append((sum(naive_losses(model, row)) - sum(naive_losses(original, row))) / 7)
+    mean = sum(divergences) / 3
+
+    agreement = compare(model, original, windows)
+
+    assert agreement.kl == pytest.approx(mean, rel=1e-9)
+    assert agreement.kl_standard_error == pytest.approx(math.sqrt(sum((d - mean) ** 2 for d in divergences) / 6))
+    assert agreement.top1 == pytest.approx(sum(same) / len(same))
+    assert agreement.loss_increase == pytest.approx(sum(increases) / 3, rel=1e-9)
+    assert agreement.model == perplexity(model, windows)
+    assert agreement.original == perplexity(original, windows)
+
+
+def test_forbidden_tokens_of_both_models_add_nothing_to_kl():
+    model, original, windows = tiny_llama(0), tiny_llama(1), random_windows(2, 6)
+    windows.tokens.clamp_(min=1)
+    forbid = torch.zeros(50).index_fill(0, torch.tensor([0]), -torch.inf)
+    for each in (model, original):
+        each.lm_head.register_forward_hook(lambda *call: call[-1] + forbid)
+    assert math.isfinite(compare(model, original, windows).kl)
+
+
+def test_text_is_tokenised_once_and_its_tail_dropped(byte_tokenizer):
+    windows = windows_from_text(byte_tokenizer, "abcdefghij", 4)
+    # <s> a b c | d e f g, and the tail h i j is gone
+    assert windows.tokens.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert (windows.found, len(windows), windows.context) == (11, 2, 4)
+    assert windows.bos == "one at the start of the text, none per window"
+
+
+def test_text_without_special_tokens_says_so(byte_tokenizer):
+    bare = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer.backend_tokenizer, bos_token="<s>")
+    bare.backend_tokenizer.post_processor = None  # type: ignore[assignment]
+    assert windows_from_text(bare, "abcd", 2).bos == "none"
+
+
+def test_short_text_is_refused_with_the_count(byte_tokenizer):
+    with pytest.raises(InputError, match="has 4 tokens, too few for one window of 5"):
+        windows_from_text(byte_tokenizer, "abc", 5)
+
+
+@pytest.mark.parametrize(("longest", "requested", "expected"), [(320, None, 320), (4096, None, 2048), (320, 100, 100)])
+def test_default_context(longest, requested, expected):
+    assert context_for(LlamaConfig(max_position_embeddings=longest), requested) == expected
+
+
+@pytest.mark.parametrize(("requested", "message"), [(321, "max_position_embeddings 320"), (1, "at least 2 tokens")])
+def test_bad_context_is_refused(requested, message):
+    with pytest.raises(InputError, match=message):
+        context_for(LlamaConfig(max_position_embeddings=320), requested)
+
+
+def test_windows_that_do_not_fit_the_model_are_refused():
+    model = tiny_llama(0)
+    with pytest.raises(InputError, match="longer than the model's"):
+        perplexity(model, windows_of(torch.zeros(1, 321, dtype=torch.long)))
+    with pytest.raises(InputError, match="token 50"):
+        perplexity(model, windows_of(torch.full((1, 4), 50)))
+    with pytest.raises(InputError, match="vocabulary: 50 logits against 60"):
+        compare(model, tiny_llama(0, vocabulary=60), random_windows(1, 4))
+
+
+def test_broken_model_is_an_error_not_a_number():
+    model = tiny_llama(0)
+    torch.nn.init.constant_(model.model.norm.weight, math.nan)
+    with pytest.raises(RunError, match="window 0"):
+        perplexity(model, random_windows(2, 5))
+
+
+def test_tokens_per_second_generates_past_the_end_of_text_token():
+    model = tiny_llama(0)
+    model.generation_config.eos_token_id = list(range(1, 50))
+    state = torch.random.get_rng_state()
+    assert tokens_per_second(model, torch.tensor([1, 2, 3]), new_tokens=5, runs=2) > 0
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+@pytest.fixture(scope="module")
+def run_script():
+    """Runs scripts/perplexity.py in this process: a new one would spend seconds on its imports."""
+    spec = importlib.util.spec_from_file_location("perplexity_script", ROOT / "scripts" / "perplexity.py")
+    assert spec and spec.loader
+    script = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = script  # dataclasses look their module up
+    spec.loader.exec_module(script)
+    return lambda *arguments: CliRunner().invoke(script.app, arguments)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, byte_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(0).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_script_prints_what_the_library_computes(run_script, model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfoxjumpsoverthelazydog" * 2)
+    done = run_script(
+        str(model_folder), "--text", str(text), "--context", "16", "--json", "--against", str(model_folder)
+    )
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(done.stdout)
+    windows = windows_from_text(AutoTokenizer.from_pretrained(model_folder), text.read_text(), 16)
+    expected = perplexity(AutoModelForCausalLM.from_pretrained(model_folder).eval(), windows)
+    assert record["perplexity"] == pytest.approx(expected.perplexity, rel=1e-6)
+    assert (record["windows"], record["context"], record["tokens_found"]) == (4, 16, 71)
+    assert record["against"]["kl"] == 0 and record["against"]["top1"] == 1
+
+
+def test_script_refuses_bad_input_in_one_sentence(run_script, model_folder, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("café".encode("latin-1"))
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 4)
+    folder = str(model_folder)
+    for arguments, message in [
+        ((folder, "--text", str(tmp_path / "absent.txt")), "absent.txt cannot be read"),
+        ((folder, "--text", str(empty)), "is empty"),
+        ((folder, "--text", str(latin)), "not UTF-8 text (byte 3)"),
+        ((folder,), "name the text"),
+        ((folder, "--text", str(text), "--dataset", "wikitext2"), "not both"),
+        ((folder, "--text", str(text)), "has 33 tokens, too few for one window of 320"),
+        ((folder, "--text", str(text), "--context", "400"), "max_position_embeddings 320"),
+        ((str(tmp_path), "--text", str(text)), "no config.json"),
+        ((str(tmp_path / "absent"), "--text", str(text)), "there is no folder"),
+        ((str(text), "--text", str(text)), "is a file"),
+    ]:
+        done = run_script(*arguments)
+        assert (done.exit_code, done.stdout) == (2, ""), done.stderr
+        assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_script_refuses_a_checkpoint_with_a_missing_tensor(run_script, model_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model_folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh")
+    done = run_script(str(broken), "--text", str(text), "--context", "4")
+    assert done.exit_code == 2
+    assert "model.layers.1.mlp.up_proj.weight" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason="needs the trained models of ../shared, which are not part of the project"
+)
+def test_trained_model_predicts_the_text_it_was_trained_for():
+    folder = SHARED / "models" / "stories260k"
+    text = (SHARED / "data" / "tinystories" / "tinystories_train_sample.txt").read_text()[:4000]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    windows = windows_from_text(AutoTokenizer.from_pretrained(folder), text, context_for(model.config, 256))
+    assert perplexity(model, windows).perplexity < 10

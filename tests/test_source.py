@@ -1,0 +1,124 @@
+"""MODEL resolves to a folder, or to one sentence that says why not. The hub is played by a function."""
+
+import errno
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from ptq.demo import demo_path
+from ptq.errors import InputError, RunError
+from ptq.source import UNWANTED, WANTED, resolve
+
+
+def hub(monkeypatch, folder=None, error=None):
+    """Replace the download by one that yields `folder` or raises `error`; returns the list of its calls."""
+    calls = []
+
+    def snapshot_download(name, **options):
+        calls.append((name, options))
+        if error is not None:
+            raise error
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+class ReadTimeout(Exception):
+    """As the hub's HTTP library raises it: which library that is, and its base class, changes with the version."""
+
+
+RESPONSE: Any = SimpleNamespace(headers={}, request=None)
+
+
+def test_demo_and_local_folders_never_ask_the_hub(tmp_path, monkeypatch):
+    calls = hub(monkeypatch, error=AssertionError())
+    assert resolve("demo") == demo_path()
+    assert resolve(str(tmp_path)) == tmp_path
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert resolve("org/name").resolve() == tmp_path / "org" / "name"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~/org") == tmp_path / "org"
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    "name", ["missing", "./org/name", "/org/name", "../name", "a/b/c", "org/", "org/-x", "", "or g/x"]
+)
+def test_what_is_neither_a_folder_nor_a_hub_name(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    calls = hub(monkeypatch, error=AssertionError())
+    if name == "":
+        assert resolve(name).resolve() == tmp_path  # as for every program: the current folder
+        return
+    with pytest.raises(InputError, match="no such folder, and not a hub name"):
+        resolve(name)
+    assert calls == []
+
+
+def test_a_file_is_not_a_model(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match="a file; pass the folder"):
+        resolve(str(tmp_path / "model.safetensors"))
+
+
+def test_download(tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    calls = hub(monkeypatch, folder=tmp_path)
+    assert resolve("org/name") == tmp_path
+    assert calls == [("org/name", {"allow_patterns": WANTED, "ignore_patterns": UNWANTED})]
+
+
+def test_patterns_choose_the_files():
+    names = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
+    names += ["merges.txt", "chat_template.jinja", "tokenizer_config.json", "tokenizer.json", "LICENSE"]
+    pickles = ["pytorch_model.bin", "training_args.bin", "tokenizer.pkl", "optimizer.pt", "modeling_x.py"]
+    copies = ["consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx", "sub/config.json"]
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        names + pickles + copies, allow_patterns=WANTED, ignore_patterns=UNWANTED
+    )
+    assert list(chosen) == names
+
+
+def test_a_repository_without_safetensors(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    hub(monkeypatch, folder=tmp_path)
+    with pytest.raises(InputError, match="org/name: the repository holds no safetensors.*save_pretrained"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (errors.GatedRepoError("x", response=RESPONSE), InputError, "gated; accept its terms"),
+        (errors.RepositoryNotFoundError("x", response=RESPONSE), InputError, "neither a local folder nor"),
+        (errors.HFValidationError("x"), InputError, "neither a local folder nor"),
+        (errors.LocalEntryNotFoundError("x"), RunError, "run again, which continues it, or pass a local folder"),
+        (errors.OfflineModeIsEnabled("x"), RunError, "OfflineModeIsEnabled.*run again, which continues it"),
+        (ReadTimeout("x"), RunError, "ReadTimeout.*run again, which continues it"),
+        (errors.HfHubHTTPError("x", response=RESPONSE), RunError, "check the network"),
+        (ConnectionResetError("x"), RunError, "check the network"),
+        (OSError(errno.ENOSPC, "x"), RunError, "cache .HF_HOME. is full"),
+    ],
+)
+def test_download_errors(monkeypatch, error, kind, words):
+    hub(monkeypatch, error=error)
+    with pytest.raises(kind, match=f"^org/name: .*{words}") as caught:
+        resolve("org/name")
+    assert "\n" not in str(caught.value) and caught.value.__cause__ is error
+
+
+def test_an_interrupt_passes_through(monkeypatch):
+    hub(monkeypatch, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        resolve("org/name")
+
+
+def test_importing_the_module_does_not_import_the_hub():
+    source = sys.modules["ptq.source"]
+    assert not any(hasattr(source, name) for name in ("huggingface_hub", "snapshot_download"))
