@@ -30,7 +30,7 @@ class Codebook(Protocol):
     weight that the given ones are (runs of `dim`); None: all of them, in order."""
 
     dim: int
-    """d: consecutive weights of a row that share one code."""
+    """d: consecutive weights of a row that share one code. Codes are [n, m] with m = k / d."""
     per_row: bool
     """Whether scales belong to single rows (every tensor of them is [n, ...]), so that rows can be done in pieces."""
 
@@ -42,12 +42,12 @@ class Codebook(Protocol):
 
     def round(
         self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
-    ) -> Int[Tensor, "n c/d"]:
+    ) -> Int[Tensor, "n m"]:
         """Codes of the nearest points."""
         ...
 
     def decode(
-        self, codes: Int[Tensor, "n c/d"], scales: Scales, columns: Int[Tensor, " c"] | None = None
+        self, codes: Int[Tensor, "n m"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> Float32[Tensor, "n c"]:
         """The numbers that codes stand for."""
         ...
@@ -64,11 +64,12 @@ class BlockCodebook(Codebook, Protocol):
         factor: Float32[Tensor, "c c"],
         scales: Scales,
         columns: Int[Tensor, " c"],
-    ) -> tuple[Int[Tensor, "c/d n"], Float32[Tensor, "c n"]]:
+    ) -> tuple[Int[Tensor, "m n"], Float32[Tensor, "c n"]]:
         """The same codes and errors w - ŵ as `rounding.round_block`."""
         ...
 
 
+@runtime_checkable
 class Format(Protocol):
     """One way to store a weight W[n, k] and to multiply with it."""
 

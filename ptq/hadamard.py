@@ -1,8 +1,8 @@
 """Hadamard matrices: which orders exist here, how they are built, and the op that applies them.
 
 An order is written as a Kronecker product of dense Paley factors and a power of two (Sylvester), found by search:
-11008 = Paley I(343) x 2^5. `construction` names the product in a form that checkpoints store ("paley1:343,sylvester:5"),
-so a later, better search can never change what an old file means.
+11008 = Paley I(343) x 2^5. `construction` names the product in the form that checkpoints store,
+"paley1:343,sylvester:5", so a later, better search can never change what an old file means.
 
 The transform is orthonormal, y = H x / sqrt(order), and acts block by block when the axis is longer than the order.
 H is not symmetric in general: **the inverse is always the transpose**.
@@ -185,7 +185,9 @@ def _check(x: Tensor, signs: Tensor | None, order: int, dim: int) -> None:
     if size % order:
         raise InputError(f"hadamard: axis {dim} has size {size}, not a multiple of the order {order}")
     if signs is not None and (signs.shape != (size,) or signs.dtype != compute_dtype(x.dtype)):
-        raise InputError(f"hadamard: signs are {signs.dtype}{list(signs.shape)}, expected {compute_dtype(x.dtype)}[{size}]")
+        raise InputError(
+            f"hadamard: signs are {signs.dtype}{list(signs.shape)}, expected {compute_dtype(x.dtype)}[{size}]"
+        )
 
 
 @torch.library.register_fake("ptq::hadamard")
@@ -215,9 +217,7 @@ def _dense_factors(factors: list[Tensor], order: int, transpose: bool, like: Ten
     return matrices
 
 
-def reference(
-    x: Tensor, signs: Tensor | None, factors: list[Tensor], order: int, dim: int, transpose: bool
-) -> Tensor:
+def reference(x: Tensor, signs: Tensor | None, factors: list[Tensor], order: int, dim: int, transpose: bool) -> Tensor:
     """The op in plain torch: a product with one small matrix per factor."""
     _check(x, signs, order, dim)
     y = x.movedim(dim, -1).to(compute_dtype(x.dtype)) * order**-0.5

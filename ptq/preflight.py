@@ -100,7 +100,7 @@ def _matmul_rate() -> float:
     return count * 2 * 512**3 / (time.perf_counter() - start)
 
 
-def _size(nbytes: float) -> str:
+def _size(nbytes: int | float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"
@@ -108,7 +108,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.3g} TB"
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: int | float) -> str:
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -31,7 +31,7 @@ class Progress:
         self.bar.stop()
 
     @contextmanager
-    def step(self, description: str, weights: float) -> Iterator[None]:
+    def step(self, description: str, weights: int | float) -> Iterator[None]:
         """Name what is being done; when it is done, `weights` more count as done."""
         self.bar.update(self.task, description=description)
         yield

@@ -35,14 +35,9 @@ def signs_of(rotation: Rotation, signs: Signs) -> Float64[Tensor, " size"] | Non
     return stored.double().repeat(rotation.size // stored.numel())
 
 
-def rotate_input(w: Float64[Tensor, "n k"], rotation: Rotation, signs: Signs) -> Float64[Tensor, "n k"]:
-    """W Rᵀ: every row w becomes R w, so that (W Rᵀ)(R x) = W x."""
-    return hadamard.apply(w, signs_of(rotation, signs), rotation.order)
-
-
-def rotate_output(w: Float64[Tensor, "n k"], rotation: Rotation, signs: Signs) -> Float64[Tensor, "n k"]:
-    """R W: the layer's output y becomes R y."""
-    return hadamard.apply_columns(w, signs_of(rotation, signs), rotation.order)
+def rotate(x: Float64[Tensor, "*batch k"], rotation: Rotation, signs: Signs) -> Float64[Tensor, "*batch k"]:
+    """R x for every vector on the last axis. On the rows of a weight that is W Rᵀ, so that (W Rᵀ)(R x) = W x."""
+    return hadamard.apply(x, signs_of(rotation, signs), rotation.order)
 
 
 def weight(
@@ -54,9 +49,9 @@ def weight(
         assert gain is not None, linear.name
         w = w * gain.double()
     if linear.input is not None:
-        w = rotate_input(w, linear.input, signs)
+        w = rotate(w, linear.input, signs)
     if linear.output is not None:
-        w = rotate_output(w, linear.output, signs)
+        w = hadamard.apply_columns(w, signs_of(linear.output, signs), linear.output.order)
     return w
 
 
@@ -64,4 +59,4 @@ def bias(linear: LinearPlan, b: Float[Tensor, " n"], signs: Signs) -> Float64[Te
     """The rewritten bias R_out b of one layer, in float64."""
     if linear.output is None:
         return b.double()
-    return rotate_input(b.double()[None], linear.output, signs)[0]
+    return rotate(b.double(), linear.output, signs)

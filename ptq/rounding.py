@@ -13,7 +13,7 @@ Columns are taken in the order of descending diag(H): the heavy ones are rounded
 up for their errors. Scales are fitted before, on W itself, so groups stay what they are and no order is stored.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Float32, Float64, Int64, Shaped
@@ -26,7 +26,7 @@ ROW_CHUNK = 1 << 20
 """Weights that `nearest` works on at a time: they stay in the cache."""
 COLUMN_BLOCK = 128
 """Columns between two products with the factor in `ldlq`."""
-PANEL = 512
+PANEL = 1024
 """Columns between two products in `cholesky` and `energy`."""
 MAX_DAMPING = 10.0
 
@@ -35,7 +35,7 @@ MAX_DAMPING = 10.0
 class Rounded:
     """One weight in a codebook, and how well it went."""
 
-    codes: Shaped[Tensor, "n k/d"]
+    codes: Shaped[Tensor, "n m"]
     scales: Scales
     solver: str = "nearest"
     """`nearest` or `ldlq`; `nearest` from `ldlq` too, where feedback would have been worse."""
@@ -99,7 +99,7 @@ def ldlq(
     codes, error, loss = _feedback(wt[columns], factor, codebook, scales, columns)
     del factor
     # |dW L|² is the loss under the damped H
-    loss -= float((added * error.square().sum(1, dtype=torch.float64)).sum())
+    loss -= float((added * _row_squares(error)).sum())
     inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(k, device=columns.device))
     plain = codebook.round(w.contiguous(), scales)
     plain_error = codebook.decode(plain, scales).sub_(w)
@@ -143,7 +143,7 @@ def _factor(
     while True:
         # Dead rows and columns of H are zero but for the one put on the diagonal.
         added = torch.where(live, damping * mean, 1.0).float()
-        a = h[columns][:, columns]
+        a = h.index_select(0, columns).index_select(1, columns)
         a.diagonal().add_(added)
         if cholesky(a):
             return a, added, damping
@@ -177,7 +177,7 @@ def _feedback(
     codebook: Codebook,
     scales: Scales,
     columns: Int64[Tensor, " k"],
-) -> tuple[Shaped[Tensor, "k/d n"], Float32[Tensor, "k n"], float]:
+) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"], float]:
     """Codes, errors W - Ŵ, and |(W - Ŵ) L|², of which each block's feedback is one product with the blocks behind it."""
     d, k = codebook.dim, len(wt)
     assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)
@@ -192,16 +192,16 @@ def _feedback(
         arguments = target, wt[i:j], block @ inverse, scales, columns[i:j]
         found, error[i:j] = run(*arguments) if run else round_block(codebook, *arguments)
         codes.append(found)
-        loss += _squares(behind.addmm_(block.t(), error[i:j]))
+        loss += _squares(behind.add_(product(block.t(), error[i:j])))
     return torch.cat(codes[::-1]), error, loss
 
 
-def _inverse_diagonal(block: Float32[Tensor, "c c"], d: int) -> Float32[Tensor, "c c"]:
+def _inverse_diagonal(block: Float[Tensor, "c c"], d: int) -> Float[Tensor, "c c"]:
     """The inverse of the d x d blocks on the diagonal, zero elsewhere: a factor times it is unit (block) triangular."""
     if d == 1:
         return torch.diag(1 / block.diagonal())
     corners = torch.stack([block[s : s + d, s : s + d] for s in range(0, len(block), d)])
-    return torch.block_diag(*torch.linalg.solve_triangular(corners, torch.eye(d).expand_as(corners), upper=False))
+    return torch.block_diag(*torch.linalg.solve_triangular(corners, torch.eye(d).to(corners).expand_as(corners), upper=False))
 
 
 def round_block(
@@ -211,7 +211,7 @@ def round_block(
     factor: Float[Tensor, "c c"],
     scales: Scales,
     columns: Int64[Tensor, " c"],
-) -> tuple[Shaped[Tensor, "c/d n"], Float[Tensor, "c n"]]:
+) -> tuple[Shaped[Tensor, "m n"], Float[Tensor, "c n"]]:
     """The inner loop of LDLQ for any codebook: `target` is W plus the feedback from behind the block, `factor` the unit
     lower (block) triangular factor. Returns codes and errors W - Ŵ."""
     d, target, error, codes = codebook.dim, target.clone(), torch.empty_like(w), []
@@ -229,10 +229,10 @@ def energy(x: Float32[Tensor, "k n"], h: Float32[Tensor, "k k"]) -> float:
     total = 0.0
     for i in range(0, len(x), PANEL):
         here = x[i : i + PANEL]
-        y = h[i : i + PANEL, i : i + PANEL] @ here
+        y = product(h[i : i + PANEL, i : i + PANEL], here)
         if i:
             y.add_(product(h[i : i + PANEL, :i], x[:i]), alpha=2)
-        total += float(y.mul_(here).sum(dtype=torch.float64))
+        total += float(y.mul_(here).sum(1).sum(dtype=torch.float64))
     return total
 
 
@@ -247,9 +247,13 @@ def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Ten
     return a @ b
 
 
-def _squares(x: Tensor) -> float:
+def _row_squares(x: Float[Tensor, "m n"]) -> Float64[Tensor, " m"]:
+    return torch.linalg.vector_norm(x, dim=1).double().square()
+
+
+def _squares(x: Float[Tensor, "m n"]) -> float:
     """Sum of squares, added up in float64 over rows."""
-    return float(torch.linalg.vector_norm(x, dim=1).double().square().sum())
+    return float(_row_squares(x).sum())
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -182,7 +182,7 @@ class Tasks:
         rotation = self.job.residual_rotation()
         expected = original.double()
         if rotation is not None:
-            expected = rewrite.rotate_input(expected, rotation, self.job.signs)
+            expected = rewrite.rotate(expected, rotation, self.job.signs)
         error = ((rotated - expected).norm() / expected.norm()).item()
         if not error < ROTATION_TOLERANCE:  # also where it is NaN
             raise RunError(

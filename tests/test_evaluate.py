@@ -159,7 +159,10 @@ def test_kl_and_top1_equal_the_hand_computed():
     assert agreement.kl == pytest.approx(mean, rel=1e-9)
     assert agreement.kl_standard_error == pytest.approx(math.sqrt(sum((d - mean) ** 2 for d in divergences) / 6))
     assert agreement.top1 == pytest.approx(sum(same) / len(same))
-    assert agreement.loss_increase == pytest.approx(sum(increases) / 3, rel=1e-9)
+    increase = sum(increases) / 3
+    assert agreement.loss_increase == pytest.approx(increase, rel=1e-9)
+    paired_error = math.sqrt(sum((each - increase) ** 2 for each in increases) / 6)
+    assert agreement.loss_increase_standard_error == pytest.approx(paired_error)
     assert agreement.model == perplexity(model, windows)
     assert agreement.original == perplexity(original, windows)
 

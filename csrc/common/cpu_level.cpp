@@ -8,14 +8,13 @@ namespace {
 CpuLevel best_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-          __builtin_cpu_supports("f16c") && __builtin_cpu_supports("bmi2")))
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+          __builtin_cpu_supports("bmi2")))
         return CpuLevel::portable;
     if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
         return CpuLevel::avx2;
-    if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi")))
-        return CpuLevel::avx512;
+    if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuLevel::avx512;
     return CpuLevel::avx512vnni;
 #else
     return CpuLevel::portable;
@@ -29,7 +28,9 @@ std::atomic<int>& level() {
 
 }  // namespace
 
-CpuLevel cpu_level() { return static_cast<CpuLevel>(level().load(std::memory_order_relaxed)); }
+CpuLevel cpu_level() {
+    return static_cast<CpuLevel>(level().load(std::memory_order_relaxed));
+}
 
 }  // namespace ptq
 

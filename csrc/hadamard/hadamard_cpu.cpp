@@ -4,20 +4,14 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <vector>
 
 #include "common/cpu_level.h"
 #include "hadamard/transform.h"
-#include "hadamard/units.h"
 
 namespace ptq::hadamard {
-
-int64_t units(const Problem& p) {
-    const Cut c = cut(p);
-    const int64_t blocks = p.outer * p.blocks;
-    return p.inner > 1 ? blocks * c.panels : (blocks + c.vectors - 1) / c.vectors;
-}
 
 namespace {
 
@@ -65,9 +59,9 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
     STD_TORCH_CHECK(factors.size() <= max_factors, "hadamard: more than ", max_factors, " dense factors");
     for (const Tensor& f : factors) {
         const bool shape = f.dim() == 3 && f.size(0) == 2 && f.size(2) > 0 && f.size(1) * 4 == f.size(2);
-        STD_TORCH_CHECK(shape && f.scalar_type() == ScalarType::Byte && f.is_contiguous() &&
-                            p.doublings % f.size(2) == 0,
-                        "hadamard: a dense factor must be contiguous uint8 [2, K / 4, K] with K dividing the order");
+        STD_TORCH_CHECK(
+            shape && f.scalar_type() == ScalarType::Byte && f.is_contiguous() && p.doublings % f.size(2) == 0,
+            "hadamard: a dense factor must be contiguous uint8 [2, K / 4, K] with K dividing the order");
         p.factor_order[p.factors] = f.size(2);
         p.codes[p.factors++] =
             static_cast<const uint8_t*>(f.const_data_ptr()) + (transpose ? f.size(1) * f.size(2) : 0);
@@ -76,11 +70,16 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
     STD_TORCH_CHECK((p.doublings & (p.doublings - 1)) == 0, "hadamard: the factors leave ", p.doublings,
                     " of the order, not a power of two");
     if (x.numel() == 0) return;
-    const int64_t total = units(p);
-    // A thread is worth waking for about 32k elements.
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) * total / x.numel());
-    torch::stable::parallel_for(0, total, grain,
-                                [&, run = kernel()](int64_t first, int64_t last) { run(p, first, last); });
+    p.scale = 1 / std::sqrt(static_cast<double>(order));
+    Problem steps[2];
+    const int count = split(p, steps);
+    for (int s = 0; s < count; s++) {
+        const int64_t total = units(steps[s]);
+        // A thread is worth waking for about 32k elements.
+        const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) * total / x.numel());
+        torch::stable::parallel_for(0, total, grain,
+                                    [&, run = kernel()](int64_t first, int64_t last) { run(steps[s], first, last); });
+    }
 }
 
 Tensor hadamard(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,

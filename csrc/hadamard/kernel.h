@@ -5,7 +5,6 @@
 // A dense factor of order K is applied by the method of four Russians: the 16 signed sums of each 4 inputs are made
 // once, and each output adds K / 4 of them, found by its code, instead of K products.
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -171,7 +170,9 @@ struct Bfloat16 {
     uint16_t bits;
 };
 template <class T>
-inline T widen(T x) { return x; }
+inline T widen(T x) {
+    return x;
+}
 inline float widen(Bfloat16 x) {
     const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
     float y;
@@ -179,7 +180,9 @@ inline float widen(Bfloat16 x) {
     return y;
 }
 template <class T>
-inline void narrow(T x, T* to) { *to = x; }
+inline void narrow(T x, T* to) {
+    *to = x;
+}
 inline void narrow(float x, Bfloat16* to) {  // to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &x, 4);
@@ -223,7 +226,8 @@ void unit_rows(const Problem& p, const Cut& c, int64_t vector, T* buffer, T* scr
     if constexpr (std::is_same_v<S, T>) buffer = out;
     read_vector(buffer, in, p.order, scale, p.transpose ? nullptr : signs);
     transform(buffer, p, c, scratch);
-    if (!std::is_same_v<S, T> || (p.transpose && signs)) write_vector(out, buffer, p.order, p.transpose ? signs : nullptr);
+    if (!std::is_same_v<S, T> || (p.transpose && signs))
+        write_vector(out, buffer, p.order, p.transpose ? signs : nullptr);
 }
 
 // gathered: several vectors, interleaved so that 2^m elements of each make one line
@@ -234,7 +238,8 @@ void unit_gathered(const Problem& p, const Cut& c, int64_t unit, T* buffer, T* s
     if (count < c.vectors) std::memset(buffer, 0, sizeof(T) * c.width * rows);
     for (int64_t v = 0; v < count; v++) {
         const S* in = static_cast<const S*>(p.in) + (first + v) * p.order;
-        const T* signs = p.signs && !p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.blocks * p.order : nullptr;
+        const T* signs =
+            p.signs && !p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.blocks * p.order : nullptr;
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < p.doublings; j++) {
                 const int64_t e = i * p.doublings + j;
@@ -244,7 +249,8 @@ void unit_gathered(const Problem& p, const Cut& c, int64_t unit, T* buffer, T* s
     transform(buffer, p, c, scratch);
     for (int64_t v = 0; v < count; v++) {
         S* out = static_cast<S*>(p.out) + (first + v) * p.order;
-        const T* signs = p.signs && p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.blocks * p.order : nullptr;
+        const T* signs =
+            p.signs && p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.blocks * p.order : nullptr;
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < p.doublings; j++) {
                 const int64_t e = i * p.doublings + j;
@@ -264,7 +270,6 @@ void unit_columns(const Problem& p, const Cut& c, int64_t unit, T* buffer, T* sc
     const T* signs = p.signs ? static_cast<const T*>(p.signs) + block % p.blocks * p.order : nullptr;
     if (count < c.vectors) std::memset(buffer, 0, sizeof(T) * c.vectors * p.order);
     for (int64_t i = 0; i < p.order; i++) {
-        __builtin_prefetch(in + (i + 16) * p.inner);  // the next rows are on other pages, where no hardware looks ahead
         read_vector(buffer + i * c.vectors, in + i * p.inner, count, signs && !p.transpose ? scale * signs[i] : scale,
                     static_cast<const T*>(nullptr));
     }
@@ -280,7 +285,7 @@ void unit_columns(const Problem& p, const Cut& c, int64_t unit, T* buffer, T* sc
 template <class S, class T>
 void run(const Problem& p, int64_t first, int64_t last) {
     const Cut c = cut(p);
-    const T scale = static_cast<T>(1 / std::sqrt(static_cast<double>(p.order)));
+    const T scale = static_cast<T>(p.scale);
     int64_t widest = 0;
     for (int f = 0; f < p.factors; f++) widest = std::max(widest, p.factor_order[f]);
     const int64_t buffer_size = p.order / p.doublings * c.width;

@@ -24,7 +24,14 @@ struct Problem {
     // codes[f][g * K + row], bit 3 + j: element 4 g + j of that row of the factor is -1; the other bits are 0
     const uint8_t* codes[max_factors];
     int64_t doublings;  // 2^m
+    double scale;       // of the result
 };
+
+// A transform along long columns is two of shorter ones: H = A x B on the axis [a, b] is B on each b rows, then A
+// with an inner size b times as large. Each reads and writes stretches of whole pages, where one transform would touch
+// single cache lines of `order` pages; that is worth a second pass over memory. Returns how many steps are in `steps`,
+// which replace `problem`.
+int split(const Problem& problem, Problem (&steps)[2]);
 
 // Work is cut in units that do not share anything; the cut, and every sum in it, is the same for all levels and all
 // numbers of threads.

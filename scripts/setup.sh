@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Makes the virtual environment .venv with ptq and its kernels in it. Used by quickstart.sh and test.sh; safe to repeat.
+#   scripts/setup.sh [EXTRA]      EXTRA: an extra of pyproject.toml to install too, such as `test`
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON=${PYTHON:-python3}
+TORCH=torch==2.13.0 # what the project is tested with; the package itself takes any torch >= 2.11
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "setup: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3" >&2
+    exit 2
+}
+command -v c++ >/dev/null || {
+    echo "setup: a C++ compiler is needed for the kernels; install g++ (Debian: apt-get install g++)" >&2
+    exit 2
+}
+[ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
+pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+
+# torch first and pinned: left to its dependants, pip would fetch its newest build with gigabytes of CUDA packages.
+pip install "$TORCH" --constraint <(echo "$TORCH")
+pip install --constraint <(echo "$TORCH") "scikit-build-core>=0.11" cmake ninja
+pip install --constraint <(echo "$TORCH") --no-build-isolation --editable ".${1:+[$1]}"

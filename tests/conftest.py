@@ -1,0 +1,77 @@
+"""Tiny random models, and where the project's shared material lies."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+# Other processes may hold the cores: OpenMP workers that spin at barriers would then wait for minutes.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+
+ODD = dict(
+    hidden_size=72, intermediate_size=152, num_attention_heads=4, num_key_value_heads=2, head_dim=20,
+    num_hidden_layers=2, vocab_size=96, max_position_embeddings=128, tie_word_embeddings=True,
+    bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
+"""Widths that are no powers of two, head_dim different from hidden / heads, grouped queries, tied embeddings."""
+
+
+def tiny_config(model_type: str, **changes: Any) -> Any:
+    """A config with every bias that the family can have."""
+    biases = {key: True for key in ("attention_bias", "mlp_bias") if hasattr(CONFIG_MAPPING[model_type](), key)}
+    return CONFIG_MAPPING[model_type](**{**ODD, **biases, **changes})
+
+
+def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """A random model that hides nothing: embeddings with a mean, norm gains far from 1, biases far from 0."""
+    generator = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            parameter.data = (0.3 + 2.7 * torch.rand(parameter.shape, generator=generator)).to(dtype)
+        elif "embed" in name:
+            parameter.data = (0.5 * noise + 0.3).to(dtype)
+        else:
+            parameter.data = (noise * (0.5 if name.endswith("bias") else parameter.shape[-1] ** -0.5)).to(dtype)
+    return model
+
+
+def save_model(folder: Path, model_type: str = "llama", dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """A tiny model as a Hugging Face folder, with a tokenizer of one token per character."""
+    tiny_model(tiny_config(model_type, **changes), dtype).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Characters as tokens."""
+    vocab = {token: number for number, token in enumerate(["<pad>", "<s>", "</s>", *map(chr, range(32, 125))])}
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+@pytest.fixture
+def calibration_text(tmp_path: Path) -> Path:
+    """Random text, enough for a few dozen short rows."""
+    generator = torch.Generator().manual_seed(1)
+    path = tmp_path / "calibration.txt"
+    path.write_text("".join(chr(c) for c in torch.randint(97, 123, (4000,), generator=generator).tolist()))
+    return path
+
+
+@pytest.fixture
+def shared() -> Path:
+    """Real models and text, which never go into the project."""
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is absent: real models and data are not part of the project")
+    return SHARED

@@ -1,0 +1,136 @@
+"""Contract of the family table: for every row, every rotation leaves the function as it was."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_model, tiny_config, tiny_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import hadamard, rewrite
+from ptq.families import FAMILIES, shape_of
+from ptq.plan import Plan, check_claims
+from quarot.plan import QuarotRecipe, plan
+
+IDS = torch.arange(3, 60).reshape(1, -1)
+WITHOUT_DATA = QuarotRecipe(rounding="nearest", weight_bits=16)
+SUBSETS = [{"R1"}, {"R2"}, {"R4"}, {"R1", "R2"}, {"R1", "R2", "R4"}]
+
+
+class ExactNorm(nn.Module):
+    """RMSNorm in the dtype of its input: the models' own norms round to float32."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+def exact(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
+    """A float64 model with the given tensors and norms in float64."""
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    model.load_state_dict({name: tensor.double() for name, tensor in tensors.items()}, strict=True)
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "variance_epsilon"):
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, ExactNorm(module))
+    return model
+
+
+def only(full: Plan, keep: set[str]) -> Plan:
+    """The plan with some of its rotations alone."""
+
+    def kept(rotation: Any) -> Any:
+        return rotation if rotation and rotation.signs.partition(".")[0] in keep else None
+
+    linears = tuple(
+        dataclasses.replace(
+            linear,
+            input=kept(linear.input),
+            output=kept(linear.output),
+            online=linear.online if "R4" in keep else None,
+            norm=linear.norm if "R1" in keep else None,
+        )
+        for linear in full.linears
+    )
+    norms = {} if "R1" in keep else {"unit_norms": (), "kept": (*full.kept, *full.unit_norms)}
+    return dataclasses.replace(full, linears=linears, **norms)
+
+
+def rewritten(plan: Plan, source: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All tensors of a model after a plan, in float64."""
+    signs = {name: rewrite.draw_signs(name, length, 0) for name, length in plan.signs.items()}
+    result = {name: torch.ones_like(source[name]) for name in plan.unit_norms}
+    result |= {name: source[name] for name in plan.kept}
+    for linear in plan.linears:
+        gain = source[linear.norm] if linear.norm else None
+        result[f"{linear.name}.weight"] = rewrite.weight(linear, source[linear.source], gain, signs)
+        if f"{linear.name}.bias" in source:
+            result[f"{linear.name}.bias"] = rewrite.bias(linear, source[f"{linear.name}.bias"], signs)
+    return result
+
+
+def add_online(model: nn.Module, plan: Plan) -> None:
+    for linear in plan.linears:
+        if linear.online is not None:
+            order = linear.online.order
+            model.get_submodule(linear.name).register_forward_pre_hook(
+                lambda _, inputs, order=order: (hadamard.apply(inputs[0], None, order),)
+            )
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+@pytest.mark.parametrize("keep", SUBSETS, ids=["+".join(sorted(keep)) for keep in SUBSETS])
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str]) -> None:
+    config = tiny_config(model_type)
+    source = {name: tensor for name, tensor in tiny_model(config).state_dict().items() if name != "lm_head.weight"}
+    shape = shape_of(config)
+    if "R1" in keep and not FAMILIES[model_type].rotate_residual:
+        pytest.skip(f"{model_type}: R1 is not valid for this family")
+    full = plan(shape, FAMILIES[model_type], WITHOUT_DATA, {name: torch.float32 for name in source})
+    check_claims(full, {name: tuple(tensor.shape) for name, tensor in source.items()})
+    part = only(full, keep)
+    assert any(linear.input or linear.output for linear in part.linears)
+    untied = tiny_config(model_type, tie_word_embeddings=not full.untied)
+    original = exact(config, {**source, "lm_head.weight": source["model.embed_tokens.weight"]})
+    tensors = rewritten(part, source)
+    rotated = exact(untied, {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors})
+    add_online(rotated, part)
+    assert relative(rotated(IDS).logits, original(IDS).logits) < 1e-9
+
+
+@pytest.mark.parametrize("online", [False, True], ids=["offline", "online"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_rotations_keep_the_function_through_save_and_load(model_type: str, online: bool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", model_type)
+    recipe = dataclasses.replace(WITHOUT_DATA, online=online)
+    result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
+    assert result.rotation_error < 1e-5
+    original = AutoModelForCausalLM.from_pretrained(model)
+    rotated = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert relative(rotated(IDS).logits, original(IDS).logits) < 1e-5
+    if FAMILIES[model_type].rotate_residual:
+        assert not rotated.config.tie_word_embeddings
+        assert relative(rotated.model.embed_tokens.weight, original.model.embed_tokens.weight) > 0.5
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
+    changes = dict(tie_word_embeddings=False, hidden_size=64, intermediate_size=128, head_dim=16)
+    model = save_model(tmp_path / "model", model_type, torch.bfloat16, **changes)
+    recipe = QuarotRecipe(rounding="nearest", weight_bits=8)
+    result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
+    assert result.rotation_error < 1e-5
+    assert result.kl < 1e-2
