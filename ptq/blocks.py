@@ -65,6 +65,18 @@ class Part:
             tensor = tensor.float() if tensor.is_floating_point() else tensor
             module._parameters[leaf] = frozen(tensor.to(self.device))
 
+    def parameter(self, name: str) -> Tensor:
+        """The tensor that is called `name` in the whole model."""
+        owner, _, leaf = name.rpartition(".")
+        return self.module(owner)._parameters[leaf].detach()
+
+    def take(self, name: str) -> Tensor:
+        """The tensor that is called `name` in the whole model; the part does not hold it any more."""
+        owner, _, leaf = name.rpartition(".")
+        tensor = self.parameter(name)
+        self.module(owner)._parameters[leaf] = frozen(tensor.to("meta"))
+        return tensor
+
     def pack(self, entries: dict[str, dict[str, Any]]) -> None:
         """Put packed linears in the place of plain ones: entries of `quantization_config` by name in the whole model."""
         for name, entry in entries.items():

@@ -43,13 +43,7 @@ class Job:
         """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""
         w = self.tensor(linear.source).to(self.device)
         gain = self.tensor(linear.norm).to(self.device) if linear.norm else None
-        if linear.output is not None:  # the rows mix
-            return rewrite.weight(linear, w, gain, self.signs).to(dtype)
-        result = torch.empty(linear.n, linear.k, dtype=dtype, device=self.device)
-        rows = max(1, ROWS_BYTES // (8 * linear.k))
-        for start in range(0, linear.n, rows):
-            result[start : start + rows] = rewrite.weight(linear, w[start : start + rows], gain, self.signs)
-        return result
+        return self._rewrite(linear, w, gain, dtype)
 
     def bias(self, linear: LinearPlan) -> Float64[Tensor, " n"] | None:
         """The rewritten bias of a linear, or None where it has none."""
@@ -71,21 +65,19 @@ class Job:
         part.load({name: self._float32(name) for name in names})
         return part
 
-    def rotated_block(self, index: int) -> Part:
-        """A decoder block with rewritten weights in float32 that are not quantised."""
-        part = self._part(index)
-        tensors = dict(self.norms_and_kept(part.prefix))
+    def rotate_block(self, index: int, part: Part) -> None:
+        """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
         for linear in self.plan.block(index):
-            tensors[f"{linear.name}.weight"] = self.rewritten(linear, torch.float32)
+            gain = part.parameter(linear.norm) if linear.norm else None
+            weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
+            bias = self.bias(linear)
             if linear.online is not None:
                 part.pack({linear.name: describe(replace(linear, format=formats.get("dense")))})
-                tensors[f"{linear.name}.weight_dense"] = tensors[f"{linear.name}.weight"]
-                tensors[f"{linear.name}.weight"] = guard()
-            bias = self.bias(linear)
+                part.load({f"{linear.name}.weight": guard()})
+            part.load({dense_weight(linear): weight})
             if bias is not None:
-                tensors[f"{linear.name}.bias"] = bias.float()
-        part.load(tensors)
-        return part
+                part.load({f"{linear.name}.bias": bias})
+        part.load(dict(self.norms_and_kept(part.prefix)))
 
     def packed_block(self, index: int, linears: dict[str, Tensor]) -> Part:
         """A decoder block as it is written; `linears` are the tensors of its linears."""
@@ -121,6 +113,15 @@ class Job:
     def _written_norm(self) -> Tensor:
         return dict(self.norms_and_kept(self.family.final_norm))[f"{self.family.final_norm}.weight"]
 
+    def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if linear.output is not None:  # the rows mix
+            return rewrite.weight(linear, w, gain, self.signs).to(dtype)
+        result = torch.empty(linear.n, linear.k, dtype=dtype, device=self.device)
+        rows = max(1, ROWS_BYTES // (8 * linear.k))
+        for start in range(0, linear.n, rows):
+            result[start : start + rows] = rewrite.weight(linear, w[start : start + rows], gain, self.signs)
+        return result
+
     def residual_rotation(self) -> Rotation | None:
         """R1, as the embedding applies it."""
         return self._embedding().input
@@ -144,3 +145,8 @@ class Job:
         for name in self.plan.kept:
             if name.startswith(prefix):
                 yield name, self._float32(name)
+
+
+def dense_weight(linear: LinearPlan) -> str:
+    """Name of the weight of a linear that `Job.rotate_block` has rewritten."""
+    return f"{linear.name}.weight_dense" if linear.online is not None else f"{linear.name}.weight"

@@ -104,25 +104,12 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, progress: Progress
     tasks.rest()
     for linear in plan.ends():
         with progress.step(linear.name, 0):
-            tasks.linear(linear)
+            tasks.linear(linear, None)
     tasks.probe_start(_probe_ids(tasks.job, rows))
-    first = 0
     if rows is not None:
         tasks.embed(rows)
-        first = tasks.calibration_start()
-    for index in range(plan.blocks):
-        weights = sum(linear.n * linear.k for linear in plan.block(index))
-        if rows is not None and index >= first:
-            with progress.step(f"block {index}: Hessians", weights / 2):
-                tasks.hessians(index)
-        for linear in plan.block(index):
-            with progress.step(linear.name, linear.n * linear.k):
-                tasks.linear(linear)
-        with progress.step(f"block {index}: proof", weights):
-            tasks.probe(index)
-        if rows is not None and index >= first:
-            with progress.step(f"block {index}: forward", weights / 2):
-                tasks.advance(index)
+    for index in range(tasks.first_block(rows is not None), plan.blocks):
+        tasks.block(index, rows is not None, progress)
 
 
 def _finish(tasks: Tasks, record: Record, out: Path) -> Result:

@@ -20,7 +20,7 @@ class Progress:
         self.plan, self.calibrated, self.visible = plan, calibrated, visible
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
         self.bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not visible, transient=True)
-        passes = 3 if calibrated else 2  # rounding, the proof, and with calibration the forward passes
+        passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
         self.task = self.bar.add_task("", total=passes * sum(linear.n * linear.k for linear in plan.rounded()) or None)
 
     def __enter__(self) -> "Progress":

@@ -25,9 +25,12 @@ from ptq import rewrite, rounding
 from ptq.blocks import Part
 from ptq.errors import RunError
 from ptq.hessian import observe
-from ptq.job import Job
+from ptq.formats import Codebook
+from ptq.job import Job, dense_weight
 from ptq.linear import guard
 from ptq.plan import LinearPlan
+from ptq.progress import Progress
+from ptq.rounding import Rounded
 from ptq.shards import write_tensors
 
 CHUNK_TOKENS = 2048
@@ -46,26 +49,56 @@ class Tasks:
         for folder in ("linears", "hidden", "hessians", "probe"):
             (work / folder).mkdir(parents=True, exist_ok=True)
 
+    def first_block(self, calibrated: bool) -> int:
+        """The first block that is not done, and may be begun."""
+        marks = (self.work / "hidden").glob("*/complete") if calibrated else (self.work / "probe").glob("*.safetensors")
+        return max((int(mark.parent.name if calibrated else mark.stem) for mark in marks), default=0)
+
     # --- weights --------------------------------------------------------------------------------------------------
 
     def linear_file(self, linear: LinearPlan) -> Path:
         """Where the result of `linear` lies."""
         return self.work / "linears" / f"{linear.name}.safetensors"
 
-    def linear(self, linear: LinearPlan) -> None:
-        """Rewrite, round and pack one linear. Needs the Hessian of its block if the recipe's rounding does."""
+    def block(self, index: int, calibrated: bool, progress: Progress) -> None:
+        """All tasks of one block: prove its rotations, round its linears, send everything through the packed block."""
+        weights = sum(linear.n * linear.k for linear in self.job.plan.block(index))
+        if not self._probe_file(index + 1).exists():
+            states = self.probe_states(index)
+            part = self.job.original_block(index)
+            original = part.run(states["original"])
+            with progress.step(f"block {index}: rotate", weights):
+                self.job.rotate_block(index, part)
+            rotated = part.run(states["rotated"])
+            self._compare_rotated(index, original, rotated)
+            with progress.step(f"block {index}: Hessians", weights * calibrated):
+                self.hessians(index, part)
+            for linear in self.job.plan.block(index):
+                with progress.step(linear.name, linear.n * linear.k):
+                    self.linear(linear, part)
+            del part
+            packed = self._packed_block(index).run(states["packed"])
+            write_tensors(self._probe_file(index + 1), {"original": original, "rotated": rotated, "packed": packed})
+        if calibrated:
+            with progress.step(f"block {index}: forward", weights):
+                self.advance(index)
+
+    def linear(self, linear: LinearPlan, part: Part | None) -> None:
+        """Round and pack one linear of the rewritten block `part`, or write one that is not quantised."""
         path = self.linear_file(linear)
         if path.exists():
             return
         start = time.perf_counter()
-        if linear.format is None:
-            tensors, statistics = {"weight": self.job.rewritten(linear, self.job.source_dtype(linear))}, {}
-        elif linear.statistics is None:
-            weight = self.job.rewritten(linear, self.job.source_dtype(linear))
-            tensors, statistics = {"weight": guard(), "weight_dense": weight}, {}
-        else:
-            parts, statistics = self._round(linear)
-            tensors = {"weight": guard(), **{f"weight_{part}": tensor for part, tensor in parts.items()}}
+        statistics: dict[str, object] = {}
+        if linear.format is not None and linear.format.codebook is not None:
+            assert part is not None
+            rounded = self._round(linear, linear.format.codebook, part.take(dense_weight(linear)))
+            parts, statistics = linear.format.pack(rounded), rounded.statistics()
+        else:  # cast once, from float64
+            weight = self.job.rewritten(linear, self.job.checkpoint.tensors[linear.source].dtype)
+            parts = {"dense": weight}
+        tensors = {f"weight_{part}": tensor for part, tensor in parts.items()}
+        tensors = {"weight": guard(), **tensors} if linear.format is not None else {"weight": parts["dense"]}
         bias = self.job.bias(linear)
         if bias is not None:
             tensors["bias"] = bias.to(self.job.checkpoint.tensors[f"{linear.name}.bias"].dtype)
@@ -73,17 +106,11 @@ class Tasks:
         named = {f"{linear.name}.{leaf}": tensor for leaf, tensor in tensors.items()}
         write_tensors(path, named, {"statistics": json.dumps(statistics)})
 
-    def _round(self, linear: LinearPlan) -> tuple[Tensors, dict[str, object]]:
-        assert linear.format is not None and linear.format.codebook is not None
-        weight = self.job.rewritten(linear, torch.float32)
+    def _round(self, linear: LinearPlan, codebook: Codebook, weight: Tensor) -> Rounded:
         if self.job.recipe.rounding == "nearest":
-            rounded = rounding.nearest(weight, linear.format.codebook, name=linear.name)
-        else:
-            hessian = self._hessian(linear)
-            rounded = rounding.ldlq(
-                weight, hessian, linear.format.codebook, damping=self.job.recipe.damping, name=linear.name
-            )
-        return linear.format.pack(rounded), rounded.statistics()
+            return rounding.nearest(weight, codebook, name=linear.name)
+        hessian = self._hessian(linear)
+        return rounding.ldlq(weight, hessian, codebook, damping=self.job.recipe.damping, name=linear.name)
 
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
@@ -103,41 +130,40 @@ class Tasks:
 
     # --- calibration ----------------------------------------------------------------------------------------------
 
-    def calibration_start(self) -> int:
-        """The first block that calibration has to look at: every block before it is done."""
-        started = [int(folder.name) for folder in (self.work / "hidden").iterdir() if (folder / "complete").exists()]
-        return max(started, default=0)
-
     def embed(self, rows: Int[Tensor, "samples t"]) -> None:
         """Hidden states of the calibration rows as they enter the first block."""
-        if self.calibration_start() > 0 or self._complete(0):
+        if self.first_block(calibrated=True) > 0 or self._complete(0):
             return
         part, _ = self.packed_ends()
         per_chunk = max(1, CHUNK_TOKENS // rows.shape[1])
         self._write_hidden(0, (part.embed(chunk.to(self.job.device)) for chunk in rows.split(per_chunk)))
 
-    def hessians(self, index: int) -> None:
-        """The Hessians of one block, each taken on its input as the weights will see it."""
-        path = self.work / "hessians" / f"{index}.safetensors"
-        todo = [linear for linear in self.job.plan.block(index) if linear.statistics]
-        if path.exists() or all(self.linear_file(linear).exists() for linear in todo):
-            return
-        names = dict.fromkeys(linear.statistics for linear in todo if linear.statistics)
-        write_tensors(path, observe(self.job.rotated_block(index), names, self._hidden(index)))
+    def hessians(self, index: int, part: Part) -> None:
+        """The Hessians of one rewritten block, each taken on its input as the weights will see it."""
+        path = self._hessian_file(index)
+        names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
+        if not path.exists():
+            write_tensors(path, observe(part, names, self._hidden(index)))
 
     def _hessian(self, linear: LinearPlan) -> Float[Tensor, "k k"]:
-        index = linear.name.removeprefix(f"{self.job.plan.layers}.").partition(".")[0]
-        with safe_open(self.work / "hessians" / f"{index}.safetensors", framework="pt") as file:
+        index = int(linear.name.removeprefix(f"{self.job.plan.layers}.").partition(".")[0])
+        with safe_open(self._hessian_file(index), framework="pt") as file:
             # A copy: solvers work in place, and products on a mapped file may differ in the last bit.
             return file.get_tensor(linear.statistics).clone().to(self.job.device)
 
+    def _hessian_file(self, index: int) -> Path:
+        return self.work / "hessians" / f"{index}.safetensors"
+
     def advance(self, index: int) -> None:
         """Send the calibration rows through the packed block, and drop what only that block needed."""
-        if not self._complete(index + 1) and index + 1 < self.job.plan.blocks:
-            part = self.job.packed_block(index, self.packed_tensors(self.job.plan.block(index)))
+        if index + 1 < self.job.plan.blocks and not self._complete(index + 1):
+            part = self._packed_block(index)
             self._write_hidden(index + 1, (part.run(chunk) for chunk in self._hidden(index)))
         shutil.rmtree(self.work / "hidden" / str(index), ignore_errors=True)
-        (self.work / "hessians" / f"{index}.safetensors").unlink(missing_ok=True)
+        self._hessian_file(index).unlink(missing_ok=True)
+
+    def _packed_block(self, index: int) -> Part:
+        return self.job.packed_block(index, self.packed_tensors(self.job.plan.block(index)))
 
     def _complete(self, index: int) -> bool:
         return (self.work / "hidden" / str(index) / "complete").exists()
@@ -162,21 +188,6 @@ class Tasks:
         ends = {"original": self.job.original_ends, "rotated": self.job.rotated_ends, "packed": self.packed_ends}
         states = {name: make()[0].embed(ids.to(self.job.device)) for name, make in ends.items()}
         write_tensors(self._probe_file(0), {**states, "ids": ids})
-
-    def probe(self, index: int) -> None:
-        """Send the probe through one block of the original, the rotated and the packed model.
-
-        Raises RunError where the rotated block is not the original one.
-        """
-        path = self._probe_file(index + 1)
-        if path.exists():
-            return
-        states = self.probe_states(index)
-        original = self.job.original_block(index).run(states["original"])
-        rotated = self.job.rotated_block(index).run(states["rotated"])
-        packed = self.job.packed_block(index, self.packed_tensors(self.job.plan.block(index))).run(states["packed"])
-        self._compare_rotated(index, original, rotated)
-        write_tensors(path, {"original": original, "rotated": rotated, "packed": packed})
 
     def _compare_rotated(self, index: int, original: Tensor, rotated: Tensor) -> None:
         rotation = self.job.residual_rotation()

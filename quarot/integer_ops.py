@@ -118,7 +118,7 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
     return x << shift if shift >= 0 else x >> -shift
 
 
-def packed_size(k: int, bits: int) -> int:
+def packed_size(k: int | torch.SymInt, bits: int) -> int | torch.SymInt:
     """Bytes of a row of k codes."""
     return (k * bits + 7) // 8
 
@@ -135,7 +135,7 @@ def pack(codes: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "n bytes"]:
     return out.view(n, -1)[:, : packed_size(k, bits)].contiguous()
 
 
-def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int) -> UInt8[Tensor, "n k"]:
+def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int | torch.SymInt) -> UInt8[Tensor, "n k"]:
     """Inverse of `pack`."""
     n = packed.shape[0]
     run, size, hits = _overlaps(bits, bytes_first=False)
@@ -153,7 +153,7 @@ def dequantize(
     zero: UInt8[Tensor, "n g"] | None,
     bits: int,
     group_size: int,
-    k: int,
+    k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
     """The weight that stored parts stand for."""
     code = unpack(codes, bits, k).float().view(*scale.shape, group_size or k)
@@ -191,35 +191,32 @@ def _linear_backward(ctx, grad: Tensor):
     return to_x, None, None, None, to_bias, None, None
 
 
-def _register() -> None:
-    fakes = {
-        "integer_fit": lambda w, importance, bits, group_size, symmetric, steps, floor: (
-            w.new_empty(w.shape[0], w.shape[1] // (group_size or w.shape[1])),
-            w.new_empty(w.shape[0], w.shape[1] // (group_size or w.shape[1]), dtype=torch.uint8),
-        ),
-        "integer_round": lambda w, scale, zero, bits, group_size: torch.empty_like(w, dtype=torch.uint8),
-        "integer_ldlq": lambda target, w, factor, scale, zero, group, bits: (
-            torch.empty_like(w, dtype=torch.uint8),
-            torch.empty_like(w),
-        ),
-        "integer_pack": lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits)),
-        "integer_linear": lambda x, codes, scale, zero, bias, bits, group_size: x.new_empty(
-            *x.shape[:-1], codes.shape[0]
-        ),
-    }
-    references = {
-        "integer_fit": fit,
-        "integer_round": round_nearest,
-        "integer_ldlq": ldlq,
-        "integer_pack": pack,
-        "integer_linear": linear,
-    }
-    for op, schema in SCHEMAS.items():
-        torch.library.define(f"ptq::{op}", schema)
-        torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(references[op])
-        torch.library.register_fake(f"ptq::{op}")(fakes[op])
-    torch.library.register_autograd("ptq::integer_linear", _linear_backward, setup_context=_linear_setup)
+def _fake_fit(w, importance, bits, group_size, symmetric, steps, floor):
+    groups = w.shape[1] // (group_size or w.shape[1])
+    return w.new_empty(w.shape[0], groups), w.new_empty(w.shape[0], groups, dtype=torch.uint8)
 
 
-_register()
+REFERENCES = {
+    "integer_fit": fit,
+    "integer_round": round_nearest,
+    "integer_ldlq": ldlq,
+    "integer_pack": pack,
+    "integer_linear": linear,
+}
+FAKES = {
+    "integer_fit": _fake_fit,
+    "integer_round": lambda w, scale, zero, bits, group_size: w.new_empty(w.shape, dtype=torch.uint8),
+    "integer_ldlq": lambda target, w, factor, scale, zero, group, bits: (
+        w.new_empty(w.shape, dtype=torch.uint8),
+        w.new_empty(w.shape),
+    ),
+    "integer_pack": lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits)),
+    "integer_linear": lambda x, codes, scale, zero, bias, bits, group_size: x.new_empty(*x.shape[:-1], codes.shape[0]),
+}
+
+for op, schema in SCHEMAS.items():
+    torch.library.define(f"ptq::{op}", schema)
+    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
+    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
+torch.library.register_autograd("ptq::integer_linear", _linear_backward, setup_context=_linear_setup)
 native.load()

@@ -93,22 +93,23 @@ def target_device(requested: Device) -> torch.device:
     return torch.device(requested.value)
 
 
-def target_dtype(name: str, source: str, requested: Dtype, device: torch.device) -> torch.dtype | str:
-    if requested is not Dtype.auto:
-        return getattr(torch, requested.value)
+def target_dtype(name: str, source: str, device: torch.device) -> torch.dtype | str:
+    """As stored, but for float16 on a CPU, where matrix products are hundreds of times slower than in bfloat16."""
     if device.type == "cpu" and AutoConfig.from_pretrained(source).dtype == torch.float16:
-        notes.print(f"{name}: float16 is very slow on a CPU, so it is loaded as float32 (--dtype float16 forces it)")
+        notes.print(
+            f"{name}: loaded as float32, float16 is very slow on a CPU (--dtype float16 forces it)", soft_wrap=True
+        )
         return torch.float32
     return "auto"
 
 
-def load_model(name: str, requested: Dtype, device: torch.device) -> PreTrainedModel:
+def load_model(name: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
     """Safetensors only, no code from the checkpoint; a tensor that is missing is an error, not a random weight."""
     source = model_source(name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=target_dtype(name, source, requested, device),
+            dtype=dtype or target_dtype(name, source, device),
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
@@ -177,7 +178,8 @@ def measure(options: Options) -> Measured:
     device = target_device(options.device)
     text_name, text = read_text(options)
     tokenizer = load_tokenizer(options.model)
-    model = load_model(options.model, options.dtype, device)
+    dtype = None if options.dtype is Dtype.auto else getattr(torch, options.dtype.value)
+    model = load_model(options.model, dtype, device)
     context = context_for(model.config, options.context)
     windows = windows_from_text(tokenizer, text, context)
     with progress_bar() as bar:
@@ -189,10 +191,10 @@ def measure(options: Options) -> Measured:
             theirs = windows_from_text(load_tokenizer(options.against), text, context)
             if not torch.equal(windows.tokens, theirs.tokens):
                 raise InputError(f"{options.model} and {options.against} tokenise the text differently")
-            original = load_model(options.against, options.dtype, device)
+            # In the same dtype, so that the divergence is not that of two precisions.
+            original = load_model(options.against, model.dtype, device)
             result = compare(model, original, windows, progress=advance)
-    dtype = str(model.dtype).removeprefix("torch.")
-    return Measured(options, text_name, windows, result, dtype, str(device))
+    return Measured(options, text_name, windows, result, str(model.dtype).removeprefix("torch."), str(device))
 
 
 def progress_bar() -> Progress:

@@ -39,7 +39,9 @@ def main(checkpoint: str) -> None:
         speed = tokens_per_second(model, prompt["input_ids"][0])
         table.add_row(name, f"{contents.nbytes / 1e6:.2f}", bits, f"{measured.perplexity:.3f}", f"{speed:.0f}")
     Console().print(table)
-    print(f"KL divergence from the original: {agreement.kl:.4f} nats per token; same first choice: {agreement.top1:.1%}")
+    print(
+        f"KL divergence from the original: {agreement.kl:.4f} nats per token; same first choice: {agreement.top1:.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Train the `demo` model: a small Llama on the sources of Python's own standard library, which every machine has.
 
-    python scripts/train_demo_model.py [OUT] [--minutes 25] [--threads 2]
+    python scripts/train_demo_model.py [OUT] [--minutes 25] [--threads 1]
 
 writes a Hugging Face folder (bf16 safetensors, tokenizer), `heldout.txt`, `calibration.txt`, `train_log.jsonl`, the
 loss curve and a README. The split, the initialisation and the order of the batches are seeded. The result still differs
@@ -67,7 +67,8 @@ toolkit works offline: `quantize quarot demo OUT`. It is here to be quantised an
 
 - `heldout.txt`: modules that the model has never seen (one top-level module in twenty, by a checksum of its name).
 - `calibration.txt`: a piece of every module that it was trained on, for calibration.
-- `train_log.jsonl`, `figures.json`: the course of the training, and the numbers above.
+- `train_log.jsonl`, `figures.json`: the course of the training, and the numbers above. The held-out loss drops where
+  the training changes from half windows to whole ones: it is measured on whole ones throughout.
 
 ```
 python scripts/train_demo_model.py --minutes {settings[minutes]:g}     # makes this folder anew
@@ -161,6 +162,8 @@ def new_model() -> LlamaForCausalLM:
         bos_token_id=END_OF_TEXT_ID,
         eos_token_id=END_OF_TEXT_ID,
     )
+    # On a CPU, backwards, 1.2 to 1.4 times the speed of the default "sdpa" at these lengths; it is not stored.
+    config._attn_implementation = "eager"
     return LlamaForCausalLM(config)
 
 
@@ -325,7 +328,7 @@ def main(
     out: Annotated[Path, typer.Argument(help="Folder to write.")] = DEMO,
     minutes: Annotated[float, typer.Option(help="Wall-clock budget of the training.")] = 25.0,
     steps: Annotated[int | None, typer.Option(help="Train so many steps instead of by the clock.")] = None,
-    threads: Annotated[int, typer.Option(help="Processor threads.")] = 2,
+    threads: Annotated[int, typer.Option(help="Processor threads.")] = 1,
     peak: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the batches.")] = 0,
     describe_only: Annotated[bool, typer.Option(help="Only measure the model in OUT and write its README.")] = False,

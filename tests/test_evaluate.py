@@ -307,6 +307,24 @@ def test_script_refuses_a_checkpoint_with_a_missing_tensor(run_script, model_fol
     assert "model.layers.1.mlp.up_proj.weight" in done.stderr and "Traceback" not in done.stderr
 
 
+def test_script_compares_both_models_in_one_dtype(run_script, model_folder, tmp_path):
+    half, bfloat = tmp_path / "half", tmp_path / "bfloat"
+    torch.nn.Module.half(model := tiny_llama(0))
+    model.save_pretrained(half)
+    torch.nn.Module.bfloat16(model)
+    model.save_pretrained(bfloat)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for folder in (half, bfloat):
+            (folder / name).write_bytes((model_folder / name).read_bytes())
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    common = ("--text", str(text), "--context", "16", "--device", "cpu", "--json")
+    done = run_script(str(bfloat), *common, "--against", str(half))
+    assert json.loads(done.stdout)["against"]["kl"] == 0
+    done = run_script(str(half), *common)
+    assert json.loads(done.stdout)["dtype"] == "float32"
+
+
 @pytest.mark.skipif(
     not SHARED.is_dir(), reason="needs the trained models of ../shared, which are not part of the project"
 )

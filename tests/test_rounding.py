@@ -128,11 +128,11 @@ class Halves:
 
     def round(self, w, scales, columns=None):
         digits = (w * 2).round().clamp(-32, 31).long() + 32
-        return (digits.view(len(w), -1, self.dim) * 64 ** torch.arange(self.dim)).sum(-1)
+        return (digits.reshape(len(w), -1, self.dim) * 64 ** torch.arange(self.dim)).sum(-1)
 
     def decode(self, codes, scales, columns=None):
         digits = codes[..., None] // 64 ** torch.arange(self.dim) % 64
-        return ((digits - 32) / 2).to(torch.get_default_dtype()).view(len(codes), -1)
+        return ((digits - 32) / 2).to(torch.get_default_dtype()).reshape(len(codes), -1)
 
 
 def test_block_ldlq_of_dimension_8():

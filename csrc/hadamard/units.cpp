@@ -42,7 +42,7 @@ int split(const Problem& p, Problem (&steps)[2]) {
     outer.scale = 1;
     // Signs go with the inner step, whose rows are the axis in its order: first, or last where they multiply the
     // output.
-    steps[0] = inner;
+    steps[0] = p.transpose ? outer : inner;
     steps[1] = p.transpose ? inner : outer;
     steps[1].in = p.out;
     return 2;

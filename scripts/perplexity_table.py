@@ -1,0 +1,199 @@
+"""The perplexity table: a model quantised in every way, each checkpoint measured as it ships.
+
+python scripts/perplexity_table.py demo
+python scripts/perplexity_table.py MODEL --text STORIES.txt --split 0.5 --both-grids --out table.json
+
+Every cell is a full run of `ptq.quantize` into a temporary folder, loaded again with `from_pretrained`, so what is
+measured is the packed bytes through the ops that users run. Everything is computed in float32: bfloat16 activations
+would blur differences of 0.2 %. The standard errors are those of the ratio, paired window by window.
+"""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+import ptq
+from ptq.demo import demo_path
+from ptq.evaluate import Windows, compare, perplexity, windows_from_text
+from quarot.plan import QuarotRecipe
+
+BITS = (8, 6, 4, 3, 2)
+GROUPS = (32, 64, 128)
+COLUMNS = (("nearest", False), ("nearest", True), ("gptq", False), ("gptq", True))
+TITLES = ("RTN", "RTN, rotated", "GPTQ", "GPTQ, rotated")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is quantised, and with which texts."""
+
+    folder: Path
+    calibration: Path
+    windows: Windows
+    samples: int
+    sequence_length: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One quantised model, measured. Losses are in nats per token."""
+
+    bits: int
+    group_size: int
+    symmetric: bool
+    rounding: str
+    rotate: bool
+    bits_per_weight: float
+    perplexity: float
+    loss_increase: float
+    """Over the original on the same windows; exp of it is the ratio of the perplexities."""
+    loss_increase_error: float
+    kl: float
+    seconds: float
+
+    @property
+    def percent(self) -> float:
+        """How much the perplexity has grown, in percent."""
+        return 100 * math.expm1(self.loss_increase)
+
+
+def widths(folder: Path) -> list[int]:
+    """The input widths of a model's linear layers."""
+    config = AutoConfig.from_pretrained(folder)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return [config.hidden_size, config.intermediate_size, config.num_attention_heads * head]
+
+
+def group_sizes(folder: Path) -> list[int]:
+    """0 (per channel) and the usual group sizes that divide every width; where none does, the largest below 32."""
+    common = math.gcd(*widths(folder))
+    usual = [group for group in GROUPS if common % group == 0]
+    return [0, *(usual or [max(group for group in range(1, 32) if common % group == 0)])]
+
+
+def split_text(text: Path, share: float, folder: Path) -> tuple[str, Path]:
+    """The first `share` of a text to measure on, and a file with the rest to calibrate with; cut between paragraphs."""
+    whole = text.read_text()
+    cut = whole.index("\n\n", int(share * len(whole)))
+    rest = folder / "calibration.txt"
+    rest.write_text(whole[cut:])
+    return whole[:cut], rest
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def measure(task: Task, original: PreTrainedModel, recipe: QuarotRecipe) -> Cell:
+    """Quantise into a temporary folder, load what was written, and measure it."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary) / "out"
+        result = ptq.quantize(task.folder, out, recipe, ptq.RunOptions(progress=False))
+        agreement = compare(load(out), original, task.windows)
+    assert result.bits_per_weight is not None and agreement.loss_increase_standard_error is not None
+    return Cell(
+        bits=recipe.weight_bits, group_size=recipe.group_size, symmetric=recipe.symmetric, rounding=recipe.rounding,
+        rotate=recipe.rotate, bits_per_weight=result.bits_per_weight, perplexity=agreement.model.perplexity,
+        loss_increase=agreement.loss_increase, loss_increase_error=agreement.loss_increase_standard_error,
+        kl=agreement.kl, seconds=time.perf_counter() - start,
+    )  # fmt: skip
+
+
+def lines(task: Task, original: PreTrainedModel, bits: list[int], groups: list[int], grids: list[bool]) -> Iterator[list[Cell]]:
+    """The table's lines: the four columns for every grid, group size and number of bits."""
+    for symmetric in grids:
+        for group_size in groups:
+            for width in bits:
+                recipes = [
+                    QuarotRecipe(
+                        rounding=rounding, calibration=str(task.calibration), samples=task.samples,
+                        sequence_length=task.sequence_length, weight_bits=width, group_size=group_size,
+                        symmetric=symmetric, rotate=rotate,
+                    )
+                    for rounding, rotate in COLUMNS
+                ]  # fmt: skip
+                yield [measure(task, original, recipe) for recipe in recipes]
+
+
+def markdown(line: list[Cell]) -> str:
+    first = line[0]
+    grid, group = ("sym" if first.symmetric else "asym"), first.group_size or "channel"
+    values = (f"{cell.perplexity:.3f} ({cell.percent:+.2f} ± {100 * cell.loss_increase_error:.2f} %)" for cell in line)
+    return f"| INT{first.bits} | {group} | {grid} | {first.bits_per_weight:.2f} | {' | '.join(values)} |"
+
+
+def verdicts(cells: list[Cell]) -> Iterator[str]:
+    """How the bars of the project are met."""
+    int8 = [cell for cell in cells if cell.bits == 8]
+    if int8:
+        worst = max(int8, key=lambda cell: abs(cell.percent))
+        yield f"INT8, worst of {len(int8)} cells: {worst.percent:+.3f} % (bar: 0.2 %)"
+    int4 = [cell for cell in cells if cell.bits == 4 and cell.rounding == "gptq" and cell.rotate and cell.group_size <= 32]
+    for cell in int4:
+        grid = "symmetric" if cell.symmetric else "asymmetric"
+        yield f"INT4 GPTQ rotated, group {cell.group_size or 'channel'}, {grid}: {cell.percent:+.2f} % (bar: 4 %, 8 % below 1 M)"
+    nearest = {(c.bits, c.group_size, c.symmetric, c.rotate): c for c in cells if c.rounding == "nearest"}
+    for cell in cells:
+        other = nearest[cell.bits, cell.group_size, cell.symmetric, cell.rotate]
+        if cell.rounding == "gptq" and cell.bits <= 4 and cell.perplexity > other.perplexity:
+            yield f"GPTQ is worse than RTN: {cell.perplexity:.3f} against {other.perplexity:.3f}: {cell}"
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or `demo`.")],
+    text: Annotated[Path | None, typer.Option(help="Text to measure on.  [default for demo: its heldout.txt]")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Text for GPTQ.  [default for demo: its calibration.txt]")] = None,
+    split: Annotated[float, typer.Option(help="Without --calibration: measure on this share of TEXT, calibrate with the rest.")] = 0.5,
+    context: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
+    windows: Annotated[int, typer.Option(help="Windows to measure on at most.")] = 400,
+    samples: Annotated[int, typer.Option(help="Calibration rows of --context tokens.")] = 128,
+    bits: Annotated[list[int], typer.Option(help="Repeatable.")] = list(BITS),  # noqa: B008
+    group_size: Annotated[list[int] | None, typer.Option(help="Repeatable; 0: per channel.  [default: all that divide]")] = None,
+    both_grids: Annotated[bool, typer.Option("--both-grids", help="Also the asymmetric grid.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write all cells as JSON.")] = None,
+) -> None:
+    """Print the table as Markdown."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = Path(demo_path()) if model == "demo" else Path(model)
+    if model == "demo":
+        text, calibration = text or folder / "heldout.txt", calibration or folder / "calibration.txt"
+    if text is None:
+        raise typer.BadParameter("name a text with --text")
+    with tempfile.TemporaryDirectory() as temporary:
+        if calibration is None:
+            measured, calibration = split_text(text, split, Path(temporary))
+        else:
+            measured = text.read_text()
+        found = windows_from_text(AutoTokenizer.from_pretrained(folder), measured, context)
+        found = Windows(found.tokens[:windows], found.found, found.tokenizer, found.bos)
+        task = Task(folder, calibration, found, samples, context)
+        original = load(folder)
+        before = perplexity(original, found)
+        print(f"{model}: {len(found)} windows of {context} tokens from {text.name}; calibration: {samples} rows of {context}")
+        print(f"original: {before.perplexity:.4f} ± {before.standard_error:.4f}, float32\n")
+        print("| weights | group | grid | true bits | " + " | ".join(TITLES) + " |")
+        print("|---" * 8 + "|", flush=True)
+        cells: list[Cell] = []
+        for line in lines(task, original, bits, group_size or group_sizes(folder), [True, False][: 1 + both_grids]):
+            cells += line
+            print(markdown(line), flush=True)
+        print("", *verdicts(cells), sep="\n")
+    if out is not None:
+        record = {"model": model, "original": before.perplexity, "windows": len(found), "context": context}
+        out.write_text(json.dumps({**record, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
