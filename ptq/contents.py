@@ -1,7 +1,6 @@
 """What is inside a checkpoint: formats, rotations and true sizes, read from its headers alone."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
 from ptq.hf import QUANT_METHOD, PtqConfig
+from ptq.linear import swap
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,12 @@ def summary(checkpoint: Checkpoint) -> Contents:
         method = config.get("quant_method") if isinstance(config, dict) else config
         raise InputError(f"{checkpoint.folder}: was quantised by {method!r}, not by ptq")
     packed = PtqConfig.from_dict(config)
-    shapes = _shapes(read_config(checkpoint), packed.linears)
+    shapes = _shapes(read_config(checkpoint), packed)
     groups = []
     for name, scheme in packed.schemes.items():
         linears = tuple(linear for linear, used in packed.linears.items() if used == name)
+        if not linears:
+            raise InputError(f"{checkpoint.folder / 'config.json'}: quantization_config: no linear uses scheme {name!r}")
         nbytes = sum(info.nbytes for tensor, info in checkpoint.tensors.items() if _packed_owner(tensor) in linears)
         groups.append(Group(scheme, linears, sum(math.prod(shapes[linear]) for linear in linears), nbytes))
     return Contents(tuple(groups), checkpoint.nbytes - sum(group.nbytes for group in groups), checkpoint.nbytes)
@@ -81,12 +83,9 @@ def _packed_owner(tensor: str) -> str:
     return owner if leaf.startswith("weight") else ""
 
 
-def _shapes(config: PreTrainedConfig, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """[n, k] of linears, from the model built without weights."""
+def _shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tuple[int, int]]:
+    """[n, k] of the packed linears, from the model built without weights. Raises InputError for what does not fit."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    found = {}
-    for name in names:
-        linear = model.get_submodule(name)
-        found[name] = (linear.out_features, linear.in_features)
-    return found
+    linears = {name: swap(model, name, entry) for name, entry in packed.entries().items()}
+    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}

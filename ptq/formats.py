@@ -34,10 +34,8 @@ class Codebook(Protocol):
     per_row: bool
     """Whether scales belong to single rows (every tensor of them is [n, ...]), so that rows can be done in pieces."""
 
-    def fit(
-        self, w: Float32[Tensor, "n k"], importance: Float32[Tensor, " k"] | None = None, *, name: str = "weight"
-    ) -> Scales:
-        """Scales for a weight; `importance` weighs the squared error of each column. `name` is for messages."""
+    def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
+        """Scales for a weight. Raises InputError, naming `name`, for NaN, infinity or a shape that does not fit."""
         ...
 
     def round(
@@ -178,4 +176,7 @@ def get(name: str, **options: Any) -> Format:
 
 def describe(parts: Parts) -> str:
     """Parts as text for a message: name, dtype and shape of each."""
-    return ", ".join(f"{part} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for part, t in parts.items()) or "none"
+    return (
+        ", ".join(f"{part} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for part, t in parts.items())
+        or "none"
+    )

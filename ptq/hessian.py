@@ -8,6 +8,10 @@ from torch import Tensor, nn
 
 from ptq.blocks import Part
 from ptq.linear import QuantLinear
+from ptq.rounding import product
+
+PANEL = 1024
+"""Rows of H that one product adds to: bounds the memory of the product, and leaves half of H to symmetry."""
 
 
 def observe(
@@ -26,15 +30,26 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
+    for h in sums.values():
+        _mirror(h)
     return sums
 
 
 def _watch(module: nn.Module, key: str, sums: dict[str, Tensor]) -> torch.utils.hooks.RemovableHandle:
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
-        x = x.reshape(-1, x.shape[-1]).float()
+        xt = x.reshape(-1, x.shape[-1]).float().T.contiguous()
         if key not in sums:
-            sums[key] = torch.zeros(x.shape[1], x.shape[1], device=x.device)
-        sums[key].addmm_(x.T, x)
+            sums[key] = torch.zeros(len(xt), len(xt), device=xt.device)
+        for start in range(0, len(xt), PANEL):
+            end = min(start + PANEL, len(xt))
+            sums[key][start:end, :end] += product(xt[start:end], xt[:end].T)
 
     return module.register_forward_pre_hook(add)
+
+
+def _mirror(h: Float32[Tensor, "k k"]) -> None:
+    """Copy the panels below the diagonal to the other side."""
+    for start in range(0, len(h), PANEL):
+        end = min(start + PANEL, len(h))
+        h[:start, start:end] = h[start:end, :start].T

@@ -41,7 +41,7 @@ class PtqConfig(QuantizationConfigMixin):
         if not isinstance(schemes, dict) or not isinstance(linears, dict):
             raise InputError("config.json: quantization_config must hold the objects `schemes` and `linears`")
         for name, scheme in linears.items():
-            if scheme not in schemes:
+            if not isinstance(scheme, str) or scheme not in schemes:
                 raise InputError(f"config.json: quantization_config of {name}: no scheme is called {scheme!r}")
         self.quant_method = quant_method
         self.version = version

@@ -83,7 +83,7 @@ def build(entry: dict[str, Any], name: str, k: int, n: int, bias: bool) -> Quant
         raise InputError(f"config.json: quantization_config of {name}: expected an object, found {entry!r}")
     options = {key: value for key, value in entry.items() if key not in ("format", "version", "hadamard")}
     try:
-        format = formats.get(entry.get("format", ""), **options)
+        format = formats.get(str(entry.get("format")), **options)
         format.buffers(n, k)
         construction = entry.get("hadamard")
         if construction is not None and k % hadamard.order_of(construction):

@@ -1,6 +1,5 @@
 """`quantize`: from a model and a recipe to a checkpoint that is proven, whole and in its place."""
 
-import shutil
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from ptq import calibration, methods, preflight, proof, source
 from ptq.checkpoint import Checkpoint, refuse_quantised
@@ -16,12 +15,13 @@ from ptq.contents import read_config, summary
 from ptq.errors import InputError
 from ptq.families import Family, family_of, shape_of
 from ptq.job import Job
+from ptq.loading import load_tokenizer
 from ptq.plan import Plan, check_claims
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
-from ptq.work import RECORD, Record, compare, open_work, read_record
-from ptq.writer import assemble, check_target, partial_folder, put_in_place, write_record
+from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work
+from ptq.writer import assemble, check_folders, partial_folder, put_in_place, write_record
 
 PROBE_TOKENS = 16
 
@@ -74,27 +74,28 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
 
     Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
     """
-    target, out = plan(str(model), recipe), Path(out)
+    target, out = plan(str(model), recipe), Path(out).absolute()
+    work, device = options.work or out.with_name(f"{out.name}.work"), _device(options.device)
     recipe = _resolved(recipe, str(model), target.config)
     rows = _calibration_rows(target, recipe)
     tokens = None if rows is None else calibration.fingerprint(rows)
     record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)
     if is_finished(out, record):
+        remove_finished_work(work, record)
         return read_result(out)
-    check_target(out)
-    work = options.work or out.with_name(f"{out.name}.work")
+    check_folders(out, work, target.checkpoint.folder)
     sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
     needs = preflight.estimate(target.plan, shape_of(target.config), recipe, rows, sizes)
     preflight.check(needs, work, out)
     open_work(work, record, options.restart)
-    job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=_device(options.device), **vars(target))
+    job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
     with Progress(target.plan, rows is not None, options.progress) as progress:
         for note in (*target.plan.notes, str(needs)):
             progress.say(note)
         tasks = Tasks(job, work)
         _run(tasks, rows, progress)
         result = _finish(tasks, record, out)
-    shutil.rmtree(work)
+    remove_work(work)
     return result
 
 
@@ -162,21 +163,15 @@ def _calibration_rows(target: Target, recipe: Recipe) -> Int[Tensor, "samples t"
         raise InputError("GPTQ needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub "
                          "dataset), or choose --rounding nearest")  # fmt: skip
     assert recipe.sequence_length is not None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target.checkpoint.folder, local_files_only=True)
-    except Exception as error:  # tokenizers raise many kinds
-        raise InputError(f"{target.checkpoint.folder}: its tokenizer does not load ({error}); "
-                         "calibration needs one") from error  # fmt: skip
-    rows = calibration.load_rows(
-        recipe.calibration, tokenizer, recipe.samples, recipe.sequence_length, recipe.seed
-    )
+    tokenizer = load_tokenizer(target.checkpoint.folder)
+    rows = calibration.load_rows(recipe.calibration, tokenizer, recipe.samples, recipe.sequence_length, recipe.seed)
     vocab = shape_of(target.config).vocab
     if int(rows.max()) >= vocab:
         raise InputError(f"{target.checkpoint.folder}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
     return rows
 
 
-def _probe_ids(job: Job, rows: Int[Tensor, "samples t"] | None) -> Int[Tensor, "1 t"]:
+def _probe_ids(job: Job, rows: Int[Tensor, "samples t"] | None) -> Int[Tensor, "1 probe"]:
     """Tokens for the proofs: the start of the first calibration row, or random ones."""
     if rows is not None:
         return rows[:1, :PROBE_TOKENS]

@@ -89,9 +89,8 @@ def ldlq(
     Raises InputError, naming `name`, where W or H is not finite, H does not fit W or is far from positive semidefinite.
     """
     w, h = w.float(), h.float()
-    n, k = w.shape
+    k = w.shape[1]
     diagonal = _checked_diagonal(h, k, name)
-    dead = diagonal == 0
     scales = codebook.fit(w.contiguous(), name=name)
     columns = _columns(diagonal, codebook.dim, order)
     factor, added, used = _factor(h, diagonal, columns, damping, name)
@@ -104,15 +103,20 @@ def ldlq(
     plain = codebook.round(w.contiguous(), scales)
     plain_error = codebook.decode(plain, scales).sub_(w)
     plain_loss, total = energy(plain_error.t().contiguous(), h), energy(wt, h)
-    statistics = {
-        "nearest_loss": _ratio(plain_loss, total), "damping": used, "dead": int(dead.sum()),
-    }  # fmt: skip
-    if loss > plain_loss:
-        return Rounded(
-            plain, scales, "nearest", _ratio(_squares(plain_error), _squares(w)), _ratio(plain_loss, total), **statistics
-        )
-    codes = codes[inverse[:: codebook.dim] // codebook.dim].t().contiguous()
-    return Rounded(codes, scales, "ldlq", _ratio(_squares(error), _squares(w)), _ratio(loss, total), **statistics)
+    if not loss <= plain_loss:  # also where it is NaN
+        solver, codes, error, loss = "nearest", plain, plain_error, plain_loss
+    else:
+        solver, codes = "ldlq", codes[inverse[:: codebook.dim] // codebook.dim].t().contiguous()
+    return Rounded(
+        codes,
+        scales,
+        solver,
+        error=_ratio(_squares(error), _squares(w)),
+        loss=_ratio(loss, total),
+        nearest_loss=_ratio(plain_loss, total),
+        damping=used,
+        dead=int((diagonal == 0).sum()),
+    )
 
 
 def _checked_diagonal(h: Tensor, k: int, name: str) -> Float32[Tensor, " k"]:
@@ -178,7 +182,7 @@ def _feedback(
     scales: Scales,
     columns: Int64[Tensor, " k"],
 ) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"], float]:
-    """Codes, errors W - Ŵ, and |(W - Ŵ) L|², of which each block's feedback is one product with the blocks behind it."""
+    """Codes, errors W - Ŵ, and |(W - Ŵ) L|², each block fed by one product with all behind it."""
     d, k = codebook.dim, len(wt)
     assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)
     error, codes, loss = torch.empty_like(wt), [], 0.0
@@ -201,7 +205,9 @@ def _inverse_diagonal(block: Float[Tensor, "c c"], d: int) -> Float[Tensor, "c c
     if d == 1:
         return torch.diag(1 / block.diagonal())
     corners = torch.stack([block[s : s + d, s : s + d] for s in range(0, len(block), d)])
-    return torch.block_diag(*torch.linalg.solve_triangular(corners, torch.eye(d).to(corners).expand_as(corners), upper=False))
+    return torch.block_diag(
+        *torch.linalg.solve_triangular(corners, torch.eye(d).to(corners).expand_as(corners), upper=False)
+    )
 
 
 def round_block(

@@ -1,7 +1,9 @@
 """Write files that are either whole or absent, and assemble block files into Hugging Face shards.
 
-Every file is written under a temporary name beside its place, forced to disk and renamed. A crash leaves at most a
-`*.tmp`, which nobody reads. Bytes depend only on the tensors, so writing again is harmless.
+Every file is written under a temporary name beside its place and renamed. A crash leaves at most a `*.tmp`, which
+nobody reads. Bytes depend only on the tensors, so writing again is harmless. Files that are meant to stay are forced to
+disk before they are renamed; work files need not be: what a power cut does to them shows when the finished checkpoint is
+compared with what was measured.
 """
 
 import json
@@ -38,7 +40,7 @@ def _write_error(path: Path, nbytes: int, error: OSError) -> RunError:
 
 
 @contextmanager
-def atomic_file(path: str | Path, nbytes: int) -> Iterator[BinaryIO]:
+def atomic_file(path: str | Path, nbytes: int, durable: bool = True) -> Iterator[BinaryIO]:
     """A binary file that takes its place at `path` only when the block ends without an error.
 
     `nbytes` is the size to come, for the error message. Raises RunError for every OSError (a full disk, no
@@ -50,10 +52,12 @@ def atomic_file(path: str | Path, nbytes: int) -> Iterator[BinaryIO]:
     try:
         with temporary.open("xb") as file:
             yield file
-            file.flush()
-            os.fsync(file.fileno())  # before the rename: otherwise a power cut may leave a whole name on empty bytes
+            if durable:  # before the rename: otherwise a power cut may leave a whole name on empty bytes
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        if durable:
+            _sync_folder(path.parent)
     except OSError as error:
         raise _write_error(path, nbytes, error) from error
     finally:
@@ -87,7 +91,9 @@ def write_json(path: str | Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode())
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, durable: bool = True
+) -> None:
     """Write one safetensors file atomically, with bytes that depend on nothing but the arguments.
 
     Equal to `safetensors.torch.save_file` (for at most one metadata key, whose order the library leaves to chance).
@@ -100,7 +106,7 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
         [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()], metadata or {}
     )
     nbytes = len(header) + sum(tensor.nbytes for tensor in tensors.values())
-    with atomic_file(path, nbytes) as file:
+    with atomic_file(path, nbytes, durable) as file:
         file.write(header)
         for name in order:
             if tensors[name].numel():

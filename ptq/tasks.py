@@ -25,7 +25,6 @@ from ptq import rewrite, rounding
 from ptq.blocks import Part
 from ptq.errors import RunError
 from ptq.hessian import observe
-from ptq.formats import Codebook
 from ptq.job import Job, dense_weight
 from ptq.linear import guard
 from ptq.plan import LinearPlan
@@ -78,7 +77,7 @@ class Tasks:
                     self.linear(linear, part)
             del part
             packed = self._packed_block(index).run(states["packed"])
-            write_tensors(self._probe_file(index + 1), {"original": original, "rotated": rotated, "packed": packed})
+            self._write(self._probe_file(index + 1), {"original": original, "rotated": rotated, "packed": packed})
         if calibrated:
             with progress.step(f"block {index}: forward", weights):
                 self.advance(index)
@@ -89,28 +88,35 @@ class Tasks:
         if path.exists():
             return
         start = time.perf_counter()
-        statistics: dict[str, object] = {}
-        if linear.format is not None and linear.format.codebook is not None:
-            assert part is not None
-            rounded = self._round(linear, linear.format.codebook, part.take(dense_weight(linear)))
-            parts, statistics = linear.format.pack(rounded), rounded.statistics()
-        else:  # cast once, from float64
-            weight = self.job.rewritten(linear, self.job.checkpoint.tensors[linear.source].dtype)
-            parts = {"dense": weight}
-        tensors = {f"weight_{part}": tensor for part, tensor in parts.items()}
-        tensors = {"weight": guard(), **tensors} if linear.format is not None else {"weight": parts["dense"]}
+        if linear.format is None:
+            tensors, statistics = {"weight": self._cast(linear)}, {}
+        else:
+            parts, statistics = self._pack(linear, part)
+            tensors = {"weight": guard(), **{f"weight_{part}": tensor for part, tensor in parts.items()}}
         bias = self.job.bias(linear)
         if bias is not None:
             tensors["bias"] = bias.to(self.job.checkpoint.tensors[f"{linear.name}.bias"].dtype)
         statistics["seconds"] = round(time.perf_counter() - start, 3)
         named = {f"{linear.name}.{leaf}": tensor for leaf, tensor in tensors.items()}
-        write_tensors(path, named, {"statistics": json.dumps(statistics)})
+        self._write(path, named, {"statistics": json.dumps(statistics)})
 
-    def _round(self, linear: LinearPlan, codebook: Codebook, weight: Tensor) -> Rounded:
-        if self.job.recipe.rounding == "nearest":
-            return rounding.nearest(weight, codebook, name=linear.name)
-        hessian = self._hessian(linear)
-        return rounding.ldlq(weight, hessian, codebook, damping=self.job.recipe.damping, name=linear.name)
+    def _cast(self, linear: LinearPlan) -> Tensor:
+        """A weight that is not quantised: from float64 to the source's dtype in one step."""
+        return self.job.rewritten(linear, self.job.checkpoint.tensors[linear.source].dtype)
+
+    def _pack(self, linear: LinearPlan, part: Part | None) -> tuple[Tensors, dict[str, object]]:
+        """The stored parts of a weight, and the statistics of its rounding."""
+        assert linear.format is not None
+        codebook, recipe = linear.format.codebook, self.job.recipe
+        if codebook is None:
+            return linear.format.pack(Rounded(self._cast(linear), {})), {}
+        assert part is not None
+        weight = part.take(dense_weight(linear))
+        if recipe.rounding == "nearest":
+            rounded = rounding.nearest(weight, codebook, name=linear.name)
+        else:
+            rounded = rounding.ldlq(weight, self._hessian(linear), codebook, damping=recipe.damping, name=linear.name)
+        return linear.format.pack(rounded), rounded.statistics()
 
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
@@ -118,7 +124,7 @@ class Tasks:
         if not path.exists():
             dtypes = self.job.checkpoint.tensors
             tensors = {name: tensor.to(dtypes[name].dtype) for name, tensor in self.job.norms_and_kept("")}
-            write_tensors(path, tensors)
+            self._write(path, tensors)
 
     def packed_tensors(self, linears: Iterable[LinearPlan]) -> Tensors:
         """The results of linears that are done."""
@@ -143,7 +149,7 @@ class Tasks:
         path = self._hessian_file(index)
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
         if not path.exists():
-            write_tensors(path, observe(part, names, self._hidden(index)))
+            self._write(path, observe(part, names, self._hidden(index)))
 
     def _hessian(self, linear: LinearPlan) -> Float[Tensor, "k k"]:
         index = int(linear.name.removeprefix(f"{self.job.plan.layers}.").partition(".")[0])
@@ -156,7 +162,9 @@ class Tasks:
 
     def advance(self, index: int) -> None:
         """Send the calibration rows through the packed block, and drop what only that block needed."""
-        if index + 1 < self.job.plan.blocks and not self._complete(index + 1):
+        if index + 1 == self.job.plan.blocks:  # nothing follows that would read them
+            self._write_hidden(index + 1, iter(()))
+        elif not self._complete(index + 1):
             part = self._packed_block(index)
             self._write_hidden(index + 1, (part.run(chunk) for chunk in self._hidden(index)))
         shutil.rmtree(self.work / "hidden" / str(index), ignore_errors=True)
@@ -172,7 +180,7 @@ class Tasks:
         folder = self.work / "hidden" / str(index)
         folder.mkdir(parents=True, exist_ok=True)
         for number, chunk in enumerate(chunks):
-            write_tensors(folder / f"{number:05d}.safetensors", {"hidden": chunk})
+            self._write(folder / f"{number:05d}.safetensors", {"hidden": chunk})
         (folder / "complete").touch()
 
     def _hidden(self, index: int) -> Iterator[Float[Tensor, "batch t k"]]:
@@ -187,7 +195,7 @@ class Tasks:
             return
         ends = {"original": self.job.original_ends, "rotated": self.job.rotated_ends, "packed": self.packed_ends}
         states = {name: make()[0].embed(ids.to(self.job.device)) for name, make in ends.items()}
-        write_tensors(self._probe_file(0), {**states, "ids": ids})
+        self._write(self._probe_file(0), {**states, "ids": ids})
 
     def _compare_rotated(self, index: int, original: Tensor, rotated: Tensor) -> None:
         rotation = self.job.residual_rotation()
@@ -219,6 +227,9 @@ class Tasks:
             with safe_open(self.linear_file(linear), framework="pt") as file:
                 lines.append({"name": linear.name, **json.loads(file.metadata()["statistics"])})
         return lines
+
+    def _write(self, path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
+        write_tensors(path, tensors, metadata, durable=False)
 
     def _probe_file(self, index: int) -> Path:
         return self.work / "probe" / f"{index}.safetensors"

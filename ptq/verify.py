@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ptq import evaluate, source, writer
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.contents import summary
 from ptq.errors import InputError
+from ptq.loading import load_config, load_model, load_tokenizer
 from ptq.work import RECORD, read_record
 
 RANDOM_TOKENS = 512
@@ -37,7 +37,8 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
     if against is None:
         return Verification(tensors, files)
     original = source.resolve(against)
-    agreement = evaluate.compare(_load(folder), _load(original), _windows(original, text))
+    models = (load_model(path, torch.float32) for path in (folder, original))
+    agreement = evaluate.compare(*models, _windows(original, text))
     return Verification(tensors, files, agreement.model.tokens, agreement.kl, agreement.top1)
 
 
@@ -60,19 +61,15 @@ def check_integrity(folder: Path) -> tuple[int, int]:
 
 
 def _windows(original: Path, text: Path | None) -> evaluate.Windows:
-    config = AutoConfig.from_pretrained(original, local_files_only=True)
+    config = load_config(original)
     if text is None:
         context = evaluate.context_for(config, min(RANDOM_TOKENS, evaluate.context_for(config)))
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.get_text_config().vocab_size, (1, context), generator=generator)
         return evaluate.Windows(tokens, context, "random tokens", "none")
-    tokenizer = AutoTokenizer.from_pretrained(original, local_files_only=True)
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{text}: cannot be read as UTF-8 text ({error})") from error
-    return evaluate.windows_from_text(tokenizer, content, evaluate.context_for(config))
+    return evaluate.windows_from_text(load_tokenizer(original), content, evaluate.context_for(config))
 
-
-def _load(folder: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)

@@ -18,6 +18,9 @@ from ptq.recipe import Recipe
 from ptq.shards import remove_leftovers, write_json
 
 RECORD = "ptq.json"
+"""The record inside a finished checkpoint."""
+UNFINISHED = "work.json"
+"""The record inside a work folder: another name, so that a checkpoint is never taken for unfinished work."""
 
 
 def package_version() -> str:
@@ -72,14 +75,12 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
 
     Raises InputError where it holds another run (the difference is named) or something that is no run at all.
     """
-    path = folder / RECORD
+    path = folder / UNFINISHED
     if restart and path.exists():
-        shutil.rmtree(folder)
-    if folder.exists() and not path.exists() and any(folder.iterdir()):
-        raise InputError(f"{folder}: holds something that is not unfinished work of ptq; name another folder with --work")
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_leftovers(folder)
+        remove_work(folder)
     if not path.exists():
+        _check_empty(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         write_json(path, record.as_dict())
         return
     differences = compare(record, read_record(path))
@@ -88,6 +89,32 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
             f"{folder}: holds unfinished work of another run ({'; '.join(differences)}); "
             "repeat that command to finish it, or pass --restart to throw it away"
         )
+    for inside in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
+        remove_leftovers(inside)
+
+
+def _check_empty(folder: Path) -> None:
+    """Raise InputError where a folder holds more than the half-written record of a run that was killed at once."""
+    names = [] if not folder.exists() else [e.name for e in folder.iterdir()] if folder.is_dir() else [folder.name]
+    if any(not name.startswith(f"{UNFINISHED}.") for name in names):
+        raise InputError(f"{folder}: holds something that is not unfinished work of ptq; name another folder with --work")
+
+
+def remove_work(folder: Path) -> None:
+    """Remove a work folder, its record last: whatever is left by a crash is still known as ours."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != UNFINISHED:
+            entry.unlink()
+    shutil.rmtree(folder)
+
+
+def remove_finished_work(folder: Path, record: Record) -> None:
+    """Remove the work folder of a run that was killed after its result was in place."""
+    path = folder / UNFINISHED
+    if path.is_file() and not compare(record, read_record(path)):
+        remove_work(folder)
 
 
 def read_record(path: Path) -> dict[str, Any]:

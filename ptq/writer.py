@@ -27,10 +27,17 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.partial")
 
 
-def check_target(out: Path) -> None:
-    """Raise InputError where the output folder cannot be used: it is a file, or holds something."""
+def check_folders(out: Path, work: Path, source: Path) -> None:
+    """Raise InputError where the output folder is a file or holds something, or where removing the work folder at the
+    end would remove more than the work."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
+    inside = {other: other.resolve() for other in (out, source)}
+    for other, path in inside.items():
+        if work.resolve() in (path, *path.parents):
+            raise InputError(f"{work}: is removed at the end, so {other} cannot be in it; name another folder with --work")
+    if inside[out] in work.resolve().parents:
+        raise InputError(f"{work}: lies inside the folder of the result; name another folder with --work")
 
 
 def assemble(job: Job, files: list[Path], folder: Path) -> None:
@@ -41,7 +48,8 @@ def assemble(job: Job, files: list[Path], folder: Path) -> None:
     write_bytes(folder / "config.json", _config_text(job).encode())
     for pattern in COPIED:
         for path in sorted(job.checkpoint.folder.glob(pattern)):
-            write_bytes(folder / path.name, path.read_bytes())
+            if path.is_file():
+                write_bytes(folder / path.name, path.read_bytes())
 
 
 def write_record(folder: Path, record: Record, log: list[dict[str, Any]], result: dict[str, Any]) -> None:

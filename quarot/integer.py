@@ -29,6 +29,9 @@ from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
 from quarot import integer_ops
 
+FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
+"""Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
+
 
 @dataclass(frozen=True)
 class IntegerGrid:
@@ -37,10 +40,10 @@ class IntegerGrid:
     bits: int = 4
     group_size: int = 0
     symmetric: bool = True
-    steps: int = 32
-    """Scales that the clip search tries; 1: the full range, no search."""
-    floor: float = 0.4
-    """The smallest of them, relative to the full range."""
+    steps: int = 16
+    """Scales that the clip search tries; 1: the full range, no search. 80 give 1 % less error at 4 bits."""
+    floor: float | None = None
+    """The smallest of them, relative to the full range; None: by the bits."""
 
     dim: ClassVar[int] = 1
     per_row: ClassVar[bool] = True
@@ -54,13 +57,12 @@ class IntegerGrid:
             )
         return k // self.group_size if self.group_size else 1
 
-    def fit(
-        self, w: Float32[Tensor, "n k"], importance: Float32[Tensor, " k"] | None = None, *, name: str = "weight"
-    ) -> Scales:
+    def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
         """Per group, the scale with the least squared error. Raises InputError for NaN, infinity or a wrong width."""
         self.groups(w.shape[1], name)
+        floor = FLOOR[self.bits] if self.floor is None else self.floor
         scale, zero = torch.ops.ptq.integer_fit(
-            w.contiguous(), importance, self.bits, self.group_size, self.symmetric, self.steps, self.floor
+            w.contiguous(), self.bits, self.group_size, self.symmetric, self.steps, floor
         )
         bad = scale.isnan().any(1)
         if bad.any():
@@ -119,7 +121,9 @@ class IntegerFormat:
         if type(self.bits) is not int or not 2 <= self.bits <= 8:
             raise InputError(f"{self.name}: bits must be 2 to 8, found {self.bits!r}")
         if type(self.group_size) is not int or self.group_size < 0:
-            raise InputError(f"{self.name}: group_size must be 0 (per output channel) or more, found {self.group_size!r}")
+            raise InputError(
+                f"{self.name}: group_size must be 0 (per output channel) or more, found {self.group_size!r}"
+            )
         if type(self.symmetric) is not bool:
             raise InputError(f"{self.name}: symmetric must be true or false, found {self.symmetric!r}")
 
@@ -149,9 +153,7 @@ class IntegerFormat:
 
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
         self._check(parts, n, k)
-        return integer_ops.dequantize(
-            parts["codes"], parts["scale"], parts.get("zero"), self.bits, self.group_size, k
-        )
+        return integer_ops.dequantize(parts["codes"], parts["scale"], parts.get("zero"), self.bits, self.group_size, k)
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         return torch.ops.ptq.integer_linear(

@@ -7,14 +7,13 @@ hold. Group i of a row is its columns [i * group_size, (i + 1) * group_size); gr
 import math
 
 import torch
-from jaxtyping import Float, Float32, Int, Int16, Int64, UInt8
+from jaxtyping import Float, Float32, Int16, Int64, UInt8
 from torch import Tensor
 
 from ptq import native
 
 SCHEMAS = {
-    "integer_fit": "(Tensor w, Tensor? importance, int bits, int group_size, bool symmetric, int steps, float floor) "
-    "-> (Tensor, Tensor)",
+    "integer_fit": "(Tensor w, int bits, int group_size, bool symmetric, int steps, float floor) -> (Tensor, Tensor)",
     "integer_round": "(Tensor w, Tensor scale, Tensor zero, int bits, int group_size) -> Tensor",
     "integer_ldlq": "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor zero, Tensor group, int bits) "
     "-> (Tensor, Tensor)",
@@ -29,7 +28,6 @@ TINY = 1e-30
 
 def fit(
     w: Float32[Tensor, "n k"],
-    importance: Float32[Tensor, " k"] | None,
     bits: int,
     group_size: int,
     symmetric: bool,
@@ -55,13 +53,11 @@ def fit(
         full = high / top - low / top
         zero = (-low / full).clamp(0, top).round()
     full, zero = torch.where(empty, 1.0, full), torch.where(empty & (not symmetric), 0.0, zero)
-    weights = None if importance is None else importance.view(1, -1, size)
     best, scale = torch.full_like(full, math.inf), full.bfloat16().float()
     for i in range(steps):
         s = (full * shrink(i, steps, floor)).bfloat16().float()
         q = (x * (1 / s)[..., None]).add_(zero[..., None]).clamp_(0, top).round_().sub_(zero[..., None])
-        e = q.mul_(s[..., None]).sub_(x).square_()
-        e = (e if weights is None else e * weights).sum(2)
+        e = q.mul_(s[..., None]).sub_(x).square_().sum(2)
         scale, best = torch.where(e < best, s, scale), torch.where(e < best, e, best)
     scale = torch.where(empty, 1.0, scale)
     return torch.where(finite, scale, math.nan), torch.where(finite, zero, 0.0).to(torch.uint8)
@@ -108,9 +104,7 @@ def _overlaps(bits: int, bytes_first: bool) -> tuple[int, int, list[tuple[int, i
     """The shortest run of codes that fills whole bytes: codes and bytes in it, and every (code, byte, shift) where the
     code's bits, shifted left by `shift`, fall into the byte."""
     codes, size = 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)
-    hits = [
-        (i, j, i * bits - 8 * j) for i in range(codes) for j in range(size) if -bits < i * bits - 8 * j < 8
-    ]
+    hits = [(i, j, i * bits - 8 * j) for i in range(codes) for j in range(size) if -bits < i * bits - 8 * j < 8]
     return codes, size, sorted(hits, key=lambda hit: hit[1] if bytes_first else hit[0])
 
 
@@ -191,7 +185,7 @@ def _linear_backward(ctx, grad: Tensor):
     return to_x, None, None, None, to_bias, None, None
 
 
-def _fake_fit(w, importance, bits, group_size, symmetric, steps, floor):
+def _fake_fit(w, bits, group_size, symmetric, steps, floor):
     groups = w.shape[1] // (group_size or w.shape[1])
     return w.new_empty(w.shape[0], groups), w.new_empty(w.shape[0], groups, dtype=torch.uint8)
 

@@ -66,6 +66,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: dict[s
     untied = shape.tied and residual is not None
     if untied or not shape.tied:
         linears.append(_head(shape, family, residual, untied))
+    _check_skip(recipe, linears)
     norms = _norms(shape, family)
     block_prefixes = [f"{family.layers}.{index}" for index in range(shape.blocks)]
     stored_head = {f"{family.head}.weight"} if shape.tied else set()
@@ -169,6 +170,13 @@ def _with_format(linear: LinearPlan, recipe: QuarotRecipe, dtypes: dict[str, tor
         "quarot/integer", bits=recipe.weight_bits, group_size=recipe.group_size, symmetric=recipe.symmetric
     )
     return replace(linear, format=format)
+
+
+def _check_skip(recipe: QuarotRecipe, linears: list[LinearPlan]) -> None:
+    for pattern in recipe.skip:
+        if not any(fnmatch(linear.name, pattern) for linear in linears if linear.statistics):
+            example = next(linear.name for linear in linears if linear.statistics)
+            raise InputError(f"--skip {pattern!r} matches no linear that would be quantised; names look like {example}")
 
 
 def _sign_lengths(shape: ModelShape, recipe: QuarotRecipe, residual: Rotation | None) -> dict[str, int]:

@@ -11,8 +11,10 @@ from quarot.integer import IntegerGrid
 def hessian(k: int, seed: int = 0, rank: int | None = None, spread: float = 1.0) -> torch.Tensor:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rank or 2 * k, k, generator=g, dtype=torch.float64)
-    x = x @ torch.randn(k, k, generator=g, dtype=torch.float64) * torch.exp(
-        spread * torch.randn(k, generator=g, dtype=torch.float64)
+    x = (
+        x
+        @ torch.randn(k, k, generator=g, dtype=torch.float64)
+        * torch.exp(spread * torch.randn(k, generator=g, dtype=torch.float64))
     )
     return x.t() @ x / len(x)
 
@@ -104,7 +106,7 @@ def test_error_times_factor_is_the_rounding_error():
         seen = []
 
         class Recorder(Halves):
-            def round(self, w, scales, columns=None):
+            def round(self, w, scales, columns=None, seen=seen):
                 seen.append(w.t())
                 return super().round(w, scales, columns)
 
@@ -123,7 +125,7 @@ class Halves:
     def __init__(self, dim: int):
         self.dim = dim
 
-    def fit(self, w, importance=None, *, name="weight"):
+    def fit(self, w, *, name="weight"):
         return {}
 
     def round(self, w, scales, columns=None):

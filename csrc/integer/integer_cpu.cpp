@@ -49,23 +49,17 @@ int64_t group_columns(int64_t k, int64_t group_size) {
     return size;
 }
 
-std::tuple<Tensor, Tensor> fit(const Tensor& w, const std::optional<Tensor>& importance, int64_t bits,
-                               int64_t group_size, bool symmetric, int64_t steps, double floor) {
+std::tuple<Tensor, Tensor> fit(const Tensor& w, int64_t bits, int64_t group_size, bool symmetric, int64_t steps,
+                               double floor) {
     check_bits(bits);
     const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
     check(w, ScalarType::Float, {n, k}, "w");
     const Tensor in = contiguous(w);
-    std::optional<Tensor> columns;
-    if (importance) {
-        check(*importance, ScalarType::Float, {k}, "importance");
-        columns = contiguous(*importance);
-    }
     std::vector<float> shrink(steps);
     for (int64_t i = 0; i < steps; i++)
         shrink[i] = static_cast<float>(1 - i * (1 - floor) / std::max(steps - 1, int64_t{1}));
     const Tensor scale = empty({n, k / size}, ScalarType::Float), zero = empty({n, k / size}, ScalarType::Byte);
     const Fit p{static_cast<const float*>(in.const_data_ptr()),
-                columns ? static_cast<const float*>(columns->const_data_ptr()) : nullptr,
                 static_cast<float*>(scale.mutable_data_ptr()),
                 static_cast<uint8_t*>(zero.mutable_data_ptr()),
                 k,

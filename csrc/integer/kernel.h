@@ -9,14 +9,13 @@ constexpr float tiny = 1e-30f;  // integer_ops.TINY
 // --- scales -----------------------------------------------------------------------------------------------------------
 
 // Squared errors of a group under 16 scales at once, one in each lane.
-template <bool weighted>
-inline Lanes squared_errors(const float* x, const float* importance, int64_t count, Lanes scale, Lanes low, Lanes high) {
+inline Lanes squared_errors(const float* x, int64_t count, Lanes scale, Lanes low, Lanes high) {
     const Lanes inverse = 1.0f / scale;
     Lanes total{};
     for (int64_t i = 0; i < count; i++) {
         const Lanes v = fill(x[i]), q = min(max(v * inverse, low), high);
         const Lanes e = ((q + 12582912.0f) - 12582912.0f) * scale - v;  // 1.5 * 2^23: to nearest, of either sign
-        total += weighted ? e * e * importance[i] : e * e;
+        total += e * e;
     }
     return total;
 }
@@ -36,7 +35,7 @@ inline Range range(const float* x, int64_t count) {  // with zero always inside
     return {l, h, sum(poison) == 0};
 }
 
-void fit_group(const Fit& p, const float* x, const float* importance, int64_t count, float* scale, uint8_t* zero) {
+void fit_group(const Fit& p, const float* x, int64_t count, float* scale, uint8_t* zero) {
     const float top = static_cast<float>((1 << p.bits) - 1), middle = static_cast<float>(1 << (p.bits - 1));
     const Range r = range(x, count);
     const float largest = std::max(r.high, -r.low);
@@ -55,8 +54,7 @@ void fit_group(const Fit& p, const float* x, const float* importance, int64_t co
         Lanes s{};
         for (int64_t j = 0; j < lanes; j++) s[j] = bfloat16(full * p.shrink[std::min(i + j, p.steps - 1)]);
         const Lanes low = fill(-z), high = fill(top - z);
-        const Lanes e = importance ? squared_errors<true>(x, importance, count, s, low, high)
-                                   : squared_errors<false>(x, nullptr, count, s, low, high);
+        const Lanes e = squared_errors(x, count, s, low, high);
         for (int64_t j = 0; j < lanes; j++)
             if (e[j] < best) best = e[j], *scale = s[j];
     }
@@ -65,8 +63,7 @@ void fit_group(const Fit& p, const float* x, const float* importance, int64_t co
 void fit(const Fit& p, int64_t first, int64_t last) {
     const int64_t groups = p.k / p.size;
     for (int64_t at = first * groups; at < last * groups; at++)
-        fit_group(p, p.w + at * p.size, p.importance ? p.importance + at % groups * p.size : nullptr, p.size,
-                  p.scale + at, p.zero + at);
+        fit_group(p, p.w + at * p.size, p.size, p.scale + at, p.zero + at);
 }
 
 // --- codes ------------------------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@
 namespace ptq::integer {
 
 struct Fit {
-    const float* w;           // [n, k]
-    const float* importance;  // [k], or null: weight of each column's squared error
-    float* scale;             // [n, k / size]: bfloat16 numbers; NaN where the group is not finite
-    uint8_t* zero;            // [n, k / size]
-    int64_t k, size;          // columns; columns in a group
+    const float* w;   // [n, k]
+    float* scale;     // [n, k / size]: bfloat16 numbers; NaN where the group is not finite
+    uint8_t* zero;    // [n, k / size]
+    int64_t k, size;  // columns; columns in a group
     int bits;
     bool symmetric;
     const float* shrink;  // [steps]: scales to try, as a share of the full range

@@ -1,0 +1,56 @@
+"""Load a model to run it, plain or packed, with errors for people."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import ptq.hf  # noqa: F401  (registers the plug-in that loads packed checkpoints)
+from ptq import source
+from ptq.errors import InputError, RunError
+
+
+def load_model(model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PreTrainedModel:
+    """A causal language model from a folder, a hub name or `demo`, in `dtype` or its own.
+
+    Safetensors only, no code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that
+    is missing, which transformers would fill with random numbers.
+    """
+    folder = source.resolve(str(model))
+    options = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+        raise _error(str(model), error) from error
+    loaded, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(f"{model}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]!r}")
+    return loaded.to(device) if device is not None else loaded
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
+    folder = source.resolve(str(model))
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise _error(f"the tokenizer of {model}", error) from error
+
+
+def load_config(model: str | Path) -> Any:
+    """The transformers config of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
+    folder = source.resolve(str(model))
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise _error(f"the config of {model}", error) from error
+
+
+def _error(what: str, error: Exception) -> InputError | RunError:
+    if isinstance(error, InputError | RunError):
+        return error
+    return InputError(f"{what} could not be loaded: {' '.join(str(error).split())}")
