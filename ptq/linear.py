@@ -86,6 +86,8 @@ def build(entry: dict[str, Any], name: str, k: int, n: int, bias: bool) -> Quant
         format = formats.get(str(entry.get("format")), **options)
         format.buffers(n, k)
         construction = entry.get("hadamard")
+        if not isinstance(construction, str | None):
+            raise InputError(f"hadamard must be a string, found {construction!r}")
         if construction is not None and k % hadamard.order_of(construction):
             raise InputError(f"the Hadamard matrix {construction} does not divide its {k} input channels")
     except InputError as error:

@@ -113,7 +113,8 @@ def remove_work(folder: Path) -> None:
 def remove_finished_work(folder: Path, record: Record) -> None:
     """Remove the work folder of a run that was killed after its result was in place."""
     path = folder / UNFINISHED
-    if path.is_file() and not compare(record, read_record(path)):
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if empty or path.is_file() and not compare(record, read_record(path)):
         remove_work(folder)
 
 

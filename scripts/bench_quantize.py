@@ -107,58 +107,13 @@ def layer(
 
 
 def random_model(shape: Shape, folder: Path) -> Path:
-    """A Llama checkpoint in bf16 with a shard per block. Made by a process of its own, which may take memory."""
+    """A Llama with random weights, made by a process of its own where it is not there yet."""
     path = folder / f"llama-{shape.blocks}x{shape.hidden}x{shape.intermediate}"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, __file__, "make-model", json.dumps(vars(shape)), str(path)]
-        subprocess.run(command, check=True)
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in vars(shape).items()]
+        subprocess.run([sys.executable, Path(__file__).with_name("random_model.py"), path, *options], check=True)
     return path
-
-
-@app.command(hidden=True)
-def make_model(shape_json: str, path: Path) -> None:
-    """Write a random model."""
-    import torch
-    from transformers import LlamaConfig
-
-    from ptq.demo import demo_path
-    from ptq.shards import write_json, write_tensors
-
-    shape, partial = Shape(**json.loads(shape_json)), path.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(demo_path(), partial, ignore=lambda _, names: [n for n in names if not n.startswith("tokenizer")])
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(n: int, k: int) -> torch.Tensor:
-        return torch.randn(n, k, generator=generator).mul_(0.02).bfloat16()
-
-    h, m, kv = shape.hidden, shape.intermediate, shape.hidden // shape.heads * shape.kv_heads
-    ones = torch.ones(h, dtype=torch.bfloat16)
-    shards: list[dict[str, torch.Tensor]] = []
-    where: dict[str, str] = {}
-    attention, mlp = {"q": (h, h), "k": (kv, h), "v": (kv, h), "o": (h, h)}, {"gate": (m, h), "up": (m, h), "down": (h, m)}
-    for index in range(-1, shape.blocks):
-        block = f"model.layers.{index}"
-        if index < 0:
-            ends = {name: weight(shape.vocab, h) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-            shards = [{**ends, "model.norm.weight": ones}]
-        else:
-            linears = {f"self_attn.{name}_proj": size for name, size in attention.items()}
-            linears |= {f"mlp.{name}_proj": size for name, size in mlp.items()}
-            norms = {f"{block}.{name}_layernorm.weight": ones for name in ("input", "post_attention")}
-            shards = [{**{f"{block}.{name}.weight": weight(*size) for name, size in linears.items()}, **norms}]
-        file = f"model-{index + 2:05d}-of-{shape.blocks + 1:05d}.safetensors"
-        write_tensors(partial / file, shards[0], {"format": "pt"})
-        where |= dict.fromkeys(shards[0], file)
-    write_json(partial / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
-    config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=h, intermediate_size=m, num_hidden_layers=shape.blocks,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, max_position_embeddings=2048,
-        architectures=["LlamaForCausalLM"], dtype="bfloat16",
-    )  # fmt: skip
-    config.save_pretrained(partial)
-    partial.rename(path)
 
 
 @dataclass(frozen=True)
@@ -220,7 +175,8 @@ def measured(model: Path, out: Path, recipe_json: str) -> None:
     result = ptq.quantize(model, out, QuarotRecipe(**json.loads(recipe_json)), ptq.RunOptions(progress=False))
     phases = {name: (seconds[name], peaks[name]) for name in seconds}
     found = {"nbytes": result.nbytes, "bits_per_weight": result.bits_per_weight}
-    print(json.dumps({"imports": imports, "baseline": baseline, "peak": peak_memory(), "phases": phases, "result": found}))
+    times = {"imports": imports, "baseline": baseline, "peak": peak_memory(), "phases": phases}
+    print(json.dumps({**times, "result": found}))
 
 
 def peak_memory() -> int:
@@ -286,14 +242,14 @@ def gptq_block(
     folder: Folder = FOLDER,
 ) -> None:
     """GPTQ of two blocks of a 7B model's shape: the peak memory against what has to be there."""
-    from ptq.demo import demo_path
-    from ptq.tasks import CHUNK_TOKENS
-
     shape, model = WIDE, random_model(WIDE, folder)
+    calibration = Path(__file__).parents[1] / "ptq" / "demo" / "calibration.txt"
     run = quantize(
         model, folder / "gptq", threads, rounding="gptq", group_size=group_size, samples=samples,
-        sequence_length=sequence_length, calibration=f"{demo_path()}/calibration.txt",
+        sequence_length=sequence_length, calibration=str(calibration),
     )  # fmt: skip
+    from ptq.tasks import CHUNK_TOKENS  # not before: this process has to be small
+
     h, m = shape.hidden, shape.intermediate
     parts = {
         "imports": run.baseline,
@@ -302,8 +258,8 @@ def gptq_block(
         "a chunk of activations": 4 * CHUNK_TOKENS * (2 * h + 3 * m),
     }
     budget = sum(parts.values())
-    print(f"GPTQ INT4 of 2 blocks {h} x {m}, {samples} x {sequence_length} tokens, {threads} threads: {run.whole:.0f} s; "
-          f"peak memory {run.peak / MIB:.0f} MiB, budget {budget / MIB:.0f} MiB "
+    print(f"GPTQ INT4 of 2 blocks {h} x {m}, {samples} x {sequence_length} tokens, {threads} threads: "
+          f"{run.whole:.0f} s; peak memory {run.peak / MIB:.0f} MiB, budget {budget / MIB:.0f} MiB "
           f"({' + '.join(f'{name} {size / MIB:.0f}' for name, size in parts.items())})")  # fmt: skip
     print_phases(run)
     shutil.rmtree(folder / "gptq")

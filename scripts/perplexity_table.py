@@ -116,7 +116,9 @@ def measure(task: Task, original: list[float], recipe: QuarotRecipe) -> Cell:
     )  # fmt: skip
 
 
-def lines(task: Task, original: list[float], bits: list[int], groups: list[int], grids: list[bool]) -> Iterator[list[Cell]]:
+def lines(
+    task: Task, original: list[float], bits: list[int], groups: list[int], grids: list[bool]
+) -> Iterator[list[Cell]]:
     """The table's lines: the four columns for every grid, group size and number of bits."""
     for symmetric in grids:
         for group_size in groups:
@@ -145,10 +147,12 @@ def verdicts(cells: list[Cell]) -> Iterator[str]:
     if int8:
         worst = max(int8, key=lambda cell: abs(cell.percent))
         yield f"INT8, worst of {len(int8)} cells: {worst.percent:+.3f} % (bar: 0.2 %)"
-    int4 = [cell for cell in cells if cell.bits == 4 and cell.rounding == "gptq" and cell.rotate and cell.group_size <= 32]
-    for cell in int4:
-        grid = "symmetric" if cell.symmetric else "asymmetric"
-        yield f"INT4 GPTQ rotated, group {cell.group_size or 'channel'}, {grid}: {cell.percent:+.2f} % (bar: 4 %, 8 % below 1 M)"
+    rotated = [cell for cell in cells if cell.rounding == "gptq" and cell.rotate]
+    for cell in rotated:
+        if cell.bits == 4 and cell.group_size <= 32:
+            grid = "symmetric" if cell.symmetric else "asymmetric"
+            name = f"INT4 GPTQ rotated, group {cell.group_size or 'channel'}, {grid}"
+            yield f"{name}: {cell.percent:+.2f} % (bar: 4 %; 8 % for a model of 0.26 M)"
     nearest = {(c.bits, c.group_size, c.symmetric, c.rotate): c for c in cells if c.rounding == "nearest"}
     for cell in cells:
         other = nearest[cell.bits, cell.group_size, cell.symmetric, cell.rotate]
@@ -158,14 +162,14 @@ def verdicts(cells: list[Cell]) -> Iterator[str]:
 
 def main(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, or `demo`.")],
-    text: Annotated[Path | None, typer.Option(help="Text to measure on.  [default for demo: its heldout.txt]")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="Text for GPTQ.  [default for demo: its calibration.txt]")] = None,
-    split: Annotated[float, typer.Option(help="Without --calibration: measure on this share of TEXT, calibrate with the rest.")] = 0.5,
+    text: Annotated[Path | None, typer.Option(help="Text to measure on.  [demo: its heldout.txt]")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Text for GPTQ.  [demo: its calibration.txt]")] = None,
+    split: Annotated[float, typer.Option(help="Without --calibration: the share of TEXT to measure on.")] = 0.5,
     context: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
     windows: Annotated[int, typer.Option(help="Windows to measure on at most.")] = 128,
     samples: Annotated[int, typer.Option(help="Calibration rows of --context tokens.")] = 128,
-    bits: Annotated[list[int], typer.Option(help="Repeatable.")] = list(BITS),  # noqa: B008
-    group_size: Annotated[list[int] | None, typer.Option(help="Repeatable; 0: per channel.  [default: all that divide]")] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Repeatable.  [default: 8, 6, 4, 3, 2]")] = None,
+    group_size: Annotated[list[int] | None, typer.Option(help="Repeatable; 0: per channel.  [default: all]")] = None,
     both_grids: Annotated[bool, typer.Option("--both-grids", help="Also the asymmetric grid.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write all cells as JSON.")] = None,
 ) -> None:
@@ -187,12 +191,13 @@ def main(
         task = Task(folder, calibration, found, samples, context)
         original = losses(load(folder), found)
         before = math.exp(fmean(original))
-        print(f"{model}: {len(found)} windows of {context} tokens from {text.name}; calibration: {samples} rows of {context}")
+        print(f"{model}: {len(found)} windows of {context} tokens from {text.name}; calibrated on {samples} such rows")
         print(f"original: {before:.4f} ± {before * stdev(original) / math.sqrt(len(original)):.4f}, float32\n")
         print("| weights | group | grid | true bits | " + " | ".join(TITLES) + " |")
         print("|---" * 8 + "|", flush=True)
         cells: list[Cell] = []
-        for line in lines(task, original, bits, group_size or group_sizes(folder), [True, False][: 1 + both_grids]):
+        grids = [True, False] if both_grids else [True]
+        for line in lines(task, original, bits or list(BITS), group_size or group_sizes(folder), grids):
             cells += line
             print(markdown(line), flush=True)
         print("", *verdicts(cells), sep="\n")

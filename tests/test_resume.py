@@ -1,6 +1,5 @@
 """A run that is interrupted, at whatever moment, and continued gives the bytes of an undisturbed one."""
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -56,30 +55,29 @@ def listing(folder: Path) -> dict[str, bytes]:
 # --- a crash at every single change of the disk ---------------------------------------------------------------------
 
 
-class Crash(BaseException):
-    """The process dies here."""
+class Camera:
+    """Copies a folder before every change that a run makes to the disk: what a crash at that moment would leave."""
 
-
-class Disk:
-    """Counts what changes the disk; from change `last` on nothing is changed any more, as if the process were dead."""
-
-    def __init__(self, patch: pytest.MonkeyPatch, last: int | None) -> None:
-        self.changes, self.last = 0, last
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, album: Path) -> None:
+        self.folder, self.album, self.pictures = folder, album, 0
+        self.copy, self.remove = shutil.copytree, shutil.rmtree
         for owner, name in ((os, "replace"), (Path, "touch"), (Path, "mkdir"), (Path, "rmdir"), (Path, "unlink")):
-            patch.setattr(owner, name, self._counted(getattr(owner, name)))
+            patch.setattr(owner, name, self._watched(getattr(owner, name), name))
         patch.setattr(shutil, "rmtree", self._rmtree)
 
-    def _counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.changes == self.last:
-                raise Crash
-            self.changes += 1
-            return function(*args, **kwargs)
+    def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def watched(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hasattr(self, "busy") and (name != "mkdir") == os.path.exists(path):  # else nothing would change
+                self.busy = True
+                self.copy(self.folder, self.album / str(self.pictures))
+                del self.busy
+                self.pictures += 1
+            return function(path, *args, **kwargs)
 
-        return counted
+        return watched
 
     def _rmtree(self, folder: Path, ignore_errors: bool = False) -> None:
-        """`shutil.rmtree` in steps that a crash can fall between."""
+        """`shutil.rmtree` in steps that a picture can be taken between."""
         assert folder.exists() or ignore_errors
         for entry in sorted(folder.iterdir()) if folder.exists() else ():
             self._rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -87,28 +85,40 @@ class Disk:
             folder.rmdir()
 
 
-def run_until(last: int | None, model: Path, out: Path, recipe: QuarotRecipe) -> int:
-    """Run, and die before change `last` of the disk. Returns the number of changes."""
+def photographed(model: Path, folder: Path, recipe: QuarotRecipe) -> tuple[list[Path], dict[str, bytes]]:
+    """What a crash before each change of the disk leaves, and the result of the run that did not crash."""
+    (folder / "run").mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(patch, last)
-        with contextlib.suppress(Crash):
-            ptq.quantize(model, out, recipe, QUIET)
-        return disk.changes
+        camera = Camera(patch, folder / "run", folder / "album")
+        ptq.quantize(model, folder / "run" / "out", recipe, QUIET)
+    return [folder / "album" / str(i) for i in range(camera.pictures)], contents(folder / "run" / "out")
 
 
-@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
-def test_a_crash_at_any_change_of_the_disk_costs_nothing(rounding: str, model: Path, tmp_path: Path) -> None:
-    asked = recipe(model, rounding=rounding)
-    changes = run_until(None, model, tmp_path / "out", asked)
-    expected = contents(tmp_path / "out")
-    assert changes > 30
-    shutil.rmtree(tmp_path / "out")
-    for last in range(changes):
-        assert run_until(last, model, tmp_path / "out", asked) == last
-        ptq.quantize(model, tmp_path / "out", asked, QUIET)
-        assert contents(tmp_path / "out") == expected, f"crash before change {last}"
-        assert os.listdir(tmp_path) == ["out"], f"crash before change {last}"
-        shutil.rmtree(tmp_path / "out")
+@pytest.fixture(scope="module")
+def crashed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], dict[str, bytes]]:
+    """Every moment of a GPTQ run, and its result."""
+    return photographed(model, tmp_path_factory.mktemp("gptq"), recipe(model))
+
+
+def check_all_continue(pictures: list[Path], expected: dict[str, bytes], model: Path, recipe: QuarotRecipe) -> None:
+    for picture in pictures:
+        ptq.quantize(model, picture / "out", recipe, QUIET)
+        assert contents(picture / "out") == expected, picture
+        assert os.listdir(picture) == ["out"], picture
+
+
+def test_a_crash_at_any_moment_costs_nothing(crashed: tuple[list[Path], dict[str, bytes]], model: Path) -> None:
+    pictures, expected = crashed
+    assert len(pictures) > 60
+    # Continued in copies: other tests need the pictures.
+    copies = [shutil.copytree(picture, picture.with_name(f"{picture.name}.copy")) for picture in pictures]
+    check_all_continue(copies, expected, model, recipe(model))
+
+
+def test_a_crash_without_calibration_costs_nothing(model: Path, tmp_path: Path) -> None:
+    asked = recipe(model, rounding="nearest")
+    pictures, expected = photographed(model, tmp_path, asked)
+    check_all_continue(pictures[::3], expected, model, asked)
 
 
 def test_a_full_disk_at_any_file_is_told_and_continued(
@@ -202,9 +212,9 @@ def kill_or_finish(process: Any, folder: Path, chance: random.Random) -> bool:
 
 
 @pytest.fixture
-def unfinished(model: Path, tmp_path: Path) -> Path:
+def unfinished(crashed: tuple[list[Path], dict[str, bytes]], tmp_path: Path) -> Path:
     """The output folder of a run that was interrupted half-way."""
-    run_until(40, model, tmp_path / "out", recipe(model))
+    shutil.copytree(crashed[0][len(crashed[0]) // 2], tmp_path, dirs_exist_ok=True)
     assert (tmp_path / "out.work" / UNFINISHED).exists()
     return tmp_path / "out"
 

@@ -1,0 +1,247 @@
+"""Packed checkpoints in transformers: load, generate, save, and refuse what is damaged or hostile."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import ptq
+from ptq import blocks, hf
+from ptq.checkpoint import Checkpoint
+from ptq.families import FAMILIES
+from ptq.linear import QuantLinear
+from quarot.plan import QuarotRecipe
+
+IDS = torch.arange(3, 40).reshape(1, -1)
+QUIET = ptq.RunOptions(progress=False)
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """INT4 with an online rotation, every bias, and one linear that is skipped."""
+    folder = tmp_path_factory.mktemp("packed")
+    recipe = QuarotRecipe(rounding="nearest", group_size=8, symmetric=False, skip=("model.layers.1.mlp.down_proj",))
+    ptq.quantize(save_model(folder / "model"), folder / "out", recipe, QUIET)
+    return folder / "out"
+
+
+def load(folder: Path, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, **{"dtype": torch.float32, **options})
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def python(code: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run code in a fresh process that can import this package."""
+    path = os.pathsep.join([str(Path(ptq.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+# --- loading --------------------------------------------------------------------------------------------------------
+
+
+def test_a_fresh_process_loads_generates_and_saves(packed: Path, tmp_path: Path) -> None:
+    code = """
+import sys, torch, ptq
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.arange(3, 13).reshape(1, -1)
+print(model.generate(ids, max_new_tokens=8, do_sample=False).tolist())
+model.save_pretrained(sys.argv[2])
+"""
+    result = python(code, packed, tmp_path / "saved")
+    assert result.returncode == 0, result.stderr
+    here = load(packed, dtype="auto")
+    expected = here.generate(torch.arange(3, 13).reshape(1, -1), max_new_tokens=8, do_sample=False)
+    assert json.loads(result.stdout) == expected.tolist()
+    for name in ("model.safetensors", "config.json", "generation_config.json"):
+        assert (tmp_path / "saved" / name).read_bytes() == (packed / name).read_bytes(), name
+
+
+def test_without_this_package_nothing_loads(packed: Path) -> None:
+    """transformers only warns about a method that it does not know; the guard tensor has to stop it."""
+    code = """
+import sys
+from transformers import AutoModelForCausalLM
+assert "ptq" not in sys.modules
+try:
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+except RuntimeError as error:
+    print("refused:", error)
+"""
+    result = python(code, packed)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("refused:")
+    assert "mismatch" in result.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(packed: Path, dtype: torch.dtype) -> None:
+    model, exact = load(packed, dtype=dtype), load(packed)
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    stored = load_file(packed / "model.safetensors")
+    assert isinstance(layer, QuantLinear)
+    for part, tensor in layer.parts().items():  # the bytes are no numbers of that dtype
+        assert torch.equal(tensor, stored[f"model.layers.0.mlp.up_proj.weight_{part}"])
+    assert layer.bias.dtype == model.lm_head.weight.dtype == logits(model).dtype == dtype
+    tolerance = 4 * torch.finfo(dtype).eps
+    assert (logits(model) - logits(exact)).norm() / logits(exact).norm() <= tolerance
+
+
+def test_two_loads_agree_to_the_bit(packed: Path) -> None:
+    assert torch.equal(logits(load(packed)), logits(load(packed)))
+
+
+def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
+    """`from_pretrained` gives the very numbers that the run measured on its parts."""
+    checkpoint = Checkpoint.open(packed)
+    config, family = AutoConfig.from_pretrained(packed), FAMILIES["llama"]
+    entries = hf.PtqConfig.from_dict(checkpoint.config["quantization_config"]).entries()
+
+    def part(index: int | None, *prefixes: str) -> blocks.Part:
+        made = blocks.Part(config, family, index, torch.device("cpu"))
+        made.pack(entries)
+        made.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(prefixes)})
+        return made
+
+    hidden = part(None, "model.embed_tokens").embed(IDS)
+    for index in range(config.num_hidden_layers):
+        hidden = part(index, f"model.layers.{index}.").run(hidden)
+    assert torch.equal(part(None, "model.norm", "lm_head").logits(hidden), logits(load(packed)))
+
+
+def test_device_map(packed: Path) -> None:
+    assert torch.equal(logits(load(packed, device_map="auto")), logits(load(packed)))
+
+
+def test_layers_offloaded_to_disk(packed: Path, tmp_path: Path) -> None:
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "cpu",
+              "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
+    model = load(packed, device_map=places, offload_folder=tmp_path / "offload")
+    assert model.get_submodule(DOWN).weight_codes.is_meta
+    assert torch.equal(logits(model), logits(load(packed)))
+
+
+def test_save_pretrained_round_trips_shards(packed: Path, tmp_path: Path) -> None:
+    """Saved in small shards, then loaded and saved whole again: the same bytes."""
+    load(packed, dtype="auto").save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    assert (tmp_path / "shards" / "model.safetensors.index.json").exists()
+    load(tmp_path / "shards", dtype="auto").save_pretrained(tmp_path / "whole")
+    assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (packed / "model.safetensors").read_bytes()
+
+
+def test_a_random_model_cannot_be_quantised_by_transformers(packed: Path) -> None:
+    """`from_pretrained(plain, quantization_config=...)` would pack random numbers; packing is done by `quantize`."""
+    config = hf.PtqConfig(schemes={}, linears={})
+    with pytest.raises(ValueError, match="not pre-quantized|pre-quantized"):
+        load(packed.parent / "model", quantization_config=config)
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def damaged(packed: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(packed, tmp_path / "damaged")
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("leaf", ["weight_codes", "weight_scale", "weight_zero", "bias", "weight"])
+def test_a_missing_tensor(leaf: str, damaged: Path) -> None:
+    edit_tensors(damaged, lambda tensors: tensors.pop(f"{DOWN}.{leaf}"))
+    with pytest.raises(ptq.InputError, match=f"{DOWN}.{leaf}' is missing"):
+        load(damaged)
+
+
+def test_a_tensor_of_another_shape(damaged: Path) -> None:
+    name = f"{DOWN}.weight_scale"
+    edit_tensors(damaged, lambda tensors: tensors.update({name: tensors[name][:, :1].contiguous()}))
+    with pytest.raises(ptq.InputError, match=r"weight_scale' has shape \[72, 1\], config.json says \[72, 19\]"):
+        load(damaged)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_a_tensor_of_another_dtype(dtype: torch.dtype, damaged: Path) -> None:
+    name = f"{DOWN}.weight_codes"
+    edit_tensors(damaged, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(ptq.InputError, match=r"weight_codes' is torch.\w+, expected torch.uint8"):
+        load(damaged)
+
+
+# --- hostile configs ------------------------------------------------------------------------------------------------
+
+
+def nested(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"format": value}
+    return value
+
+
+def scheme(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config["schemes"]["scheme0"].update(changes)
+
+
+HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "another version": (lambda c: c.update(version=2), "version 2, this package reads 1"),
+    "an unknown entry": (lambda c: c.update(surprise=1), "unknown entries: surprise"),
+    "no schemes": (lambda c: c.pop("schemes"), "must hold the objects"),
+    "a list of linears": (lambda c: c.update(linears=["lm_head"]), "must hold the objects"),
+    "an unknown scheme": (lambda c: c["linears"].update({DOWN: "none"}), "no scheme is called 'none'"),
+    "a scheme that is a list": (lambda c: c["linears"].update({DOWN: [1]}), r"no scheme is called \[1\]"),
+    "a scheme that is text": (lambda c: c["schemes"].update(scheme0="int4"), "expected an object, found 'int4'"),
+    "an unknown linear": (lambda c: c["linears"].update({"model.layers.9.q": "scheme0"}), "the model does not have"),
+    "a norm": (lambda c: c["linears"].update({"model.norm": "scheme0"}), "which is a LlamaRMSNorm, no Linear"),
+    "the model itself": (lambda c: c["linears"].update({"": "scheme0"}), "no Linear"),
+    "a parameter": (lambda c: c["linears"].update({"model.norm.weight": "scheme0"}), "the model does not have"),
+    "an unknown format": (scheme(format="os.system"), "unknown format 'os.system'"),
+    "a format that is a list": (scheme(format=["dense"]), "unknown format"),
+    "a deep format": (scheme(format=nested(50)), "unknown format"),
+    "another layout": (scheme(version=7), "layout version 7, this package reads version 1"),
+    "no layout": (scheme(version=None), "layout version None"),
+    "an unknown option": (scheme(colour="red"), "unknown option 'colour'"),
+    "an option of another type": (scheme(bits="4"), "bits must be 2 to 8, found '4'"),
+    "too many bits": (scheme(bits=10**30), "bits must be 2 to 8"),
+    "groups that do not divide": (scheme(group_size=10**30), "do not divide"),
+    "a negative group": (scheme(group_size=-8), "group_size must be 0"),
+    "an unknown matrix": (scheme(hadamard="identity"), "expected paley1:Q"),
+    "a huge matrix": (scheme(hadamard="sylvester:60"), "Hadamard"),
+    "a matrix that does not fit": (scheme(hadamard="sylvester:6"), "does not divide its 72 input channels"),
+    "a matrix of another type": (scheme(hadamard=[4]), "hadamard must be a string"),
+}
+
+
+@pytest.mark.parametrize(("edit", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_config(edit: Callable[[dict[str, Any]], Any], message: str, damaged: Path) -> None:
+    config = json.loads((damaged / "config.json").read_text())
+    edit(config["quantization_config"])
+    (damaged / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ptq.InputError, match=message):
+        load(damaged)
+
+
+def test_a_plain_model_is_not_touched(packed: Path) -> None:
+    """Importing this package changes nothing for other checkpoints."""
+    model = load(packed.parent / "model")
+    assert not any(isinstance(module, QuantLinear) for module in model.modules())
