@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def _load_text(spec: str, limit: int) -> str:
     if spec in HUB_ALIASES:
         return _join(_hub_documents(spec), limit)
     if path.suffix.lower() == ".txt":
-        return _read_text(path, limit)
+        return read_text(path, limit)
     if path.suffix.lower() == ".jsonl":
         return _join(_jsonl_documents(path), limit)
     if path.exists():
@@ -91,14 +92,17 @@ def _decode(data: bytes, path: Path, offset: int = 0) -> str:
 
 
 def _cannot_read(path: Path, error: OSError) -> InputError:
-    return InputError(f"calibration {path}: cannot be read ({error.strerror}); check the path and its permissions")
+    return InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions")
 
 
-def _read_text(path: Path, limit: int) -> str:
-    """The text as the file is (no newline translation), cut at a character's start after `limit` bytes."""
+def read_text(path: Path, limit: int = sys.maxsize - 1) -> str:
+    """The text as the file is (no newline translation), cut at a character's start after `limit` bytes.
+
+    Raises InputError for a file that cannot be read, or is not UTF-8.
+    """
     try:
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(min(limit + 1, path.stat().st_size + 1))
     except OSError as error:
         raise _cannot_read(path, error) from error
     if len(data) > limit:

@@ -50,20 +50,23 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
-        except (InputError, RunError, KeyboardInterrupt) as error:
+        except (Exception, KeyboardInterrupt) as error:
             if kwargs.get("debug"):
                 raise
-            text = "interrupted; the same command continues" if isinstance(error, KeyboardInterrupt) else str(error)
-            print(f"quantize: {text}", file=sys.stderr)
+            print(f"quantize: {_sentence(error)}", file=sys.stderr)
             raise typer.Exit(2 if isinstance(error, InputError) else 1) from error
-        except Exception as error:
-            if kwargs.get("debug"):
-                raise
-            message = f"quantize: internal error ({type(error).__name__}: {error}); --debug shows where"
-            print(message, file=sys.stderr)
-            raise typer.Exit(1) from error
 
     return wrapped
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, InputError | RunError):
+        return str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; the same command continues"
+    if isinstance(error, OSError) and error.filename is not None:  # a folder that cannot be made, read or removed
+        return f"{error.filename}: {error.strerror}; check the path, its permissions and its disk"
+    return f"internal error ({type(error).__name__}: {error}); --debug shows where"
 
 
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
@@ -73,10 +76,11 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         return
     result = pipeline.quantize(model, out, recipe, options)
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
-    console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}")
+    console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
     console.print(
         f"proven: rotated model equals the original to {result.rotation_error:.1e}; reloaded, it gives the same logits; "
-        f"KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens"
+        f"KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens",
+        soft_wrap=True,
     )
 
 
@@ -86,7 +90,7 @@ def print_plan(plan: Plan) -> None:
     for linear in plan.linears:
         table.add_row(linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear), _format(linear))
     for note in plan.notes:
-        console.print(note)
+        console.print(note, soft_wrap=True)
     typer.echo(_render(table))
 
 

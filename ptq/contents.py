@@ -74,7 +74,8 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     try:
         return CONFIG_MAPPING[content["model_type"]].from_dict(content)
     except Exception as error:  # its validators raise many kinds
-        raise InputError(f"{checkpoint.folder / 'config.json'}: transformers refuses it: {error}") from error
+        reason = " ".join(str(error).split())
+        raise InputError(f"{checkpoint.folder / 'config.json'}: transformers refuses it: {reason}") from error
 
 
 def _packed_owner(tensor: str) -> str:

@@ -25,9 +25,9 @@ class PtqConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        schemes: dict[str, dict[str, Any]] | None = None,
-        linears: dict[str, str] | None = None,
-        version: int = LAYOUT_VERSION,
+        schemes: Any = None,
+        linears: Any = None,
+        version: Any = LAYOUT_VERSION,
         quant_method: str = QUANT_METHOD,
         **unknown: Any,
     ) -> None:
@@ -45,8 +45,8 @@ class PtqConfig(QuantizationConfigMixin):
                 raise InputError(f"config.json: quantization_config of {name}: no scheme is called {scheme!r}")
         self.quant_method = quant_method
         self.version = version
-        self.schemes = schemes
-        self.linears = linears
+        self.schemes: dict[str, Any] = schemes
+        self.linears: dict[str, str] = linears
 
     @classmethod
     def of(cls, plan: Plan) -> "PtqConfig":
@@ -60,8 +60,8 @@ class PtqConfig(QuantizationConfigMixin):
             linears[linear.name] = name
         return cls(schemes, linears)
 
-    def entries(self) -> dict[str, dict[str, Any]]:
-        """The scheme of every quantised linear, by module name."""
+    def entries(self) -> dict[str, Any]:
+        """The scheme of every quantised linear, by module name. What a scheme says is checked by `linear.build`."""
         return {name: self.schemes[scheme] for name, scheme in self.linears.items()}
 
 

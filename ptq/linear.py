@@ -74,7 +74,7 @@ def describe(linear: LinearPlan) -> dict[str, Any]:
     return entry
 
 
-def build(entry: dict[str, Any], name: str, k: int, n: int, bias: bool) -> QuantLinear:
+def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
     """The module that an entry describes, on the current default device.
 
     Raises InputError, naming the linear, for a format, version, option or Hadamard matrix that does not exist or fit.
@@ -100,7 +100,7 @@ def build(entry: dict[str, Any], name: str, k: int, n: int, bias: bool) -> Quant
     return QuantLinear(k, n, bias, format, construction)
 
 
-def swap(root: nn.Module, name: str, entry: dict[str, Any]) -> QuantLinear:
+def swap(root: nn.Module, name: str, entry: Any) -> QuantLinear:
     """Put the module that an entry describes in the place of the linear `name`. Raises InputError where there is none."""
     parent, _, leaf = name.rpartition(".")
     try:

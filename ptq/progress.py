@@ -19,7 +19,7 @@ class Progress:
     def __init__(self, plan: Plan, calibrated: bool, visible: bool) -> None:
         self.plan, self.calibrated, self.visible = plan, calibrated, visible
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self.bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not visible, transient=True)
+        self.bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not (visible and console.is_terminal), transient=True)
         passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
         self.task = self.bar.add_task("", total=passes * sum(linear.n * linear.k for linear in plan.rounded()) or None)
 
@@ -40,4 +40,4 @@ class Progress:
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self.visible:
-            console.print(text)
+            console.print(text, soft_wrap=True)

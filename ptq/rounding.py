@@ -29,6 +29,8 @@ COLUMN_BLOCK = 128
 PANEL = 1024
 """Columns between two products in `cholesky` and `energy`."""
 MAX_DAMPING = 10.0
+LOSS_ROWS = 256
+"""Rows, evenly spread, that the proxy loss is measured on: all would cost as much as the rounding itself."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Rounded:
     error: float = 0.0
     """Squared error relative to the weight's: |W - Ŵ|² / |W|²."""
     loss: float | None = None
-    """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ); None without a Hessian."""
+    """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ), over LOSS_ROWS rows where there are more; None without a Hessian."""
     nearest_loss: float | None = None
     """The same for nearest rounding with the same scales."""
     damping: float | None = None
@@ -89,30 +91,27 @@ def ldlq(
     Raises InputError, naming `name`, where W or H is not finite, H does not fit W or is far from positive semidefinite.
     """
     w, h = w.float(), h.float()
-    k = w.shape[1]
+    n, k = w.shape
     diagonal = _checked_diagonal(h, k, name)
     scales = codebook.fit(w.contiguous(), name=name)
     columns = _columns(diagonal, codebook.dim, order)
-    factor, added, used = _factor(h, diagonal, columns, damping, name)
+    factor, used = _factor(h, diagonal, columns, damping, name)
     wt = w.t().contiguous()
-    codes, error, loss = _feedback(wt[columns], factor, codebook, scales, columns)
+    codes, error = _feedback(wt[columns], factor, codebook, scales, columns)
     del factor
-    # |dW L|² is the loss under the damped H
-    loss -= float((added * _row_squares(error)).sum())
     inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(k, device=columns.device))
+    codes = codes[inverse[:: codebook.dim] // codebook.dim].t().contiguous()
     plain = codebook.round(w.contiguous(), scales)
-    plain_error = codebook.decode(plain, scales).sub_(w)
-    plain_loss, total = energy(plain_error.t().contiguous(), h), energy(wt, h)
-    if not loss <= plain_loss:  # also where it is NaN
-        solver, codes, error, loss = "nearest", plain, plain_error, plain_loss
-    else:
-        solver, codes = "ldlq", codes[inverse[:: codebook.dim] // codebook.dim].t().contiguous()
+    plain_error = codebook.decode(plain, scales).sub_(w).t()
+    every = -(-n // LOSS_ROWS)
+    total, loss, plain_loss = (energy(x[:, ::every].contiguous(), h) for x in (wt, error[inverse], plain_error))
+    better = loss <= plain_loss
     return Rounded(
-        codes,
+        codes if better else plain,
         scales,
-        solver,
-        error=_ratio(_squares(error), _squares(w)),
-        loss=_ratio(loss, total),
+        solver="ldlq" if better else "nearest",
+        error=_ratio(_squares(error if better else plain_error), _squares(wt)),
+        loss=_ratio(min(loss, plain_loss), total),
         nearest_loss=_ratio(plain_loss, total),
         damping=used,
         dead=int((diagonal == 0).sum()),
@@ -140,17 +139,16 @@ def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tenso
 
 def _factor(
     h: Float32[Tensor, "k k"], diagonal: Float32[Tensor, " k"], columns: Int64[Tensor, " k"], damping: float, name: str
-) -> tuple[Float32[Tensor, "k k"], Float32[Tensor, " k"], float]:
-    """Lower Cholesky factor of the permuted, damped H, what was added to its diagonal, and the damping used."""
+) -> tuple[Float32[Tensor, "k k"], float]:
+    """Lower Cholesky factor of the permuted, damped H, and the damping used."""
     live = diagonal[columns] > 0
     mean = float(diagonal.sum(dtype=torch.float64)) / max(1, int(live.sum()))
     while True:
         # Dead rows and columns of H are zero but for the one put on the diagonal.
-        added = torch.where(live, damping * mean, 1.0).float()
         a = h.index_select(0, columns).index_select(1, columns)
-        a.diagonal().add_(added)
+        a.diagonal().add_(torch.where(live, damping * mean, 1.0).float())
         if cholesky(a):
-            return a, added, damping
+            return a, damping
         if damping >= MAX_DAMPING:
             raise InputError(f"{name}: the Hessian is not positive semidefinite, even with damping {damping:g}")
         damping = max(10 * damping, 1e-4)
@@ -181,11 +179,11 @@ def _feedback(
     codebook: Codebook,
     scales: Scales,
     columns: Int64[Tensor, " k"],
-) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"], float]:
+) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"]]:
     """Codes, errors W - Ŵ, and |(W - Ŵ) L|², each block fed by one product with all behind it."""
     d, k = codebook.dim, len(wt)
     assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)
-    error, codes, loss = torch.empty_like(wt), [], 0.0
+    error, codes = torch.empty_like(wt), []
     for i in reversed(range(0, k, COLUMN_BLOCK)):
         j = min(i + COLUMN_BLOCK, k)
         block = factor[i:j, i:j].tril()
@@ -196,8 +194,7 @@ def _feedback(
         arguments = target, wt[i:j], block @ inverse, scales, columns[i:j]
         found, error[i:j] = run(*arguments) if run else round_block(codebook, *arguments)
         codes.append(found)
-        loss += _squares(behind.add_(product(block.t(), error[i:j])))
-    return torch.cat(codes[::-1]), error, loss
+    return torch.cat(codes[::-1]), error
 
 
 def _inverse_diagonal(block: Float[Tensor, "c c"], d: int) -> Float[Tensor, "c c"]:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import transformers
@@ -19,13 +19,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-import ptq  # noqa: F401  (registers the plug-in that loads packed checkpoints)
+from ptq import calibration
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.evaluate import Agreement, Perplexity, Windows, compare, context_for, perplexity, windows_from_text
+from ptq.loading import load_model, load_tokenizer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 notes = Console(stderr=True)
@@ -69,74 +68,12 @@ class Measured:
     device: str
 
 
-def model_source(name: str) -> str:
-    """`demo`, a local folder or a hub name, as what from_pretrained takes."""
-    if name == "demo":
-        return str(demo_path())
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise InputError(f"{path} holds no config.json: it is not a Hugging Face model folder")
-        return str(path)
-    if path.exists():
-        raise InputError(f"{path} is a file; give the model's folder")
-    if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
-        raise InputError(f"there is no folder {name}")
-    return name
-
-
 def target_device(requested: Device) -> torch.device:
     if requested is Device.cuda and not torch.cuda.is_available():
         raise InputError("--device cuda: this PyTorch sees no CUDA device; use --device cpu")
     if requested is Device.auto:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(requested.value)
-
-
-def target_dtype(name: str, source: str, device: torch.device) -> torch.dtype | str:
-    """As stored, but for float16 on a CPU, where matrix products are hundreds of times slower than in bfloat16."""
-    if device.type == "cpu" and AutoConfig.from_pretrained(source).dtype == torch.float16:
-        notes.print(
-            f"{name}: loaded as float32, float16 is very slow on a CPU (--dtype float16 forces it)", soft_wrap=True
-        )
-        return torch.float32
-    return "auto"
-
-
-def load_model(name: str, dtype: torch.dtype | None, device: torch.device) -> PreTrainedModel:
-    """Safetensors only, no code from the checkpoint; a tensor that is missing is an error, not a random weight."""
-    source = model_source(name)
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype or target_dtype(name, source, device),
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
-        raise loading_error(name, source, error) from error
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise InputError(f"{name}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]}")
-    return model.to(device)
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    source = model_source(name)
-    try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise loading_error(f"the tokenizer of {name}", source, error) from error
-
-
-def loading_error(what: str, source: str, error: Exception) -> InputError | RunError:
-    if isinstance(error, InputError | RunError):
-        return error
-    reason = " ".join(str(error).split())
-    if not Path(source).is_dir():
-        return RunError(f"{what} is no local folder and could not be fetched from the hub: {reason}")
-    return InputError(f"{what} could not be loaded: {reason}")
 
 
 def read_text(options: Options) -> tuple[str, str]:
@@ -150,12 +87,7 @@ def read_text(options: Options) -> tuple[str, str]:
         if "demo" not in (options.model, options.against):
             raise InputError("name the text to predict: --text FILE or --dataset wikitext2")
         path = demo_path() / "heldout.txt"
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text (byte {error.start}); convert it first") from error
+    text = calibration.read_text(path)
     if not text.strip():
         raise InputError(f"{path} is empty; give a text of at least one window")
     return str(path), text

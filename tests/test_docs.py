@@ -213,8 +213,12 @@ def test_the_op_is_the_matrix_of_the_page_block_by_block():
     construction, blocks = "paley1:3,sylvester:1", 3
     h = read_hadamard(construction)
     x = torch.randn(8 * blocks, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    wanted = [sum(a * b for a, b in zip(row, x[8 * i : 8 * i + 8].tolist(), strict=True)) for i in range(blocks) for row in h]
-    torch.testing.assert_close(hadamard.apply(x, None, construction), torch.tensor(wanted, dtype=torch.float64) / 8**0.5)
+    wanted = [
+        sum(a * b for a, b in zip(row, x[8 * i : 8 * i + 8].tolist(), strict=True)) for i in range(blocks) for row in h
+    ]
+    torch.testing.assert_close(
+        hadamard.apply(x, None, construction), torch.tensor(wanted, dtype=torch.float64) / 8**0.5
+    )
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +245,9 @@ def test_a_checkpoint_is_what_the_page_says(checkpoint: Path):
     content = {name: data[info.offset : info.offset + info.nbytes] for name, info in tensors.items()}
     for name, scheme in config["linears"].items():
         parts = {"quarot/integer": {"codes", "scale"}, "dense": {"dense"}}[config["schemes"][scheme]["format"]]
-        assert {tensor for tensor in tensors if tensor.startswith(f"{name}.weight_")} == {f"{name}.weight_{p}" for p in parts}
+        assert {tensor for tensor in tensors if tensor.startswith(f"{name}.weight_")} == {
+            f"{name}.weight_{p}" for p in parts
+        }
         assert content[f"{name}.weight"] == b"\0"
     name = "model.layers.0.mlp.down_proj"
     scheme = config["schemes"][config["linears"][name]]
@@ -250,7 +256,9 @@ def test_a_checkpoint_is_what_the_page_says(checkpoint: Path):
     k = groups * size
     codes, scale = content[f"{name}.weight_codes"], content[f"{name}.weight_scale"]
     w = [
-        read_weight(codes[i * width : (i + 1) * width], scale[2 * i * groups : 2 * (i + 1) * groups], None, bits, size, k)
+        read_weight(
+            codes[i * width : (i + 1) * width], scale[2 * i * groups : 2 * (i + 1) * groups], None, bits, size, k
+        )
         for i in range(n)
     ]
     h = torch.tensor(read_hadamard(scheme["hadamard"])) / len(read_hadamard(scheme["hadamard"])) ** 0.5

@@ -274,16 +274,16 @@ def test_script_refuses_bad_input_in_one_sentence(run_script, model_folder, tmp_
     text.write_text("abcdefgh" * 4)
     folder = str(model_folder)
     for arguments, message in [
-        ((folder, "--text", str(tmp_path / "absent.txt")), "absent.txt cannot be read"),
+        ((folder, "--text", str(tmp_path / "absent.txt")), "absent.txt: cannot be read"),
         ((folder, "--text", str(empty)), "is empty"),
-        ((folder, "--text", str(latin)), "not UTF-8 text (byte 3)"),
+        ((folder, "--text", str(latin)), "not UTF-8 at byte 3"),
         ((folder,), "name the text"),
         ((folder, "--text", str(text), "--dataset", "wikitext2"), "not both"),
         ((folder, "--text", str(text)), "has 33 tokens, too few for one window of 320"),
         ((folder, "--text", str(text), "--context", "400"), "max_position_embeddings 320"),
-        ((str(tmp_path), "--text", str(text)), "no config.json"),
-        ((str(tmp_path / "absent"), "--text", str(text)), "there is no folder"),
-        ((str(text), "--text", str(text)), "is a file"),
+        ((str(tmp_path), "--text", str(text)), "could not be loaded"),
+        ((str(tmp_path / "absent"), "--text", str(text)), "no such folder"),
+        ((str(text), "--text", str(text)), "a file; pass the folder"),
     ]:
         done = run_script(*arguments)
         assert (done.exit_code, done.stdout) == (2, ""), done.stderr

@@ -1,0 +1,432 @@
+"""The command line: exit codes, one sentence for every bad input, nothing half-written, options that stay."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from conftest import save_model
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+import ptq
+from ptq import preflight
+from ptq.cli import app
+
+TINY = dict(hidden_size=16, intermediate_size=24, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_matmul_rate", lambda: 1e9)
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny") / "model", **TINY)
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """A model that a test may damage."""
+    return shutil.copytree(tiny, tmp_path / "model")
+
+
+@pytest.fixture(scope="module")
+def packed(tiny: Path) -> Path:
+    """A finished checkpoint. Do not write to it."""
+    out = tiny.with_name("packed")
+    assert quantize("quarot", tiny, out, "--rounding", "nearest").exit_code == 0
+    return out
+
+
+def quantize(*arguments: Any) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def listing(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def check_refused(result: Result, message: str, code: int = 2) -> None:
+    """One sentence on stderr that says `message`, nothing on stdout, no traceback."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("estimate: ")]
+    assert len(lines) == 1 and lines[0].startswith("quantize: "), result.stderr
+    assert message in lines[0]
+    assert "Traceback" not in lines[0] and "internal error" not in lines[0]
+
+
+# --- bad models -----------------------------------------------------------------------------------------------------
+
+
+def shards(folder: Path) -> None:
+    """The same model in two shards with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, inside in parts.items():
+        save_file({name: tensors[name] for name in inside}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, inside in parts.items() for name in inside}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def missing_shard(folder: Path) -> None:
+    shards(folder)
+    (folder / "b.safetensors").unlink()
+
+
+def wrong_index(folder: Path) -> None:
+    shards(folder)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][NAME] = "b.safetensors" if index["weight_map"][NAME] == "a.safetensors" else "a.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def pickle_inside(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x80\x04" + b"x" * 100)
+
+
+def hostile_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+
+
+def hostile_json(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        content = load_file(folder / "model.safetensors")
+        edit(content)
+        save_file(content, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing shard": (missing_shard, "this shard is missing"),
+    "wrong index": (wrong_index, "does not hold it"),
+    "truncated shard": (truncated, "truncated"),
+    "pickle": (pickle, "a pickle can run code, so it is never opened; convert it with"),
+    "pickle under another name": (pickle_inside, "a pickle under a safetensors name"),
+    "hostile header": (hostile_header, "the header does not fit"),
+    "hostile JSON": (hostile_json, "nested too deeply"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
+    "missing tensor": (tensors(lambda t: t.pop(NAME)), f"has no tensor '{NAME}'"),
+    "unclaimed tensor": (tensors(lambda t: t.update(extra=torch.ones(3))), "no row of the family claims tensor 'extra'"),
+    "contradicting shape": (tensors(lambda t: t.update({NAME: torch.ones(24, 8)})), "has shape [24, 8], but config.json says"),
+    "a config of another size": (config(hidden_size=32), "config.json says"),
+    "unknown model_type": (config(model_type="mamba"), "known are llama, mistral, qwen2, qwen3"),
+    "invented model_type": (config(model_type="no-such-model"), "docs/add-a-family.md"),
+    "quantised already": (config(quantization_config={"quant_method": "gptq"}), "quantised already"),
+    "sizes of the wrong type": (config(num_hidden_layers="two"), "num_hidden_layers"),
+    "sizes that are not positive": (config(intermediate_size=-24), "intermediate_size"),
+    "heads that do not divide": (config(num_key_value_heads=3), "num_key_value_heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD_MODELS.values(), ids=BAD_MODELS)
+def test_a_bad_model(damage: Callable[[Path], None], message: str, model: Path, tmp_path: Path) -> None:
+    damage(model)
+    before = listing(tmp_path)
+    check_refused(quantize("quarot", model, tmp_path / "out", "--rounding", "nearest"), message)
+    check_refused(quantize("quarot", model, tmp_path / "out", "--plan"), message)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_that_is_not_finite(value: float, model: Path, tmp_path: Path) -> None:
+    """Seen when the tensor is read, so work that is done by then is kept; nothing else is written."""
+    tensors(lambda content: content[NAME][3].fill_(value))(model)
+    before = listing(tmp_path)
+    check_refused(quantize("quarot", model, tmp_path / "out", "--rounding", "nearest"), f"tensor '{NAME}' holds")
+    assert {name for name in listing(tmp_path) if not name.startswith("out.work")} == before.keys()
+    assert not list(tmp_path.rglob("*.tmp"))
+
+
+# --- bad options ----------------------------------------------------------------------------------------------------
+
+BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
+    "no calibration": ([], "--calibration"),
+    "no such text": (["--calibration", "{tmp}/none.txt"], "none.txt"),
+    "too short a text": (["--calibration", "{tmp}/short.txt"], "lower --samples"),
+    "text that is no UTF-8": (["--calibration", "{tmp}/latin1.txt"], "not UTF-8"),
+    "a sequence above the limit": (["--calibration", "{tmp}/short.txt", "--sequence-length", "129"], "limit is 128"),
+    "a sequence of nothing": (["--sequence-length", "0"], "sequence_length must be at least 1"),
+    "no samples": (["--samples", "0"], "samples must be at least 1"),
+    "groups that do not divide": (["--rounding", "nearest", "--group-size", "7"], "try --group-size"),
+    "a negative group": (["--rounding", "nearest", "--group-size", "-1"], "group size"),
+    "one bit": (["--weight-bits", "1"], "weight bits must be 2 to 8"),
+    "no damping": (["--damping", "0"], "damping must lie"),
+    "an unknown device": (["--rounding", "nearest", "--device", "tpu"], "--device must be auto, cpu or cuda"),
+    "a pattern that matches nothing": (["--rounding", "nearest", "--skip", "*.dwn_proj"], "matches no linear"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_a_bad_option(options: list[str], message: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9" * 1000)
+    before = listing(tmp_path)
+    filled = [option.format(tmp=tmp_path) for option in options]
+    check_refused(quantize("quarot", tiny, tmp_path / "out", *filled), message)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
+    check_refused(quantize("rotate", tiny, tmp_path / "out", "--device", "cuda"), "no CUDA device")
+    assert listing(tmp_path) == {}
+
+
+@pytest.mark.parametrize("arguments", [["quarot"], ["quarot", "demo", "out", "--no-such-option"],
+                                       ["quarot", "demo", "out", "--rounding", "up"], ["no-such-command"]])  # fmt: skip
+def test_wrong_usage(arguments: list[str]) -> None:
+    result = quantize(*arguments)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr and "Traceback" not in result.stderr
+
+
+# --- bad places -----------------------------------------------------------------------------------------------------
+
+
+def test_an_output_folder_that_holds_something_else(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("do not lose me")
+    (tmp_path / "file").write_text("nor me")
+    before = listing(tmp_path)
+    for out in ("out", "file"):
+        for extra in ([], ["--restart"]):
+            check_refused(quantize("rotate", tiny, tmp_path / out, *extra), "nothing in it was touched")
+    assert listing(tmp_path) == before
+
+
+def test_an_empty_output_folder_is_used(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path / "out")
+    assert quantize("rotate", tiny, ".").exit_code == 0
+    assert os.listdir(tmp_path) == ["out"]
+    assert "config.json" in os.listdir(tmp_path / "out")
+
+
+def test_a_changed_recipe_on_unfinished_work(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("ptq.pipeline._finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        result = quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
+    check_refused(result, "interrupted; the same command continues", code=1)
+    before = listing(tmp_path)
+    again = ("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
+    check_refused(quantize(*again, "--weight-bits", "3"), "weight_bits: 4 -> 3")
+    assert listing(tmp_path) == before
+    assert quantize(*again).exit_code == 0
+
+
+def test_a_full_disk(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    check_refused(quantize("rotate", tiny, tmp_path / "out"), "No space left on device", code=1)
+    assert [name for name in listing(tmp_path) if name != "out.work"] == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(tiny: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    check_refused(quantize("rotate", tiny, tmp_path / "out"), "Permission denied", code=1)
+    tmp_path.chmod(0o700)
+
+
+def test_a_path_that_cannot_be_a_folder(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_refused(quantize("rotate", tiny, tmp_path / "file" / "out"), "Not a directory", code=1)
+
+
+def test_what_cannot_fit_is_refused_before_it_starts(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(preflight.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000_000}))
+        check_refused(quantize("rotate", tiny, tmp_path / "out"), "of memory, 10 MB are free")
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    check_refused(quantize("rotate", tiny, tmp_path / "out"), "of disk, 1 KB are free")
+    assert listing(tmp_path) == {}
+
+
+def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    check_refused(quantize("rotate", "org/model", tmp_path / "out"), "check the network", code=1)
+    check_refused(quantize("rotate", "no such thing", tmp_path / "out"), "no such folder")
+    assert listing(tmp_path) == {}
+
+
+# --- what a command prints ------------------------------------------------------------------------------------------
+
+
+def test_a_run_reports_its_proofs(tiny: Path, tmp_path: Path) -> None:
+    result = quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest", "--weight-bits", "8")
+    assert result.exit_code == 0 and result.stdout == ""
+    for text in ("bits per quantised weight", "rotated model equals the original", "the same logits", "KL", "estimate:"):
+        assert text in result.stderr
+
+
+def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
+    before = listing(tiny)
+    result = quantize("quarot", tiny, tmp_path / "out", "--plan", "--skip", "*.o_proj")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert "bits=4" in rows["model.layers.0.self_attn.q_proj"]
+    assert "signs R1" in rows["model.embed_tokens"]
+    assert rows["model.layers.1.self_attn.o_proj"].rstrip().endswith("as it is")
+    assert rows["model.layers.1.mlp.down_proj"].count("H24") == 2  # in the weight, and online
+    assert listing(tmp_path) == {} and listing(tiny) == before
+
+
+def test_inspect(packed: Path, tiny: Path) -> None:
+    result = quantize("inspect", packed)
+    assert result.exit_code == 0 and "quarot/integer v1" in result.stdout and "plain tensors" in result.stdout
+    found = json.loads(quantize("inspect", packed, "--json").stdout)
+    assert sum(len(group["linears"]) for group in found["groups"]) == 14
+    # per channel: 4 bits, 16 for a scale per row, 8 for the guard; in_features 16 or 24
+    stored = 8 * sum(load_file(packed / "model.safetensors")[f"model.layers.0.{n}.weight{part}"].nbytes
+                     for n in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+                               "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj") for part in ("", "_codes", "_scale"))  # fmt: skip
+    weights = 16 * 16 * 2 + 8 * 16 * 2 + 24 * 16 * 3
+    assert found["bits_per_weight"] == pytest.approx(stored / weights)
+    assert found["bytes"] == sum(tensor.nbytes for tensor in load_file(packed / "model.safetensors").values())
+    assert json.loads(quantize("inspect", tiny, "--json").stdout)["groups"] == []
+
+
+def test_inspect_refuses_what_it_does_not_know(packed: Path, model: Path, tmp_path: Path) -> None:
+    config(quantization_config={"quant_method": "gptq"})(model)
+    check_refused(quantize("inspect", model), "was quantised by 'gptq', not by ptq")
+    hostile = shutil.copytree(packed, tmp_path / "hostile")
+    content = json.loads((packed / "config.json").read_text())["quantization_config"]
+    content["linears"]["model.layers.7.mlp.up_proj"] = "scheme0"
+    config(quantization_config=content)(hostile)
+    check_refused(quantize("inspect", hostile), "which the model does not have")
+    content["linears"].popitem()
+    config(quantization_config={**content, "schemes": {**content["schemes"], "idle": {}}})(hostile)
+    check_refused(quantize("inspect", hostile), "no linear uses scheme 'idle'")
+
+
+def test_verify(packed: Path, tiny: Path) -> None:
+    result = quantize("verify", packed)
+    assert result.exit_code == 0 and "every one as it was written" in result.stdout
+    found = json.loads(quantize("verify", packed, "--json").stdout)
+    assert found["files"] == 2 and found["tensors"] == len(load_file(packed / "model.safetensors"))
+    against = json.loads(quantize("verify", packed, "--against", tiny, "--json").stdout)
+    assert against["tokens"] > 0 and 0 < against["kl"] < 2 and 0 <= against["top1"] <= 1
+    check_refused(quantize("verify", tiny), "was not made by quantize")
+
+
+def flip(name: str, at: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[at] ^= 1
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped bit": (flip("model.safetensors", -1), "SHA-256 differs"),
+    "a config that was edited": (config(rms_norm_eps=1e-3), "SHA-256 differs"),
+    "a config that is lost": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
+    "weights that are lost": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither"),
+    "a second file of weights": (lambda f: shutil.copy(f / "model.safetensors", f / "more.safetensors"), "SHA-256"),
+    "a record that is lost": (lambda folder: (folder / "ptq.json").unlink(), "was not made by quantize"),
+    "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "not a record"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_verify_detects_damage(damage: Callable[[Path], Any], message: str, packed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    damage(copy)
+    check_refused(quantize("verify", copy), message)
+
+
+# --- options that stay ----------------------------------------------------------------------------------------------
+
+SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]
+OPTIONS = {
+    "quarot": [
+        *SHARED, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--rounding", "--rotate", "--no-rotate",
+        "--online", "--offline", "--calibration", "--samples", "--sequence-length", "--damping", "--skip",
+    ],
+    "rotate": SHARED,
+    "inspect": ["--json", "--debug"],
+    "verify": ["--against", "--text", "--json", "--debug"],
+}  # fmt: skip
+
+
+def test_the_options_are_these() -> None:
+    """The command line is a contract: whoever changes it changes this list, and the documents."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = {
+        name: [flag for option in command.params if option.param_type_name == "option"
+               for flag in (*option.opts, *option.secondary_opts) if flag != "--help"]
+        for name, command in commands.items()
+    }  # fmt: skip
+    assert {name: sorted(options) for name, options in found.items()} == {
+        name: sorted(options) for name, options in OPTIONS.items()
+    }
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in OPTIONS)])
+def test_help(command: list[str]) -> None:
+    result = quantize(*command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.stdout
+
+
+# --- the real process -----------------------------------------------------------------------------------------------
+
+
+def test_the_process(tiny: Path, tmp_path: Path) -> None:
+    """Exit code and streams as a shell sees them."""
+    path = os.pathsep.join([str(Path(ptq.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "ptq", "quarot", str(tiny), str(tmp_path / "out"), "--weight-bits", "1"]
+    result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert result.stderr == "quantize: weight bits must be 2 to 8, or 16 to leave the weights alone; found 1\n"
+
+
+def test_debug_shows_the_traceback(tiny: Path, tmp_path: Path) -> None:
+    result = quantize("quarot", tiny, tmp_path / "out", "--weight-bits", "1", "--debug")
+    assert isinstance(result.exception, ptq.InputError)
