@@ -30,8 +30,9 @@ class _Splice(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.entered = hidden_states
         x = hidden_states if self.replacement is None else self.replacement
-        self.left = x if self.block is None else self.block(x, *args, **kwargs)
-        return self.left
+        x = x if self.block is None else self.block(x, *args, **kwargs)
+        self.left = x
+        return x
 
 
 class Part:
@@ -68,7 +69,9 @@ class Part:
     def parameter(self, name: str) -> Tensor:
         """The tensor that is called `name` in the whole model."""
         owner, _, leaf = name.rpartition(".")
-        return self.module(owner)._parameters[leaf].detach()
+        tensor = self.module(owner)._parameters[leaf]
+        assert tensor is not None, name
+        return tensor.detach()
 
     def take(self, name: str) -> Tensor:
         """The tensor that is called `name` in the whole model; the part does not hold it any more."""
@@ -78,7 +81,7 @@ class Part:
         return tensor
 
     def pack(self, entries: dict[str, dict[str, Any]]) -> None:
-        """Put packed linears in the place of plain ones: entries of `quantization_config` by name in the whole model."""
+        """Put packed linears in the place of plain ones: `quantization_config` entries by name in the whole model."""
         for name, entry in entries.items():
             if name.startswith(self.prefix):
                 swap(self.block, name.removeprefix(self.prefix), entry)

@@ -26,7 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Model = Annotated[str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq.")]
+Model = Annotated[
+    str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq.")
+]
 Out = Annotated[Path, typer.Argument(help="Folder of the result; must not exist or be empty.")]
 Calibration = Annotated[
     str | None, typer.Option(help="Text for GPTQ: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
@@ -38,7 +40,9 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work.  [default: OUT.work]")]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw unfinished work away.")]
 ShowPlan = Annotated[bool, typer.Option("--plan", help="Print what would be done, and do nothing.")]
-Skip = Annotated[list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")]
+Skip = Annotated[
+    list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -78,8 +82,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
     console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
     console.print(
-        f"proven: rotated model equals the original to {result.rotation_error:.1e}; reloaded, it gives the same logits; "
-        f"KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens",
+        f"proven: the rotated model equals the original to {result.rotation_error:.1e}; "
+        f"read again, the checkpoint gives the logits that were measured; KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens",
         soft_wrap=True,
     )
 
@@ -122,7 +126,9 @@ def _render(table: Table) -> str:
 
 @app.command()
 @command
-def inspect(checkpoint: Annotated[str, typer.Argument(help="A checkpoint.")], as_json: Json = False, debug: Debug = False) -> None:
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint.")], as_json: Json = False, debug: Debug = False
+) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
     found = contents.summary(Checkpoint.open(pipeline.source.resolve(checkpoint)))
     if as_json:

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
-from ptq.hf import QUANT_METHOD, PtqConfig
+from ptq.hf import PtqConfig
 from ptq.linear import swap
 
 
@@ -48,21 +48,22 @@ class Contents:
 
 def summary(checkpoint: Checkpoint) -> Contents:
     """Summarise a checkpoint. Raises InputError where it is quantised by another package."""
-    config = checkpoint.config.get("quantization_config")
-    if config is None:
+    packed = PtqConfig.parse(checkpoint.config)
+    if packed is None:
         return Contents((), checkpoint.nbytes, checkpoint.nbytes)
-    if not isinstance(config, dict) or config.get("quant_method") != QUANT_METHOD:
-        method = config.get("quant_method") if isinstance(config, dict) else config
-        raise InputError(f"{checkpoint.folder}: was quantised by {method!r}, not by ptq")
-    packed = PtqConfig.from_dict(config)
     shapes = _shapes(read_config(checkpoint), packed)
+    stored: dict[str, int] = {}
+    for tensor, info in checkpoint.tensors.items():
+        stored[_packed_owner(tensor)] = stored.get(_packed_owner(tensor), 0) + info.nbytes
     groups = []
     for name, scheme in packed.schemes.items():
         linears = tuple(linear for linear, used in packed.linears.items() if used == name)
         if not linears:
-            raise InputError(f"{checkpoint.folder / 'config.json'}: quantization_config: no linear uses scheme {name!r}")
-        nbytes = sum(info.nbytes for tensor, info in checkpoint.tensors.items() if _packed_owner(tensor) in linears)
-        groups.append(Group(scheme, linears, sum(math.prod(shapes[linear]) for linear in linears), nbytes))
+            raise InputError(
+                f"{checkpoint.folder / 'config.json'}: quantization_config: no linear uses scheme {name!r}"
+            )
+        weights = sum(math.prod(shapes[linear]) for linear in linears)
+        groups.append(Group(scheme, linears, weights, sum(stored.get(linear, 0) for linear in linears)))
     return Contents(tuple(groups), checkpoint.nbytes - sum(group.nbytes for group in groups), checkpoint.nbytes)
 
 
@@ -70,7 +71,9 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
     content = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
     if content["model_type"] not in CONFIG_MAPPING:
-        raise InputError(f"{checkpoint.folder / 'config.json'}: transformers knows no model_type {content['model_type']!r}")
+        raise InputError(
+            f"{checkpoint.folder / 'config.json'}: transformers knows no model_type {content['model_type']!r}"
+        )
     try:
         return CONFIG_MAPPING[content["model_type"]].from_dict(content)
     except Exception as error:  # its validators raise many kinds
@@ -86,7 +89,16 @@ def _packed_owner(tensor: str) -> str:
 
 def _shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tuple[int, int]]:
     """[n, k] of the packed linears, from the model built without weights. Raises InputError for what does not fit."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = _without_weights(config)
     linears = {name: swap(model, name, entry) for name, entry in packed.entries().items()}
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+
+
+def biases(config: PreTrainedConfig) -> set[str]:
+    """Names of the biases that the model of a config has."""
+    return {name for name, _ in _without_weights(config).named_parameters() if name.endswith(".bias")}
+
+
+def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)

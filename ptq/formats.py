@@ -29,9 +29,9 @@ class Codebook(Protocol):
     """A set of points in `dim` dimensions, and how weights are scaled to it. `columns` are the columns of the whole
     weight that the given ones are (runs of `dim`); None: all of them, in order."""
 
-    dim: int
+    dim: ClassVar[int]
     """d: consecutive weights of a row that share one code. Codes are [n, m] with m = k / d."""
-    per_row: bool
+    per_row: ClassVar[bool]
     """Whether scales belong to single rows (every tensor of them is [n, ...]), so that rows can be done in pieces."""
 
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
@@ -71,8 +71,8 @@ class BlockCodebook(Codebook, Protocol):
 class Format(Protocol):
     """One way to store a weight W[n, k] and to multiply with it."""
 
-    name: str
-    version: int
+    name: ClassVar[str]
+    version: ClassVar[int]
     """Of the byte layout; a checkpoint records it, and another one is refused."""
 
     @property

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
-from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptq.errors import InputError
@@ -16,7 +17,6 @@ QUANT_METHOD = "ptq"
 LAYOUT_VERSION = 1
 
 
-@register_quantization_config(QUANT_METHOD)
 class PtqConfig(QuantizationConfigMixin):
     """`quantization_config` of config.json: every quantised linear, explicitly.
 
@@ -43,10 +43,21 @@ class PtqConfig(QuantizationConfigMixin):
         for name, scheme in linears.items():
             if not isinstance(scheme, str) or scheme not in schemes:
                 raise InputError(f"config.json: quantization_config of {name}: no scheme is called {scheme!r}")
-        self.quant_method = quant_method
+        self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]  (the enum is of built-in methods)
         self.version = version
         self.schemes: dict[str, Any] = schemes
         self.linears: dict[str, str] = linears
+
+    @classmethod
+    def parse(cls, config: dict[str, Any]) -> "PtqConfig | None":
+        """What a config.json says; None where the model is not quantised. Raises InputError for another method."""
+        found = config.get("quantization_config")
+        if found is None:
+            return None
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if method != QUANT_METHOD:
+            raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq")
+        return cls(**found)
 
     @classmethod
     def of(cls, plan: Plan) -> "PtqConfig":
@@ -65,14 +76,13 @@ class PtqConfig(QuantizationConfigMixin):
         return {name: self.schemes[scheme] for name, scheme in self.linears.items()}
 
 
-@register_quantizer(QUANT_METHOD)
 class PtqQuantizer(HfQuantizer):
     """Puts a `QuantLinear` in the place of every linear that the config lists; transformers then loads the bytes."""
 
     requires_calibration = True  # packed checkpoints are made by `quantize`, never by from_pretrained
-    quantization_config: PtqConfig
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        assert isinstance(self.quantization_config, PtqConfig)
         replaced = {name: swap(model, name, entry) for name, entry in self.quantization_config.entries().items()}
         files = kwargs.get("checkpoint_files")
         if files:
@@ -84,6 +94,10 @@ class PtqQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+register_quantization_config(QUANT_METHOD)(PtqConfig)
+register_quantizer(QUANT_METHOD)(PtqQuantizer)
 
 
 def check_files(modules: dict[str, QuantLinear], files: list[Path]) -> None:

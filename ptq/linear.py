@@ -47,11 +47,11 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """x Wᵀ + b, in the dtype of x."""
-        return self.format.linear(self.transform(x), self.parts(), self.bias)
+        return self.format.linear(self.transform(x), self.parts(), self._parameters["bias"])
 
     def extra_repr(self) -> str:
         online = f", hadamard={self.construction}" if self.construction else ""
-        bias = self.bias is not None
+        bias = self._parameters["bias"] is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}{online}"
 
 
@@ -101,14 +101,16 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
 
 
 def swap(root: nn.Module, name: str, entry: Any) -> QuantLinear:
-    """Put the module that an entry describes in the place of the linear `name`. Raises InputError where there is none."""
+    """Put the module that an entry describes in the place of a linear. Raises InputError where there is none."""
     parent, _, leaf = name.rpartition(".")
     try:
         linear = root.get_submodule(name)
     except AttributeError as error:
         raise InputError(f"config.json: quantization_config names {name}, which the model does not have") from error
     if not isinstance(linear, nn.Linear):
-        raise InputError(f"config.json: quantization_config names {name}, which is a {type(linear).__name__}, no Linear")
+        raise InputError(
+            f"config.json: quantization_config names {name}, which is a {type(linear).__name__}, no Linear"
+        )
     with torch.device("meta"):
         module = build(entry, name, linear.in_features, linear.out_features, linear.bias is not None)
     setattr(root.get_submodule(parent), leaf, module)

@@ -12,7 +12,9 @@ from ptq import source
 from ptq.errors import InputError, RunError
 
 
-def load_model(model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None) -> PreTrainedModel:
+def load_model(
+    model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> PreTrainedModel:
     """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one.
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
@@ -31,7 +33,9 @@ def load_model(model: str | Path, dtype: torch.dtype | None = None, device: torc
         raise _error(str(model), error) from error
     loaded, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise InputError(f"{model}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]!r}")
+        raise InputError(
+            f"{model}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]!r}"
+        )
     return loaded.to(device) if device is not None else loaded
 
 

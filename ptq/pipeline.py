@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig
 
 from ptq import calibration, methods, preflight, proof, source
 from ptq.checkpoint import Checkpoint, refuse_quantised
-from ptq.contents import read_config, summary
+from ptq.contents import biases, read_config, summary
 from ptq.errors import InputError
 from ptq.families import Family, family_of, shape_of
 from ptq.job import Job
 from ptq.loading import load_tokenizer
-from ptq.plan import Plan, check_claims
+from ptq.plan import Plan, check_biases, check_claims
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
@@ -24,6 +24,7 @@ from ptq.work import RECORD, Record, compare, open_work, read_record, remove_fin
 from ptq.writer import assemble, check_folders, partial_folder, put_in_place, write_record
 
 PROBE_TOKENS = 16
+DEFAULTS = RunOptions()
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
     plan = methods.planner(recipe.method)(shape_of(config), family, recipe, dtypes)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
+    check_biases(plan, checkpoint.tensors, biases(config))
     return Target(checkpoint, config, family, plan)
 
 
@@ -69,7 +71,7 @@ class Result:
     """Share of probe tokens after which both models expect the same token."""
 
 
-def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOptions = RunOptions()) -> Result:
+def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOptions = DEFAULTS) -> Result:
     """Quantise `model` into the folder `out`; the same call continues a run that was interrupted.
 
     Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
@@ -160,14 +162,18 @@ def _calibration_rows(target: Target, recipe: Recipe) -> Int[Tensor, "samples t"
     if recipe.rounding == "nearest" or not any(linear.statistics for linear in target.plan.linears):
         return None
     if recipe.calibration is None:
-        raise InputError("GPTQ needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub "
-                         "dataset), or choose --rounding nearest")  # fmt: skip
+        raise InputError(
+            "GPTQ needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub dataset), "
+            "or choose --rounding nearest"
+        )
     assert recipe.sequence_length is not None
     tokenizer = load_tokenizer(target.checkpoint.folder)
     rows = calibration.load_rows(recipe.calibration, tokenizer, recipe.samples, recipe.sequence_length, recipe.seed)
     vocab = shape_of(target.config).vocab
     if int(rows.max()) >= vocab:
-        raise InputError(f"{target.checkpoint.folder}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
+        raise InputError(
+            f"{target.checkpoint.folder}: its tokenizer gives token {int(rows.max())}, the model has {vocab}"
+        )
     return rows
 
 

@@ -4,7 +4,7 @@ A method (`quarot.plan`, ...) makes a `Plan` from a model's shape, its `Family` 
 calibrator, the writer and the tests read that one plan; nothing else in the package knows where a rotation goes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from ptq.errors import InputError
@@ -89,6 +89,20 @@ class Plan:
     def linear(self, name: str) -> LinearPlan | None:
         """The plan of one linear, or None where the model has no such weight of its own (a tied head)."""
         return next((linear for linear in self.linears if linear.name == name), None)
+
+
+def check_biases(plan: Plan, tensors: Collection[str], promised: Collection[str]) -> None:
+    """Check that the source has exactly the biases of linears that its config promises. Raises InputError.
+
+    transformers would fill a missing one with random numbers, and leave out one that the config does not promise.
+    """
+    for name in (f"{linear.name}.bias" for linear in plan.linears):
+        if (name in tensors) != (name in promised):
+            has, says = ("holds", "does not promise it") if name in tensors else ("has no", "promises it")
+            raise InputError(
+                f"the checkpoint {has} tensor {name!r}, but its config.json {says}: "
+                "the config belongs to another model, or the checkpoint is damaged"
+            )
 
 
 def check_claims(plan: Plan, tensors: dict[str, tuple[int, ...]]) -> None:

@@ -19,7 +19,13 @@ class Progress:
     def __init__(self, plan: Plan, calibrated: bool, visible: bool) -> None:
         self.plan, self.calibrated, self.visible = plan, calibrated, visible
         columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self.bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not (visible and console.is_terminal), transient=True)
+        self.bar = Bar(
+            *columns,
+            TimeRemainingColumn(),
+            console=console,
+            disable=not (visible and console.is_terminal),
+            transient=True,
+        )
         passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
         self.task = self.bar.add_task("", total=passes * sum(linear.n * linear.k for linear in plan.rounded()) or None)
 
@@ -27,7 +33,9 @@ class Progress:
         self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.bar.stop()
 
     @contextmanager

@@ -29,11 +29,15 @@ class Agreement:
     """Share of probe tokens whose most likely successor is the same."""
 
 
-def compare(original: Float[Tensor, "b t v"], rotated: Float[Tensor, "b t v"], packed: Float[Tensor, "b t v"]) -> Agreement:
+def compare(
+    original: Float[Tensor, "b t v"], rotated: Float[Tensor, "b t v"], packed: Float[Tensor, "b t v"]
+) -> Agreement:
     """Compare logits. Raises RunError where the rotated model is not the original, or the packed one is not finite."""
     error = ((rotated.double() - original.double()).norm() / original.double().norm()).item()
     if not error < LOGITS_TOLERANCE:  # also where it is NaN
-        raise RunError(f"the rotated model's logits differ from the original's by {error:.1e} (relative); nothing was written")
+        raise RunError(
+            f"the rotated model's logits differ from the original's by {error:.1e} (relative); nothing was written"
+        )
     if not packed.isfinite().all():
         raise RunError("the packed model's logits are not finite; nothing was written")
     p, q = original.double().log_softmax(-1), packed.double().log_softmax(-1)
@@ -58,12 +62,12 @@ def account(checkpoint: Checkpoint, plan: Plan, source: set[str]) -> None:
 def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Float[Tensor, "b t v"]) -> None:
     """Run a written checkpoint part by part, from its own files and its own config.json, and compare its logits with
     those that the run measured, to the bit. Raises RunError."""
-    entries = PtqConfig.from_dict(checkpoint.config["quantization_config"]).entries() if any(job.plan.rounded()) else {}
+    packed = PtqConfig.parse(checkpoint.config)
     first, last = job.packed_ends({name: checkpoint.read(name) for name in checkpoint.tensors if _is_end(name, job)})
     hidden = first.embed(ids)
     for index in range(job.plan.blocks):
         part = Part(job.config, job.family, index, job.device)
-        part.pack(entries)
+        part.pack(packed.entries() if packed else {})
         part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
         hidden = part.run(hidden)
     if not torch.equal(last.logits(hidden), logits):

@@ -44,7 +44,7 @@ class Rounded:
     error: float = 0.0
     """Squared error relative to the weight's: |W - Ŵ|² / |W|²."""
     loss: float | None = None
-    """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ), over LOSS_ROWS rows where there are more; None without a Hessian."""
+    """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ), over at most LOSS_ROWS rows; None without a Hessian."""
     nearest_loss: float | None = None
     """The same for nearest rounding with the same scales."""
     damping: float | None = None

@@ -1,9 +1,9 @@
 """Write files that are either whole or absent, and assemble block files into Hugging Face shards.
 
 Every file is written under a temporary name beside its place and renamed. A crash leaves at most a `*.tmp`, which
-nobody reads. Bytes depend only on the tensors, so writing again is harmless. Files that are meant to stay are forced to
-disk before they are renamed; work files need not be: what a power cut does to them shows when the finished checkpoint is
-compared with what was measured.
+nobody reads. Bytes depend only on the tensors, so writing again is harmless. Files that are meant to stay are forced
+to disk before they are renamed; work files need not be: what a power cut does to them shows when the finished
+checkpoint is compared with what was measured.
 """
 
 import json

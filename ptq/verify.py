@@ -37,7 +37,7 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
     if against is None:
         return Verification(tensors, files)
     original = source.resolve(against)
-    models = (load_model(path, torch.float32) for path in (folder, original))
+    models = load_model(folder, torch.float32), load_model(original, torch.float32)
     agreement = evaluate.compare(*models, _windows(original, text))
     return Verification(tensors, files, agreement.model.tokens, agreement.kl, agreement.top1)
 
@@ -72,4 +72,3 @@ def _windows(original: Path, text: Path | None) -> evaluate.Windows:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{text}: cannot be read as UTF-8 text ({error})") from error
     return evaluate.windows_from_text(load_tokenizer(original), content, evaluate.context_for(config))
-

@@ -47,9 +47,7 @@ class Record:
     @classmethod
     def of(cls, recipe: Recipe, plan: Plan, source: str, calibration: str | None) -> "Record":
         """The record of a new run: draws the signs."""
-        signs = {
-            name: _to_hex(rewrite.draw_signs(name, length, recipe.seed)) for name, length in plan.signs.items()
-        }
+        signs = {name: _to_hex(rewrite.draw_signs(name, length, recipe.seed)) for name, length in plan.signs.items()}
         plain = json.loads(json.dumps(recipe.as_dict()))
         return cls(plain, source, calibration, package_version(), signs)
 
@@ -97,7 +95,9 @@ def _check_empty(folder: Path) -> None:
     """Raise InputError where a folder holds more than the half-written record of a run that was killed at once."""
     names = [] if not folder.exists() else [e.name for e in folder.iterdir()] if folder.is_dir() else [folder.name]
     if any(not name.startswith(f"{UNFINISHED}.") for name in names):
-        raise InputError(f"{folder}: holds something that is not unfinished work of ptq; name another folder with --work")
+        raise InputError(
+            f"{folder}: holds something that is not unfinished work of ptq; name another folder with --work"
+        )
 
 
 def remove_work(folder: Path) -> None:
@@ -123,7 +123,9 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: not a record of a ptq run ({error}); pass --restart, or remove the folder") from error
+        raise InputError(
+            f"{path}: not a record of a ptq run ({error}); pass --restart, or remove the folder"
+        ) from error
     if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
         raise InputError(f"{path}: not a record of a ptq run; pass --restart, or remove the folder")
     return record
@@ -136,7 +138,9 @@ def compare(new: Record, stored: dict[str, Any]) -> list[str]:
         return []
     theirs = stored["recipe"]
     keys = sorted(mine["recipe"].keys() | theirs.keys())
-    found = [f"{k}: {theirs.get(k)!r} -> {mine['recipe'].get(k)!r}" for k in keys if theirs.get(k) != mine["recipe"].get(k)]
+    found = [
+        f"{k}: {theirs.get(k)!r} -> {mine['recipe'].get(k)!r}" for k in keys if theirs.get(k) != mine["recipe"].get(k)
+    ]
     names = {"source": "the model has changed", "calibration": "the calibration data has changed"}
     found += [text for key, text in names.items() if mine[key] != stored.get(key)]
     if mine["version"] != stored.get("version"):

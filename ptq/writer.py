@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ptq.checkpoint import INDEX, SINGLE, Checkpoint
+from ptq.checkpoint import INDEX
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
@@ -35,7 +35,9 @@ def check_folders(out: Path, work: Path, source: Path) -> None:
     inside = {other: other.resolve() for other in (out, source)}
     for other, path in inside.items():
         if work.resolve() in (path, *path.parents):
-            raise InputError(f"{work}: is removed at the end, so {other} cannot be in it; name another folder with --work")
+            raise InputError(
+                f"{work}: is removed at the end, so {other} cannot be in it; name another folder with --work"
+            )
     if inside[out] in work.resolve().parents:
         raise InputError(f"{work}: lies inside the folder of the result; name another folder with --work")
 

@@ -22,12 +22,22 @@ def quarot(
     model: cli.Model,
     out: cli.Out,
     weight_bits: Annotated[int, typer.Option(help="2 to 8, or 16 to rotate only.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Input channels that share a scale; 0: one scale per output channel.")] = 0,
-    symmetric: Annotated[bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")] = True,
+    group_size: Annotated[
+        int, typer.Option(help="Input channels that share a scale; 0: one scale per output channel.")
+    ] = 0,
+    symmetric: Annotated[
+        bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")
+    ] = True,
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "gptq",
     rotate: Annotated[bool, typer.Option("--rotate/--no-rotate", help="Rotations at all.")] = True,
-    online: Annotated[bool, typer.Option("--online/--offline", help="Also the rotation of down_proj's input, which runs "
-                                         "at run time; --offline: only those that vanish into the weights.")] = True,
+    online: Annotated[
+        bool,
+        typer.Option(
+            "--online/--offline",
+            help="Also the rotation of down_proj's input, which runs "
+            "at run time; --offline: only those that vanish into the weights.",
+        ),
+    ] = True,
     calibration: cli.Calibration = None,
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,

@@ -78,7 +78,10 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: dict[s
         unit_norms=tuple(norms) if residual else (),
         kept=(*(() if residual else norms), *(f"{block}.{name}" for block in block_prefixes for name in family.kept)),
         unused=tuple(
-            sorted(dtypes.keys() & (stored_head | {f"{block}.{name}" for block in block_prefixes for name in family.unused}))
+            sorted(
+                dtypes.keys()
+                & (stored_head | {f"{block}.{name}" for block in block_prefixes for name in family.unused})
+            )
         ),
         untied=untied,
         signs=_sign_lengths(shape, recipe, residual),
@@ -126,9 +129,7 @@ def _block(block: str, shape: ModelShape, family: Family, rotations: _Rotations)
         gain = f"{block}.{norm}.weight" if norm and rotations.residual else None
         statistics = f"{block}.{first}"
         name = f"{block}.{part}"
-        return _linear(
-            name, n, shape.hidden, norm=gain, input=rotations.residual, output=output, statistics=statistics
-        )
+        return _linear(name, n, shape.hidden, norm=gain, input=rotations.residual, output=output, statistics=statistics)
 
     def writer(part: str, k: int, **rotation: Rotation | None) -> LinearPlan:
         name = f"{block}.{part}"
@@ -199,4 +200,4 @@ def _notes(shape: ModelShape, family: Family, recipe: QuarotRecipe) -> Iterator[
     for name, width in widths.items():
         order = hadamard.largest_block(width)
         if order != width:
-            yield f"{name} {width}: no Hadamard matrix of this order can be built; {width // order} blocks of {order} are used"
+            yield f"{name} {width}: no Hadamard matrix of that order can be built, so {width // order} of {order} are used"

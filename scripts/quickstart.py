@@ -5,6 +5,7 @@ python scripts/quickstart.py CHECKPOINT
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -22,7 +23,8 @@ PROMPT = "def __init__(self, "
 
 def main(checkpoint: str) -> None:
     folders = {"original (bf16)": Path(demo_path()), "QuaRot INT4": Path(checkpoint)}
-    original, packed = (AutoModelForCausalLM.from_pretrained(folder) for folder in folders.values())
+    models: list[Any] = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders.values()]
+    original, packed = models
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompt = tokenizer(PROMPT, return_tensors="pt")
     written = packed.generate(**prompt, max_new_tokens=40, do_sample=False)
@@ -32,7 +34,7 @@ def main(checkpoint: str) -> None:
     windows = type(windows)(windows.tokens[:64], windows.found, windows.tokenizer, windows.bos)
     agreement = compare(packed, original, windows)
     table = Table("", "MB", "bits per weight", "perplexity", "tokens/s", title="demo, on its held-out text")
-    rows = zip(folders.items(), (original, packed), (agreement.original, agreement.model), strict=True)
+    rows = zip(folders.items(), models, (agreement.original, agreement.model), strict=True)
     for (name, folder), model, measured in rows:
         contents = summary(Checkpoint.open(folder))
         bits = "16" if contents.bits_per_weight is None else f"{contents.bits_per_weight:.2f}"

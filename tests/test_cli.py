@@ -23,6 +23,7 @@ from ptq.cli import app
 
 TINY = dict(hidden_size=16, intermediate_size=24, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
 NAME = "model.layers.1.mlp.up_proj.weight"
+BIAS = "model.layers.1.mlp.up_proj.bias"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -146,6 +147,8 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "hostile JSON": (hostile_json, "nested too deeply"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
     "missing tensor": (tensors(lambda t: t.pop(NAME)), f"has no tensor '{NAME}'"),
+    "missing bias": (tensors(lambda t: t.pop(BIAS)), f"has no tensor '{BIAS}', but its config.json promises it"),
+    "surplus bias": (config(attention_bias=False), "does not promise it"),
     "unclaimed tensor": (tensors(lambda t: t.update(extra=torch.ones(3))), "no row of the family claims tensor 'extra'"),
     "contradicting shape": (tensors(lambda t: t.update({NAME: torch.ones(24, 8)})), "has shape [24, 8], but config.json says"),
     "a config of another size": (config(hidden_size=32), "config.json says"),

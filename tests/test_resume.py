@@ -14,7 +14,7 @@ import pytest
 from conftest import save_model
 
 import ptq
-from ptq import pipeline, preflight
+from ptq import pipeline, preflight, tasks
 from ptq.work import UNFINISHED
 from quarot.plan import QuarotRecipe
 
@@ -26,8 +26,9 @@ KILLS = 20
 
 @pytest.fixture(scope="module", autouse=True)
 def fast() -> Iterator[None]:
-    """No measuring of the machine, and no waiting for its disk: neither matters here."""
+    """No measuring of the machine, no waiting for its disk: neither matters here. Small chunks: more files."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "CHUNK_TOKENS", 64)
         patch.setattr(preflight, "_matmul_rate", lambda: 1e9)
         patch.setattr(os, "fsync", lambda handle: None)
         yield

@@ -1,0 +1,102 @@
+"""Rules of the house that a reader can rely on, checked on the sources."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ptq.families import FAMILIES
+from ptq.formats import FORMATS
+from ptq.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("ptq", *METHODS)
+SOURCES = sorted(path for folder in (*PACKAGES, "scripts") for path in (ROOT / folder).rglob("*.py"))
+PACKAGED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGES]
+MAX_LINES, MAX_FUNCTION_LINES = 300, 60
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, wherever in the file."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}: imports are absolute"
+            yield node.module or ""
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=name_of)
+def test_imports_point_from_methods_to_ptq(path: Path) -> None:
+    """ptq imports no method, and no method another one."""
+    package = path.relative_to(ROOT).parts[0]
+    found = {module.partition(".")[0] for module in imports(path)}
+    assert not found & (set(METHODS) - {package})
+    assert "scripts" not in found and "tests" not in found
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=name_of)
+def test_modules_are_imported_by_name_in_two_places_only(path: Path) -> None:
+    """Nothing that a checkpoint says can be imported: the names come from two fixed tables."""
+    if name_of(path) in ("ptq/methods.py", "ptq/formats.py"):
+        return
+    assert not [name for name, _ in calls(path) if name.endswith("import_module") or name == "__import__"]
+
+
+def test_the_tables_name_packages_of_this_project() -> None:
+    assert all(module.partition(".")[0] in PACKAGES for module, _ in FORMATS.values())
+    assert all((ROOT / method / "plan.py").is_file() and (ROOT / method / "cli.py").is_file() for method in METHODS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_and_functions_are_short(path: Path) -> None:
+    lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert lines <= MAX_LINES, f"{lines} lines: find the second noun in it"
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= MAX_FUNCTION_LINES, f"{node.name}: {length} lines"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_files_are_named_for_a_noun(path: Path) -> None:
+    assert path.stem not in ("utils", "util", "helpers", "helper", "common", "misc")
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=name_of)
+def test_no_family_is_named_outside_the_table(path: Path) -> None:
+    """What depends on the model is a field of its row; `if model_type == ...` needs such a name."""
+    if name_of(path) == "ptq/families.py":
+        return
+    tree = tree_of(path)
+    found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    assert not [text for text in found if text in FAMILIES]
+
+
+UNSAFE_MODULES = {"pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+UNSAFE_CALLS = {"torch.load", "np.load", "numpy.load", "eval", "exec", "pd.read_pickle"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
+def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(path: Path) -> None:
+    assert not {module.partition(".")[0] for module in imports(path)} & UNSAFE_MODULES
+    for name, call in calls(path):
+        assert name not in UNSAFE_CALLS, f"line {call.lineno}: {name}"
+        for keyword in call.keywords:
+            trusted = keyword.arg == "trust_remote_code" and ast.unparse(keyword.value) != "False"
+            assert not trusted, f"line {call.lineno}: code of a checkpoint is never executed"

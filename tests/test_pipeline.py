@@ -1,0 +1,218 @@
+"""Whole runs on tiny models: what comes out, that it is proven, and that it is the same every time."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from conftest import save_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import pipeline, preflight, rewrite
+from ptq.families import FAMILIES
+from ptq.linear import QuantLinear
+from ptq.writer import LOG, file_hashes
+from quarot.plan import QuarotRecipe
+
+IDS = torch.arange(3, 40).reshape(1, -1)
+QUIET = ptq.RunOptions(progress=False)
+TINY = dict(hidden_size=16, intermediate_size=24, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_matmul_rate", lambda: 1e9)
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny") / "model", **TINY)
+
+
+def gptq(text: Path, **changes: Any) -> QuarotRecipe:
+    return QuarotRecipe(**{**dict(calibration=str(text), samples=8, sequence_length=64, group_size=8), **changes})
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOG}
+
+
+def logits(folder: Path) -> torch.Tensor:
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(IDS).logits
+
+
+# --- whole runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_gptq_and_nearest_on_every_family(model_type: str, calibration_text: Path, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", model_type)
+    result = ptq.quantize(model, tmp_path / "gptq", gptq(calibration_text), QUIET)
+    nearest = ptq.quantize(model, tmp_path / "nearest", gptq(calibration_text, rounding="nearest"), QUIET)
+    assert result.rotation_error < 1e-5 and result.kl < nearest.kl
+    original = logits(model).log_softmax(-1)
+    for out in (tmp_path / "gptq", tmp_path / "nearest"):
+        kl = (original.exp() * (original - logits(out).log_softmax(-1))).sum(-1).mean()
+        assert 0 < kl < 1, "far from random, for INT4 of a random model"
+    record = json.loads((tmp_path / "gptq" / "ptq.json").read_text())
+    rounded = {name: line for name, line in record["linears"].items() if line}
+    assert len(rounded) == 14
+    for name, line in rounded.items():
+        assert 0 < line["loss"] <= line["nearest_loss"], name
+    assert os.listdir(tmp_path).count("gptq.work") == 0
+
+
+def test_twice_the_same_bytes(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = gptq(calibration_text)
+    for out in ("first", "second"):
+        ptq.quantize(tiny, tmp_path / out, recipe, QUIET)
+        torch.rand(3)  # the global state is another one the second time
+    assert contents(tmp_path / "first") == contents(tmp_path / "second")
+    ptq.quantize(tiny, tmp_path / "third", gptq(calibration_text, seed=1), QUIET)
+    name = "model.safetensors"
+    assert (tmp_path / "third" / name).read_bytes() != (tmp_path / "first" / name).read_bytes()
+
+
+def test_random_states_and_settings_of_the_caller_are_left_alone(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
+    before = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()  # type: ignore[index]
+    ptq.quantize(tiny, tmp_path / "out", gptq(calibration_text), QUIET)
+    after = random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()  # type: ignore[index]
+    assert before == after
+    assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+
+
+def test_a_wrong_rotation_is_found_before_anything_is_rounded(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof of principle 9: turn one side of the residual stream only."""
+    real = rewrite.weight
+
+    def broken(linear: Any, *rest: Any) -> torch.Tensor:
+        return real(linear, *rest) * (-1 if linear.name.endswith("layers.1.self_attn.v_proj") else 1)
+
+    monkeypatch.setattr(rewrite, "weight", broken)
+    with pytest.raises(ptq.RunError, match="block 1: the rotated block differs"):
+        ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("out.work/linears/model.layers.1.*"))
+
+
+# --- plain checkpoints ----------------------------------------------------------------------------------------------
+
+
+def test_plain_checkpoints_load_without_this_package(tiny: Path, tmp_path: Path) -> None:
+    whole = QuarotRecipe(rounding="nearest", weight_bits=16, online=False)
+    ptq.quantize(tiny, tmp_path / "rotated", whole, QUIET)
+    ptq.quantize(tiny, tmp_path / "copied", QuarotRecipe(rounding="nearest", weight_bits=16, rotate=False), QUIET)
+    code = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+for folder in sys.argv[1:]:
+    model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    print(model(torch.arange(3, 40).reshape(1, -1)).logits.double().sum(-1).tolist())
+assert "ptq" not in sys.modules
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "rotated"), str(tmp_path / "copied")]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    for line in result.stdout.splitlines():
+        torch.testing.assert_close(torch.tensor(json.loads(line)), logits(tiny).double().sum(-1).float(), rtol=0, atol=1e-3)
+    for out in ("rotated", "copied"):
+        assert "quantization_config" not in json.loads((tmp_path / out / "config.json").read_text())
+    rotated, source = load_file(tmp_path / "rotated" / "model.safetensors"), load_file(tiny / "model.safetensors")
+    assert not torch.equal(rotated["model.embed_tokens.weight"], source["model.embed_tokens.weight"])
+    copied = load_file(tmp_path / "copied" / "model.safetensors")
+    assert copied.keys() == source.keys() and all(torch.equal(copied[name], source[name]) for name in source)
+
+
+def test_offline_rounding_needs_no_transform_at_run_time(tiny: Path, tmp_path: Path) -> None:
+    ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest", online=False), QUIET)
+    schemes = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["schemes"]
+    assert [scheme.get("hadamard") for scheme in schemes.values()] == [None]
+
+
+# --- skip -----------------------------------------------------------------------------------------------------------
+
+
+def test_skipped_linears(calibration_text: Path, tmp_path: Path) -> None:
+    """They stay in the checkpoint's own dtype; down_proj keeps its online rotation in the dense format."""
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16, **TINY)
+    recipe = gptq(calibration_text, skip=("*.down_proj", "model.layers.0.self_attn.*"))
+    result = ptq.quantize(model, tmp_path / "out", recipe, QUIET)
+    assert result.kl < 0.5
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
+    assert found["model.layers.0.mlp.down_proj.weight_dense"].dtype == torch.bfloat16
+    assert found["model.layers.0.mlp.down_proj.weight"].shape == (1,), "the guard"
+    assert "model.layers.0.mlp.up_proj.weight_codes" in found
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(loaded.get_submodule("model.layers.0.self_attn.q_proj")) is torch.nn.Linear
+    down = loaded.get_submodule("model.layers.0.mlp.down_proj")
+    assert isinstance(down, QuantLinear) and down.construction == "paley1:23"
+
+
+# --- the record and the log -----------------------------------------------------------------------------------------
+
+
+def test_the_record(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = gptq(calibration_text, seed=3)
+    result = ptq.quantize(tiny, tmp_path / "out", recipe, QUIET)
+    record = json.loads((tmp_path / "out" / "ptq.json").read_text())
+    assert record["recipe"] == {**recipe.as_dict(), "skip": []}
+    assert record["source"] == ptq.plan(str(tiny), recipe).checkpoint.identity()
+    assert len(record["fingerprint"]) == len(record["calibration"]) == 64
+    assert {name: 4 * len(text) for name, text in record["signs"].items()} == {
+        "R1": 16, "R2.0": 8, "R2.1": 8, "R4.0": 24, "R4.1": 24,
+    }  # fmt: skip
+    assert record["files"] == file_hashes(tmp_path / "out")
+    assert record["result"] == {key: value for key, value in vars(result).items() if key != "out"}
+    assert result.out == tmp_path / "out" and result.bits_per_weight and 4 < result.bits_per_weight < 7
+    assert result.nbytes == sum(t.nbytes for t in load_file(tmp_path / "out" / "model.safetensors").values())
+
+
+def test_a_line_of_json_for_every_layer(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe = gptq(calibration_text)
+    ptq.quantize(tiny, tmp_path / "out", recipe, QUIET)
+    lines = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
+    assert [line["name"] for line in lines] == [linear.name for linear in ptq.plan(str(tiny), recipe).plan.linears]
+    for line in lines:
+        assert line["seconds"] >= 0
+        if "layers" in line["name"]:
+            assert {"error", "loss", "nearest_loss", "damping"} <= line.keys()
+
+
+def test_tokenizer_and_generation_config_come_along(tiny: Path, tmp_path: Path) -> None:
+    ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tiny / name).read_bytes()
+
+
+def test_progress_counts_to_the_end(tiny: Path, calibration_text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The time left is only right if all steps add up to the total."""
+    made: list[Any] = []
+    real = pipeline.Progress
+
+    def watched(*arguments: Any) -> Any:
+        made.append(real(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(pipeline, "Progress", watched)
+    ptq.quantize(tiny, tmp_path / "gptq", gptq(calibration_text), QUIET)
+    ptq.quantize(tiny, tmp_path / "nearest", gptq(calibration_text, rounding="nearest"), QUIET)
+    for progress in made:
+        task = progress.bar.tasks[0]
+        assert task.completed == pytest.approx(task.total)

@@ -1,0 +1,118 @@
+"""The end of a run: folders that may be used, what is copied, hashes, the rename."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_model
+from safetensors.torch import load_file
+
+import ptq
+from ptq import writer
+from ptq.shards import write_tensors
+from quarot.plan import QuarotRecipe
+
+RECIPE = QuarotRecipe(rounding="nearest")
+
+
+def job(model: Path, recipe: QuarotRecipe = RECIPE) -> Any:
+    """As much of a job as the writer reads."""
+    target = ptq.plan(str(model), recipe)
+    return SimpleNamespace(checkpoint=target.checkpoint, config=target.config, plan=target.plan)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("writer") / "model")
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    for name in ("a", "b"):
+        write_tensors(tmp_path / f"{name}.safetensors", {f"{name}.weight": torch.ones(2, 3)}, {"statistics": "{}"})
+    return [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+
+
+def test_folders_that_may_be_used(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    writer.check_folders(tmp_path / "new", tmp_path / "new.work", model)
+    writer.check_folders(tmp_path / "empty", tmp_path / "empty.work", model)
+    writer.check_folders(tmp_path / "deep" / "new", tmp_path / "deep" / "work", model)
+    writer.check_folders(model / "quantised", model / "quantised.work", model)
+
+
+@pytest.mark.parametrize(
+    ("out", "work"),
+    [("same", "same"), ("out", "out/work"), ("work/out", "work"), ("out", "link"), ("out", "."), ("out", "../{name}/model")],
+)
+def test_folders_that_would_be_lost(out: str, work: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "out")
+    place = tmp_path / work.format(name=tmp_path.name)
+    with pytest.raises(ptq.InputError, match="--work"):
+        writer.check_folders(tmp_path / out, place, tmp_path / "model")
+
+
+def test_what_is_assembled(model: Path, files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "left.safetensors").write_text("of an interrupted run")
+    writer.assemble(job(model), files, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors.keys() == {"a.weight", "b.weight"}
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False and config["quantization_config"]["quant_method"] == "ptq"
+
+
+def test_code_weights_and_folders_of_the_source_are_not_copied(files: list[Path], tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source")
+    for name in ("modeling_llama.py", "pytorch_model.bin", "README.md", "notes.txt"):
+        (source / name).write_text("stays")
+    (source / "tokenizer").mkdir()
+    (source / "LICENSE").write_text("comes along")
+    writer.assemble(job(source), files, tmp_path / "out")
+    assert set(os.listdir(tmp_path / "out")) & set(os.listdir(source)) == {
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "LICENSE",
+    }  # fmt: skip
+
+
+def test_a_plain_result_keeps_its_config(model: Path, files: list[Path], tmp_path: Path) -> None:
+    plain = QuarotRecipe(rounding="nearest", weight_bits=16, rotate=False)
+    writer.assemble(job(model, plain), files, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
+
+
+def test_hashes_cover_weights_index_and_config(tmp_path: Path) -> None:
+    for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"):
+        (tmp_path / name).write_text(name)
+    found = writer.file_hashes(tmp_path)
+    assert set(found) == {"model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json"}
+    assert found["config.json"] == hashlib.sha256(b"config.json").hexdigest()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_put_in_place(exists: bool, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "config.json").write_text("{}")
+    if exists:
+        (tmp_path / "out").mkdir()
+    assert writer.partial_folder(tmp_path / "out") == tmp_path / "out.partial"
+    writer.put_in_place(tmp_path / "out.partial", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["config.json"]
+
+
+def test_a_place_that_was_taken_meanwhile(tmp_path: Path) -> None:
+    """Hours may have passed since the check at the start: nothing of either is lost."""
+    for folder in ("out", "out.partial"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_text(folder)
+    with pytest.raises(ptq.RunError, match=r"it is complete in .*out\.partial"):
+        writer.put_in_place(tmp_path / "out.partial", tmp_path / "out")
+    assert (tmp_path / "out" / "file").read_text() == "out"
+    assert (tmp_path / "out.partial" / "file").read_text() == "out.partial"
