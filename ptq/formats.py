@@ -101,11 +101,11 @@ class Format(Protocol):
         ...
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        """x Wᵀ + bias, on parts as `prepack` gives them."""
+        """x Wᵀ + bias, in the dtype of x."""
         ...
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """The parts as the kernels of a device want them; called once after loading."""
+        """The parts as the kernels of a device want them. No kernel wants others yet, so nothing calls this yet."""
         ...
 
 

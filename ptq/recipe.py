@@ -45,7 +45,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Where and how to run; nothing here changes a byte of the result."""
+    """Where and how to run; on one kind of device, nothing here changes a byte of the result."""
 
     work: Path | None = None
     """Folder of unfinished work; `<out>.work` by default. It is removed when the run has succeeded."""

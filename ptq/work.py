@@ -49,6 +49,8 @@ class Record:
         """The record of a new run: draws the signs."""
         signs = {name: _to_hex(rewrite.draw_signs(name, length, recipe.seed)) for name, length in plan.signs.items()}
         plain = json.loads(json.dumps(recipe.as_dict()))
+        if plain["calibration"] is not None and Path(plain["calibration"]).is_file():
+            plain["calibration"] = Path(plain["calibration"]).name  # where a file lay is nobody's business
         return cls(plain, source, calibration, package_version(), signs)
 
     def as_dict(self) -> dict[str, Any]:

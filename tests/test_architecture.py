@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ptq", *METHODS)
 SOURCES = sorted(path for folder in (*PACKAGES, "scripts") for path in (ROOT / folder).rglob("*.py"))
 PACKAGED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in PACKAGES]
-MAX_LINES, MAX_FUNCTION_LINES = 300, 60
+MAX_LINES, MAX_SCRIPT_LINES, MAX_FUNCTION_LINES = 300, 400, 60
 
 
 def name_of(path: Path) -> str:
@@ -66,7 +66,8 @@ def test_the_tables_name_packages_of_this_project() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_files_and_functions_are_short(path: Path) -> None:
     lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{lines} lines: find the second noun in it"
+    limit = MAX_LINES if path in PACKAGED else MAX_SCRIPT_LINES
+    assert lines <= limit, f"{lines} lines: find the second noun in it"
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1

@@ -151,6 +151,20 @@ def test_a_full_disk_at_any_file_is_told_and_continued(
     assert contents(tmp_path / "out") == contents(tmp_path / "expected")
 
 
+@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
+def test_blocks_that_are_done_are_not_looked_at_again(
+    rounding: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hours of a large model: a run that stops while it assembles the result goes on there."""
+    asked = recipe(model, rounding=rounding)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_finish", lambda *_: (_ for _ in ()).throw(ptq.RunError("stopped")))
+        with pytest.raises(ptq.RunError, match="stopped"):
+            ptq.quantize(model, tmp_path / "out", asked, QUIET)
+    monkeypatch.setattr(tasks.Tasks, "block", lambda *_: pytest.fail("a block that is done was begun again"))
+    ptq.quantize(model, tmp_path / "out", asked, QUIET)
+
+
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
 

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +12,15 @@ from safetensors.torch import load_file
 
 import ptq
 from ptq import writer
+from ptq.job import Job
 from ptq.shards import write_tensors
 from quarot.plan import QuarotRecipe
 
 RECIPE = QuarotRecipe(rounding="nearest")
 
 
-def job(model: Path, recipe: QuarotRecipe = RECIPE) -> Any:
-    """As much of a job as the writer reads."""
-    target = ptq.plan(str(model), recipe)
-    return SimpleNamespace(checkpoint=target.checkpoint, config=target.config, plan=target.plan)
+def job(model: Path, recipe: QuarotRecipe = RECIPE) -> Job:
+    return Job(recipe=recipe, signs={}, device=torch.device("cpu"), **vars(ptq.plan(str(model), recipe)))
 
 
 @pytest.fixture(scope="module")
