@@ -83,7 +83,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
     console.print(
         f"proven: the rotated model equals the original to {result.rotation_error:.1e}; "
-        f"read again, the checkpoint gives the logits that were measured; KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens",
+        "read again, the checkpoint gives the logits that were measured; "
+        f"KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens",
         soft_wrap=True,
     )
 

@@ -49,6 +49,19 @@ FAMILIES: dict[str, Family] = {
         Family("mistral"),
         Family("qwen2"),
         Family("qwen3", kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
+        Family("granite"),
+        Family(
+            "olmo2",
+            attention_norm=None,
+            mlp_norm=None,
+            kept=(
+                "self_attn.q_norm.weight",
+                "self_attn.k_norm.weight",
+                "post_attention_layernorm.weight",
+                "post_feedforward_layernorm.weight",
+            ),
+            rotate_residual=False,
+        ),
     )
 }
 

@@ -204,9 +204,9 @@ class Tasks:
         error = ((rotated - expected).norm() / expected.norm()).item()
         if not error < ROTATION_TOLERANCE:  # also where it is NaN
             raise RunError(
-                f"block {index}: the rotated block differs from the original by {error:.1e} (relative; rounding is below "
-                f"{ROTATION_TOLERANCE}), so nothing was written: this {self.job.family.model_type} model may have a part "
-                "that the row in ptq/families.py does not know; please report it"
+                f"block {index}: the rotated block differs from the original by {error:.1e} (relative; rounding is "
+                f"below {ROTATION_TOLERANCE}), so nothing was written: this {self.job.family.model_type} model may "
+                "have a part that the row in ptq/families.py does not know; please report it"
             )
 
     def probe_states(self, index: int) -> Tensors:

@@ -200,4 +200,5 @@ def _notes(shape: ModelShape, family: Family, recipe: QuarotRecipe) -> Iterator[
     for name, width in widths.items():
         order = hadamard.largest_block(width)
         if order != width:
-            yield f"{name} {width}: no Hadamard matrix of that order can be built, so {width // order} of {order} are used"
+            blocks = f"{width // order} of {order}"
+            yield f"{name} {width}: no Hadamard matrix of that order can be built, so {blocks} are used"

@@ -66,6 +66,11 @@ class Cell:
         """How much the perplexity has grown, in percent."""
         return 100 * math.expm1(self.loss_increase)
 
+    @property
+    def percent_error(self) -> float:
+        """Standard error of `percent`, to first order."""
+        return 100 * math.exp(self.loss_increase) * self.loss_increase_error
+
 
 def widths(folder: Path) -> list[int]:
     """The input widths of a model's linear layers."""
@@ -137,7 +142,7 @@ def lines(
 def markdown(line: list[Cell]) -> str:
     first = line[0]
     grid, group = ("sym" if first.symmetric else "asym"), first.group_size or "channel"
-    values = (f"{cell.perplexity:.3f} ({cell.percent:+.2f} ± {100 * cell.loss_increase_error:.2f} %)" for cell in line)
+    values = (f"{cell.perplexity:.3f} ({cell.percent:+.2f} ± {cell.percent_error:.2f} %)" for cell in line)
     return f"| INT{first.bits} | {group} | {grid} | {first.bits_per_weight:.2f} | {' | '.join(values)} |"
 
 

@@ -1,6 +1,8 @@
 """Tiny random models, and where the project's shared material lies."""
 
+import json
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from typer.testing import CliRunner, Result
+
+from ptq import preflight
+from ptq.cli import app
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -22,6 +29,12 @@ ODD = dict(
     bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
 """Widths that are no powers of two, head_dim different from hidden / heads, grouped queries, tied embeddings."""
+
+
+TINY: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=24, head_dim=8, num_attention_heads=2, num_key_value_heads=1
+)
+"""For tests that run the whole job many times."""
 
 
 def tiny_config(model_type: str, **changes: Any) -> Any:
@@ -75,3 +88,59 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"{SHARED} is absent: real models and data are not part of the project")
     return SHARED
+
+
+@pytest.fixture(scope="module")
+def fast() -> Iterator[None]:
+    """Whole runs without measuring the machine and without waiting for its disk: neither changes a result."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "_matmul_rate", lambda: 1e9)
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A very small Llama. Do not write to it."""
+    return save_model(tmp_path_factory.mktemp("tiny") / "model", **TINY)
+
+
+def quantize(*arguments: Any) -> Result:
+    """The command line, in this process."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def listing(folder: Path) -> dict[str, bytes | None]:
+    """Every path inside a folder, with the bytes of the files."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+def check_refused(result: Result, message: str, code: int = 2) -> None:
+    """One sentence on stderr that says `message`, nothing on stdout, no traceback."""
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("estimate: ")]
+    assert len(lines) == 1 and lines[0].startswith("quantize: "), result.stderr
+    assert message in lines[0]
+    assert "Traceback" not in lines[0] and "internal error" not in lines[0]
+
+
+def edit_tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    """Damage to the weights of a model folder."""
+
+    def damage(folder: Path) -> None:
+        content = load_file(folder / "model.safetensors")
+        edit(content)
+        save_file(content, folder / "model.safetensors", {"format": "pt"})
+
+    return damage
+
+
+def edit_config(**changes: Any) -> Callable[[Path], None]:
+    """Damage to the config of a model folder."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return damage

@@ -112,7 +112,9 @@ def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
     """`from_pretrained` gives the very numbers that the run measured on its parts."""
     checkpoint = Checkpoint.open(packed)
     config, family = AutoConfig.from_pretrained(packed), FAMILIES["llama"]
-    entries = hf.PtqConfig.from_dict(checkpoint.config["quantization_config"]).entries()
+    found = hf.PtqConfig.parse(checkpoint.config)
+    assert found is not None
+    entries = found.entries()
 
     def part(index: int | None, *prefixes: str) -> blocks.Part:
         made = blocks.Part(config, family, index, torch.device("cpu"))

@@ -4,19 +4,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from conftest import save_model
+from conftest import TINY, save_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import hadamard, pipeline, preflight, rewrite
+from ptq import hadamard, pipeline, rewrite
 from ptq.families import FAMILIES
 from ptq.linear import QuantLinear
 from ptq.writer import LOG, file_hashes
@@ -24,20 +23,7 @@ from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 40).reshape(1, -1)
 QUIET = ptq.RunOptions(progress=False)
-TINY = dict(hidden_size=16, intermediate_size=24, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "_matmul_rate", lambda: 1e9)
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny") / "model", **TINY)
+pytestmark = pytest.mark.usefixtures("fast")
 
 
 def gptq(text: Path, **changes: Any) -> QuarotRecipe:
@@ -91,7 +77,9 @@ def test_twice_the_same_bytes(tiny: Path, calibration_text: Path, tmp_path: Path
     assert (tmp_path / "third" / name).read_bytes() != (tmp_path / "first" / name).read_bytes()
 
 
-def test_random_states_and_settings_of_the_caller_are_left_alone(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
+def test_random_states_and_settings_of_the_caller_are_left_alone(
+    tiny: Path, calibration_text: Path, tmp_path: Path
+) -> None:
     def states() -> tuple[Any, ...]:  # not Python's own: the type checker that is on in tests draws from it
         return numpy.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()  # type: ignore[index]
 
@@ -137,7 +125,9 @@ assert "ptq" not in sys.modules
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert result.returncode == 0, result.stderr
     for line in result.stdout.splitlines():
-        torch.testing.assert_close(torch.tensor(json.loads(line)), logits(tiny).double().sum(-1).float(), rtol=0, atol=1e-3)
+        torch.testing.assert_close(
+            torch.tensor(json.loads(line)), logits(tiny).double().sum(-1).float(), rtol=0, atol=1e-3
+        )
     for out in ("rotated", "copied"):
         assert "quantization_config" not in json.loads((tmp_path / out / "config.json").read_text())
     rotated, source = load_file(tmp_path / "rotated" / "model.safetensors"), load_file(tiny / "model.safetensors")
@@ -179,7 +169,7 @@ def test_the_record(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
     recipe = gptq(calibration_text, seed=3)
     result = ptq.quantize(tiny, tmp_path / "out", recipe, QUIET)
     record = json.loads((tmp_path / "out" / "ptq.json").read_text())
-    assert record["recipe"] == {**recipe.as_dict(), "skip": []}
+    assert record["recipe"] == {**recipe.as_dict(), "calibration": calibration_text.name, "skip": []}
     assert record["source"] == ptq.plan(str(tiny), recipe).checkpoint.identity()
     assert len(record["fingerprint"]) == len(record["calibration"]) == 64
     assert {name: 4 * len(text) for name, text in record["signs"].items()} == {

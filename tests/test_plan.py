@@ -40,7 +40,9 @@ def tensors(shape: ModelShape, biases: bool = True) -> dict[str, tuple[int, ...]
     return found
 
 
-def make(shape: ModelShape = SHAPE, recipe: QuarotRecipe = PLAIN, family: Any = FAMILIES["llama"], **extra: Any) -> Plan:
+def make(
+    shape: ModelShape = SHAPE, recipe: QuarotRecipe = PLAIN, family: Any = FAMILIES["llama"], **extra: Any
+) -> Plan:
     names = [*tensors(shape), *extra.get("names", ())]
     return plan(shape, family, recipe, dict.fromkeys(names, torch.float32))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import save_model
+from conftest import TINY, save_model
 
 import ptq
 from ptq import pipeline, preflight, tasks
@@ -19,7 +19,6 @@ from ptq.work import UNFINISHED
 from quarot.plan import QuarotRecipe
 
 LOG = "ptq_log.jsonl"  # holds seconds, so it is the one file that differs
-TINY = dict(hidden_size=16, intermediate_size=24, head_dim=8, num_attention_heads=2, num_key_value_heads=1)
 QUIET = ptq.RunOptions(progress=False)
 KILLS = 20
 
@@ -60,7 +59,7 @@ class Camera:
     """Copies a folder before every change that a run makes to the disk: what a crash at that moment would leave."""
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, album: Path) -> None:
-        self.folder, self.album, self.pictures = folder, album, 0
+        self.folder, self.album, self.pictures, self.busy = folder, album, 0, False
         self.copy, self.remove = shutil.copytree, shutil.rmtree
         for owner, name in ((os, "replace"), (Path, "touch"), (Path, "mkdir"), (Path, "rmdir"), (Path, "unlink")):
             patch.setattr(owner, name, self._watched(getattr(owner, name), name))
@@ -68,10 +67,10 @@ class Camera:
 
     def _watched(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def watched(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if not hasattr(self, "busy") and (name != "mkdir") == os.path.exists(path):  # else nothing would change
+            if not self.busy and (name != "mkdir") == os.path.exists(path):  # else nothing would change
                 self.busy = True
                 self.copy(self.folder, self.album / str(self.pictures))
-                del self.busy
+                self.busy = False
                 self.pictures += 1
             return function(path, *args, **kwargs)
 
@@ -174,6 +173,7 @@ def child(model: Path, out: Path, recipe: QuarotRecipe) -> None:
 
     torch.set_num_threads(1)
     preflight._matmul_rate = lambda: 1e9
+    tasks.CHUNK_TOKENS = 32  # more files, so more moments to be killed between
     pipeline.quantize(model, out, recipe, QUIET)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,7 +74,9 @@ def test_weights_and_biases_are_the_dense_products(linear: LinearPlan) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_rotated_checkpoint_is_the_dense_product_cast_once(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_rotated_checkpoint_is_the_dense_product_cast_once(
+    model_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Bit for bit, every tensor of the file: a cast on the way would show in some of them."""
     model = save_model(tmp_path / "model", model_type, dtype)
     recipe = QuarotRecipe(rounding="nearest", weight_bits=16, online=False)
@@ -96,7 +99,7 @@ def test_a_rotated_checkpoint_is_the_dense_product_cast_once(model_type: str, dt
     assert not found
 
 
-def stored_fields(out: Path) -> dict[str, object]:
+def stored_fields(out: Path) -> dict[str, Any]:
     record = read_record(out / "ptq.json")
     return {field.name: record[field.name] for field in dataclasses.fields(Record)}
 

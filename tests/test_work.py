@@ -32,7 +32,9 @@ def test_signs_are_stored_as_bits() -> None:
     """Golden: bit i of byte i // 8, lowest first, is 1 for -1."""
     assert _to_hex(torch.tensor([-1, 1, 1, 1, 1, 1, 1, 1, 1, -1], dtype=torch.int8)) == "0102"
     for length in (1, 7, 8, 9, 64, 100):
-        drawn = torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(length), dtype=torch.int8) * 2 - 1
+        drawn = (
+            torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(length), dtype=torch.int8) * 2 - 1
+        )
         assert torch.equal(_from_hex(_to_hex(drawn), length), drawn)
 
 
@@ -124,7 +126,8 @@ def test_the_record_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     left: list[list[str]] = []
     real = ptq.work.shutil.rmtree  # type: ignore[attr-defined]
     monkeypatch.setattr(
-        "shutil.rmtree", lambda folder: (left.append(sorted(p.name for p in (tmp_path / "work").iterdir())), real(folder))
+        "shutil.rmtree",
+        lambda folder: (left.append(sorted(p.name for p in (tmp_path / "work").iterdir())), real(folder)),
     )
     remove_work(tmp_path / "work")
     assert left == [["probe", UNFINISHED], [UNFINISHED]]

@@ -45,7 +45,14 @@ def test_folders_that_may_be_used(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("out", "work"),
-    [("same", "same"), ("out", "out/work"), ("work/out", "work"), ("out", "link"), ("out", "."), ("out", "../{name}/model")],
+    [
+        ("same", "same"),
+        ("out", "out/work"),
+        ("work/out", "work"),
+        ("out", "link"),
+        ("out", "."),
+        ("out", "../{name}/model"),
+    ],
 )
 def test_folders_that_would_be_lost(out: str, work: str, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "out")
@@ -75,7 +82,8 @@ def test_code_weights_and_folders_of_the_source_are_not_copied(files: list[Path]
     (source / "LICENSE").write_text("comes along")
     writer.assemble(job(source), files, tmp_path / "out")
     assert set(os.listdir(tmp_path / "out")) & set(os.listdir(source)) == {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "LICENSE",
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+        "LICENSE",
     }  # fmt: skip
 
 

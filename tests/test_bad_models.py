@@ -1,0 +1,111 @@
+"""Models that are damaged, hostile or unknown: one sentence, the right exit code, nothing half-written."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize
+from safetensors.torch import load_file, save_file
+
+pytestmark = pytest.mark.usefixtures("fast")
+NAME = "model.layers.1.mlp.up_proj.weight"
+BIAS = "model.layers.1.mlp.up_proj.bias"
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    """A model that a test may damage."""
+    return shutil.copytree(tiny, tmp_path / "model")
+
+
+def shards(folder: Path) -> None:
+    """The same model in two shards with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, inside in parts.items():
+        save_file({name: tensors[name] for name in inside}, folder / file, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, inside in parts.items() for name in inside}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def missing_shard(folder: Path) -> None:
+    shards(folder)
+    (folder / "b.safetensors").unlink()
+
+
+def wrong_index(folder: Path) -> None:
+    shards(folder)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][NAME] = "b.safetensors" if index["weight_map"][NAME] == "a.safetensors" else "a.safetensors"
+    path.write_text(json.dumps(index))
+
+
+def truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def pickle(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def pickle_inside(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x80\x04" + b"x" * 100)
+
+
+def hostile_header(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
+
+
+def hostile_json(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing shard": (missing_shard, "this shard is missing"),
+    "wrong index": (wrong_index, "does not hold it"),
+    "truncated shard": (truncated, "truncated"),
+    "pickle": (pickle, "a pickle can run code, so it is never opened; convert it with"),
+    "pickle under another name": (pickle_inside, "a pickle under a safetensors name"),
+    "hostile header": (hostile_header, "the header does not fit"),
+    "hostile JSON": (hostile_json, "nested too deeply"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
+    "missing tensor": (edit_tensors(lambda t: t.pop(NAME)), f"has no tensor '{NAME}'"),
+    "missing bias": (edit_tensors(lambda t: t.pop(BIAS)), f"has no tensor '{BIAS}', but its config.json promises it"),
+    "surplus bias": (edit_config(attention_bias=False), "does not promise it"),
+    "unclaimed tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(3))), "claims tensor 'extra'"),
+    "contradicting shape": (edit_tensors(lambda t: t.update({NAME: torch.ones(24, 8)})), "has shape [24, 8], but"),
+    "a config of another size": (edit_config(hidden_size=32), "config.json says"),
+    "unknown model_type": (edit_config(model_type="mamba"), "known are llama, mistral, qwen2, qwen3"),
+    "invented model_type": (edit_config(model_type="no-such-model"), "docs/add-a-family.md"),
+    "quantised already": (edit_config(quantization_config={"quant_method": "gptq"}), "quantised already"),
+    "sizes of the wrong type": (edit_config(num_hidden_layers="two"), "num_hidden_layers"),
+    "sizes that are not positive": (edit_config(intermediate_size=-24), "intermediate_size"),
+    "heads that do not divide": (edit_config(num_key_value_heads=3), "num_key_value_heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD_MODELS.values(), ids=BAD_MODELS)
+def test_a_bad_model(damage: Callable[[Path], None], message: str, model: Path, tmp_path: Path) -> None:
+    damage(model)
+    before = listing(tmp_path)
+    check_refused(quantize("quarot", model, tmp_path / "out", "--rounding", "nearest"), message)
+    check_refused(quantize("quarot", model, tmp_path / "out", "--plan"), message)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_tensor_that_is_not_finite(value: float, model: Path, tmp_path: Path) -> None:
+    """Seen when the tensor is read, so work that is done by then is kept; nothing else is written."""
+    edit_tensors(lambda content: content[NAME][3].fill_(value))(model)
+    before = listing(tmp_path)
+    check_refused(quantize("quarot", model, tmp_path / "out", "--rounding", "nearest"), f"tensor '{NAME}' holds")
+    assert {name for name in listing(tmp_path) if not name.startswith("out.work")} == before.keys()
+    assert not list(tmp_path.rglob("*.tmp"))
