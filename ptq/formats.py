@@ -5,7 +5,7 @@ A format's parts are the tensors `<linear>.weight_<part>` of a checkpoint. Names
 nothing that a checkpoint says is ever imported.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
@@ -161,13 +161,13 @@ def names() -> tuple[str, ...]:
     return tuple(FORMATS)
 
 
-def get(name: str, **options: Any) -> Format:
+def get(name: str, /, **options: Any) -> Format:
     """The format of that name with these options. Raises InputError for a name, option or value that does not exist."""
     if name not in FORMATS:
         raise InputError(f"unknown format {name!r}; known formats: {', '.join(FORMATS)}")
     module, attribute = FORMATS[name]
     kind = getattr(import_module(module), attribute)
-    known = kind.__dataclass_fields__
+    known = [field.name for field in fields(kind)]
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise InputError(f"format {name}: unknown option {unknown[0]!r}; known options: {', '.join(known) or 'none'}")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float64
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from ptq import formats, rewrite
@@ -86,32 +86,41 @@ class Job:
         part.load({**dict(self.norms_and_kept(part.prefix)), **linears})
         return part
 
-    def original_ends(self) -> tuple[Part, Part]:
-        """The parts before and after the blocks, with the source's weights in float32."""
-        head = self.plan.linear(self.family.head) or self._embedding()
-        norm = f"{self.family.final_norm}.weight"
-        return self._ends(self.tensor(self._embedding().source), self.tensor(head.source), self.tensor(norm))
+    @property
+    def embedding(self) -> LinearPlan:
+        """The plan of the embedding."""
+        linear = self.plan.linear(self.family.embedding)
+        assert linear is not None
+        return linear
 
-    def rotated_ends(self) -> tuple[Part, Part]:
-        """The parts before and after the blocks, with rewritten weights in float32."""
-        head = self.plan.linear(self.family.head) or self._embedding()
-        embedding = self.rewritten(self._embedding(), torch.float32)
-        return self._ends(embedding, self.rewritten(head, torch.float32), self._written_norm())
+    @property
+    def head(self) -> LinearPlan:
+        """The plan of the head, or of the embedding where they are tied."""
+        return self.plan.linear(self.family.head) or self.embedding
 
-    def packed_ends(self, linears: dict[str, Tensor]) -> tuple[Part, Part]:
-        """The parts before and after the blocks, with weights as they are written: `linears` are the tensors."""
-        embedding = linears[f"{self.family.embedding}.weight"]
-        head = linears.get(f"{self.family.head}.weight", embedding)
-        return self._ends(embedding, head, self._written_norm())
+    @property
+    def final_norm(self) -> str:
+        """Name of the gain of the last norm."""
+        return f"{self.family.final_norm}.weight"
 
-    def _ends(self, embedding: Tensor, head: Tensor, norm: Tensor) -> tuple[Part, Part]:
-        first, last = self._part(None), self._part(None)
-        first.load({f"{self.family.embedding}.weight": embedding})
-        last.load({f"{self.family.head}.weight": head, f"{self.family.final_norm}.weight": norm})
-        return first, last
+    def embed(self, weight: Float[Tensor, "v k"], ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
+        """Hidden states that enter the first block, from an embedding matrix. Only the rows in use become float32."""
+        used, places = ids.to(weight.device).unique(return_inverse=True)
+        part = self._part(None)
+        part.load({f"{self.family.embedding}.weight": weight[used]})
+        return part.embed(places.to(self.device))
 
-    def _written_norm(self) -> Tensor:
-        return dict(self.norms_and_kept(self.family.final_norm))[f"{self.family.final_norm}.weight"]
+    def logits(
+        self, weight: Float[Tensor, "v k"], norm: Float[Tensor, " k"], hidden: Float[Tensor, "batch t k"]
+    ) -> Float[Tensor, "batch t v"]:
+        """Logits from the hidden states that leave the last block, from a head matrix and a norm gain."""
+        part = self._part(None)
+        part.load({f"{self.family.head}.weight": weight, self.final_norm: norm})
+        return part.logits(hidden)
+
+    def written_norm(self) -> Tensor:
+        """The gain of the last norm as it is written."""
+        return dict(self.norms_and_kept(self.final_norm))[self.final_norm]
 
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
         if linear.output is not None:  # the rows mix
@@ -124,12 +133,7 @@ class Job:
 
     def residual_rotation(self) -> Rotation | None:
         """R1, as the embedding applies it."""
-        return self._embedding().input
-
-    def _embedding(self) -> LinearPlan:
-        linear = self.plan.linear(self.family.embedding)
-        assert linear is not None
-        return linear
+        return self.embedding.input
 
     def _part(self, index: int | None) -> Part:
         return Part(self.config, self.family, index, self.device)

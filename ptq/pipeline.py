@@ -119,9 +119,9 @@ def _finish(tasks: Tasks, record: Record, out: Path) -> Result:
     """Assemble, prove and rename the checkpoint."""
     job, folder = tasks.job, partial_folder(out)
     states = tasks.probe_states(job.plan.blocks)
-    original = job.original_ends()[1].logits(states["original"])
-    rotated = job.rotated_ends()[1].logits(states["rotated"])
-    packed = tasks.packed_ends()[1].logits(states["packed"])
+    original = job.logits(job.tensor(job.head.source), job.tensor(job.final_norm), states["original"])
+    rotated = job.logits(job.rewritten(job.head, torch.float32), job.written_norm(), states["rotated"])
+    packed = job.logits(tasks.packed_weight(job.head), job.written_norm(), states["packed"])
     agreement = proof.compare(original, rotated, packed)
     assemble(job, tasks.files(), folder)
     written = Checkpoint.open(folder)

@@ -63,16 +63,12 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     """Run a written checkpoint part by part, from its own files and its own config.json, and compare its logits with
     those that the run measured, to the bit. Raises RunError."""
     packed = PtqConfig.parse(checkpoint.config)
-    first, last = job.packed_ends({name: checkpoint.read(name) for name in checkpoint.tensors if _is_end(name, job)})
-    hidden = first.embed(ids)
+    hidden = job.embed(checkpoint.read(f"{job.embedding.name}.weight"), ids)
     for index in range(job.plan.blocks):
         part = Part(job.config, job.family, index, job.device)
         part.pack(packed.entries() if packed else {})
         part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
         hidden = part.run(hidden)
-    if not torch.equal(last.logits(hidden), logits):
+    head, norm = checkpoint.read(f"{job.head.name}.weight"), checkpoint.read(job.final_norm)
+    if not torch.equal(job.logits(head, norm, hidden), logits):
         raise RunError(f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured")
-
-
-def _is_end(name: str, job: Job) -> bool:
-    return name in (f"{job.family.embedding}.weight", f"{job.family.head}.weight")

@@ -14,6 +14,7 @@ up for their errors. Scales are fitted before, on W itself, so groups stay what 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Float64, Int64, Shaped
@@ -53,9 +54,18 @@ class Rounded:
     """Input channels that calibration never saw: diag(H) = 0."""
 
     def statistics(self) -> dict[str, object]:
-        """Everything but the tensors, as JSON values."""
-        found = {key: value for key, value in vars(self).items() if key not in ("codes", "scales")}
-        return {key: value for key, value in found.items() if value is not None}
+        """Everything but the tensors, as JSON values; of floating-point scales the least, mean and largest size.
+
+        Six digits: the last ones of a sum depend on the number of threads, and the record of a run must not.
+        """
+        found = {
+            key: value for key, value in vars(self).items() if key not in ("codes", "scales") and value is not None
+        }
+        for part, tensor in self.scales.items():
+            if tensor.is_floating_point():
+                size = tensor.abs()
+                found[part] = [float(size.min()), float(size.mean(dtype=torch.float64)), float(size.max())]
+        return {key: _six_digits(value) for key, value in found.items()}
 
 
 def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight") -> Rounded:
@@ -257,6 +267,12 @@ def _row_squares(x: Float[Tensor, "m n"]) -> Float64[Tensor, " m"]:
 def _squares(x: Float[Tensor, "m n"]) -> float:
     """Sum of squares, added up in float64 over rows."""
     return float(_row_squares(x).sum())
+
+
+def _six_digits(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_six_digits(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from jaxtyping import Float, Int
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -129,9 +130,9 @@ class Tasks:
         """The results of linears that are done."""
         return {name: tensor for linear in linears for name, tensor in load_file(self.linear_file(linear)).items()}
 
-    def packed_ends(self) -> tuple[Part, Part]:
-        """The parts before and after the blocks, as they are written."""
-        return self.job.packed_ends(self.packed_tensors(self.job.plan.ends()))
+    def packed_weight(self, linear: LinearPlan) -> Tensor:
+        """The embedding or the head as it is written."""
+        return load_file(self.linear_file(linear))[f"{linear.name}.weight"]
 
     # --- calibration ----------------------------------------------------------------------------------------------
 
@@ -139,9 +140,9 @@ class Tasks:
         """Hidden states of the calibration rows as they enter the first block."""
         if self.first_block(calibrated=True) > 0 or self._complete(0):
             return
-        part, _ = self.packed_ends()
+        weight = self.packed_weight(self.job.embedding)
         per_chunk = max(1, CHUNK_TOKENS // rows.shape[1])
-        self._write_hidden(0, (part.embed(chunk.to(self.job.device)) for chunk in rows.split(per_chunk)))
+        self._write_hidden(0, (self.job.embed(weight, chunk) for chunk in rows.split(per_chunk)))
 
     def hessians(self, index: int, part: Part) -> None:
         """The Hessians of one rewritten block, each taken on its input as the weights will see it."""
@@ -192,8 +193,13 @@ class Tasks:
         """Hidden states of a few tokens as they enter the first block. Needs the embedding to be done."""
         if self._probe_file(0).exists():
             return
-        ends = {"original": self.job.original_ends, "rotated": self.job.rotated_ends, "packed": self.packed_ends}
-        states = {name: make()[0].embed(ids.to(self.job.device)) for name, make in ends.items()}
+        embedding = self.job.embedding
+        weights = {
+            "original": lambda: self.job.tensor(embedding.source),
+            "rotated": lambda: self.job.rewritten(embedding, torch.float32),
+            "packed": lambda: self.packed_weight(embedding),
+        }
+        states = {name: self.job.embed(weight(), ids) for name, weight in weights.items()}
         self._write(self._probe_file(0), {**states, "ids": ids})
 
     def _compare_rotated(self, index: int, original: Tensor, rotated: Tensor) -> None:

@@ -24,11 +24,12 @@ UNFINISHED = "work.json"
 
 
 def package_version() -> str:
-    """Version of this package; part of every fingerprint."""
+    """Versions of this package and of torch; part of every fingerprint, since another one may round otherwise."""
     try:
-        return version("ptq-toolkit")
+        own = version("ptq-toolkit")
     except PackageNotFoundError:  # a source checkout that was never installed
-        return "unknown"
+        own = "unknown"
+    return f"ptq {own}, torch {torch.__version__}"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def compare(new: Record, stored: dict[str, Any]) -> list[str]:
     names = {"source": "the model has changed", "calibration": "the calibration data has changed"}
     found += [text for key, text in names.items() if mine[key] != stored.get(key)]
     if mine["version"] != stored.get("version"):
-        found.append(f"ptq {stored.get('version')} -> {mine['version']}")
+        found.append(f"{stored.get('version')} -> {mine['version']}")
     return found or ["its record has been edited"]
 
 

@@ -24,7 +24,7 @@ COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "adde
 
 def partial_folder(out: Path) -> Path:
     """Where the result is assembled: beside its place, so that renaming it is atomic."""
-    return out.with_name(f"{out.name}.partial")
+    return out.with_name(f"{out.name}.ptq-partial")
 
 
 def check_folders(out: Path, work: Path, source: Path) -> None:

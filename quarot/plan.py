@@ -7,6 +7,7 @@
 - R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -74,7 +75,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: dict[s
         method=recipe.method,
         layers=family.layers,
         blocks=shape.blocks,
-        linears=tuple(_with_format(linear, recipe, dtypes) for linear in linears),
+        linears=tuple(_with_format(linear, linears, recipe, dtypes) for linear in linears),
         unit_norms=tuple(norms) if residual else (),
         kept=(*(() if residual else norms), *(f"{block}.{name}" for block in block_prefixes for name in family.kept)),
         unused=tuple(
@@ -154,14 +155,17 @@ def _norms(shape: ModelShape, family: Family) -> list[str]:
     return [*blocks, f"{family.final_norm}.weight"]
 
 
-def _with_format(linear: LinearPlan, recipe: QuarotRecipe, dtypes: dict[str, torch.dtype]) -> LinearPlan:
+def _with_format(
+    linear: LinearPlan, linears: list[LinearPlan], recipe: QuarotRecipe, dtypes: dict[str, torch.dtype]
+) -> LinearPlan:
     inside_block = linear.statistics is not None
     if not inside_block or recipe.weight_bits == 16 or any(fnmatch(linear.name, pattern) for pattern in recipe.skip):
         # A rotation at run time needs our linear layer, also where the weight is not quantised.
         dtype = str(dtypes.get(linear.source, torch.float32)).removeprefix("torch.")
         return replace(linear, statistics=None, format=formats.get("dense", dtype=dtype) if linear.online else None)
     if recipe.group_size and linear.k % recipe.group_size:
-        divisors = [group for group in (128, 64, 32, 16, 8) if linear.k % group == 0]
+        common = math.gcd(*(other.k for other in linears if other.statistics))
+        divisors = [group for group in (128, 64, 32, 16, 8) if common % group == 0]
         remedy = f"--group-size {divisors[0]}" if divisors else "--group-size 0"
         raise InputError(
             f"{linear.name}: its {linear.k} input channels cannot be cut into groups of {recipe.group_size}; "

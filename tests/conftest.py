@@ -37,10 +37,18 @@ TINY: dict[str, Any] = dict(
 """For tests that run the whole job many times."""
 
 
+SWITCHES: dict[str, Any] = dict(
+    attention_bias=True, mlp_bias=True,
+    embedding_multiplier=7.3, residual_multiplier=0.31, attention_multiplier=0.09, logits_scaling=5.7,
+)  # fmt: skip
+"""Set where the family's config has them: every bias, and multipliers far from 1, their default."""
+
+
 def tiny_config(model_type: str, **changes: Any) -> Any:
-    """A config with every bias that the family can have."""
-    biases = {key: True for key in ("attention_bias", "mlp_bias") if hasattr(CONFIG_MAPPING[model_type](), key)}
-    return CONFIG_MAPPING[model_type](**{**ODD, **biases, **changes})
+    """A config with every bias and multiplier that the family can have."""
+    defaults = CONFIG_MAPPING[model_type]()
+    switches = {key: value for key, value in SWITCHES.items() if hasattr(defaults, key)}
+    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **changes})
 
 
 def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:

@@ -64,7 +64,7 @@ def test_every_part_of_a_record_is_in_the_fingerprint() -> None:
         (dict(recipe={**RECORD.recipe, "gone": 1}), ["gone: 1 -> None"]),
         (dict(source="other"), ["the model has changed"]),
         (dict(calibration=None), ["the calibration data has changed"]),
-        (dict(version="0"), [f"ptq 0 -> {RECORD.version}"]),
+        (dict(version="0"), [f"0 -> {RECORD.version}"]),
         (dict(signs={}), ["its record has been edited"]),
     ],
 )

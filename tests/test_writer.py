@@ -103,21 +103,21 @@ def test_hashes_cover_weights_index_and_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("exists", [False, True])
 def test_put_in_place(exists: bool, tmp_path: Path) -> None:
-    (tmp_path / "out.partial").mkdir()
-    (tmp_path / "out.partial" / "config.json").write_text("{}")
+    (tmp_path / "out.ptq-partial").mkdir()
+    (tmp_path / "out.ptq-partial" / "config.json").write_text("{}")
     if exists:
         (tmp_path / "out").mkdir()
-    assert writer.partial_folder(tmp_path / "out") == tmp_path / "out.partial"
-    writer.put_in_place(tmp_path / "out.partial", tmp_path / "out")
+    assert writer.partial_folder(tmp_path / "out") == tmp_path / "out.ptq-partial"
+    writer.put_in_place(tmp_path / "out.ptq-partial", tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["config.json"]
 
 
 def test_a_place_that_was_taken_meanwhile(tmp_path: Path) -> None:
     """Hours may have passed since the check at the start: nothing of either is lost."""
-    for folder in ("out", "out.partial"):
+    for folder in ("out", "out.ptq-partial"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "file").write_text(folder)
-    with pytest.raises(ptq.RunError, match=r"it is complete in .*out\.partial"):
-        writer.put_in_place(tmp_path / "out.partial", tmp_path / "out")
+    with pytest.raises(ptq.RunError, match=r"it is complete in .*out\.ptq-partial"):
+        writer.put_in_place(tmp_path / "out.ptq-partial", tmp_path / "out")
     assert (tmp_path / "out" / "file").read_text() == "out"
-    assert (tmp_path / "out.partial" / "file").read_text() == "out.partial"
+    assert (tmp_path / "out.ptq-partial" / "file").read_text() == "out.ptq-partial"

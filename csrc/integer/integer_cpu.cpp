@@ -21,6 +21,7 @@ using torch::stable::Tensor;
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
     if (cpu_level() >= CpuLevel::avx512) return avx512;
     if (cpu_level() >= CpuLevel::avx2) return avx2;
 #endif
@@ -34,7 +35,9 @@ void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int
     torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
 }
 
-void check_bits(int64_t bits) { STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer: bits must be 2 to 8, found ", bits); }
+void check_bits(int64_t bits) {
+    STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer: bits must be 2 to 8, found ", bits);
+}
 
 // `x` is a contiguous tensor of this type and these sizes; the name is for the message.
 void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
@@ -136,7 +139,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
               const std::optional<Tensor>& bias, int64_t bits, int64_t group_size) {
     check_bits(bits);
     STD_TORCH_CHECK(x.dim() > 0, "integer_linear: x has no axis");
-    const int64_t k = x.size(-1), n = codes.size(0), size = group_columns(k, group_size), t = k ? x.numel() / k : 0;
+    const int64_t k = x.size(-1), n = codes.size(0), size = group_columns(k, group_size);
     check(codes, ScalarType::Byte, {n, (k * bits + 7) / 8}, "codes");
     check(scale, ScalarType::Short, {n, k / size}, "scale");
     const auto as_float = [](const Tensor& from) {
@@ -155,7 +158,10 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
     std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
     sizes.back() = n;
     const Tensor out = empty({sizes.data(), sizes.size()}, ScalarType::Float);
+    const int64_t t = n ? out.numel() / n : 0;
+    const Tensor spread = empty({t, spread_width(k)}, ScalarType::Float);
     const Linear p{static_cast<const float*>(in.const_data_ptr()),
+                   static_cast<float*>(spread.mutable_data_ptr()),
                    static_cast<const uint8_t*>(c.const_data_ptr()),
                    static_cast<const uint16_t*>(s.const_data_ptr()),
                    z ? static_cast<const uint8_t*>(z->const_data_ptr()) : nullptr,
@@ -166,7 +172,9 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
                    n,
                    size,
                    static_cast<int>(bits)};
-    if (t) run(kernels().linear, p, (n + linear_rows - 1) / linear_rows, linear_rows * k * (t + 4));
+    const int64_t rows = rows_of_a_unit(p);
+    run(kernels().spread, p, t, k);
+    run(kernels().linear, p, t ? (n + rows - 1) / rows : 0, rows * k * (t + 4));
     return x.scalar_type() == ScalarType::Float ? out : torch::stable::to(out, x.scalar_type());
 }
 

@@ -1,12 +1,13 @@
 // The integer kernels of one level: included after PTQ_LEVEL, the name of its table, is defined.
-#include "integer/lanes.h"
+#include "integer/panel.h"
 
 namespace ptq::integer {
 namespace {
 
 constexpr float tiny = 1e-30f;  // integer_ops.TINY
 
-// --- scales -----------------------------------------------------------------------------------------------------------
+// --- scales
+// -----------------------------------------------------------------------------------------------------------
 
 // Squared errors of a group under 16 scales at once, one in each lane.
 inline Lanes squared_errors(const float* x, int64_t count, Lanes scale, Lanes low, Lanes high) {
@@ -66,7 +67,8 @@ void fit(const Fit& p, int64_t first, int64_t last) {
         fit_group(p, p.w + at * p.size, p.size, p.scale + at, p.zero + at);
 }
 
-// --- codes ------------------------------------------------------------------------------------------------------------
+// --- codes
+// ------------------------------------------------------------------------------------------------------------
 
 void round(const Round& p, int64_t first, int64_t last) {
     const int64_t groups = p.k / p.size;
@@ -76,7 +78,8 @@ void round(const Round& p, int64_t first, int64_t last) {
         const float* w = p.w + g * p.size;
         uint8_t* codes = p.codes + g * p.size;
         int64_t i = 0;
-        for (; i + lanes <= p.size; i += lanes) store_codes(codes + i, quantise(load(w + i), inverse, zero, top), lanes);
+        for (; i + lanes <= p.size; i += lanes)
+            store_codes(codes + i, quantise(load(w + i), inverse, zero, top), lanes);
         if (i < p.size) store_codes(codes + i, quantise(load(w + i, p.size - i), inverse, zero, top), p.size - i);
     }
 }
@@ -110,9 +113,8 @@ void ldlq(const Ldlq& p, int64_t first, int64_t last) {
     }
 }
 
-// --- bytes ------------------------------------------------------------------------------------------------------------
-
-inline int64_t packed_size(int64_t k, int bits) { return (k * bits + 7) / 8; }
+// --- bytes
+// ------------------------------------------------------------------------------------------------------------
 
 // Eight codes are `bits` bytes: one 64-bit word at a time.
 template <int bits>
@@ -131,87 +133,17 @@ void pack_row(const uint8_t* codes, uint8_t* packed, int64_t k) {
     std::memcpy(packed, &x, packed_size(k - i, bits));
 }
 
-template <int bits>
-void unpack_row(const uint8_t* packed, uint8_t* codes, int64_t k) {  // codes: room for a multiple of 8
-    constexpr uint64_t mask = (1 << bits) - 1;
-    const auto write = [](uint8_t* to, uint64_t x) {
-        for (int j = 0; j < 8; j++) to[j] = static_cast<uint8_t>(x >> (j * bits) & mask);
-    };
-    int64_t i = 0;
-    for (; i + 8 <= k; i += 8, packed += bits) {
-        uint64_t x = 0;
-        std::memcpy(&x, packed, bits);
-        write(codes + i, x);
-    }
-    if (i == k) return;
-    uint64_t x = 0;
-    std::memcpy(&x, packed, packed_size(k - i, bits));
-    write(codes + i, x);
-}
-
 using PackRow = void(const uint8_t*, uint8_t*, int64_t);
 constexpr PackRow* pack_rows[] = {pack_row<2>, pack_row<3>, pack_row<4>, pack_row<5>,
                                   pack_row<6>, pack_row<7>, pack_row<8>};
-constexpr PackRow* unpack_rows[] = {unpack_row<2>, unpack_row<3>, unpack_row<4>, unpack_row<5>,
-                                    unpack_row<6>, unpack_row<7>, unpack_row<8>};
 
 void pack(const Pack& p, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++)
         pack_rows[p.bits - 2](p.codes + row * p.k, p.packed + row * packed_size(p.k, p.bits), p.k);
 }
 
-// --- linear -----------------------------------------------------------------------------------------------------------
-
-// w[k] of one row, then zeros up to a multiple of the lanes.
-void dequantise_row(const Linear& p, int64_t row, uint8_t* codes, float* w) {
-    const int64_t groups = p.k / p.size;
-    unpack_rows[p.bits - 2](p.codes + row * packed_size(p.k, p.bits), codes, p.k);
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t at = row * groups + g;
-        const float scale = from_bits(static_cast<uint32_t>(p.scale[at]) << 16);
-        const float zero = p.zero ? p.zero[at] : static_cast<float>(1 << (p.bits - 1));
-        for (int64_t i = g * p.size; i < (g + 1) * p.size; i++) w[i] = (codes[i] - zero) * scale;
-    }
-}
-
-// `rows` rows of W with `tokens` rows of x. Each sum has its own lanes, so it does not depend on what is beside it.
-template <int tokens>
-void dots(const Linear& p, const float* w, int64_t stride, int64_t token, int64_t row, int64_t rows) {
-    Lanes total[tokens][linear_rows]{};
-    const auto add = [&](int64_t i, int64_t count) {
-        Lanes x[tokens];
-        for (int t = 0; t < tokens; t++) {
-            const float* from = p.x + (token + t) * p.k + i;
-            x[t] = count == lanes ? load(from) : load(from, count);
-        }
-        for (int r = 0; r < linear_rows; r++) {
-            const Lanes v = load(w + r * stride + i);
-            for (int t = 0; t < tokens; t++) total[t][r] += x[t] * v;
-        }
-    };
-    int64_t i = 0;
-    for (; i + lanes <= p.k; i += lanes) add(i, lanes);
-    if (i < p.k) add(i, p.k - i);
-    for (int t = 0; t < tokens; t++)
-        for (int64_t r = 0; r < rows; r++)
-            p.out[(token + t) * p.n + row + r] = sum(total[t][r]) + (p.bias ? p.bias[row + r] : 0.0f);
-}
-
-void linear(const Linear& p, int64_t first, int64_t last) {
-    const int64_t stride = (p.k + lanes - 1) / lanes * lanes;
-    std::vector<uint8_t> codes(stride);
-    std::vector<float> w(linear_rows * stride);
-    for (int64_t unit = first; unit < last; unit++) {
-        const int64_t row = unit * linear_rows, rows = std::min(linear_rows, p.n - row);
-        for (int64_t r = 0; r < rows; r++) dequantise_row(p, row + r, codes.data(), w.data() + r * stride);
-        int64_t token = 0;
-        for (; token + 4 <= p.t; token += 4) dots<4>(p, w.data(), stride, token, row, rows);
-        for (; token < p.t; token++) dots<1>(p, w.data(), stride, token, row, rows);
-    }
-}
-
 }  // namespace
 
-const Kernels PTQ_LEVEL{fit, round, ldlq, pack, linear};
+const Kernels PTQ_LEVEL{fit, round, ldlq, pack, spread, linear};
 
 }  // namespace ptq::integer

@@ -1,5 +1,6 @@
 // The integer kernels as plain C++: no torch here. Codes are 0 .. 2^bits - 1 and stand for scale * (code - zero).
-// Every level gives the same bits: 16 lanes whatever the register width, no fused multiply-add, a fixed order of sums.
+// Every level gives the same bits: 16 lanes whatever the register width, a fixed order of sums, and multiply-adds that
+// are fused either at every level (`linear`) or at none (all others).
 #pragma once
 
 #include <cstdint>
@@ -47,28 +48,49 @@ struct Pack {
 };
 
 struct Linear {
-    const float* x;          // [t, k]
-    const uint8_t* codes;    // [n, ceil(k bits / 8)]
-    const uint16_t* scale;   // [n, k / size]: bits of bfloat16
-    const uint8_t* zero;     // [n, k / size], or null: 2^(bits - 1)
-    const float* bias;       // [n], or null
-    float* out;              // [t, n]
+    const float* x;         // [t, k]
+    float* spread;          // [t, spread_width(k)]: x in the order of `linear`
+    const uint8_t* codes;   // [n, ceil(k bits / 8)]
+    const uint16_t* scale;  // [n, k / size]: bits of bfloat16
+    const uint8_t* zero;    // [n, k / size], or null: 2^(bits - 1)
+    const float* bias;      // [n], or null
+    float* out;             // [t, n]
     int64_t t, k, n, size;
     int bits;
 };
 
 constexpr int64_t ldlq_strip = 64;  // rows of W that one unit of `ldlq` takes
-constexpr int64_t linear_rows = 4;  // rows of W that one unit of `linear` takes
+constexpr int64_t block = 128;      // codes that `linear` decodes at once: eight for each of sixteen lanes
+constexpr int64_t few_rows = 8;     // rows of W that one unit of `linear` takes for a few tokens
+constexpr int64_t panel_rows = 24;  // and for many
 
-// Each works on units [first, last): rows of W, or strips of them.
+inline int64_t packed_size(int64_t k, int bits) {
+    return (k * bits + 7) / 8;
+}
+inline int64_t spread_width(int64_t k) {
+    return (k + block - 1) / block * block;
+}
+// All codes of a block have the same scale; all codes of a lane have.
+inline bool one_group(const Linear& p) {
+    return p.size % block == 0 || p.size == p.k;
+}
+inline bool lanes_share_no_group(const Linear& p) {
+    return one_group(p) || p.size % 8 == 0;
+}
+inline int64_t rows_of_a_unit(const Linear& p) {
+    return p.t <= 4 && lanes_share_no_group(p) ? few_rows : panel_rows;
+}
+
+// Each works on units [first, last): rows of W, or strips of them; `spread` on rows of x.
 struct Kernels {
     void (*fit)(const Fit&, int64_t first, int64_t last);
     void (*round)(const Round&, int64_t first, int64_t last);
     void (*ldlq)(const Ldlq&, int64_t first, int64_t last);
     void (*pack)(const Pack&, int64_t first, int64_t last);
+    void (*spread)(const Linear&, int64_t first, int64_t last);
     void (*linear)(const Linear&, int64_t first, int64_t last);
 };
 
-extern const Kernels portable, avx2, avx512;
+extern const Kernels portable, avx2, avx512, avx512vnni;
 
 }  // namespace ptq::integer

@@ -1,6 +1,6 @@
 // y = x Wᵀ of one level, included by kernel.h. Eight codes are `bits` bytes, so they are one lane's share of a block of
-// 16 x 8 = 128 codes: the plain bytes on disk are decoded sixteen codes at a time by shifts, without any repacking. x is
-// put into that order first (`spread`).
+// 16 x 8 = 128 codes: the plain bytes on disk are decoded sixteen codes at a time by shifts, without any repacking. x
+// is put into that order first (`spread`).
 //
 // An output is always the same sum, whatever the level, the batch and the threads: weights are exact float32 numbers,
 // lane l adds those with (i / 8) % 16 == l in order of i, with fused multiply-adds, then `sum` adds the lanes.
@@ -25,7 +25,8 @@ void spread(const Linear& p, int64_t first, int64_t last) {
     }
 }
 
-// --- decoding ---------------------------------------------------------------------------------------------------------
+// --- decoding
+// ---------------------------------------------------------------------------------------------------------
 
 // The eight codes of each lane: all of them in `low`, or from five bits on, four and four.
 struct Words {
@@ -49,7 +50,7 @@ inline Words words(const uint8_t* from) {
         const __m512i low = _mm512_load_si512(table.data());
         if constexpr (bits < 4) {  // a byte of the next lane may follow: nobody looks at it
             const __m512i x = _mm512_maskz_loadu_epi8((1ull << bytes) - 1, from);
-            return {reinterpret_cast<Ints>(_mm512_permutexvar_epi8(low, x)), Ints{}};
+            return {reinterpret_cast<Ints>(_mm512_maskz_permutexvar_epi8(~0ull, low, x)), Ints{}};
         } else {
             const __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + behind);
             const __m512i high = _mm512_load_si512(table.data() + 64);
@@ -83,7 +84,7 @@ inline Lanes numbers(const Words& w, int j, Lanes table) {
     if constexpr (looked_up<bits>)
         return __builtin_shuffle(table, code);
     else
-        return __builtin_convertvector(reinterpret_cast<SignedInts>(code & (1u << bits) - 1), Lanes);
+        return __builtin_convertvector(reinterpret_cast<SignedInts>(code & ((1u << bits) - 1)), Lanes);
 }
 
 template <int bits>
@@ -93,7 +94,8 @@ inline Lanes all_codes() {
     return x;
 }
 
-// --- scales -----------------------------------------------------------------------------------------------------------
+// --- scales
+// -----------------------------------------------------------------------------------------------------------
 
 // A weight is code * scale + offset: exact, for scale and zero have eight bits each.
 struct Affine {
@@ -135,7 +137,8 @@ inline std::vector<uint8_t> places(const Linear& p) {
     return place;
 }
 
-// --- few tokens: decode and multiply in registers -----------------------------------------------------------------------
+// --- few tokens: decode and multiply in registers
+// -----------------------------------------------------------------------
 
 template <int bits, int tokens, int rows, bool one_group>
 void few(const Linear& p, const uint8_t* place, int64_t row) {
