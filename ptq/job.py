@@ -16,8 +16,9 @@ from ptq.linear import describe, guard
 from ptq.plan import LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
 
-ROWS_BYTES = 64 << 20
-"""Float64 bytes of a weight that are rewritten at a time where its rows do not depend on each other."""
+PIECE_BYTES = 8 << 20
+"""Float64 bytes of a weight that are rewritten at a time, where its rows do not depend on each other: small enough for
+the allocator to use the same memory again. Fresh memory costs more than the rewriting itself."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +124,12 @@ class Job:
         return dict(self.norms_and_kept(self.final_norm))[self.final_norm]
 
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if linear.output is not None:  # the rows mix
-            return rewrite.weight(linear, w, gain, self.signs).to(dtype)
+        order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
+        rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
         result = torch.empty(linear.n, linear.k, dtype=dtype, device=self.device)
-        rows = max(1, ROWS_BYTES // (8 * linear.k))
         for start in range(0, linear.n, rows):
-            result[start : start + rows] = rewrite.weight(linear, w[start : start + rows], gain, self.signs)
+            piece = slice(start, start + rows)
+            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start)
         return result
 
     def residual_rotation(self) -> Rotation | None:

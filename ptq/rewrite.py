@@ -41,17 +41,22 @@ def rotate(x: Float64[Tensor, "*batch k"], rotation: Rotation, signs: Signs) -> 
 
 
 def weight(
-    linear: LinearPlan, w: Float[Tensor, "n k"], gain: Float[Tensor, " k"] | None, signs: Signs
-) -> Float64[Tensor, "n k"]:
-    """The rewritten weight R_out W diag(g) R_inᵀ of one layer, in float64."""
-    w = w.double()
+    linear: LinearPlan, w: Float[Tensor, "r k"], gain: Float[Tensor, " k"] | None, signs: Signs, first: int = 0
+) -> Float64[Tensor, "r k"]:
+    """The rewritten weight R_out W diag(g) R_inᵀ of one layer, in float64.
+
+    `w` may be only some rows of W, from row `first` on: whole blocks of the output's Hadamard matrix.
+    """
+    w = w.to(torch.float64, copy=True)  # the one copy; everything else happens in its place
     if linear.norm is not None:
         assert gain is not None, linear.name
-        w = w * gain.double()
+        w *= gain.double()
     if linear.input is not None:
-        w = rotate(w, linear.input, signs)
+        hadamard.apply(w, signs_of(linear.input, signs), linear.input.order, inplace=True)
     if linear.output is not None:
-        w = hadamard.apply_columns(w, signs_of(linear.output, signs), linear.output.order)
+        output_signs = signs_of(linear.output, signs)
+        output_signs = None if output_signs is None else output_signs[first : first + len(w)]
+        hadamard.apply_columns(w, output_signs, linear.output.order, inplace=True)
     return w
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import hadamard, rewrite
+from ptq import hadamard, pipeline, rewrite
 from ptq.families import FAMILIES, shape_of
+from ptq.job import Job
 from ptq.plan import Plan, check_claims
 from quarot.plan import QuarotRecipe, plan
 
@@ -134,3 +135,16 @@ def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
     assert result.rotation_error < 1e-5
     assert result.kl < 1e-2
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", model_type)
+    target = pipeline.plan(str(folder), WITHOUT_DATA)
+    job = Job(recipe=WITHOUT_DATA, signs={}, device=torch.device("cpu"), **vars(target))
+    hidden = job.embed(job.tensor(job.embedding.source), IDS)
+    for index in range(target.plan.blocks):
+        hidden = job.original_block(index).run(hidden)
+    logits = job.logits(job.tensor(job.head.source), job.tensor(job.final_norm), hidden)
+    assert relative(logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 1e-6

@@ -72,6 +72,13 @@ def test_weights_and_biases_are_the_dense_products(linear: LinearPlan) -> None:
         torch.testing.assert_close(turned, x @ oracle(plain, w, gain, signs).T, rtol=0, atol=1e-12)
 
 
+def is_cast_of(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether `found` is `exact` rounded once. Where that lies halfway between two numbers (products of few bits do),
+    the last bit of a float64 sum decides, so either neighbour is right."""
+    nudged = [(exact * (1 + side)).to(found.dtype) for side in (-1e-13, 0.0, 1e-13)]
+    return bool(torch.stack([found == candidate for candidate in nudged]).any(0).all())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_rotated_checkpoint_is_the_dense_product_cast_once(
@@ -86,12 +93,12 @@ def test_a_rotated_checkpoint_is_the_dense_product_cast_once(
     signs = Record(**stored_fields(tmp_path / "out")).sign_vectors(made)
     for linear in made.linears:
         gain = source[linear.norm] if linear.norm else None
-        expected = oracle(linear, source[linear.source], gain, signs).to(dtype)
-        assert torch.equal(found.pop(f"{linear.name}.weight"), expected), linear.name
+        expected = oracle(linear, source[linear.source], gain, signs)
+        assert is_cast_of(found.pop(f"{linear.name}.weight"), expected), linear.name
         if f"{linear.name}.bias" in source:
             b = source[f"{linear.name}.bias"].double()
             turned = b if linear.output is None else dense(linear.output, signs) @ b
-            assert torch.equal(found.pop(f"{linear.name}.bias"), turned.to(dtype)), linear.name
+            assert is_cast_of(found.pop(f"{linear.name}.bias"), turned), linear.name
     for name in made.unit_norms:
         assert torch.equal(found.pop(name), torch.ones_like(source[name]))
     for name in made.kept:
