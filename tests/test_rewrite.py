@@ -73,10 +73,10 @@ def test_weights_and_biases_are_the_dense_products(linear: LinearPlan) -> None:
 
 
 def is_cast_of(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    """Whether `found` is `exact` rounded once. Where that lies halfway between two numbers (products of few bits do),
-    the last bit of a float64 sum decides, so either neighbour is right."""
-    nudged = [(exact * (1 + side)).to(found.dtype) for side in (-1e-13, 0.0, 1e-13)]
-    return bool(torch.stack([found == candidate for candidate in nudged]).any(0).all())
+    """Whether `found` is `exact` rounded once: bit for bit, but where the last bit of a float64 sum decides, in zeros
+    and in halves of 16-bit numbers."""
+    low, high = ((exact + side).to(found.dtype) for side in (-1e-14, 1e-14))
+    return bool(((low <= found) & (found <= high)).all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
