@@ -69,6 +69,8 @@ class Job:
     def rotate_block(self, index: int, part: Part) -> None:
         """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
         for linear in self.plan.block(index):
+            if linear.norm is None and linear.input is None and linear.output is None:
+                continue
             gain = part.parameter(linear.norm) if linear.norm else None
             weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
             bias = self.bias(linear)

@@ -172,9 +172,8 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
                    n,
                    size,
                    static_cast<int>(bits)};
-    const int64_t rows = rows_of_a_unit(p);
     run(kernels().spread, p, t, k);
-    run(kernels().linear, p, t ? (n + rows - 1) / rows : 0, rows * k * (t + 4));
+    run(kernels().linear, p, t ? (n + panel_rows - 1) / panel_rows : 0, panel_rows * k * (t + 4));
     return x.scalar_type() == ScalarType::Float ? out : torch::stable::to(out, x.scalar_type());
 }
 

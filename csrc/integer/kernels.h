@@ -61,8 +61,7 @@ struct Linear {
 
 constexpr int64_t ldlq_strip = 64;  // rows of W that one unit of `ldlq` takes
 constexpr int64_t block = 128;      // codes that `linear` decodes at once: eight for each of sixteen lanes
-constexpr int64_t few_rows = 8;     // rows of W that one unit of `linear` takes for a few tokens
-constexpr int64_t panel_rows = 24;  // and for many
+constexpr int64_t panel_rows = 24;  // rows of W that one unit of `linear` takes
 
 inline int64_t packed_size(int64_t k, int bits) {
     return (k * bits + 7) / 8;
@@ -76,9 +75,6 @@ inline bool one_group(const Linear& p) {
 }
 inline bool lanes_share_no_group(const Linear& p) {
     return one_group(p) || p.size % 8 == 0;
-}
-inline int64_t rows_of_a_unit(const Linear& p) {
-    return p.t <= 4 && lanes_share_no_group(p) ? few_rows : panel_rows;
 }
 
 // Each works on units [first, last): rows of W, or strips of them; `spread` on rows of x.

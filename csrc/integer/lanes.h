@@ -28,8 +28,10 @@ typedef int32_t SignedInts __attribute__((vector_size(64)));
 // Whether one instruction looks up sixteen numbers in a table of sixteen (`__builtin_shuffle`).
 #if defined(__AVX512F__)
 constexpr bool gathers = true;
+constexpr int unrolled = 8;
 #else
 constexpr bool gathers = false;
+constexpr int unrolled = 1;  // sixteen lanes are many instructions already
 #endif
 
 inline Lanes load(const float* from) {

@@ -130,6 +130,14 @@ inline Affine affine(const Linear& p, int64_t at, const uint8_t* place) {
     return {scale, -scale * __builtin_shuffle(__builtin_convertvector(zero, Lanes), lane)};
 }
 
+// Whether decoding takes so few instructions that a few tokens want it in their inner loop.
+template <int bits>
+#if defined(__AVX512VBMI__)
+constexpr bool in_registers = true;
+#else
+constexpr bool in_registers = looked_up<4> && bits == 4;
+#endif
+
 // Where each lane of each block finds its group, counted from the group at the block's start.
 inline std::vector<uint8_t> places(const Linear& p) {
     std::vector<uint8_t> place(spread_width(p.k) / 8);
@@ -195,13 +203,12 @@ void few(const Linear& p, const uint8_t* place, int64_t row) {
 template <int bits, bool one_group>
 void few_tokens(const Linear& p, int64_t first, int64_t last) {
     const std::vector<uint8_t> place = places(p);
-    for (int64_t row = first * few_rows; row < std::min(last * few_rows, p.n); row += few_rows) {
-        if (p.t == 1) few<bits, 1, 8, one_group>(p, place.data(), row);
-        for (int64_t half = row; p.t > 1 && half < std::min(row + few_rows, p.n); half += 4) {
-            if (p.t == 2) few<bits, 2, 4, one_group>(p, place.data(), half);
-            if (p.t == 3) few<bits, 3, 4, one_group>(p, place.data(), half);
-            if (p.t == 4) few<bits, 4, 4, one_group>(p, place.data(), half);
-        }
+    constexpr int rows[] = {0, 8, 4, 4, 4};  // as many sums as there are registers for
+    for (int64_t row = first * panel_rows; row < std::min(last * panel_rows, p.n); row += rows[p.t]) {
+        if (p.t == 1) few<bits, 1, rows[1], one_group>(p, place.data(), row);
+        if (p.t == 2) few<bits, 2, rows[2], one_group>(p, place.data(), row);
+        if (p.t == 3) few<bits, 3, rows[3], one_group>(p, place.data(), row);
+        if (p.t == 4) few<bits, 4, rows[4], one_group>(p, place.data(), row);
     }
 }
 

@@ -34,11 +34,11 @@ void decode(const Linear& p, const uint8_t* place, int64_t row, int64_t i, Lanes
     }
     const Words packed = words<bits>(from);
     const Lanes table = all_codes<bits>();
-#pragma GCC unroll 8
+#pragma GCC unroll unrolled
     for (int j = 0; j < 8; j++) w[j] = numbers<bits>(packed, j, table);
     if (!lanes_share_no_group(p)) return scale_each<bits>(p, row, i, w);
     const Affine a = one_group(p) ? affine(p, at) : affine(p, at, place + i / 8);
-#pragma GCC unroll 8
+#pragma GCC unroll unrolled
     for (int j = 0; j < 8; j++) w[j] = fma(w[j], a.scale, a.offset);
 }
 
@@ -51,10 +51,10 @@ void tile(const float* x, int64_t width, const Lanes* w, Lanes* total, int64_t v
     for (int64_t i = 0; i < vectors; i++) {
         Lanes v[tokens];
         for (int t = 0; t < tokens; t++) v[t] = load(x + t * width + i * lanes);
-#pragma GCC unroll 8
+#pragma GCC unroll unrolled
         for (int r = 0; r < tile_rows; r++) {
             const Lanes weight = w[r * (depth / lanes) + i];
-#pragma GCC unroll 4
+#pragma GCC unroll unrolled
             for (int t = 0; t < tokens; t++) sums[t][r] = fma(weight, v[t], sums[t][r]);
         }
     }
@@ -95,12 +95,11 @@ void many_tokens(const Linear& p, int64_t first, int64_t last) {
 
 template <int bits>
 void linear_of(const Linear& p, int64_t first, int64_t last) {
-    if (rows_of_a_unit(p) == panel_rows)
-        many_tokens<bits>(p, first, last);
-    else if (one_group(p))
-        few_tokens<bits, true>(p, first, last);
-    else
-        few_tokens<bits, false>(p, first, last);
+    if constexpr (in_registers<bits>) {
+        if (p.t <= 4 && one_group(p)) return few_tokens<bits, true>(p, first, last);
+        if (p.t <= 4 && lanes_share_no_group(p)) return few_tokens<bits, false>(p, first, last);
+    }
+    many_tokens<bits>(p, first, last);
 }
 
 void linear(const Linear& p, int64_t first, int64_t last) {
