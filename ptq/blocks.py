@@ -5,6 +5,7 @@ rotary tables, multipliers and norms are exactly the model's own. Only the part'
 """
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ptq import matmul
 from ptq.families import Family
 from ptq.linear import frozen, swap
 
@@ -137,10 +139,17 @@ def _meta_model(config: Any, device: torch.device) -> PreTrainedModel:
     """The model of a config without weights; tables that are computed, not stored, are real."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.forward = functools.partial(_linear, module)  # pyright: ignore[reportAttributeAccessIssue]
     for name, module in list(_rotary_tables(model)):
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, type(module)(config=config).to(device))
     return model.eval()
+
+
+def _linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return matmul.linear(x, module.weight, module.bias)
 
 
 def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

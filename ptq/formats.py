@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
+from ptq import matmul
 from ptq.errors import InputError
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class DenseFormat:
         return self.unpack(parts, n, k)[0].float()
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        return torch.nn.functional.linear(x, parts["dense"].to(x.dtype), None if bias is None else bias.to(x.dtype))
+        return matmul.linear(x, parts["dense"].to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         return {part: tensor.to(device) for part, tensor in parts.items()}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ptq.blocks import Part
 from ptq.linear import QuantLinear
-from ptq.rounding import product
+from ptq.matmul import product
 
 PANEL = 1024
 """Rows of H that one product adds to: bounds the memory of the product, and leaves half of H to symmetry."""

@@ -13,7 +13,7 @@ Columns are taken in the order of descending diag(H): the heavy ones are rounded
 up for their errors. Scales are fitted before, on W itself, so groups stay what they are and no order is stored.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.formats import BlockCodebook, Codebook, Scales
+from ptq.matmul import product
 
 ROW_CHUNK = 1 << 20
 """Weights that `nearest` works on at a time: they stay in the cache."""
@@ -98,34 +99,40 @@ def ldlq(
 
     `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
     factor. `order`: `descending` diag(H), or `given`. Channels with diag(H) = 0 neither give nor receive feedback.
+    Where nearest rounding has the smaller loss, that is the result. Needs memory for one more [k, k] and two [n, k].
     Raises InputError, naming `name`, where W or H is not finite, H does not fit W or is far from positive semidefinite.
     """
-    w, h = w.float(), h.float()
-    n, k = w.shape
-    diagonal = _checked_diagonal(h, k, name)
-    scales = codebook.fit(w.contiguous(), name=name)
+    w, h = w.float().contiguous(), h.float()
+    diagonal = _checked_diagonal(h, w.shape[1], name)
+    scales = codebook.fit(w, name=name)
     columns = _columns(diagonal, codebook.dim, order)
+    inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
+    every = -(-len(w) // LOSS_ROWS)
+    nearest_loss, total = _nearest_loss(w[::every].contiguous(), h, codebook, scales, every)
+    # From here on weights are columns first, in the order of rounding, and W itself is given up: memory is tight.
+    wt = w.index_select(1, columns).t().contiguous()
+    del w
     factor, used = _factor(h, diagonal, columns, damping, name)
-    wt = w.t().contiguous()
-    codes, error = _feedback(wt[columns], factor, codebook, scales, columns)
+    codes, error = _feedback(wt, factor, codebook, scales, columns)
     del factor
-    inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(k, device=columns.device))
+    loss = energy(error[:, ::every][inverse].contiguous(), h)
+    statistics = {"nearest_loss": _ratio(nearest_loss, total), "damping": used, "dead": int((diagonal == 0).sum())}
+    if loss > nearest_loss:
+        kept = nearest(wt[inverse].t().contiguous(), codebook, name=name)
+        return replace(kept, loss=_ratio(nearest_loss, total), **statistics)
     codes = codes[inverse[:: codebook.dim] // codebook.dim].t().contiguous()
-    plain = codebook.round(w.contiguous(), scales)
-    plain_error = codebook.decode(plain, scales).sub_(w).t()
-    every = -(-n // LOSS_ROWS)
-    total, loss, plain_loss = (energy(x[:, ::every].contiguous(), h) for x in (wt, error[inverse], plain_error))
-    better = loss <= plain_loss
-    return Rounded(
-        codes if better else plain,
-        scales,
-        solver="ldlq" if better else "nearest",
-        error=_ratio(_squares(error if better else plain_error), _squares(wt)),
-        loss=_ratio(min(loss, plain_loss), total),
-        nearest_loss=_ratio(plain_loss, total),
-        damping=used,
-        dead=int((diagonal == 0).sum()),
-    )
+    share = _ratio(_squares(error), _squares(wt))
+    return Rounded(codes, scales, "ldlq", share, _ratio(loss, total), **statistics)
+
+
+def _nearest_loss(
+    w: Float32[Tensor, "r k"], h: Float32[Tensor, "k k"], codebook: Codebook, scales: Scales, every: int
+) -> tuple[float, float]:
+    """tr(dW H dWᵀ) of nearest rounding and tr(W H Wᵀ), over every `every`-th row of a weight: those in `w`."""
+    if codebook.per_row:
+        scales = {part: tensor[::every].contiguous() for part, tensor in scales.items()}
+    error = codebook.decode(codebook.round(w, scales), scales) - w
+    return energy(error.t().contiguous(), h), energy(w.t().contiguous(), h)
 
 
 def _checked_diagonal(h: Tensor, k: int, name: str) -> Float32[Tensor, " k"]:
@@ -155,7 +162,10 @@ def _factor(
     mean = float(diagonal.sum(dtype=torch.float64)) / max(1, int(live.sum()))
     while True:
         # Dead rows and columns of H are zero but for the one put on the diagonal.
-        a = h.index_select(0, columns).index_select(1, columns)
+        a = torch.empty_like(h)
+        for start in range(0, len(h), PANEL):  # in panels, or there would be a third matrix of this size
+            rows = columns[start : start + PANEL]
+            a[start : start + PANEL] = h.index_select(0, rows).index_select(1, columns)
         a.diagonal().add_(torch.where(live, damping * mean, 1.0).float())
         if cholesky(a):
             return a, damping
@@ -247,17 +257,6 @@ def energy(x: Float32[Tensor, "k n"], h: Float32[Tensor, "k k"]) -> float:
             y.add_(product(h[i : i + PANEL, :i], x[:i]), alpha=2)
         total += float(y.mul_(here).sum(1).sum(dtype=torch.float64))
     return total
-
-
-def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Tensor, "m n"]:
-    """a @ b. On the CPU through oneDNN, which is two to three times as fast as torch's default library on AMD.
-
-    oneDNN falls back to a loop that is a thousand times slower for operands that are slices of rows: these are copied.
-    """
-    if a.device.type == "cpu" and a.dtype == torch.float32 and torch.backends.mkldnn.is_available():
-        b = b if b.is_contiguous() else b.t().contiguous().t()
-        return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
-    return a @ b
 
 
 def _row_squares(x: Float[Tensor, "m n"]) -> Float64[Tensor, " m"]:

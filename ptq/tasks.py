@@ -23,7 +23,9 @@ from torch import Tensor
 
 from ptq import rewrite, rounding
 from ptq.blocks import Part
+from ptq.checkpoint import read_tensor
 from ptq.errors import RunError
+from ptq.header import read_header
 from ptq.hessian import observe
 from ptq.job import Job, dense_weight
 from ptq.linear import guard
@@ -32,7 +34,7 @@ from ptq.progress import Progress
 from ptq.rounding import Rounded
 from ptq.shards import write_tensors
 
-CHUNK_TOKENS = 2048
+CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
 ROTATION_TOLERANCE = 1e-3
 """Relative float32 difference of hidden states above which a rotation is called wrong; right ones stay near 1e-6."""
@@ -111,11 +113,12 @@ class Tasks:
         if codebook is None:
             return linear.format.pack(Rounded(self._cast(linear), {})), {}
         assert part is not None
-        weight = part.take(dense_weight(linear))
+        taken = dense_weight(linear)  # handed over, not kept: the solvers free what they do not need any more
         if recipe.rounding == "nearest":
-            rounded = rounding.nearest(weight, codebook, name=linear.name)
+            rounded = rounding.nearest(part.take(taken), codebook, name=linear.name)
         else:
-            rounded = rounding.ldlq(weight, self._hessian(linear), codebook, damping=recipe.damping, name=linear.name)
+            options = {"damping": recipe.damping, "name": linear.name}
+            rounded = rounding.ldlq(part.take(taken), self._hessian(linear), codebook, **options)
         return linear.format.pack(rounded), rounded.statistics()
 
     def rest(self) -> None:
@@ -153,9 +156,10 @@ class Tasks:
 
     def _hessian(self, linear: LinearPlan) -> Float[Tensor, "k k"]:
         index = int(linear.name.removeprefix(f"{self.job.plan.layers}.").partition(".")[0])
-        with safe_open(self._hessian_file(index), framework="pt") as file:
-            # A copy: solvers work in place, and products on a mapped file may differ in the last bit.
-            return file.get_tensor(linear.statistics).clone().to(self.job.device)
+        path = self._hessian_file(index)
+        assert linear.statistics is not None
+        # Read, not mapped: a map would count as memory beside the copy that solvers work on.
+        return read_tensor(path, read_header(path)[0][linear.statistics]).to(self.job.device)
 
     def _hessian_file(self, index: int) -> Path:
         return self.work / "hessians" / f"{index}.safetensors"

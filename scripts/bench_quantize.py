@@ -167,7 +167,7 @@ def measured(model: Path, out: Path, recipe_json: str) -> None:
 
         setattr(owner, name, run)
 
-    for name in ("linear", "embed", "hessians", "advance", "probe_start", "probe"):
+    for name in ("probe_start", "embed", "block", "hessians", "linear", "advance"):
         clocked(Tasks, name)
     for name in ("assemble", "write_record"):
         clocked(pipeline, name)
@@ -255,7 +255,7 @@ def gptq_block(
         "imports": run.baseline,
         "one block in float32": 4 * (4 * h * h + 3 * h * m),
         "its Hessians": 4 * (3 * h * h + m * m),
-        "a chunk of activations": 4 * CHUNK_TOKENS * (2 * h + 3 * m),
+        "a chunk of activations": 4 * CHUNK_TOKENS * (3 * h + 4 * m),
     }
     budget = sum(parts.values())
     print(f"GPTQ INT4 of 2 blocks {h} x {m}, {samples} x {sequence_length} tokens, {threads} threads: "

@@ -25,7 +25,7 @@ def codes_of(n: int, k: int, bits: int) -> torch.Tensor:
     )
 
 
-@pytest.fixture(params=("reference", *native.CPU_LEVELS[:3]))
+@pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
     """The ops of one implementation: the reference, or the native kernels at one instruction set."""
     if request.param == "reference":
@@ -206,21 +206,52 @@ def test_linear_is_the_dequantised_product(bits, dtype, implementation):
                 torch.testing.assert_close(y.double(), expected, rtol=rough, atol=rough)
 
 
-def test_native_linear_ignores_batch_position_level_and_threads():
+def random_parts(format: IntegerFormat, n: int, k: int) -> formats.Parts:
+    """Any code, scales of either sign, any zero."""
+    g, draw = format.codebook.groups(k), torch.Generator().manual_seed(k)
+    parts = {
+        "codes": torch.ops.ptq.integer_pack(codes_of(n, k, format.bits), format.bits),
+        "scale": (torch.randn(n, g, generator=draw) * 0.1).bfloat16().view(torch.int16),
+    }
+    zero = torch.randint(0, 2**format.bits, (n, g), dtype=torch.uint8, generator=draw)
+    return parts if format.symmetric else {**parts, "zero": zero}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", BITS)
+def test_native_linear_is_exact_and_ignores_batch_position_level_and_threads(bits, symmetric):
+    """Whole blocks of 128 codes and rests; one scale per block, per lane of eight codes, per code; every batch path."""
     if not native.available():
         pytest.skip("native kernels are not built")
-    format, x = IntegerFormat(4, 20), randn(11, 100)
-    parts = format.pack(rounding.nearest(randn(37, 100, seed=1), format.codebook))
-    y, threads = format.linear(x, parts), torch.get_num_threads()
-    assert torch.equal(torch.cat([format.linear(row[None], parts) for row in x]), y)
+    threads = torch.get_num_threads()
     try:
-        torch.set_num_threads(3)
-        for level in native.CPU_LEVELS:
-            native.set_cpu_level(level)
-            assert torch.equal(format.linear(x, parts), y)
+        for n, k, group in [
+            *[(25, 384, size) for size in (0, 8, 24, 32, 64, 128)], (9, 512, 256), (10, 137, 0), (7, 264, 24),
+            (5, 45, 15), (27, 100, 20),
+        ]:  # fmt: skip
+            format, x = IntegerFormat(bits, group, symmetric), randn(133, k, seed=n)
+            parts = random_parts(format, n, k)
+            torch.set_num_threads(1)
+            y = format.linear(x, parts)
+            exact = x.double() @ format.dequantize(parts, n, k).double().t()
+            assert ((y - exact).norm(dim=1) <= 2e-6 * exact.norm(dim=1)).all()
+            torch.set_num_threads(3)
+            for level in native.CPU_LEVELS:
+                native.set_cpu_level(level)
+                assert torch.equal(format.linear(x, parts), y), (level, k, group)
+                for t in (1, 2, 3, 4, 7, 11, 18):  # the last t rows, alone
+                    assert torch.equal(format.linear(x[-t:], parts), y[-t:]), (level, k, group, t)
+                short = format.linear(x[:3].bfloat16(), parts)
+                assert torch.equal(short, format.linear(x[:3].bfloat16().float(), parts).bfloat16())
     finally:
         torch.set_num_threads(threads)
         native.set_cpu_level(None)
+
+
+def test_linear_of_nothing():
+    format = IntegerFormat(4, 0)
+    parts = {"codes": torch.zeros(3, 0, dtype=torch.uint8), "scale": torch.zeros(3, 0, dtype=torch.int16)}
+    assert torch.equal(format.linear(torch.ones(2, 0), parts, torch.arange(3.0)), torch.arange(3.0).expand(2, 3))
 
 
 def test_opcheck_and_gradients():

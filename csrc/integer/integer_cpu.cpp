@@ -159,7 +159,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
     sizes.back() = n;
     const Tensor out = empty({sizes.data(), sizes.size()}, ScalarType::Float);
     const int64_t t = n ? out.numel() / n : 0;
-    const Tensor spread = empty({t, spread_width(k)}, ScalarType::Float);
+    const Tensor spread = empty({t, spread_stride(k)}, ScalarType::Float);
     const Linear p{static_cast<const float*>(in.const_data_ptr()),
                    static_cast<float*>(spread.mutable_data_ptr()),
                    static_cast<const uint8_t*>(c.const_data_ptr()),
@@ -171,6 +171,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
                    k,
                    n,
                    size,
+                   k / size,
                    static_cast<int>(bits)};
     run(kernels().spread, p, t, k);
     run(kernels().linear, p, t ? (n + panel_rows - 1) / panel_rows : 0, panel_rows * k * (t + 4));

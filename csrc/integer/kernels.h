@@ -48,14 +48,14 @@ struct Pack {
 };
 
 struct Linear {
-    const float* x;         // [t, k]
-    float* spread;          // [t, spread_width(k)]: x in the order of `linear`
-    const uint8_t* codes;   // [n, ceil(k bits / 8)]
-    const uint16_t* scale;  // [n, k / size]: bits of bfloat16
-    const uint8_t* zero;    // [n, k / size], or null: 2^(bits - 1)
-    const float* bias;      // [n], or null
-    float* out;             // [t, n]
-    int64_t t, k, n, size;
+    const float* x;                 // [t, k]
+    float* spread;                  // [t, spread_width(k)]: x in the order of `linear`
+    const uint8_t* codes;           // [n, ceil(k bits / 8)]
+    const uint16_t* scale;          // [n, k / size]: bits of bfloat16
+    const uint8_t* zero;            // [n, k / size], or null: 2^(bits - 1)
+    const float* bias;              // [n], or null
+    float* out;                     // [t, n]
+    int64_t t, k, n, size, groups;  // groups in a row: k / size
     int bits;
 };
 
@@ -68,6 +68,10 @@ inline int64_t packed_size(int64_t k, int bits) {
 }
 inline int64_t spread_width(int64_t k) {
     return (k + block - 1) / block * block;
+}
+// An odd number of KiB: rows of x whose distance is a large power of two would fall into the same few sets of a cache.
+inline int64_t spread_stride(int64_t k) {
+    return ((k + 255) / 256 | 1) * 256;
 }
 // All codes of a block have the same scale; all codes of a lane have.
 inline bool one_group(const Linear& p) {

@@ -16,7 +16,7 @@ void spread(const Linear& p, int64_t first, int64_t last) {
     const int64_t width = spread_width(p.k);
     for (int64_t token = first; token < last; token++) {
         const float* from = p.x + token * p.k;
-        float* to = p.spread + token * width;
+        float* to = p.spread + token * spread_stride(p.k);
         for (int64_t i = 0; i + block <= p.k; i += block)
             for (int64_t l = 0; l < lanes; l++)
                 for (int64_t j = 0; j < 8; j++) to[i + j * lanes + l] = from[i + l * 8 + j];
@@ -121,7 +121,7 @@ inline Ints load_integers(const T* from, int64_t count) {
 
 // Each lane's own group, for groups of whole lanes; `place[l]` counts from the group at the block's start.
 inline Affine affine(const Linear& p, int64_t at, const uint8_t* place) {
-    const int64_t count = p.n * (p.k / p.size) - at;
+    const int64_t count = p.n * p.groups - at;
     const Ints lane = load_integers(place, lanes);
     const Ints bits = load_integers(p.scale + at, count) << 16;
     const Lanes scale = __builtin_shuffle(reinterpret_cast<Lanes>(bits), lane);
@@ -145,26 +145,28 @@ inline std::vector<uint8_t> places(const Linear& p) {
     return place;
 }
 
-// --- few tokens: decode and multiply in registers
-// -----------------------------------------------------------------------
+// --- few tokens: decode and multiply in registers --------------------------------------------------------------------
 
 template <int bits, int tokens, int rows, bool one_group>
-void few(const Linear& p, const uint8_t* place, int64_t row) {
-    const int64_t groups = p.k / p.size, bytes = packed_size(p.k, bits), width = spread_width(p.k);
+void few(const Linear& p, const uint8_t* place, int64_t row, int64_t token) {
+    const int64_t bytes = packed_size(p.k, bits), stride = spread_stride(p.k);
     Lanes total[rows][tokens]{}, table[rows];
     Affine a[rows];
+    const float* x = p.spread + token * stride;
     const uint8_t* from[rows];
-    int64_t at[rows];
+    int64_t at[rows], group = 0, group_end = 0;  // of block i
     for (int r = 0; r < rows; r++) {
         const int64_t mine = std::min(row + r, p.n - 1);  // beyond the last row: once more, and not written
-        from[r] = p.codes + mine * bytes, at[r] = mine * groups, table[r] = all_codes<bits>();
+        from[r] = p.codes + mine * bytes, at[r] = mine * p.groups, table[r] = all_codes<bits>();
     }
     const auto step = [&](int64_t i, const Words* w) {
-        if (!one_group || i % p.size == 0)
+        if (!one_group || i == group_end) {
+            group = i / p.size, group_end = i + p.size;
             for (int r = 0; r < rows; r++) {
-                a[r] = one_group ? affine(p, at[r] + i / p.size) : affine(p, at[r] + i / p.size, place + i / 8);
+                a[r] = one_group ? affine(p, at[r] + group) : affine(p, at[r] + group, place + i / 8);
                 if (one_group && looked_up<bits>) table[r] = fma(all_codes<bits>(), a[r].scale, a[r].offset);
             }
+        }
 #pragma GCC unroll 8
         for (int j = 0; j < 8; j++)
 #pragma GCC unroll 8
@@ -173,7 +175,7 @@ void few(const Linear& p, const uint8_t* place, int64_t row) {
                 if (!one_group || !looked_up<bits>) v = fma(v, a[r].scale, a[r].offset);
 #pragma GCC unroll 4
                 for (int t = 0; t < tokens; t++)
-                    total[r][t] = fma(v, load(p.spread + t * width + i + j * lanes), total[r][t]);
+                    total[r][t] = fma(v, load(x + t * stride + i + j * lanes), total[r][t]);
             }
     };
     Words w[rows];
@@ -197,19 +199,24 @@ void few(const Linear& p, const uint8_t* place, int64_t row) {
     }
     for (int t = 0; t < tokens; t++)
         for (int64_t r = 0; r < std::min<int64_t>(rows, p.n - row); r++)
-            p.out[t * p.n + row + r] = sum(total[r][t]) + (p.bias ? p.bias[row + r] : 0.0f);
+            p.out[(token + t) * p.n + row + r] = sum(total[r][t]) + (p.bias ? p.bias[row + r] : 0.0f);
 }
 
 template <int bits, bool one_group>
 void few_tokens(const Linear& p, int64_t first, int64_t last) {
     const std::vector<uint8_t> place = places(p);
-    constexpr int rows[] = {0, 8, 4, 4, 4};  // as many sums as there are registers for
-    for (int64_t row = first * panel_rows; row < std::min(last * panel_rows, p.n); row += rows[p.t]) {
-        if (p.t == 1) few<bits, 1, rows[1], one_group>(p, place.data(), row);
-        if (p.t == 2) few<bits, 2, rows[2], one_group>(p, place.data(), row);
-        if (p.t == 3) few<bits, 3, rows[3], one_group>(p, place.data(), row);
-        if (p.t == 4) few<bits, 4, rows[4], one_group>(p, place.data(), row);
-    }
+    last = std::min(last * panel_rows, p.n);
+    if (p.t == 1)
+        for (int64_t row = first * panel_rows; row < last; row += 8)
+            few<bits, 1, 8, one_group>(p, place.data(), row, 0);
+    else
+        for (int64_t row = first * panel_rows; row < last; row += 4)
+            for (int64_t token = 0; token < p.t; token += 4) {  // codes of four rows stay in the first-level cache
+                constexpr decltype(&few<bits, 1, 4, one_group>) of[] = {
+                    few<bits, 1, 4, one_group>, few<bits, 2, 4, one_group>, few<bits, 3, 4, one_group>,
+                    few<bits, 4, 4, one_group>};
+                of[std::min<int64_t>(4, p.t - token) - 1](p, place.data(), row, token);
+            }
 }
 
 }  // namespace

@@ -1,0 +1,29 @@
+"""float32 products on the CPU through oneDNN, which is two to three times as fast as torch's default library on AMD."""
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor
+
+
+def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Tensor, "m n"]:
+    """a @ b."""
+    if _fits(a, b):
+        # oneDNN falls back to a loop a thousand times slower for operands that are slices of rows: these are copied.
+        b = b if b.is_contiguous() else b.t().contiguous().t()
+        return torch.ops.mkldnn._linear_pointwise(a.contiguous(), b.t(), None, "none", [], "")
+    return a @ b
+
+
+def linear(
+    x: Float[Tensor, "*batch k"], w: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
+) -> Float[Tensor, "*batch n"]:
+    """x Wᵀ + b; torch's own where oneDNN does not apply: other devices and dtypes, gradients."""
+    if _fits(x, w):
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.contiguous(), bias, "none", [], "")
+    return torch.nn.functional.linear(x, w, bias)
+
+
+def _fits(a: Tensor, b: Tensor) -> bool:
+    on_cpu = a.device.type == b.device.type == "cpu" and a.dtype == b.dtype == torch.float32
+    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    return on_cpu and a.numel() > 0 and not differentiated and torch.backends.mkldnn.is_available()
