@@ -83,7 +83,7 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unclaimed tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(3))), "claims tensor 'extra'"),
     "contradicting shape": (edit_tensors(lambda t: t.update({NAME: torch.ones(24, 8)})), "has shape [24, 8], but"),
     "a config of another size": (edit_config(hidden_size=32), "config.json says"),
-    "unknown model_type": (edit_config(model_type="mamba"), "known are llama, mistral, qwen2, qwen3"),
+    "unknown model_type": (edit_config(model_type="mamba"), "known are granite, llama, mistral"),
     "invented model_type": (edit_config(model_type="no-such-model"), "docs/add-a-family.md"),
     "quantised already": (edit_config(quantization_config={"quant_method": "gptq"}), "quantised already"),
     "sizes of the wrong type": (edit_config(num_hidden_layers="two"), "num_hidden_layers"),
