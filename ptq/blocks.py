@@ -5,7 +5,6 @@ rotary tables, multipliers and norms are exactly the model's own. Only the part'
 """
 
 import copy
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ptq import matmul
 from ptq.families import Family
 from ptq.linear import frozen, swap
+
+
+class _FastLinear(nn.Linear):
+    """A plain linear layer, in float32 on a CPU through the faster library."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return matmul.linear(input, self.weight, self.bias)
 
 
 class _Splice(nn.Module):
@@ -139,17 +145,18 @@ def _meta_model(config: Any, device: torch.device) -> PreTrainedModel:
     """The model of a config without weights; tables that are computed, not stored, are real."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    for module in model.modules():
+    for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
-            module.forward = functools.partial(_linear, module)  # pyright: ignore[reportAttributeAccessIssue]
+            fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
+            _put(model, name, fast)
     for name, module in list(_rotary_tables(model)):
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, type(module)(config=config).to(device))
+        _put(model, name, type(module)(config=config).to(device))
     return model.eval()
 
 
-def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return matmul.linear(x, module.weight, module.bias)
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -4,6 +4,9 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+FEW_ROWS = 64
+"""Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
+
 
 def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Tensor, "m n"]:
     """a @ b."""
@@ -18,7 +21,7 @@ def linear(
     x: Float[Tensor, "*batch k"], w: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
 ) -> Float[Tensor, "*batch n"]:
     """x Wᵀ + b; torch's own where oneDNN does not apply: other devices and dtypes, gradients."""
-    if _fits(x, w):
+    if x.numel() >= FEW_ROWS * w.shape[1] and _fits(x, w):
         return torch.ops.mkldnn._linear_pointwise(x.contiguous(), w.contiguous(), bias, "none", [], "")
     return torch.nn.functional.linear(x, w, bias)
 
