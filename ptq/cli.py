@@ -34,10 +34,10 @@ Calibration = Annotated[
     str | None, typer.Option(help="Text for GPTQ: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
 ]
 Samples = Annotated[int, typer.Option(help="Calibration rows.")]
-SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row.  [default: 2048, or the model's limit]")]
+SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row. Default: 2048, or the model's limit.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work.  [default: OUT.work]")]
+Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw unfinished work away.")]
 ShowPlan = Annotated[bool, typer.Option("--plan", help="Print what would be done, and do nothing.")]
 Skip = Annotated[
@@ -155,7 +155,7 @@ def inspect(
 def verify_command(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
     against: Annotated[str | None, typer.Option(help="The original model, to compare logits with.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text for the comparison.  [default: random tokens]")] = None,
+    text: Annotated[Path | None, typer.Option(help="Text for the comparison. Default: random tokens.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

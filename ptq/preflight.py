@@ -59,7 +59,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
         work = plan.blocks * (4 * tokens * block_weights + 2 * tokens * square + 2 * solve)
         seconds += work / _matmul_rate()
-        memory += hessians + 4 * CHUNK_TOKENS * (2 * shape.hidden + 3 * shape.intermediate)
+        memory += hessians + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
     return Estimate(seconds, memory, packed + hidden + hessians, packed)
 
 
@@ -92,10 +92,10 @@ def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:
 def _matmul_rate() -> float:
     """float32 operations per second of a matrix product, measured for a tenth of a second."""
     a = torch.ones(512, 512)
-    a @ a
+    torch.mm(a, a)
     count, start = 0, time.perf_counter()
     while time.perf_counter() - start < 0.1:
-        a @ a
+        torch.mm(a, a)
         count += 1
     return count * 2 * 512**3 / (time.perf_counter() - start)
 

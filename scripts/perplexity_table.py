@@ -26,11 +26,12 @@ from transformers.utils import logging
 import ptq
 from ptq.demo import demo_path
 from ptq.evaluate import Windows, perplexity, windows_from_text
+from ptq.recipe import Rounding
 from quarot.plan import QuarotRecipe
 
 BITS = (8, 6, 4, 3, 2)
 GROUPS = (32, 64, 128)
-COLUMNS = (("nearest", False), ("nearest", True), ("gptq", False), ("gptq", True))
+COLUMNS: tuple[tuple[Rounding, bool], ...] = (("nearest", False), ("nearest", True), ("gptq", False), ("gptq", True))
 TITLES = ("RTN", "RTN, rotated", "GPTQ", "GPTQ, rotated")
 
 

@@ -26,10 +26,8 @@ def main(out: Path, tables: list[Path]) -> None:
     for axis, path in zip(axes[0], tables, strict=True):
         table = json.loads(path.read_text())
         for (rounding, rotate), (label, colour, style) in STYLES.items():
-            cells = [
-                cell for cell in table["cells"]
-                if (cell["rounding"], cell["rotate"], cell["group_size"], cell["symmetric"]) == (rounding, rotate, 0, True)
-            ]  # fmt: skip
+            wanted = {"rounding": rounding, "rotate": rotate, "group_size": 0, "symmetric": True}
+            cells = [cell for cell in table["cells"] if wanted.items() <= cell.items()]
             bits = [cell["bits_per_weight"] for cell in cells]
             worse = [100 * max(cell["perplexity"] / table["original"] - 1, 1e-4) for cell in cells]
             axis.plot(bits, worse, style, color=colour, label=label, markersize=4, linewidth=1.4)
