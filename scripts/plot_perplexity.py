@@ -1,6 +1,8 @@
 """The picture of the README: how much worse each model becomes, by bits per weight.
 
-python scripts/plot_perplexity.py OUT.svg TABLE.json [TABLE.json ...]     tables as scripts/perplexity_table.py writes them
+python scripts/plot_perplexity.py OUT.svg TABLE.json [TABLE.json ...]
+
+The tables are those that `scripts/perplexity_table.py --out` writes.
 """
 
 import json
