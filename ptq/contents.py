@@ -42,8 +42,9 @@ class Contents:
     @property
     def bits_per_weight(self) -> float | None:
         """True bits per weight over all quantised linears; None where there are none."""
-        weights = sum(group.weights for group in self.groups)
-        return 8 * sum(group.nbytes for group in self.groups) / weights if weights else None
+        rounded = [group for group in self.groups if group.scheme["format"] != "dense"]
+        weights = sum(group.weights for group in rounded)
+        return 8 * sum(group.nbytes for group in rounded) / weights if weights else None
 
 
 def summary(checkpoint: Checkpoint) -> Contents:
@@ -94,9 +95,9 @@ def _shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tuple[int,
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
 
 
-def biases(config: PreTrainedConfig) -> set[str]:
-    """Names of the biases that the model of a config has."""
-    return {name for name, _ in _without_weights(config).named_parameters() if name.endswith(".bias")}
+def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of the model of a config."""
+    return {name: tuple(parameter.shape) for name, parameter in _without_weights(config).named_parameters()}
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:

@@ -53,10 +53,6 @@ class Job:
             return None
         return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs)
 
-    def source_dtype(self, linear: LinearPlan) -> torch.dtype:
-        """The dtype in which the source stores a weight."""
-        return self.checkpoint.tensors[linear.source].dtype
-
     def original_block(self, index: int) -> Part:
         """A decoder block with the source's weights in float32."""
         part = self._part(index)

@@ -27,7 +27,12 @@ def load_model(
         dtype = torch.float32
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype or "auto", local_files_only=True, use_safetensors=True, output_loading_info=True
+            folder,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
         raise _error(str(model), error) from error
@@ -43,7 +48,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
     folder = source.resolve(str(model))
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise _error(f"the tokenizer of {model}", error) from error
 
@@ -52,7 +57,7 @@ def load_config(model: str | Path) -> Any:
     """The transformers config of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
     folder = source.resolve(str(model))
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         raise _error(f"the config of {model}", error) from error
 

@@ -11,12 +11,12 @@ from transformers import PreTrainedConfig
 
 from ptq import calibration, methods, preflight, proof, source
 from ptq.checkpoint import Checkpoint, refuse_quantised
-from ptq.contents import biases, read_config, summary
+from ptq.contents import parameter_shapes, read_config, summary
 from ptq.errors import InputError
 from ptq.families import Family, family_of, shape_of
 from ptq.job import Job
 from ptq.loading import load_tokenizer
-from ptq.plan import Plan, check_biases, check_claims
+from ptq.plan import Plan, check_biases, check_claims, check_tensors
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
@@ -47,10 +47,17 @@ def plan(model: str, recipe: Recipe) -> Target:
     refuse_quantised(checkpoint.config)
     family = family_of(checkpoint.config)
     config = read_config(checkpoint)
+    shape = shape_of(config)
+    if shape.blocks > len(checkpoint.tensors):  # before anything is built that large
+        raise InputError(
+            f"config.json: num_hidden_layers {shape.blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"
+        )
     dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
-    plan = methods.planner(recipe.method)(shape_of(config), family, recipe, dtypes)
+    plan = methods.planner(recipe.method)(shape, family, recipe, dtypes)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
-    check_biases(plan, checkpoint.tensors, biases(config))
+    promised = parameter_shapes(config)
+    check_biases(plan, checkpoint.tensors, promised)
+    check_tensors(plan, checkpoint.tensors, promised)
     return Target(checkpoint, config, family, plan)
 
 
@@ -77,11 +84,12 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
     Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
     """
     target, out = plan(str(model), recipe), Path(out).absolute()
-    work, device = options.work or out.with_name(f"{out.name}.work"), _device(options.device)
+    work, device = (options.work or out.with_name(f"{out.name}.work")).resolve(), _device(options.device)
     recipe = _resolved(recipe, str(model), target.config)
     rows = _calibration_rows(target, recipe)
     tokens = None if rows is None else calibration.fingerprint(rows)
     record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)
+    _check_tied(target)
     if is_finished(out, record):
         remove_finished_work(work, record)
         return read_result(out)
@@ -135,9 +143,25 @@ def _finish(tasks: Tasks, record: Record, out: Path) -> Result:
 
 
 def is_finished(out: Path, record: Record) -> bool:
-    """Whether `out` holds the result of this very run already."""
+    """Whether `out` holds the result of this very run already. Raises InputError where it does, and is damaged."""
     path = out / RECORD
-    return path.is_file() and not compare(record, read_record(path))
+    if not path.is_file() or compare(record, stored := read_record(path)):
+        return False
+    Checkpoint.open(out)
+    missing = [name for name in stored.get("files", {}) if not (out / name).is_file()]
+    if missing:
+        raise InputError(f"{out / missing[0]}: is missing from the finished result; remove {out} and run again")
+    return True
+
+
+def _check_tied(target: Target) -> None:
+    """Raise InputError for a head that the config ties to the embedding and that is stored with other numbers."""
+    head, embedding = f"{target.family.head}.weight", f"{target.family.embedding}.weight"
+    if head in target.plan.unused and not torch.equal(target.checkpoint.read(head), target.checkpoint.read(embedding)):
+        raise InputError(
+            f"tensor {head!r} differs from the embedding, to which config.json ties it; "
+            "set tie_word_embeddings to false there if the head is the model's own"
+        )
 
 
 def read_result(out: Path) -> Result:

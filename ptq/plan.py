@@ -4,11 +4,14 @@ A method (`quarot.plan`, ...) makes a `Plan` from a model's shape, its `Family` 
 calibrator, the writer and the tests read that one plan; nothing else in the package knows where a rotation goes.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+
+import torch
 
 from ptq.errors import InputError
 from ptq.formats import Format
+from ptq.header import TensorInfo
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,26 @@ def check_biases(plan: Plan, tensors: Collection[str], promised: Collection[str]
             has, says = ("holds", "does not promise it") if name in tensors else ("has no", "promises it")
             raise InputError(
                 f"the checkpoint {has} tensor {name!r}, but its config.json {says}: "
+                "the config belongs to another model, or the checkpoint is damaged"
+            )
+
+
+def check_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], promised: Mapping[str, tuple[int, ...]]) -> None:
+    """Check dtype and shape of every tensor that the plan uses; `promised` are the shapes of the config's model.
+
+    Raises InputError for a weight that is no 16- or 32-bit float, and for a shape that contradicts the config.
+    """
+    for name, info in tensors.items():
+        if name in plan.unused:
+            continue
+        if info.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise InputError(
+                f"tensor {name!r} is {str(info.dtype).removeprefix('torch.')}: weights must be float32, float16 or "
+                "bfloat16; convert the model first"
+            )
+        if tuple(info.shape) != promised.get(name, tuple(info.shape)):
+            raise InputError(
+                f"tensor {name!r} has shape {list(info.shape)}, but config.json says {list(promised[name])}: "
                 "the config belongs to another model, or the checkpoint is damaged"
             )
 

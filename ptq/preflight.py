@@ -50,7 +50,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
     hessians = 4 * sum(k * k for k in inputs.values()) if rows is not None else 0
     packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
     seconds = weights / (STREAM_RATE * torch.get_num_threads())
-    memory = BASE_MEMORY + max(4 * block_weights, 16 * max(linear.n * linear.k for linear in block), 4 * largest)
+    memory = BASE_MEMORY + max(4 * block_weights + 12 * max(linear.n * linear.k for linear in block), 6 * largest)
     hidden = 0
     if rows is not None:
         tokens = rows.numel()
@@ -59,17 +59,20 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
         work = plan.blocks * (4 * tokens * block_weights + 2 * tokens * square + 2 * solve)
         seconds += work / _matmul_rate()
-        memory += hessians + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
+        solver = max(4 * linear.k**2 + 8 * linear.n * linear.k for linear in block)  # beside the block and its Hessians
+        memory += max(hessians, solver) + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
     return Estimate(seconds, memory, packed + hidden + hessians, packed)
 
 
 def check(needs: Estimate, work: Path, out: Path) -> None:
-    """Raise InputError where memory or disk cannot be enough; nothing has been written then."""
+    """Raise InputError where memory or disk cannot be enough. What a run before has left in the work folder counts as
+    free: it is continued, or thrown away."""
     available = psutil.virtual_memory().available
     if needs.memory > available:
         raise InputError(f"this run needs about {_size(needs.memory)} of memory, {_size(available)} are free; "
                          "close other programs or use a machine with more")  # fmt: skip
-    folders = {work: needs.work, out: needs.out}
+    left = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
+    folders = {work: max(0, needs.work - left), out: needs.out}
     devices: dict[int, tuple[Path, int]] = {}
     for folder, nbytes in folders.items():
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())

@@ -107,15 +107,16 @@ def ldlq(
     scales = codebook.fit(w, name=name)
     columns = _columns(diagonal, codebook.dim, order)
     inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
+    factor, added, used = _factor(h, diagonal, columns, damping, name)
+    del h  # memory is tight: from here on its factor serves, and soon weights are columns first, in rounding order
     every = -(-len(w) // LOSS_ROWS)
-    nearest_loss, total = _nearest_loss(w[::every].contiguous(), h, codebook, scales, every)
-    # From here on weights are columns first, in the order of rounding, and W itself is given up: memory is tight.
+    plain = _nearest_error(w[::every].contiguous(), codebook, scales, every)
     wt = w.index_select(1, columns).t().contiguous()
     del w
-    factor, used = _factor(h, diagonal, columns, damping, name)
     codes, error = _feedback(wt, factor, codebook, scales, columns)
+    samples = (wt[:, ::every], plain.t()[columns], error[:, ::every])
+    total, nearest_loss, loss = (energy(x.contiguous(), factor, added) for x in samples)
     del factor
-    loss = energy(error[:, ::every][inverse].contiguous(), h)
     statistics = {"nearest_loss": _ratio(nearest_loss, total), "damping": used, "dead": int((diagonal == 0).sum())}
     if loss > nearest_loss:
         kept = nearest(wt[inverse].t().contiguous(), codebook, name=name)
@@ -125,14 +126,11 @@ def ldlq(
     return Rounded(codes, scales, "ldlq", share, _ratio(loss, total), **statistics)
 
 
-def _nearest_loss(
-    w: Float32[Tensor, "r k"], h: Float32[Tensor, "k k"], codebook: Codebook, scales: Scales, every: int
-) -> tuple[float, float]:
-    """tr(dW H dWᵀ) of nearest rounding and tr(W H Wᵀ), over every `every`-th row of a weight: those in `w`."""
+def _nearest_error(w: Float32[Tensor, "r k"], codebook: Codebook, scales: Scales, every: int) -> Float32[Tensor, "r k"]:
+    """Errors of nearest rounding of every `every`-th row of a weight: those in `w`; `scales` are those of all rows."""
     if codebook.per_row:
         scales = {part: tensor[::every].contiguous() for part, tensor in scales.items()}
-    error = codebook.decode(codebook.round(w, scales), scales) - w
-    return energy(error.t().contiguous(), h), energy(w.t().contiguous(), h)
+    return w - codebook.decode(codebook.round(w, scales), scales)
 
 
 def _checked_diagonal(h: Tensor, k: int, name: str) -> Float32[Tensor, " k"]:
@@ -156,8 +154,8 @@ def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tenso
 
 def _factor(
     h: Float32[Tensor, "k k"], diagonal: Float32[Tensor, " k"], columns: Int64[Tensor, " k"], damping: float, name: str
-) -> tuple[Float32[Tensor, "k k"], float]:
-    """Lower Cholesky factor of the permuted, damped H, and the damping used."""
+) -> tuple[Float32[Tensor, "k k"], Float32[Tensor, " k"], float]:
+    """Lower Cholesky factor of the permuted, damped H, what was added to its diagonal, and the damping used."""
     live = diagonal[columns] > 0
     mean = float(diagonal.sum(dtype=torch.float64)) / max(1, int(live.sum()))
     while True:
@@ -166,9 +164,10 @@ def _factor(
         for start in range(0, len(h), PANEL):  # in panels, or there would be a third matrix of this size
             rows = columns[start : start + PANEL]
             a[start : start + PANEL] = h.index_select(0, rows).index_select(1, columns)
-        a.diagonal().add_(torch.where(live, damping * mean, 1.0).float())
+        added = torch.where(live, damping * mean, 1.0).float()
+        a.diagonal().add_(added)
         if cholesky(a):
-            return a, damping
+            return a, added, damping
         if damping >= MAX_DAMPING:
             raise InputError(f"{name}: the Hessian is not positive semidefinite, even with damping {damping:g}")
         damping = max(10 * damping, 1e-4)
@@ -247,16 +246,16 @@ def round_block(
     return torch.cat(codes[::-1]), error
 
 
-def energy(x: Float32[Tensor, "k n"], h: Float32[Tensor, "k k"]) -> float:
-    """tr(xᵀ H x) for a symmetric H, from its lower triangle."""
+def energy(x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Float32[Tensor, " k"]) -> float:
+    """tr(xᵀ H x) where H + diag(added) = L Lᵀ and L is the lower triangle of `factor`: |Lᵀ x|² less what was added."""
     total = 0.0
     for i in range(0, len(x), PANEL):
-        here = x[i : i + PANEL]
-        y = product(h[i : i + PANEL, i : i + PANEL], here)
-        if i:
-            y.add_(product(h[i : i + PANEL, :i], x[:i]), alpha=2)
-        total += float(y.mul_(here).sum(1).sum(dtype=torch.float64))
-    return total
+        j = min(i + PANEL, len(x))
+        y = product(factor[i:j, i:j].tril().t().contiguous(), x[i:j].contiguous())
+        if j < len(x):
+            y += product(factor[j:, i:j].t(), x[j:])
+        total += _squares(y)
+    return total - float((added * _row_squares(x)).sum())
 
 
 def _row_squares(x: Float[Tensor, "m n"]) -> Float64[Tensor, " m"]:

@@ -31,6 +31,7 @@ from ptq.job import Job, dense_weight
 from ptq.linear import guard
 from ptq.plan import LinearPlan
 from ptq.progress import Progress
+from ptq.proof import largest_error
 from ptq.rounding import Rounded
 from ptq.shards import write_tensors
 
@@ -117,8 +118,9 @@ class Tasks:
         if recipe.rounding == "nearest":
             rounded = rounding.nearest(part.take(taken), codebook, name=linear.name)
         else:
-            options = {"damping": recipe.damping, "name": linear.name}
-            rounded = rounding.ldlq(part.take(taken), self._hessian(linear), codebook, **options)
+            rounded = rounding.ldlq(
+                part.take(taken), self._hessian(linear), codebook, damping=recipe.damping, name=linear.name
+            )
         return linear.format.pack(rounded), rounded.statistics()
 
     def rest(self) -> None:
@@ -211,7 +213,7 @@ class Tasks:
         expected = original.double()
         if rotation is not None:
             expected = rewrite.rotate(expected, rotation, self.job.signs)
-        error = ((rotated - expected).norm() / expected.norm()).item()
+        error = largest_error(rotated, expected)
         if not error < ROTATION_TOLERANCE:  # also where it is NaN
             raise RunError(
                 f"block {index}: the rotated block differs from the original by {error:.1e} (relative; rounding is "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from ptq import rewrite
@@ -24,12 +25,12 @@ UNFINISHED = "work.json"
 
 
 def package_version() -> str:
-    """Versions of this package and of torch; part of every fingerprint, since another one may round otherwise."""
+    """Versions of this package and of what computes; part of every fingerprint: another one may round otherwise."""
     try:
         own = version("ptq-toolkit")
     except PackageNotFoundError:  # a source checkout that was never installed
         own = "unknown"
-    return f"ptq {own}, torch {torch.__version__}"
+    return f"ptq {own}, torch {torch.__version__}, transformers {transformers.__version__}"
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "surplus bias": (edit_config(attention_bias=False), "does not promise it"),
     "unclaimed tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(3))), "claims tensor 'extra'"),
     "contradicting shape": (edit_tensors(lambda t: t.update({NAME: torch.ones(24, 8)})), "has shape [24, 8], but"),
+    "a norm of another shape": (
+        edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(1)})), "'model.norm.weight' has shape [1], but"
+    ),
+    "integer weights": (edit_tensors(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), "is int8: weights must be"),
+    "blocks without end": (edit_config(num_hidden_layers=10**9), "num_hidden_layers 1000000000, but the checkpoint"),
     "a config of another size": (edit_config(hidden_size=32), "config.json says"),
     "unknown model_type": (edit_config(model_type="mamba"), "known are granite, llama, mistral"),
     "invented model_type": (edit_config(model_type="no-such-model"), "docs/add-a-family.md"),

@@ -1,7 +1,9 @@
 """Whole runs on tiny models: what comes out, that it is proven, and that it is the same every time."""
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import TINY, save_model
+from conftest import TINY, edit_tensors, save_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +20,7 @@ import ptq
 from ptq import hadamard, pipeline, rewrite
 from ptq.families import FAMILIES
 from ptq.linear import QuantLinear
+from ptq.loading import load_tokenizer
 from ptq.writer import LOG, file_hashes
 from quarot.plan import QuarotRecipe
 
@@ -213,3 +216,34 @@ def test_progress_counts_to_the_end(tiny: Path, calibration_text: Path, tmp_path
     for progress in made:
         task = progress.bar.tasks[0]
         assert task.completed == pytest.approx(task.total)
+
+
+def test_a_tied_head_with_other_numbers_is_refused(tmp_path: Path) -> None:
+    """transformers then uses both tensors, whatever the config says; dropping one would be another model."""
+    folder = save_model(tmp_path / "model", **{**TINY, "tie_word_embeddings": True})
+    head = torch.randn_like(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+    edit_tensors(lambda content: content.update({"lm_head.weight": head}))(folder)
+    with pytest.raises(ptq.InputError, match="'lm_head.weight' differs from the embedding"):
+        ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+    same = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    edit_tensors(lambda content: content.update({"lm_head.weight": same}))(folder)
+    ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+
+
+def test_a_finished_result_that_lost_its_tensors_is_no_result(tiny: Path, tmp_path: Path) -> None:
+    ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+    (tmp_path / "out" / "model.safetensors").unlink()
+    with pytest.raises(ptq.InputError, match="model.safetensors"):
+        ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+
+
+def test_code_of_a_checkpoint_is_never_run(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings.update(tokenizer_class="Evil", auto_map={"AutoTokenizer": ["evil.Evil", None]})
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(ptq.InputError):
+        load_tokenizer(folder)
+    assert not (tmp_path / "ran").exists()
