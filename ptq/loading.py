@@ -46,20 +46,19 @@ def load_model(
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
-    folder = source.resolve(str(model))
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise _error(f"the tokenizer of {model}", error) from error
+    return _from_pretrained(AutoTokenizer, model, "tokenizer")
 
 
 def load_config(model: str | Path) -> Any:
     """The transformers config of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
-    folder = source.resolve(str(model))
+    return _from_pretrained(AutoConfig, model, "config")
+
+
+def _from_pretrained(kind: Any, model: str | Path, what: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return kind.from_pretrained(source.resolve(str(model)), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise _error(f"the config of {model}", error) from error
+        raise _error(f"the {what} of {model}", error) from error
 
 
 def _error(what: str, error: Exception) -> InputError | RunError:

@@ -1,7 +1,8 @@
 """The rewriter: one tensor of the source in, the same tensor with norms folded and rotations fused out.
 
-Everything is one float64 expression; the caller casts or quantises its result once. Three casts on the way would
-be 1.7 times noisier, and a bf16 copy would put an error of its own under every code.
+Everything is one float64 expression, and the caller casts its result once: to the checkpoint's dtype, or to the float32
+in which weights are rounded. Three casts on the way would be 1.7 times noisier, and rounding a bf16 copy would put an
+error of its own under every code.
 """
 
 import hashlib
