@@ -11,7 +11,7 @@ from ptq.linear import QuantLinear
 from ptq.matmul import product
 
 PANEL = 1024
-"""Rows of H that one product adds to: bounds the memory of the product, and leaves half of H to symmetry."""
+"""Rows and columns of H that one product adds to: bounds its memory, and leaves half of H to symmetry."""
 
 
 def observe(
@@ -41,9 +41,12 @@ def _watch(module: nn.Module, key: str, sums: dict[str, Tensor]) -> torch.utils.
         xt = x.reshape(-1, x.shape[-1]).float().T.contiguous()
         if key not in sums:
             sums[key] = torch.zeros(len(xt), len(xt), device=xt.device)
+        del x
         for start in range(0, len(xt), PANEL):
-            end = min(start + PANEL, len(xt))
-            sums[key][start:end, :end] += product(xt[start:end], xt[:end].T)
+            rows = xt[start : start + PANEL]
+            for left in range(0, start + 1, PANEL):
+                columns = xt[left : left + PANEL]
+                sums[key][start : start + PANEL, left : left + PANEL] += product(rows, columns.T)
 
     return module.register_forward_pre_hook(add)
 

@@ -56,10 +56,10 @@ class Job:
     def original_block(self, index: int) -> Part:
         """A decoder block with the source's weights in float32."""
         part = self._part(index)
-        prefix = f"{self.plan.layers}.{index}."
-        skipped = set(self.plan.unused)
-        names = (name for name in self.checkpoint.tensors if name.startswith(prefix) and name not in skipped)
-        part.load({name: self._float32(name) for name in names})
+        unused = set(self.plan.unused)
+        for name in self.checkpoint.tensors:
+            if name.startswith(part.prefix) and name not in unused:
+                part.load({name: self.tensor(name)})
         return part
 
     def rotate_block(self, index: int, part: Part) -> None:
@@ -102,11 +102,17 @@ class Job:
         """Name of the gain of the last norm."""
         return f"{self.family.final_norm}.weight"
 
-    def embed(self, weight: Float[Tensor, "v k"], ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
-        """Hidden states that enter the first block, from an embedding matrix. Only the rows in use become float32."""
+    def embed(
+        self, weight: Float[Tensor, "v k"], ids: Int[Tensor, "batch t"], rewrite: bool = False
+    ) -> Float[Tensor, "batch t k"]:
+        """Hidden states that enter the first block, from an embedding matrix, which may still have to be rewritten.
+        Only the rows in use are, and become float32."""
         used, places = ids.to(weight.device).unique(return_inverse=True)
+        rows = weight[used]
+        if rewrite:
+            rows = self._rewrite(self.embedding, rows.to(self.device), None, torch.float32)
         part = self._part(None)
-        part.load({f"{self.family.embedding}.weight": weight[used]})
+        part.load({f"{self.family.embedding}.weight": rows})
         return part.embed(places.to(self.device))
 
     def logits(
@@ -124,8 +130,8 @@ class Job:
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
         order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
         rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
-        result = torch.empty(linear.n, linear.k, dtype=dtype, device=self.device)
-        for start in range(0, linear.n, rows):
+        result = torch.empty(len(w), linear.k, dtype=dtype, device=self.device)
+        for start in range(0, len(w), rows):
             piece = slice(start, start + rows)
             result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start)
         return result

@@ -1,15 +1,16 @@
 """`quantize`: from a model and a recipe to a checkpoint that is proven, whole and in its place."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ptq import calibration, methods, preflight, proof, source
+from ptq import calibration, memory, methods, preflight, proof, source
 from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.errors import InputError
@@ -21,7 +22,16 @@ from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
 from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work
-from ptq.writer import assemble, check_folders, partial_folder, put_in_place, write_record
+from ptq.writer import (
+    check_folders,
+    complete,
+    file_hashes,
+    partial_folder,
+    put_in_place,
+    shards_of,
+    write_record,
+    written_tensors,
+)
 
 PROBE_TOKENS = 16
 DEFAULTS = RunOptions()
@@ -99,10 +109,10 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
     preflight.check(needs, work, out)
     open_work(work, record, options.restart)
     job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
-    with Progress(target.plan, rows is not None, options.progress) as progress:
+    with memory.kept(), Progress(target.plan, rows is not None, options.progress) as progress:
         for note in (*target.plan.notes, str(needs)):
             progress.say(note)
-        tasks = Tasks(job, work)
+        tasks = Tasks(job, work, shards_of(job, partial_folder(out)))
         _run(tasks, rows, progress)
         result = _finish(tasks, record, out)
     remove_work(work)
@@ -119,27 +129,36 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, progress: Progress
     tasks.probe_start(_probe_ids(tasks.job, rows))
     if rows is not None:
         tasks.embed(rows)
+    memory.give_back()  # the embedding is by far the largest weight
     for index in range(tasks.first_block(rows is not None), plan.blocks):
         tasks.block(index, rows is not None, progress)
 
 
 def _finish(tasks: Tasks, record: Record, out: Path) -> Result:
-    """Assemble, prove and rename the checkpoint."""
-    job, folder = tasks.job, partial_folder(out)
-    states = tasks.probe_states(job.plan.blocks)
+    """Complete, prove and rename the checkpoint."""
+    job, folder = tasks.job, tasks.shards.folder
+    memory.give_back()
+    packed, agreement = _agreement(tasks)
+    complete(job, tasks.shards)
+    written = Checkpoint.open(folder)
+    proof.account(written, set(written_tensors(job)))
+    with ThreadPoolExecutor(1) as other:
+        hashes = other.submit(file_hashes, folder)
+        proof.reload(written, job, tasks.probe_states(0)["ids"], packed)
+    result = Result(out, summary(written).bits_per_weight, written.nbytes, **asdict(agreement))
+    found = {key: value for key, value in asdict(result).items() if key != "out"}
+    write_record(folder, record, tasks.log(), found, hashes.result())
+    put_in_place(folder, out)
+    return result
+
+
+def _agreement(tasks: Tasks) -> tuple[Float[Tensor, "1 probe v"], proof.Agreement]:
+    """The packed model's logits of the probe, and how they compare with the other models'."""
+    job, states = tasks.job, tasks.probe_states(tasks.job.plan.blocks)
     original = job.logits(job.tensor(job.head.source), job.tensor(job.final_norm), states["original"])
     rotated = job.logits(job.rewritten(job.head, torch.float32), job.written_norm(), states["rotated"])
     packed = job.logits(tasks.packed_weight(job.head), job.written_norm(), states["packed"])
-    agreement = proof.compare(original, rotated, packed)
-    assemble(job, tasks.files(), folder)
-    written = Checkpoint.open(folder)
-    proof.account(written, job.plan, set(job.checkpoint.tensors))
-    proof.reload(written, job, tasks.probe_states(0)["ids"], packed)
-    contents = summary(written)
-    result = Result(out, contents.bits_per_weight, written.nbytes, **asdict(agreement))
-    write_record(folder, record, tasks.log(), {key: value for key, value in asdict(result).items() if key != "out"})
-    put_in_place(folder, out)
-    return result
+    return packed, proof.compare(original, rotated, packed)
 
 
 def is_finished(out: Path, record: Record) -> bool:

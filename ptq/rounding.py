@@ -99,7 +99,8 @@ def ldlq(
 
     `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
     factor. `order`: `descending` diag(H), or `given`. Channels with diag(H) = 0 neither give nor receive feedback.
-    Where nearest rounding has the smaller loss, that is the result. Needs memory for one more [k, k] and two [n, k].
+    Where nearest rounding has the smaller loss, that is the result. A float32 H is used up: its factor takes its place,
+    since it is as large as everything else together. Needs memory for two more [n, k].
     Raises InputError, naming `name`, where W or H is not finite, H does not fit W or is far from positive semidefinite.
     """
     w, h = w.float().contiguous(), h.float()
@@ -108,7 +109,7 @@ def ldlq(
     columns = _columns(diagonal, codebook.dim, order)
     inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
     factor, added, used = _factor(h, diagonal, columns, damping, name)
-    del h  # memory is tight: from here on its factor serves, and soon weights are columns first, in rounding order
+    # Memory is tight: the factor lies in h's place, and soon weights are columns first, in rounding order.
     every = -(-len(w) // LOSS_ROWS)
     plain = _nearest_error(w[::every].contiguous(), codebook, scales, every)
     wt = w.index_select(1, columns).t().contiguous()
@@ -155,38 +156,59 @@ def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tenso
 def _factor(
     h: Float32[Tensor, "k k"], diagonal: Float32[Tensor, " k"], columns: Int64[Tensor, " k"], damping: float, name: str
 ) -> tuple[Float32[Tensor, "k k"], Float32[Tensor, " k"], float]:
-    """Lower Cholesky factor of the permuted, damped H, what was added to its diagonal, and the damping used."""
-    live = diagonal[columns] > 0
+    """Lower Cholesky factor of the permuted, damped H in H's place, what was added to its diagonal, and the damping
+    used."""
+    diagonal = diagonal[columns]
+    live = diagonal > 0
     mean = float(diagonal.sum(dtype=torch.float64)) / max(1, int(live.sum()))
+    _permute(h, columns)
     while True:
         # Dead rows and columns of H are zero but for the one put on the diagonal.
-        a = torch.empty_like(h)
-        for start in range(0, len(h), PANEL):  # in panels, or there would be a third matrix of this size
-            rows = columns[start : start + PANEL]
-            a[start : start + PANEL] = h.index_select(0, rows).index_select(1, columns)
         added = torch.where(live, damping * mean, 1.0).float()
-        a.diagonal().add_(added)
-        if cholesky(a):
-            return a, added, damping
+        h.diagonal().copy_(diagonal + added)
+        if cholesky(h):
+            return h, added, damping
         if damping >= MAX_DAMPING:
             raise InputError(f"{name}: the Hessian is not positive semidefinite, even with damping {damping:g}")
         damping = max(10 * damping, 1e-4)
+        for start in range(0, len(h), PANEL):  # what lies above the diagonal is untouched
+            end = start + PANEL
+            h[end:, start:end] = h[start:end, end:].t()
+            h[start:end, start:end] = h[start:end, start:end].triu(1).t() + h[start:end, start:end].triu(1)
+
+
+def _permute(h: Float32[Tensor, "k k"], order: Int64[Tensor, " k"]) -> None:
+    """h[order][:, order] in the place of h: columns in panels of rows, then rows along the cycles of the order."""
+    for start in range(0, len(h), PANEL):
+        h[start : start + PANEL] = h[start : start + PANEL].index_select(1, order)
+    source, moved = order.tolist(), [False] * len(order)
+    for first in range(len(source)):
+        if moved[first] or source[first] == first:
+            continue
+        kept, here = h[first].clone(), first
+        while source[here] != first:
+            h[here] = h[source[here]]
+            moved[here], here = True, source[here]
+        h[here], moved[here] = kept, True
 
 
 def cholesky(a: Float32[Tensor, "k k"]) -> bool:
-    """The lower Cholesky factor of `a` in its place (the upper triangle is left undefined); False where there is none.
+    """The lower Cholesky factor of `a` in its lower triangle; False where there is none. What lies above the diagonal
+    is not touched.
 
     Panels, so that most of the work is products: LAPACK's own runs at a fifth of this machine's peak.
     """
     k = len(a)
     for i in range(0, k, PANEL):
         j = min(i + PANEL, k)
+        corner = a[i:j, i:j].tril()  # all that is read of it
         if i:
-            a[i:, i:j] -= product(a[i:, :i], a[i:j, :i].t())
-        corner, failed = torch.linalg.cholesky_ex(a[i:j, i:j])
+            corner -= product(a[i:j, :i], a[i:j, :i].t())
+            a[j:, i:j] -= product(a[j:, :i], a[i:j, :i].t())
+        corner, failed = torch.linalg.cholesky_ex(corner)
         if int(failed):
             return False
-        a[i:j, i:j] = corner
+        a[i:j, i:j] = corner.tril() + a[i:j, i:j].triu(1)
         if j < k:
             a[j:, i:j] = torch.linalg.solve_triangular(corner.t(), a[j:, i:j], upper=True, left=False)
     return True

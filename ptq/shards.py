@@ -1,4 +1,4 @@
-"""Write files that are either whole or absent, and assemble block files into Hugging Face shards.
+"""Write files that are either whole or absent, and fill the shards of a Hugging Face checkpoint.
 
 Every file is written under a temporary name beside its place and renamed. A crash leaves at most a `*.tmp`, which
 nobody reads. Bytes depend only on the tensors, so writing again is harmless. Files that are meant to stay are forced
@@ -13,18 +13,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from ptq.checkpoint import INDEX, SINGLE, read_range
-from ptq.errors import InputError, RunError
-from ptq.header import DTYPE_NAMES, TensorInfo, encode_header, read_header
+from ptq.checkpoint import INDEX, SINGLE, read_tensor
+from ptq.errors import RunError
+from ptq.header import DTYPE_NAMES, TensorInfo, encode_header
 
-MAX_SHARD_BYTES = 5_000_000_000
-COPY_BYTES = 8 << 20
 FORMAT = {"format": "pt"}  # transformers refuses files that do not say so
 
 
@@ -80,15 +79,15 @@ def remove_leftovers(folder: str | Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def write_bytes(path: str | Path, data: bytes) -> None:
+def write_bytes(path: str | Path, data: bytes, durable: bool = True) -> None:
     """Write `data` atomically. Raises RunError."""
-    with atomic_file(path, len(data)) as file:
+    with atomic_file(path, len(data), durable) as file:
         file.write(data)
 
 
-def write_json(path: str | Path, value: Any) -> None:
+def write_json(path: str | Path, value: Any, durable: bool = True) -> None:
     """Write JSON atomically, as transformers does: sorted keys, two spaces, ASCII, a newline at the end."""
-    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode())
+    write_bytes(path, (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode(), durable)
 
 
 def write_tensors(
@@ -114,45 +113,46 @@ def write_tensors(
                 file.write(flat.view(torch.uint8).numpy().data)
 
 
-@dataclass(frozen=True)
-class ShardPlan:
-    """Which tensor goes into which file: `files` maps each shard's name to its tensors' names."""
+Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+"""Dtype and shape of tensors, by name."""
 
-    files: dict[str, tuple[str, ...]]
-    sources: dict[str, tuple[Path, TensorInfo]]
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every tensor of a checkpoint lies, known before the first of them is."""
+
+    headers: dict[str, bytes]
+    """The first bytes of every shard, by file name."""
+    tensors: dict[str, TensorInfo]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(info.nbytes for _, info in self.sources.values())
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def size(self, shard: str) -> int:
+        """Bytes of one shard's file."""
+        return len(self.headers[shard]) + sum(info.nbytes for info in self.tensors.values() if info.shard == shard)
 
 
-def plan_shards(
-    block_files: Sequence[str | Path], order: Sequence[str] | None = None, max_shard_bytes: int = MAX_SHARD_BYTES
-) -> ShardPlan:
-    """Distribute the tensors of `block_files` over shards of at most `max_shard_bytes` of tensor bytes.
+def layout(tensors: Specs, max_shard_bytes: int) -> Layout:
+    """Distribute tensors over shards of at most `max_shard_bytes` of tensor bytes.
 
-    `order` is the order in which shards are filled (default: the files' order, and the order inside them). With the
-    order of the model's `state_dict` the result equals that of `save_pretrained` with the same shard size: shards are
-    filled greedily, and a tensor larger than the limit gets one of its own, numbered before the shard in progress.
-    Raises InputError for a damaged block file, a tensor that two files hold, or an `order` that is not exactly theirs.
+    With the order of the model's `state_dict` the files are those of `save_pretrained` with the same shard size: shards
+    are filled greedily, and a tensor larger than the limit gets one of its own, numbered before the shard in progress.
     """
-    sources: dict[str, tuple[Path, TensorInfo]] = {}
-    for path in map(Path, block_files):
-        for name, info in read_header(path)[0].items():
-            if name in sources:
-                raise InputError(f"{path}: tensor {name!r} is in {sources[name][0]} too; remove the stale file")
-            sources[name] = (path, info)
-    names = list(sources if order is None else order)
-    if len(names) != len(sources) or set(names) != set(sources):
-        odd = sorted(set(names) ^ set(sources)) or ["a name given twice"]
-        raise InputError(f"merge: the block files and the expected tensors differ, for instance in {odd[0]!r}")
-    shards = _fill([(name, sources[name][1].nbytes) for name in names], max_shard_bytes)
-    if len(shards) == 1:
-        return ShardPlan({SINGLE: tuple(shards[0])}, sources)
+    shards = _fill([(name, dtype.itemsize * prod(shape)) for name, (dtype, shape) in tensors.items()], max_shard_bytes)
     count = len(shards)
-    files = {f"model-{i:05d}-of-{count:05d}.safetensors": tuple(shard) for i, shard in enumerate(shards, 1)}
-    return ShardPlan(files, sources)
+    headers, places = {}, {}
+    for number, names in enumerate(shards, 1):
+        shard = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+        headers[shard], order = encode_header([(name, *tensors[name]) for name in names], FORMAT)
+        at = len(headers[shard])
+        for name in order:
+            dtype, shape = tensors[name]
+            places[name] = TensorInfo(shape, dtype, shard, at, dtype.itemsize * prod(shape))
+            at += places[name].nbytes
+    return Layout(headers, places)
 
 
 def _fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
@@ -171,30 +171,72 @@ def _fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
     return shards + [current] if current or not shards else shards
 
 
-def merge(plan: ShardPlan, folder: str | Path, index_metadata: Mapping[str, Any] | None = None) -> None:
-    """Write the shards of `plan` into `folder`, and the index last, so that a folder with an index is complete.
+class Shards:
+    """The shards of a checkpoint in the making: whole files from the start, filled tensor by tensor in any order.
 
-    Bytes are copied range by range through one small buffer: memory does not depend on the model. `index_metadata`
-    joins `total_size` in the index (transformers also writes `total_parameters`). A single file has no index.
-    Raises RunError (disk full, a block file changed while it was read).
+    They are not kept twice, neither on disk nor in time; who fills them has to know what is filled already.
     """
-    folder = Path(folder)
-    for shard, names in plan.files.items():
-        _write_shard(folder / shard, {name: plan.sources[name] for name in names})
-    if SINGLE not in plan.files:
-        weight_map = {name: shard for shard, names in plan.files.items() for name in names}
-        metadata = {**(index_metadata or {}), "total_size": plan.nbytes}
-        write_json(folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+
+    def __init__(self, layout: Layout, folder: Path) -> None:
+        self.layout, self.folder = layout, folder
+
+    def begun(self) -> bool:
+        """Whether the folder holds exactly these shards, as `begin` makes them."""
+        return all(self._begun(shard) for shard in self.layout.headers)
+
+    def _begun(self, shard: str) -> bool:
+        path, header = self.folder / shard, self.layout.headers[shard]
+        if not path.is_file() or path.stat().st_size != self.layout.size(shard):
+            return False
+        with path.open("rb") as file:
+            return file.read(len(header)) == header
+
+    def begin(self) -> None:
+        """Make the folder, with shards that have headers but no tensors yet; what else was in it is removed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        for shard, header in self.layout.headers.items():
+            with atomic_file(self.folder / shard, size := self.layout.size(shard), durable=False) as file:
+                file.write(header)
+                file.truncate(size)
+
+    def place(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors to their places. Raises RunError (a full disk)."""
+        for name, tensor in tensors.items():
+            info = self.layout.tensors[name]
+            assert tensor.dtype == info.dtype and tuple(tensor.shape) == info.shape, (name, tensor.dtype, tensor.shape)
+            if not info.nbytes:
+                continue
+            data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            try:
+                with (self.folder / info.shard).open("r+b", buffering=0) as file:
+                    file.seek(info.offset)
+                    while data:  # one call writes at most 2 GiB on Linux
+                        data = data[file.write(data) :]
+            except OSError as error:
+                raise _write_error(self.folder / info.shard, info.nbytes, error) from error
+
+    def read(self, name: str) -> Tensor:
+        """A tensor that was placed."""
+        info = self.layout.tensors[name]
+        return read_tensor(self.folder / info.shard, info)
+
+    def finish(self, index_metadata: Mapping[str, Any] | None = None) -> None:
+        """Force everything to disk, and write the index of several shards last, so that a folder with an index is
+        complete. `index_metadata` joins `total_size` in it (transformers also writes `total_parameters`)."""
+        for shard in self.layout.headers:
+            sync_file(self.folder / shard)
+        if SINGLE not in self.layout.headers:
+            weight_map = {name: info.shard for name, info in self.layout.tensors.items()}
+            metadata = {**(index_metadata or {}), "total_size": self.layout.nbytes}
+            write_json(self.folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+        _sync_folder(self.folder)
 
 
-def _write_shard(path: Path, sources: Mapping[str, tuple[Path, TensorInfo]]) -> None:
-    header, order = encode_header([(name, info.dtype, info.shape) for name, (_, info) in sources.items()], FORMAT)
-    nbytes = len(header) + sum(info.nbytes for _, info in sources.values())
-    buffer = memoryview(bytearray(COPY_BYTES))
-    with atomic_file(path, nbytes) as file:
-        file.write(header)
-        for source, info in (sources[name] for name in order):
-            for at in range(0, info.nbytes, COPY_BYTES):
-                part = buffer[: min(COPY_BYTES, info.nbytes - at)]
-                read_range(source, info.offset + at, part)
-                file.write(part)
+def sync_file(path: Path) -> None:
+    """Force what was written to a file to disk. Raises RunError."""
+    try:
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _write_error(path, path.stat().st_size, error) from error

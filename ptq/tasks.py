@@ -1,12 +1,13 @@
-"""The tasks of a run. The result of each is a file in the work folder; a task whose file exists is done.
+"""The tasks of a run. Each ends by renaming a file of the work folder into place; a task whose file exists is done.
 
-    linears/<name>.safetensors    one rewritten linear as it will be written, its error statistics in the metadata
-    rest.safetensors              norms and what passes through
+    linears/<name>.json           one rewritten linear is in its place in the shards; the statistics of its rounding
+    rest.json                     so are the norms and what passes through
     hidden/<block>/<chunk>        calibration rows as they enter a block, after the quantised blocks before it
     hessians/<block>.safetensors  one per shared input of a block
     probe/<block>.safetensors     a few tokens as they enter a block of the original, the rotated and the packed model
 
-The tasks read nothing but the source checkpoint, the plan and these files, so a run can stop at any moment.
+Tensors of the result go straight to their places in the shards: for a large model, a second copy is too much disk.
+The tasks read nothing but the source checkpoint, the plan, the shards and these files, so a run can stop at any moment.
 """
 
 import json
@@ -15,13 +16,11 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
 from jaxtyping import Float, Int
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ptq import rewrite, rounding
+from ptq import memory, rewrite, rounding
 from ptq.blocks import Part
 from ptq.checkpoint import read_tensor
 from ptq.errors import RunError
@@ -33,7 +32,8 @@ from ptq.plan import LinearPlan
 from ptq.progress import Progress
 from ptq.proof import largest_error
 from ptq.rounding import Rounded
-from ptq.shards import write_tensors
+from ptq.shards import Shards, write_json, write_tensors
+from ptq.work import remove_contents
 
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
@@ -46,8 +46,11 @@ Tensors = dict[str, Tensor]
 class Tasks:
     """The tasks of one job in one work folder. Methods are idempotent; each ends by renaming its file into place."""
 
-    def __init__(self, job: Job, work: Path) -> None:
-        self.job, self.work = job, work
+    def __init__(self, job: Job, work: Path, shards: Shards) -> None:
+        self.job, self.work, self.shards = job, work, shards
+        if not shards.begun():  # then nothing that the folder says of them is true
+            remove_contents(work)
+            shards.begin()
         for folder in ("linears", "hidden", "hessians", "probe"):
             (work / folder).mkdir(parents=True, exist_ok=True)
 
@@ -58,9 +61,9 @@ class Tasks:
 
     # --- weights --------------------------------------------------------------------------------------------------
 
-    def linear_file(self, linear: LinearPlan) -> Path:
-        """Where the result of `linear` lies."""
-        return self.work / "linears" / f"{linear.name}.safetensors"
+    def mark(self, linear: LinearPlan) -> Path:
+        """The file that says that `linear` is done."""
+        return self.work / "linears" / f"{linear.name}.json"
 
     def block(self, index: int, calibrated: bool, progress: Progress) -> None:
         """All tasks of one block: prove its rotations, round its linears, send everything through the packed block."""
@@ -87,8 +90,7 @@ class Tasks:
 
     def linear(self, linear: LinearPlan, part: Part | None) -> None:
         """Round and pack one linear of the rewritten block `part`, or write one that is not quantised."""
-        path = self.linear_file(linear)
-        if path.exists():
+        if self.mark(linear).exists():
             return
         start = time.perf_counter()
         if linear.format is None:
@@ -101,7 +103,7 @@ class Tasks:
             tensors["bias"] = bias.to(self.job.checkpoint.tensors[f"{linear.name}.bias"].dtype)
         statistics["seconds"] = round(time.perf_counter() - start, 3)
         named = {f"{linear.name}.{leaf}": tensor for leaf, tensor in tensors.items()}
-        self._write(path, named, {"statistics": json.dumps(statistics)})
+        self._place(self.mark(linear), named, statistics)
 
     def _cast(self, linear: LinearPlan) -> Tensor:
         """A weight that is not quantised: from float64 to the source's dtype in one step."""
@@ -125,19 +127,20 @@ class Tasks:
 
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
-        path = self.work / "rest.safetensors"
+        path = self.work / "rest.json"
         if not path.exists():
             dtypes = self.job.checkpoint.tensors
             tensors = {name: tensor.to(dtypes[name].dtype) for name, tensor in self.job.norms_and_kept("")}
-            self._write(path, tensors)
+            self._place(path, tensors, {})
 
     def packed_tensors(self, linears: Iterable[LinearPlan]) -> Tensors:
         """The results of linears that are done."""
-        return {name: tensor for linear in linears for name, tensor in load_file(self.linear_file(linear)).items()}
+        prefixes = tuple(f"{linear.name}." for linear in linears)
+        return {name: self.shards.read(name) for name in self.shards.layout.tensors if name.startswith(prefixes)}
 
     def packed_weight(self, linear: LinearPlan) -> Tensor:
         """The embedding or the head as it is written."""
-        return load_file(self.linear_file(linear))[f"{linear.name}.weight"]
+        return self.shards.read(f"{linear.name}.weight")
 
     # --- calibration ----------------------------------------------------------------------------------------------
 
@@ -154,7 +157,9 @@ class Tasks:
         path = self._hessian_file(index)
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
         if not path.exists():
+            memory.give_back()
             self._write(path, observe(part, names, self._hidden(index)))
+            memory.give_back()
 
     def _hessian(self, linear: LinearPlan) -> Float[Tensor, "k k"]:
         index = int(linear.name.removeprefix(f"{self.job.plan.layers}.").partition(".")[0])
@@ -199,13 +204,12 @@ class Tasks:
         """Hidden states of a few tokens as they enter the first block. Needs the embedding to be done."""
         if self._probe_file(0).exists():
             return
-        embedding = self.job.embedding
-        weights = {
-            "original": lambda: self.job.tensor(embedding.source),
-            "rotated": lambda: self.job.rewritten(embedding, torch.float32),
-            "packed": lambda: self.packed_weight(embedding),
+        source = self.job.tensor(self.job.embedding.source)
+        states = {
+            "original": self.job.embed(source, ids),
+            "rotated": self.job.embed(source, ids, rewrite=True),
+            "packed": self.job.embed(self.packed_weight(self.job.embedding), ids),
         }
-        states = {name: self.job.embed(weight(), ids) for name, weight in weights.items()}
         self._write(self._probe_file(0), {**states, "ids": ids})
 
     def _compare_rotated(self, index: int, original: Tensor, rotated: Tensor) -> None:
@@ -227,20 +231,17 @@ class Tasks:
 
     # --- results --------------------------------------------------------------------------------------------------
 
-    def files(self) -> list[Path]:
-        """The files that hold the tensors of the result, in the order of the model."""
-        return [*(self.linear_file(linear) for linear in self.job.plan.linears), self.work / "rest.safetensors"]
-
     def log(self) -> list[dict[str, object]]:
         """Name, seconds and error statistics of every linear."""
-        lines = []
-        for linear in self.job.plan.linears:
-            with safe_open(self.linear_file(linear), framework="pt") as file:
-                lines.append({"name": linear.name, **json.loads(file.metadata()["statistics"])})
-        return lines
+        return [{"name": linear.name, **json.loads(self.mark(linear).read_bytes())} for linear in self.job.plan.linears]
 
-    def _write(self, path: Path, tensors: Tensors, metadata: dict[str, str] | None = None) -> None:
-        write_tensors(path, tensors, metadata, durable=False)
+    def _write(self, path: Path, tensors: Tensors) -> None:
+        write_tensors(path, tensors, durable=False)
+
+    def _place(self, mark: Path, tensors: Tensors, statistics: dict[str, object]) -> None:
+        """Put tensors into the shards, and then say so."""
+        self.shards.place(tensors)
+        write_json(mark, statistics, durable=False)
 
     def _probe_file(self, index: int) -> Path:
         return self.work / "probe" / f"{index}.safetensors"

@@ -104,13 +104,18 @@ def _check_empty(folder: Path) -> None:
         )
 
 
-def remove_work(folder: Path) -> None:
-    """Remove a work folder, its record last: whatever is left by a crash is still known as ours."""
+def remove_contents(folder: Path) -> None:
+    """Remove everything in a work folder but its record."""
     for entry in folder.iterdir():
         if entry.is_dir():
             shutil.rmtree(entry)
         elif entry.name != UNFINISHED:
             entry.unlink()
+
+
+def remove_work(folder: Path) -> None:
+    """Remove a work folder, its record last: whatever is left by a crash is still known as ours."""
+    remove_contents(folder)
     shutil.rmtree(folder)
 
 

@@ -1,10 +1,9 @@
-"""The end of a run: assemble the checkpoint beside its place, prove it, and rename it into place."""
+"""The result of a run: made beside its place, completed, proven, and renamed into place."""
 
 import copy
 import hashlib
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from ptq.checkpoint import INDEX
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
-from ptq.shards import merge, plan_shards, write_bytes, write_json
+from ptq.linear import GUARD, guard
+from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.work import RECORD, Record
 
 MAX_SHARD_BYTES = 50_000_000_000
@@ -23,7 +23,7 @@ COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "adde
 
 
 def partial_folder(out: Path) -> Path:
-    """Where the result is assembled: beside its place, so that renaming it is atomic."""
+    """Where the result is made: beside its place, so that renaming it is atomic."""
     return out.with_name(f"{out.name}.ptq-partial")
 
 
@@ -42,26 +42,52 @@ def check_folders(out: Path, work: Path, source: Path) -> None:
         raise InputError(f"{work}: lies inside the folder of the result; name another folder with --work")
 
 
-def assemble(job: Job, files: list[Path], folder: Path) -> None:
-    """Write shards, config and tokenizer files into `folder`, replacing what an interrupted run left there."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    merge(plan_shards(files, max_shard_bytes=MAX_SHARD_BYTES), folder)
-    write_bytes(folder / "config.json", _config_text(job).encode())
+def shards_of(job: Job, folder: Path) -> Shards:
+    """The shards of a job's result in `folder`, all of their sizes known from the plan."""
+    return Shards(layout(written_tensors(job), MAX_SHARD_BYTES), folder)
+
+
+def written_tensors(job: Job) -> Specs:
+    """Dtype and shape of every tensor of the result."""
+    found: Specs = {}
+    source = job.checkpoint.tensors
+    for linear in job.plan.linears:
+        if linear.format is None:
+            found[f"{linear.name}.weight"] = source[linear.source].dtype, (linear.n, linear.k)
+        else:
+            found[f"{linear.name}.{GUARD}"] = guard().dtype, tuple(guard().shape)
+            for part, (shape, dtype) in linear.format.buffers(linear.n, linear.k).items():
+                found[f"{linear.name}.weight_{part}"] = dtype, shape
+        if (bias := f"{linear.name}.bias") in source:
+            found[bias] = source[bias].dtype, (linear.n,)
+    for name in (*job.plan.unit_norms, *job.plan.kept):
+        found[name] = source[name].dtype, tuple(source[name].shape)
+    return found
+
+
+def complete(job: Job, shards: Shards) -> None:
+    """Force the shards to disk and put config and tokenizer files beside them, and nothing else."""
+    for path in shards.folder.iterdir():
+        if path.name not in shards.layout.headers:  # left by a run that was killed here
+            path.unlink()
+    shards.finish()
+    write_bytes(shards.folder / "config.json", _config_text(job).encode())
     for pattern in COPIED:
         for path in sorted(job.checkpoint.folder.glob(pattern)):
             if path.is_file():
-                write_bytes(folder / path.name, path.read_bytes())
+                write_bytes(shards.folder / path.name, path.read_bytes())
 
 
-def write_record(folder: Path, record: Record, log: list[dict[str, Any]], result: dict[str, Any]) -> None:
-    """Write the run's record with its results, and the log with a line per linear.
+def write_record(
+    folder: Path, record: Record, log: list[dict[str, Any]], result: dict[str, Any], hashes: dict[str, str]
+) -> None:
+    """Write the run's record with its results and `file_hashes`, and the log with a line per linear.
 
     The log holds seconds and is the one file that differs from run to run.
     """
     linears = {line["name"]: {k: v for k, v in line.items() if k not in ("name", "seconds")} for line in log}
     write_bytes(folder / LOG, b"".join(json.dumps(line).encode() + b"\n" for line in log))
-    content = {**record.as_dict(), "result": result, "linears": linears, "files": file_hashes(folder)}
+    content = {**record.as_dict(), "result": result, "linears": linears, "files": hashes}
     write_json(folder / RECORD, content)
 
 

@@ -93,8 +93,9 @@ def layer(
 
     times = []
     for _ in range(repeats + 1):
+        used_up = h.clone()
         start = time.perf_counter()
-        rounded = rounding.ldlq(w, h, grid)
+        rounded = rounding.ldlq(w, used_up, grid)
         times.append(time.perf_counter() - start)
     nearest = loss(rounding.nearest(w, grid))
     kind = "symmetric" if symmetric else "asymmetric"
@@ -169,7 +170,7 @@ def measured(model: Path, out: Path, recipe_json: str) -> None:
 
     for name in ("probe_start", "embed", "block", "hessians", "linear", "advance"):
         clocked(Tasks, name)
-    for name in ("assemble", "write_record"):
+    for name in ("complete", "write_record"):
         clocked(pipeline, name)
     clocked(pipeline.proof, "reload")
     result = ptq.quantize(model, out, QuarotRecipe(**json.loads(recipe_json)), ptq.RunOptions(progress=False))

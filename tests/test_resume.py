@@ -154,7 +154,7 @@ def test_a_full_disk_at_any_file_is_told_and_continued(
 def test_blocks_that_are_done_are_not_looked_at_again(
     rounding: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hours of a large model: a run that stops while it assembles the result goes on there."""
+    """Hours of a large model: a run that stops while it completes the result goes on there."""
     asked = recipe(model, rounding=rounding)
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "_finish", lambda *_: (_ for _ in ()).throw(ptq.RunError("stopped")))
@@ -162,6 +162,17 @@ def test_blocks_that_are_done_are_not_looked_at_again(
             ptq.quantize(model, tmp_path / "out", asked, QUIET)
     monkeypatch.setattr(tasks.Tasks, "block", lambda *_: pytest.fail("a block that is done was begun again"))
     ptq.quantize(model, tmp_path / "out", asked, QUIET)
+
+
+def test_a_result_that_is_lost_is_begun_again(crashed: tuple[list[Path], dict[str, bytes]], model: Path) -> None:
+    """The work folder says what is done in shards that lie beside it: without them, or with others, nothing is."""
+    pictures, expected = crashed
+    for change in (shutil.rmtree, lambda folder: (folder / "model.safetensors").write_bytes(b"damaged")):
+        picture = shutil.copytree(
+            pictures[len(pictures) // 2], pictures[0].with_name(f"lost.{len(os.listdir(pictures[0].parent))}")
+        )
+        change(picture / "out.ptq-partial")
+        check_all_continue([picture], expected, model, recipe(model))
 
 
 # --- kill -9 --------------------------------------------------------------------------------------------------------

@@ -235,7 +235,32 @@ def test_cholesky_and_energy_in_panels(k, monkeypatch):
     damped = h + added.double().diag()
     a = damped.float()
     assert rounding.cholesky(a)
+    assert torch.equal(a.triu(1), damped.float().triu(1)), "what lies above the diagonal is not touched"
     torch.testing.assert_close(a.tril().double(), torch.linalg.cholesky(damped), rtol=1e-3, atol=1e-3)
     assert not rounding.cholesky(-torch.eye(k))
     x = weight(k, 5)
     assert rounding.energy(x, a, added) == pytest.approx(float((x.double().t() @ h @ x.double()).trace()), rel=1e-4)
+
+
+@pytest.mark.parametrize("k", [1, 7, 64])
+def test_a_permutation_in_place(k, monkeypatch):
+    monkeypatch.setattr(rounding, "PANEL", 16)
+    for seed in range(3):
+        h, order = hessian(k).float(), torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+        expected = h[order][:, order]
+        rounding._permute(h, order)
+        assert torch.equal(h, expected)
+
+
+def test_a_factor_that_needs_more_damping_is_that_of_the_whole_hessian(monkeypatch):
+    """The first attempts end in the middle of the panels; the next one starts from the Hessian again."""
+    monkeypatch.setattr(rounding, "PANEL", 8)
+    h = hessian(32, rank=3)
+    h -= 0.05 * h.diagonal().mean() * torch.eye(32)
+    h.diagonal().clamp_(min=0.01)
+    h, order = h.float(), torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    factor, added, damping = rounding._factor(h.clone(), h.diagonal().clone(), order, 0.01, "w")
+    assert damping > 0.01
+    lower = factor.tril().double()
+    expected = h[order][:, order].double() + added.double().diag()
+    torch.testing.assert_close(lower @ lower.t(), expected, rtol=1e-4, atol=1e-4)

@@ -13,9 +13,9 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save, save_file
 
 from ptq.checkpoint import INDEX, SINGLE, Checkpoint
-from ptq.errors import InputError, RunError
+from ptq.errors import RunError
 from ptq.header import DTYPES
-from ptq.shards import atomic_file, merge, plan_shards, remove_leftovers, write_bytes, write_json, write_tensors
+from ptq.shards import Shards, atomic_file, layout, remove_leftovers, write_bytes, write_json, write_tensors
 
 
 def every_dtype():
@@ -147,94 +147,96 @@ def test_a_kill_leaves_the_old_file_and_one_leftover(tmp_path):
     assert os.listdir(tmp_path) == ["x"]
 
 
-def blocks(tmp_path, sizes):
-    """One block file per list of tensor sizes (bytes), the tensors in one dict in the order of the model."""
-    tensors, paths = {}, []
-    for number, block in enumerate(sizes):
-        made = {
-            f"b{number}.{'zyxwv'[i]}": torch.randint(0, 9, (size,), dtype=torch.uint8) for i, size in enumerate(block)
-        }
-        paths.append(tmp_path / f"block-{number}.safetensors")
-        write_tensors(paths[-1], made)
-        tensors |= made
-    return tensors, paths
+def specs(sizes):
+    """Tensors of so many bytes, named so that their order is not alphabetical."""
+    return {f"t.{'zyxwvut'[i]}": (torch.uint8, (size,)) for i, size in enumerate(sizes)}
+
+
+def values(tensors):
+    return {name: torch.randint(0, 2, shape).to(dtype) for name, (dtype, shape) in tensors.items()}
 
 
 @pytest.mark.parametrize("limit", [1, 9, 10, 11, 20, 25, 30, 49, 50, 51, 1000])
-@pytest.mark.parametrize("sizes", [[[10, 10], [10, 10, 10]], [[1, 30], [0, 5], [40, 3, 2]], [[60]], [[0]]])
-def test_shards_equal_those_of_the_hub(tmp_path, sizes, limit):
-    tensors, paths = blocks(tmp_path, sizes)
-    plan = plan_shards(paths, list(tensors), limit)
+@pytest.mark.parametrize("sizes", [[10, 10, 10, 10, 10], [1, 30, 0, 5, 40, 3, 2], [60], [0]])
+def test_shards_equal_those_of_the_hub(sizes, limit):
+    tensors = specs(sizes)
+    made = layout(tensors, limit)
     theirs = split_torch_state_dict_into_shards(
-        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=limit
+        values(tensors), filename_pattern="model{suffix}.safetensors", max_shard_size=limit
     )
-    assert {shard: list(names) for shard, names in plan.files.items()} == theirs.filename_to_tensors
-    assert plan.nbytes == theirs.metadata["total_size"]
+    assert list(made.headers) == list(theirs.filename_to_tensors)
+    for shard, names in theirs.filename_to_tensors.items():
+        assert {name for name, info in made.tensors.items() if info.shard == shard} == set(names)
+    assert made.nbytes == theirs.metadata["total_size"]
 
 
-def test_merge_writes_what_the_library_would(tmp_path):
-    tensors, paths = blocks(tmp_path, [[10, 10], [0, 30], [7]])
-    out = tmp_path / "out"
-    out.mkdir()
-    write_json(out / "config.json", {"model_type": "llama"})
-    plan = plan_shards(paths, list(tensors), 30)
-    merge(plan, out, {"total_parameters": 57})
-    for shard, names in plan.files.items():
-        assert (out / shard).read_bytes() == save({name: tensors[name] for name in names}, metadata={"format": "pt"})
-    index = json.loads((out / INDEX).read_text())
-    assert index["metadata"] == {"total_parameters": 57, "total_size": 57} and len(plan.files) == 3
-    checkpoint = Checkpoint.open(out)
-    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-    merge(plan, out, {"total_parameters": 57})
-    assert before == {path.name: path.read_bytes() for path in out.iterdir()}
+def test_filled_in_any_order_the_shards_are_what_the_library_writes(tmp_path):
+    tensors = specs([10, 10, 0, 30, 7])
+    filled, made = values(tensors), layout(tensors, 30)
+    shards = Shards(made, tmp_path / "out")
+    assert not shards.begun()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "left.safetensors").write_text("of another run")
+    shards.begin()
+    assert shards.begun() and sorted(os.listdir(tmp_path / "out")) == sorted(made.headers)
+    for name in reversed(filled):
+        shards.place({name: filled[name]})
+    assert all(torch.equal(shards.read(name), tensor) for name, tensor in filled.items())
+    write_json(tmp_path / "out" / "config.json", {"model_type": "llama"})
+    shards.finish({"total_parameters": 57})
+    for shard in made.headers:
+        names = [name for name, info in made.tensors.items() if info.shard == shard]
+        assert (tmp_path / "out" / shard).read_bytes() == save(
+            {name: filled[name] for name in names}, metadata={"format": "pt"}
+        )
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["metadata"] == {"total_parameters": 57, "total_size": 57} and len(made.headers) == 3
+    checkpoint = Checkpoint.open(tmp_path / "out")
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in filled.items())
 
 
-def test_merge_of_one_file_equals_save_file(tmp_path):
-    paths = [tmp_path / "a", tmp_path / "b"]
+def test_one_shard_of_every_dtype_equals_save_file(tmp_path):
     tensors = every_dtype()
-    names = sorted(tensors)
-    write_tensors(paths[0], {name: tensors[name] for name in names[::2]})
-    write_tensors(paths[1], {name: tensors[name] for name in names[1::2]})
-    merge(plan_shards(paths), tmp_path)
+    made = layout({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}, 1 << 30)
+    shards = Shards(made, tmp_path)
+    shards.begin()
+    shards.place(tensors)
+    shards.finish()
     save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
     assert (tmp_path / SINGLE).read_bytes() == (tmp_path / "theirs").read_bytes()
     assert not (tmp_path / INDEX).exists()
 
 
-def test_merge_refuses_what_does_not_fit_together(tmp_path):
-    tensors, paths = blocks(tmp_path, [[1], [2]])
-    with pytest.raises(InputError, match="block-0.safetensors: tensor 'b0.z' is in"):
-        plan_shards([paths[0], paths[0]])
-    for order in (["b0.z"], [*tensors, "more"], ["b0.z", "b0.z"], [*tensors, "b0.z"]):
-        with pytest.raises(InputError, match="merge: the block files and the expected tensors differ"):
-            plan_shards(paths, order)
-    plan = plan_shards(paths)
-    paths[1].write_bytes(paths[1].read_bytes()[:-1])
-    with pytest.raises(RunError, match="block-1.safetensors: ended"):
-        merge(plan, tmp_path)
-    assert not (tmp_path / SINGLE).exists() and not list(tmp_path.glob("*.tmp"))
+def test_a_non_contiguous_tensor_is_placed_in_its_own_order(tmp_path):
+    weight = torch.arange(12.0).view(3, 4).T.requires_grad_()
+    shards = Shards(layout({"w": (torch.float32, (4, 3))}, 100), tmp_path)
+    shards.begin()
+    shards.place({"w": weight})
+    assert torch.equal(shards.read("w"), weight)
 
 
-# Not ru_maxrss, which a process inherits from the one that started it, nor the peak since the start, which the imports
-# may have set: writing 5 to clear_refs resets the peak to what is in use now.
-PEAK = """
-import sys
-from pathlib import Path
-from ptq.shards import merge, plan_shards
-def status(key):
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith(key))
-Path("/proc/self/clear_refs").write_text("5")
-before = status("VmRSS")
-merge(plan_shards(sorted(Path(sys.argv[1]).glob("block*"))), sys.argv[1])
-print(status("VmHWM") - before)
-"""
+def test_other_shards_are_not_taken_for_these(tmp_path):
+    shards = Shards(layout(specs([4, 4]), 100), tmp_path / "out")
+    shards.begin()
+    path = tmp_path / "out" / SINGLE
+    whole = path.read_bytes()
+    for other in (whole[:-1], whole + b"0", whole.replace(b"t.z", b"t.a"), b""):
+        path.write_bytes(other)
+        assert not shards.begun()
+    path.write_bytes(whole)
+    assert shards.begun()
+    path.unlink()
+    assert not shards.begun()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs Linux's /proc")
-def test_merge_takes_one_buffer_of_memory(tmp_path):
-    for number in range(2):
-        write_tensors(tmp_path / f"block{number}", {f"w{number}": torch.zeros(64 << 20, dtype=torch.uint8)})
-    peak = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert int(peak.stdout) < 32 << 10  # KiB: an 8 MiB buffer, where one tensor alone is 64 MiB
-    assert (tmp_path / SINGLE).stat().st_size > 128 << 20
+def test_a_disk_that_is_full_while_tensors_are_placed(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(tmp_path)]
+    if os.name != "posix" or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        shards = Shards(layout({"w": (torch.float32, (1 << 20,))}, 1 << 30), tmp_path / "out")
+        shards.begin()
+        with pytest.raises(RunError, match=r"writing 4194304 bytes failed .No space left on device; \d+ are free"):
+            shards.place({"w": torch.ones(1 << 20)})
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)

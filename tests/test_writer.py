@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 import ptq
 from ptq import writer
 from ptq.job import Job
-from ptq.shards import write_tensors
 from quarot.plan import QuarotRecipe
 
 RECIPE = QuarotRecipe(rounding="nearest")
@@ -28,11 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("writer") / "model")
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
-    for name in ("a", "b"):
-        write_tensors(tmp_path / f"{name}.safetensors", {f"{name}.weight": torch.ones(2, 3)}, {"statistics": "{}"})
-    return [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+def completed(job: Job, folder: Path) -> Path:
+    shards = writer.shards_of(job, folder)
+    shards.begin()
+    writer.complete(job, shards)
+    return folder
 
 
 def test_folders_that_may_be_used(model: Path, tmp_path: Path) -> None:
@@ -61,35 +60,38 @@ def test_folders_that_would_be_lost(out: str, work: str, tmp_path: Path) -> None
         writer.check_folders(tmp_path / out, place, tmp_path / "model")
 
 
-def test_what_is_assembled(model: Path, files: list[Path], tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "left.safetensors").write_text("of an interrupted run")
-    writer.assemble(job(model), files, tmp_path / "out")
+def test_what_is_completed(model: Path, tmp_path: Path) -> None:
+    completed(job(model), tmp_path / "out")
     assert sorted(os.listdir(tmp_path / "out")) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
-    tensors = load_file(tmp_path / "out" / "model.safetensors")
-    assert tensors.keys() == {"a.weight", "b.weight"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False and config["quantization_config"]["quant_method"] == "ptq"
 
 
-def test_code_weights_and_folders_of_the_source_are_not_copied(files: list[Path], tmp_path: Path) -> None:
+def test_the_tensors_of_a_result_are_known_from_the_plan(model: Path, tmp_path: Path) -> None:
+    ptq.quantize(model, tmp_path / "out", RECIPE, ptq.RunOptions(progress=False))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    expected = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in found.items()}
+    assert writer.written_tensors(job(model)) == expected
+
+
+def test_code_weights_and_folders_of_the_source_are_not_copied(tmp_path: Path) -> None:
     source = save_model(tmp_path / "source")
     for name in ("modeling_llama.py", "pytorch_model.bin", "README.md", "notes.txt"):
         (source / name).write_text("stays")
     (source / "tokenizer").mkdir()
     (source / "LICENSE").write_text("comes along")
-    writer.assemble(job(source), files, tmp_path / "out")
+    completed(job(source), tmp_path / "out")
     assert set(os.listdir(tmp_path / "out")) & set(os.listdir(source)) == {
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
         "LICENSE",
     }  # fmt: skip
 
 
-def test_a_plain_result_keeps_its_config(model: Path, files: list[Path], tmp_path: Path) -> None:
+def test_a_plain_result_keeps_its_config(model: Path, tmp_path: Path) -> None:
     plain = QuarotRecipe(rounding="nearest", weight_bits=16, rotate=False)
-    writer.assemble(job(model, plain), files, tmp_path / "out")
+    completed(job(model, plain), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
 
 

@@ -1,0 +1,49 @@
+"""How this process holds on to memory that it has freed.
+
+By default the C library gives large pieces back to the system at once and gets fresh ones, page by page, for the next
+weight of the same size. On virtual machines that costs several times the arithmetic on the weight.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+KEPT_BYTES = 1 << 30
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
+DEFAULT_BYTES = 128 << 10
+
+
+@cache
+def _glibc() -> Any:
+    """The C library, or None where it is not glibc."""
+    try:
+        library = ctypes.CDLL("libc.so.6")
+    except OSError:
+        return None
+    return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """While the block runs, freed memory is kept for the next tensor; afterwards it goes back to the system."""
+    library = _glibc()
+    if library is None:
+        yield
+        return
+    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+        library.mallopt(option, KEPT_BYTES)
+    try:
+        yield
+    finally:
+        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            library.mallopt(option, DEFAULT_BYTES)
+        library.malloc_trim(0)
+
+
+def give_back() -> None:
+    """Give back what is free now: after a step that took much more memory than the next ones will."""
+    library = _glibc()
+    if library is not None:
+        library.malloc_trim(0)
