@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Int, Int8
 from torch import Tensor
 
 from ptq import matmul
@@ -106,7 +106,28 @@ class Format(Protocol):
         ...
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """The parts as the kernels of a device want them. No kernel wants others yet, so nothing calls this yet."""
+        """The parts as the kernels of a device want them, maybe under other names; called once after loading. `linear`,
+        `unpack` and `dequantize` take either kind."""
+        ...
+
+    def unprepack(self, parts: Parts) -> Parts:
+        """Exact inverse of `prepack`: the stored parts."""
+        ...
+
+
+@runtime_checkable
+class IntegerInput(Protocol):
+    """A format that multiplies with the integers of quantised activations (`ptq.activations`) as they are."""
+
+    def linear_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Parts,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "*t n"]:
+        """(q_scale * q) Wᵀ + bias, in `dtype`."""
         ...
 
 
@@ -148,6 +169,9 @@ class DenseFormat:
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         return {part: tensor.to(device) for part, tensor in parts.items()}
+
+    def unprepack(self, parts: Parts) -> Parts:
+        return parts
 
 
 FORMATS = {

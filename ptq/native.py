@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni")  # csrc/common/cpu_level.h
+CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")  # csrc/common/cpu_level.h
 _CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
 
 

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Float32, Int, Int64, UInt8
+from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
-from quarot import integer_ops
+from quarot import integer_ops, tiled_ops
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
@@ -108,7 +108,7 @@ class IntegerGrid:
 
 @dataclass(frozen=True)
 class IntegerFormat:
-    """The bytes described above, and the op `ptq::integer_linear`. Raises InputError for values out of range."""
+    """The bytes described above, and the ops that multiply with them. Raises InputError for values out of range."""
 
     bits: int = 4
     group_size: int = 0
@@ -146,23 +146,63 @@ class IntegerFormat:
         return parts if self.symmetric else {**parts, "zero": rounded.scales["zero"]}
 
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
+        parts = self.unprepack(parts)
         self._check(parts, n, k)
         scale = parts["scale"].view(torch.bfloat16).float()
         zero = torch.full_like(scale, 2 ** (self.bits - 1), dtype=torch.uint8) if self.symmetric else parts["zero"]
         return integer_ops.unpack(parts["codes"], self.bits, k), {"scale": scale, "zero": zero}
 
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
+        parts = self.unprepack(parts)
         self._check(parts, n, k)
         return integer_ops.dequantize(parts["codes"], parts["scale"], parts.get("zero"), self.bits, self.group_size, k)
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        return torch.ops.ptq.integer_linear(
-            x, parts["codes"], parts["scale"], parts.get("zero"), bias, self.bits, self.group_size
+        tiles, n = parts.get("tiles"), parts["shape"].shape[0] if "shape" in parts else 0
+        scale, zero = parts["scale"], parts.get("zero")
+        if tiles is None:
+            return torch.ops.ptq.integer_linear(x, parts["codes"], scale, zero, bias, self.bits, self.group_size)
+        return torch.ops.ptq.integer_linear_tiled(x, tiles, scale, zero, bias, n, self.bits, self.group_size)
+
+    def linear_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Parts,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "*t n"]:
+        """The same on quantised tokens, with exact integer sums. Made for tiles; other parts go a slow way."""
+        parts = self.prepack(parts, q.device)
+        scale, zero = parts["scale"], parts.get("zero")
+        if "tiles" not in parts:
+            codes = integer_ops.unpack(parts["codes"], self.bits, q.shape[-1])
+            return tiled_ops.product(q, q_scale, codes, scale, zero, bias, self.bits, self.group_size, dtype)
+        n = parts["shape"].shape[0]
+        return torch.ops.ptq.integer_linear_quantized(
+            q, q_scale, parts["tiles"], scale, zero, bias, n, self.bits, self.group_size, dtype
         )
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """No kernel wants another layout yet."""
-        return {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
+        """On the CPU tiles (`tiled_ops`), and an empty part `shape` [n, k, 0]; where they don't fit, the same parts."""
+        if "tiles" in parts:
+            return parts
+        parts = {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
+        if torch.device(device).type != "cpu" or not tiled_ops.applies(self.group_size):
+            return parts
+        n, size = parts["codes"].shape
+        k = size * 8 // self.bits  # or up to three too many: the zeros that fill the last byte count as codes here
+        tiles = torch.ops.ptq.integer_prepack(parts["codes"], self.bits, k)
+        scales = {part: tiled_ops.tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
+        return {"tiles": tiles, **scales, "shape": tiles.new_empty(n, k, 0)}
+
+    def unprepack(self, parts: Parts) -> Parts:
+        if "tiles" not in parts:
+            return parts
+        n, k = parts["shape"].shape[:2]
+        codes = torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.bits, k)
+        scales = {part: tiled_ops.untile_scales(parts[part], n) for part in ("scale", "zero") if part in parts}
+        return {"codes": codes, **scales}
 
     def _check(self, parts: Parts, n: int, k: int) -> None:
         expected = self.buffers(n, k)

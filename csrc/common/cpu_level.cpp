@@ -15,7 +15,7 @@ CpuLevel best_level() {
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
         return CpuLevel::avx2;
     if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuLevel::avx512;
-    return CpuLevel::avx512vnni;
+    return __builtin_cpu_supports("avx512bf16") ? CpuLevel::avx512bf16 : CpuLevel::avx512vnni;
 #else
     return CpuLevel::portable;
 #endif

@@ -9,6 +9,7 @@ enum class CpuLevel : int {
     avx2 = 1,        // AVX2, FMA, F16C, BMI2
     avx512 = 2,      // + AVX-512 F, BW, VL, DQ
     avx512vnni = 3,  // + AVX-512 VNNI, VBMI
+    avx512bf16 = 4,  // + AVX-512 BF16
 };
 
 // The best level that this machine has, or a lower one that a test has asked for.

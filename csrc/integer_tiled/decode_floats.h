@@ -1,0 +1,269 @@
+// Few tokens of floating-point numbers on tiles. Codes become exact numbers, code - 2^(bits - 1), and are multiplied
+// with x in float32; the scale comes once in a group. Included once per level, by decode.h.
+//
+// With AVX-512 BF16, a table turns two codes of a row into a pair of bfloat16 numbers (codes of seven and eight bits:
+// into two pairs, of the high and the low half), and one instruction adds both products. A float32 x is cut into three
+// bfloat16 numbers whose sum it is, exactly.
+#pragma once
+
+namespace ptq::integer_tiled {
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr bool in_pairs = true;
+#else
+constexpr bool in_pairs = false;
+#endif
+
+// --- x
+// ----------------------------------------------------------------------------------------------------------------
+
+// The first `count` of sixteen numbers, from element `at` of x on, then zeros.
+inline Lanes read(const Floats& p, int64_t at, int64_t count) {
+    if (p.x_type == Number::float32) return integer::load(static_cast<const float*>(p.x) + at, count);
+    const auto* from = static_cast<const uint16_t*>(p.x) + at;
+    Words words{};
+    if (count == tile_rows)
+        std::memcpy(&words, from, sizeof words);
+    else
+        std::memcpy(&words, from, count * sizeof(uint16_t));
+    return (Lanes)(__builtin_convertvector(words, Dwords) << 16);
+}
+
+// The 32 columns of a super-block as bfloat16: bytes of one part. The parts of a super-block follow each other.
+constexpr int64_t part_bytes = block_columns * 2;
+
+// Sixteen columns as bfloat16: quad c of four becomes the pairs (c, c + 2), (c + 1, c + 3), as codes lie in a dword.
+inline void store_pairs(uint8_t* to, Lanes x, int parts) {
+    for (int i = 0; i < parts; i++) {
+        const Dwords high = (Dwords)x & 0xffff0000u;
+        const Words words = __builtin_convertvector(high >> 16, Words);
+        const Words pairs = __builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+        std::memcpy(to + i * part_bytes, &pairs, sizeof pairs);
+        x -= (Lanes)high;  // exact
+    }
+}
+
+void spread(const Floats& p, int64_t first, int64_t last) {
+    const int64_t k = p.w.k, size = p.w.group_blocks * block_columns;
+    const int parts = p.x_type == Number::float32 ? 3 : 1;
+    for (int64_t t = first; t < last; t++)
+        for (int64_t g = 0; g < p.w.groups; g++) {
+            Lanes sum{};
+            for (int64_t i = g * size; i < (g + 1) * size; i += tile_rows) {
+                const Lanes x = read(p, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
+                sum += x;
+                uint8_t* to = p.spread + t * p.spread_stride;
+                if (in_pairs)
+                    store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x, parts);
+                else
+                    std::memcpy(to + i * sizeof(float), &x, sizeof x);
+            }
+            p.sums[t * p.w.groups + g] = integer::sum(sum);
+        }
+}
+
+// --- products
+// ---------------------------------------------------------------------------------------------------------
+
+// The codes of a byte, less 2^(bits - 1), with one float each.
+template <int bits, int tokens>
+inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+                            Lanes total[tokens]) {
+    typedef int8_t SignedBytes __attribute__((vector_size(64)));
+    constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
+    Lanes acc[tokens][chains] = {};
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
+        fetch(block, block_bytes(bits));
+        Dwords codes[quads];
+        unpack_block<bits>(block, codes);
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++) {
+            const Dwords q = (Dwords)((SignedBytes)codes[i] - static_cast<int8_t>(1 << (bits - 1)));
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const Lanes w = __builtin_convertvector((SignedInts)(q << (24 - 8 * j)) >> 24, Lanes);
+#pragma GCC unroll 4
+                for (int t = 0; t < tokens; t++) {
+                    float value;
+                    std::memcpy(&value, x + t * stride + (4 * i + j) * sizeof(float), sizeof value);
+                    acc[t][j % chains] = fma(w, fill(value), acc[t][j % chains]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = acc[t][0];
+        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
+    }
+}
+
+#if defined(__AVX512BF16__)
+// Codes to bfloat16. Only the lowest five bits of an index count (six bits wide: six); where a code has fewer, the
+// table repeats, so that what lies above the code does not matter.
+template <int bits>
+struct Table {
+    __m512i low, high;
+    static __m512i of(int from, int size, int factor, int offset) {
+        uint16_t words[32];
+        for (int i = 0; i < 32; i++) {
+            const float value = static_cast<float>((from + i) % size * factor - offset);
+            uint32_t pattern;
+            std::memcpy(&pattern, &value, sizeof pattern);
+            words[i] = static_cast<uint16_t>(pattern >> 16);
+        }
+        return _mm512_loadu_si512(words);
+    }
+    Table() {
+        constexpr int size = 1 << bits;
+        low = bits <= 6 ? of(0, size, 1, size / 2) : of(0, 16, 1, 0);
+        high = bits == 6 ? of(32, size, 1, size / 2) : of(0, 16, 16, size / 2);
+    }
+    // The codes in the lower bytes of the words of x.
+    __m512bh pairs(__m512i x) const {
+        return (__m512bh)(bits <= 5 ? _mm512_permutexvar_epi16(x, low) : _mm512_permutex2var_epi16(low, x, high));
+    }
+    __m512bh low_half(__m512i x) const {
+        return (__m512bh)_mm512_permutexvar_epi16(x, low);
+    }
+    __m512bh high_half(__m512i x) const {
+        return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), high);
+    }
+};
+
+inline __m512bh two(const uint8_t* pair) {
+    int32_t x;
+    std::memcpy(&x, pair, sizeof x);
+    return (__m512bh)_mm512_set1_epi32(x);
+}
+
+// A super-block is worked through in steps: one vector of it (bits 2 and 4: a shift and a look-up, no mask), or one quad.
+template <int bits>
+constexpr int step_pairs = bits == 2 ? 8 : bits == 4 ? 4 : bits <= 6 ? 2 : 4;
+template <int bits>
+constexpr int steps = bits == 2 || bits == 4 ? bits : quads;
+
+// The pairs of one step, and which of x's sixteen pairs each is multiplied with: 2 i for bytes 0 and 2 of the dwords of
+// quad i, 2 i + 1 for bytes 1 and 3, as `store_pairs` has them.
+template <int bits>
+constexpr int place_of(int step, int i) {
+    constexpr int fields = 8 / bits;
+    if (bits == 2 || bits == 4) return 2 * (step * fields + i % fields) + i / fields;
+    return 2 * step + (bits <= 6 ? i : i / 2);
+}
+template <int bits>
+inline void pairs_of(const uint8_t* block, const Dwords* codes, int step, const Table<bits>& table, __m512bh* pairs) {
+    if constexpr (bits == 2 || bits == 4) {
+        const __m512i x = _mm512_loadu_si512(block + 64 * step);
+#pragma GCC unroll 8
+        for (int i = 0; i < step_pairs<bits>; i++) pairs[i] = table.pairs(_mm512_srli_epi16(x, i * bits));
+    } else {
+        const __m512i even = (__m512i)codes[step], odd = _mm512_srli_epi16(even, 8);
+        if constexpr (bits <= 6) {
+            pairs[0] = table.pairs(even), pairs[1] = table.pairs(odd);
+        } else {
+            pairs[0] = table.low_half(even), pairs[1] = table.high_half(even);
+            pairs[2] = table.low_half(odd), pairs[3] = table.high_half(odd);
+        }
+    }
+}
+
+template <int bits, int tokens, int parts>
+inline void multiply_pairs(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+                           const Table<bits>& table, Lanes total[tokens]) {
+    // A product takes six cycles, and two begin in each: about twelve independent sums.
+    constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+    __m512 acc[tokens][parts][chains];
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 3
+        for (int c = 0; c < parts; c++)
+#pragma GCC unroll 8
+            for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
+        fetch(block, block_bytes(bits));
+        Dwords codes[quads];
+        if constexpr (bits != 2 && bits != 4) unpack_block<bits>(block, codes);
+#pragma GCC unroll 8
+        for (int step = 0; step < steps<bits>; step++) {
+            __m512bh pairs[step_pairs<bits>];
+            pairs_of<bits>(block, codes, step, table, pairs);
+#pragma GCC unroll 8
+            for (int i = 0; i < step_pairs<bits>; i++)
+#pragma GCC unroll 4
+                for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 3
+                    for (int c = 0; c < parts; c++) {
+                        const int place = place_of<bits>(step, i);
+                        __m512& to = acc[t][c][(step * step_pairs<bits> + i) % chains];
+                        to = _mm512_dpbf16_ps(to, pairs[i], two(x + t * stride + c * part_bytes + 4 * place));
+                    }
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = Lanes{};
+#pragma GCC unroll 3
+        for (int c = parts - 1; c >= 0; c--)
+#pragma GCC unroll 8
+            for (int i = 0; i < chains; i++) total[t] += (Lanes)acc[t][c][i];
+    }
+}
+#else
+template <int bits>
+struct Table {};
+#endif
+
+template <int bits, int tokens, int parts>
+void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int64_t tile, int64_t from) {
+    const Weight& w = p.w;
+    const uint8_t* block = w.tiles + tile * w.groups * w.group_blocks * block_bytes(bits);
+    const uint8_t* x = p.spread + from * p.spread_stride;
+    Lanes y[tokens] = {};
+    for (int64_t g = 0; g < w.groups; g++) {
+        const int64_t at = tile * w.groups + g;
+        const Lanes scale = load_scale(w.scale + at * tile_rows);
+        Lanes total[tokens];
+        if constexpr (in_pairs) {
+#if defined(__AVX512BF16__)
+            multiply_pairs<bits, tokens, parts>(block, w.group_blocks, x, p.spread_stride, table, total);
+#endif
+        } else {
+            multiply_floats<bits, tokens>(block, w.group_blocks, x, p.spread_stride, total);
+        }
+        if (w.zero) {
+            const SignedInts offset = (1 << (bits - 1)) - load_zero(w.zero + at * tile_rows);
+            for (int t = 0; t < tokens; t++)
+                total[t] = fma(__builtin_convertvector(offset, Lanes), fill(p.sums[(from + t) * w.groups + g]),
+                               total[t]);
+        }
+        for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
+        block += w.group_blocks * block_bytes(bits);
+        x += w.group_blocks * (in_pairs ? parts * part_bytes : block_columns * static_cast<int64_t>(sizeof(float)));
+    }
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, w.n - row);
+    const Lanes bias = load_bias(p.bias, row, count);
+    for (int t = 0; t < tokens; t++)
+        store_result(p.out, p.out_type, (from + t) * w.n + row, p.bias ? y[t] + bias : y[t], count);
+}
+
+template <int bits>
+void floats_of(const Floats& p, int64_t first, int64_t last) {
+    [[maybe_unused]] const Table<bits> table;
+    over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
+        if (in_pairs && p.x_type == Number::float32)
+            floats_tile<bits, tokens, in_pairs ? 3 : 1>(p, table, tile, t);
+        else
+            floats_tile<bits, tokens, 1>(p, table, tile, t);
+    });
+}
+
+void floats(const Floats& p, int64_t first, int64_t last) {
+    constexpr decltype(&floats_of<2>) of[] = {floats_of<2>, floats_of<3>, floats_of<4>, floats_of<5>,
+                                              floats_of<6>, floats_of<7>, floats_of<8>};
+    of[p.w.bits - 2](p, first, last);
+}
+
+}  // namespace
+}  // namespace ptq::integer_tiled

@@ -1,0 +1,2 @@
+#define PTQ_LEVEL portable
+#include "integer_tiled/decode.h"

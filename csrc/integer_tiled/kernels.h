@@ -1,0 +1,78 @@
+// The kernels on tiles as plain C++: no torch here. The layout is in layout.h.
+#pragma once
+
+#include <cstdint>
+
+namespace ptq::integer_tiled {
+
+// W[n, k] in tiles. `group_blocks` super-blocks make a group; the last one may be filled up with columns of zeros.
+struct Weight {
+    const uint8_t* tiles;
+    const uint16_t* scale;  // [row tile, groups, 16]
+    const uint8_t* zero;    // [row tile, groups, 16], or null: 2^(bits - 1)
+    int64_t n, k, groups, group_blocks;
+    int bits;
+};
+
+enum class Number { float32, bfloat16 };
+
+// y[t, n] = q_scale[t] * sum over groups of scale * (integer), see quarot/tiled_ops.py: the same bits at every level.
+struct Quantized {
+    Weight w;
+    const int8_t* q;       // [t, q_stride]: k columns, then zeros up to whole super-blocks
+    int64_t q_stride;      // bytes
+    const float* q_scale;  // [t]
+    const int32_t* sums;   // [t, groups]: of q
+    const float* bias;     // [n], or null
+    void* out;             // [t, n]
+    Number out_type;
+    int64_t t;
+};
+
+// Sums of q over the groups of each token, for `Quantized`.
+struct Sums {
+    const int8_t* q;
+    int64_t q_stride, k, size, groups;  // columns in a group, groups in a token
+    int32_t* sums;                      // [t, groups]
+};
+
+// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level, and on nothing else.
+struct Floats {
+    Weight w;
+    const void* x;  // [t, k]
+    Number x_type;
+    uint8_t* spread;        // [t, spread_bytes(k)]: x as `floats` wants it, made by `spread`
+    int64_t spread_stride;  // bytes
+    float* sums;            // [t, groups]: of x, made by `spread`
+    const float* bias;
+    void* out;  // [t, n]
+    Number out_type;
+    int64_t t;
+};
+
+// Bytes of one token's `spread`: up to three bfloat16 numbers, or one float, for each of the padded columns.
+inline int64_t spread_bytes(int64_t k) {
+    return (k + 63) / 64 * 64 * 6;
+}
+
+// Each works on units [first, last): row tiles; `sums` and `spread` on tokens.
+struct Kernels {
+    void (*sums)(const Sums&, int64_t first, int64_t last);
+    void (*quantized)(const Quantized&, int64_t first, int64_t last);
+    void (*spread)(const Floats&, int64_t first, int64_t last);
+    void (*floats)(const Floats&, int64_t first, int64_t last);
+};
+
+extern const Kernels portable, avx2, avx512, avx512vnni, avx512bf16;
+
+// The stored rows of integer.py to tiles, and back.
+struct Pack {
+    uint8_t* rows;  // [n, row_bytes]
+    uint8_t* tiles;
+    int64_t n, k, row_bytes;
+    int bits;
+};
+void pack_tiles(const Pack&, int64_t first, int64_t last);    // row tiles
+void unpack_tiles(const Pack&, int64_t first, int64_t last);  // row tiles
+
+}  // namespace ptq::integer_tiled

@@ -1,0 +1,95 @@
+// The tiles of an integer weight in memory, layout version 1, and how the codes come out of them. No torch here.
+//
+// W[n, k] is padded with zeros to whole super-blocks of 16 rows x 32 columns. A super-block takes 64 * bits bytes:
+// the code's bits are cut into planes, the widest first, which holds the lowest bits:
+//     8 = {8}, 7 = {4, 2, 1}, 6 = {4, 2}, 5 = {4, 1}, 4 = {4}, 3 = {2, 1}, 2 = {2}
+// A plane of width p is p vectors of 64 bytes. In a vector, byte 4 r + j (row r of 16, j of 4) holds 8 / p fields, the
+// lowest bits first; field i of vector v belongs to column (v (8 / p) + i) 4 + j. Columns 4 i .. 4 i + 3 of a
+// super-block are its quad i: one dword for each row, which `vpdpbusd` multiplies with four activations.
+//
+// In memory: [row tile][super-block along k][plane][vector]. Beside it, for g groups in a row:
+//     scale  uint16 [row tile][g][16]  bits of bfloat16
+//     zero   uint8  [row tile][g][16]  only if asymmetric; else zero is 2^(bits - 1)
+// A group is a multiple of 32 columns, or the whole row. Each thread reads its row tiles as one contiguous stream.
+//
+// Everything here is included once per instruction set, into an anonymous namespace.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace ptq::integer_tiled {
+namespace {
+
+constexpr int64_t tile_rows = 16;     // rows of W in a tile
+constexpr int64_t block_columns = 32; // columns in a super-block
+constexpr int quads = 8;              // quads of four columns in a super-block
+
+// Bytes of a super-block, tiles and super-blocks of a weight, bytes of a row tile.
+constexpr int64_t block_bytes(int bits) {
+    return 64 * bits;
+}
+constexpr int64_t row_tiles(int64_t n) {
+    return (n + tile_rows - 1) / tile_rows;
+}
+constexpr int64_t blocks_in(int64_t k) {
+    return (k + block_columns - 1) / block_columns;
+}
+constexpr int64_t tile_bytes(int64_t k, int bits) {
+    return blocks_in(k) * block_bytes(bits);
+}
+
+// The planes of a code: their widths, where each begins in the super-block (in vectors of 64 bytes: the bits before it).
+constexpr int plane_of(int bits, int shift) {  // width of the plane whose lowest bit is `shift`
+    const int left = bits - shift;
+    return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
+// 64 bytes: one AVX-512, two AVX, four SSE registers. Bytes 4 r .. 4 r + 3 are row r.
+typedef uint32_t Dwords __attribute__((vector_size(64)));
+
+inline Dwords load_dwords(const uint8_t* from) {
+    Dwords x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+template <int width>
+inline Dwords every_byte() {  // the mask of a field
+    return Dwords{} + 0x01010101u * ((1u << width) - 1);
+}
+
+// Fields of one plane, shifted to where they belong in the code, into the quads: out[i] |= field << shift.
+template <int width, int shift>
+inline void add_plane(const uint8_t* plane, Dwords out[quads]) {
+    constexpr int fields = 8 / width;
+#pragma GCC unroll 8
+    for (int v = 0; v < width; v++) {
+        const Dwords x = load_dwords(plane + 64 * v);
+#pragma GCC unroll 8
+        for (int i = 0; i < fields; i++) {
+            // The whole dword is shifted; the mask drops what came from the neighbouring byte.
+            const int by = i * width - shift;
+            const Dwords moved = by >= 0 ? x >> (by & 31) : x << (-by & 31);
+            const Dwords field = width == 8 ? moved : moved & (every_byte<width>() << shift);
+            Dwords& to = out[v * fields + i];
+            to = shift ? to | field : field;
+        }
+    }
+}
+
+// The codes of one super-block as bytes: quad i (columns 4 i .. 4 i + 3) of all 16 rows in out[i].
+template <int bits>
+inline void unpack_block(const uint8_t* block, Dwords out[quads]) {
+    constexpr int first = plane_of(bits, 0);
+    add_plane<first, 0>(block, out);
+    if constexpr (bits > first) {
+        constexpr int second = plane_of(bits, first);
+        add_plane<second, first>(block + 64 * first, out);
+        if constexpr (bits > first + second)
+            add_plane<bits - first - second, first + second>(block + 64 * (first + second), out);
+    }
+}
+
+}  // namespace
+}  // namespace ptq::integer_tiled

@@ -1,0 +1,222 @@
+// ptq::integer_prepack, _unprepack, _linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels, references
+// and gradients are in quarot/tiled_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "integer_tiled/gemm_kernels.h"
+#include "integer_tiled/kernels.h"
+#include "integer_tiled/layout.h"
+
+namespace ptq::integer_tiled {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::empty;
+using torch::stable::Tensor;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
+    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
+    if (cpu_level() >= CpuLevel::avx512) return avx512;
+    if (cpu_level() >= CpuLevel::avx2) return avx2;
+#endif
+    return portable;
+}
+
+constexpr int64_t few_tokens = 8;  // more go to `many_tokens`
+
+// Units in parallel; a thread is worth waking for about 64k codes.
+template <class Problem>
+void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units, int64_t unit_codes) {
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
+    if (units <= grain) return kernel(p, 0, units);
+    torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
+}
+
+Tensor compact(const Tensor& x) {  // without a call where it is
+    return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
+    const auto found = x.sizes();
+    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
+                    "integer tiles: ", name, " has a wrong dtype or shape");
+}
+
+void check_bits(int64_t bits) {
+    STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer tiles: bits must be 2 to 8, found ", bits);
+}
+
+constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
+
+Tensor as_float(const Tensor& from) {
+    return compact(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
+}
+
+// The tensors of a weight, checked and held: their pointers are in `w`.
+struct Held {
+    Tensor tiles, scale;
+    std::optional<Tensor> zero, bias;
+    Weight w;
+    const float* bias_data() const {
+        return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
+    }
+};
+
+Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
+          const std::optional<Tensor>& bias, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
+    check_bits(bits);
+    STD_TORCH_CHECK(group_size >= 0 && group_size % block_columns == 0 && (group_size == 0 || k % group_size == 0),
+                    "integer tiles: ", k, " columns do not divide into groups of ", group_size);
+    const int64_t groups = group_size ? k / group_size : 1;
+    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))}, "tiles");
+    check(scale, ScalarType::Short, {row_tiles(n), groups, tile_rows}, "scale");
+    if (zero) check(*zero, ScalarType::Byte, {row_tiles(n), groups, tile_rows}, "zero");
+    STD_TORCH_CHECK(!bias || bias->numel() == n, "integer tiles: bias must have ", n, " elements");
+    Held h{compact(tiles), compact(scale), std::nullopt, std::nullopt, {}};
+    if (zero) h.zero = compact(*zero);
+    if (bias) h.bias = as_float(*bias);
+    h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()),
+           static_cast<const uint16_t*>(h.scale.const_data_ptr()),
+           h.zero ? static_cast<const uint8_t*>(h.zero->const_data_ptr()) : nullptr,
+           n,
+           k,
+           groups,
+           group_size ? group_size / block_columns : blocks_in(k),
+           static_cast<int>(bits)};
+    return h;
+}
+
+Tensor empty_result(const Tensor& x, int64_t n, ScalarType type) {
+    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    sizes.back() = n;
+    return empty({sizes.data(), sizes.size()}, type);
+}
+
+// Kernels write float32 or bfloat16 themselves.
+ScalarType kernel_type(ScalarType type) {
+    return type == ScalarType::BFloat16 ? type : ScalarType::Float;
+}
+Number number_of(ScalarType type) {
+    return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
+}
+
+// q with its rows padded with zeros to whole super-blocks.
+Tensor padded(const Tensor& q, int64_t t, int64_t k) {
+    const Tensor whole = compact(q);
+    const int64_t width = blocks_in(k) * block_columns;
+    if (width == k) return whole;
+    const Tensor wide = empty({t, width}, ScalarType::Char);
+    const auto* from = static_cast<const int8_t*>(whole.const_data_ptr());
+    auto* to = static_cast<int8_t*>(wide.mutable_data_ptr());
+    for (int64_t i = 0; i < t; i++) {
+        std::memcpy(to + i * width, from + i * k, k);
+        std::memset(to + i * width + k, 0, width - k);
+    }
+    return wide;
+}
+
+Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
+                        const std::optional<Tensor>& zero, const std::optional<Tensor>& bias, int64_t n, int64_t bits,
+                        int64_t group_size, ScalarType dtype) {
+    STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "integer_linear_quantized: q must be int8");
+    const int64_t k = q.size(-1);
+    int64_t t = 1;
+    for (int64_t i = 0; i + 1 < q.dim(); i++) t *= q.size(i);
+    STD_TORCH_CHECK(q_scale.numel() == t, "integer_linear_quantized: q_scale must have ", t, " elements");
+    const Held h = hold(tiles, scale, zero, bias, n, k, bits, group_size);
+    const Tensor tokens = padded(q, t, k), token_scale = as_float(q_scale);
+    const std::unique_ptr<int32_t[]> sums(new int32_t[t * h.w.groups]);
+    const Tensor out = empty_result(q, n, kernel_type(dtype));
+    const int64_t stride = blocks_in(k) * block_columns;
+    const auto* q_data = static_cast<const int8_t*>(tokens.const_data_ptr());
+    const Quantized p{h.w,
+                      q_data,
+                      stride,
+                      static_cast<const float*>(token_scale.const_data_ptr()),
+                      sums.get(),
+                      h.bias_data(),
+                      out.mutable_data_ptr(),
+                      number_of(dtype),
+                      t};
+    if (t > few_tokens && h.w.group_blocks <= gemm_blocks) {
+        many_tokens(p);
+    } else {
+        run(kernels().sums, Sums{q_data, stride, k, group_size ? group_size : k, h.w.groups, sums.get()}, t, k / 4);
+        run(kernels().quantized, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
+    }
+    return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
+}
+
+Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
+                    const std::optional<Tensor>& bias, int64_t n, int64_t bits, int64_t group_size) {
+    STD_TORCH_CHECK(x.dim() > 0, "integer_linear_tiled: x has no axis");
+    const int64_t k = x.size(-1);
+    const Held h = hold(tiles, scale, zero, bias, n, k, bits, group_size);
+    const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
+    const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
+    const Tensor out = empty_result(x, n, inside);
+    int64_t t = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
+    const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
+    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
+    const std::unique_ptr<float[]> sums(new float[most * h.w.groups]);
+    for (int64_t from = 0; from < t; from += most) {
+        const int64_t tokens = std::min(most, t - from);
+        const Floats p{h.w,
+                       static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
+                       number_of(inside),
+                       spread.get(),
+                       spread_bytes(k),
+                       sums.get(),
+                       h.bias_data(),
+                       static_cast<uint8_t*>(out.mutable_data_ptr()) + from * n * size,
+                       number_of(inside),
+                       tokens};
+        run(kernels().spread, p, tokens, k);
+        run(kernels().floats, p, row_tiles(n), tile_rows * k * std::max(int64_t{1}, tokens / 4));
+    }
+    return inside == dtype ? out : torch::stable::to(out, dtype);
+}
+
+Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
+    check_bits(bits);
+    const int64_t n = codes.size(0), bytes = (k * bits + 7) / 8;
+    check(codes, ScalarType::Byte, {n, bytes}, "codes");
+    const Tensor rows = compact(codes);
+    const Tensor tiles = empty({row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))}, ScalarType::Byte);
+    const Pack p{const_cast<uint8_t*>(static_cast<const uint8_t*>(rows.const_data_ptr())),
+                 static_cast<uint8_t*>(tiles.mutable_data_ptr()), n, k, bytes, static_cast<int>(bits)};
+    run(pack_tiles, p, row_tiles(n), tile_rows * k);
+    return tiles;
+}
+
+Tensor unprepack(const Tensor& tiles, int64_t n, int64_t bits, int64_t k) {
+    check_bits(bits);
+    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))}, "tiles");
+    const int64_t bytes = (k * bits + 7) / 8;
+    const Tensor in = compact(tiles), rows = empty({n, bytes}, ScalarType::Byte);
+    const Pack p{static_cast<uint8_t*>(rows.mutable_data_ptr()),
+                 const_cast<uint8_t*>(static_cast<const uint8_t*>(in.const_data_ptr())), n, k, bytes,
+                 static_cast<int>(bits)};
+    run(unpack_tiles, p, row_tiles(n), tile_rows * k);
+    return rows;
+}
+
+}  // namespace
+}  // namespace ptq::integer_tiled
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("integer_prepack", TORCH_BOX(&ptq::integer_tiled::prepack));
+    m.impl("integer_unprepack", TORCH_BOX(&ptq::integer_tiled::unprepack));
+    m.impl("integer_linear_tiled", TORCH_BOX(&ptq::integer_tiled::linear_tiled));
+    m.impl("integer_linear_quantized", TORCH_BOX(&ptq::integer_tiled::linear_quantized));
+}
