@@ -258,6 +258,11 @@ torch.library.register_autograd("ptq::hadamard", _backward, setup_context=_setup
 native.load()
 
 
+def dense_factors(order: int | str, device: torch.device) -> tuple[list[Tensor], int]:
+    """What the op takes for an order or a stored construction: its dense factors on `device`, and the order."""
+    return _factors(order, device)
+
+
 def _run(x: Tensor, signs: Tensor | None, order: int | str, dim: int, transpose: bool, inplace: bool) -> Tensor:
     factors, size = _factors(order, x.device)
     if signs is not None:

@@ -1,14 +1,16 @@
 """`QuantLinear`, the only quantised module, and the entry of config.json that describes one."""
 
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq import formats, hadamard
+from ptq import activations, formats, hadamard
+from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Format
+from ptq.formats import Format, IntegerInput
 from ptq.plan import LinearPlan
 
 GUARD = "weight"
@@ -18,39 +20,99 @@ Without this package, transformers would find no `weight`, warn, and go on with 
 wrong size instead, and refuses to load.
 """
 
+NOT_OF_THE_FORMAT = ("format", "version", "hadamard", "activation")
+"""Keys of an entry of config.json that are no options of its format."""
+
 
 class QuantLinear(nn.Module):
-    """A linear layer y = x Wᵀ + b whose W[n, k] is stored in a format, with an optional Hadamard transform of x.
+    """A linear layer y = x Wᵀ + b whose W[n, k] is stored in a format. Before that x may be transformed by a Hadamard
+    matrix, and quantised per token.
 
     Its parameters are `weight_<part>` for every part of the format, a one-element `weight` (see GUARD) and `bias`.
     """
 
-    def __init__(self, k: int, n: int, bias: bool, format: Format, construction: str | None = None) -> None:
+    def __init__(
+        self,
+        k: int,
+        n: int,
+        bias: bool,
+        format: Format,
+        construction: str | None = None,
+        activation: Activation | None = None,
+    ) -> None:
         """`construction`: the Hadamard matrix applied to x, as `hadamard.construction` writes it; None for none."""
         super().__init__()
         self.in_features, self.out_features = k, n
         self.format = format
         self.construction = construction
+        self.activation = activation
+        self._takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
         self.register_parameter(GUARD, frozen(guard()))
-        for part, (shape, dtype) in format.buffers(n, k).items():
-            self.register_parameter(f"weight_{part}", frozen(torch.empty(shape, dtype=dtype)))
         self.register_parameter("bias", frozen(torch.empty(n)) if bias else None)
+        self._names: dict[str, str] = {}
+        self._hold({part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in format.buffers(n, k).items()})
 
     def parts(self) -> dict[str, Tensor]:
-        """The stored tensors of the weight, by part."""
-        names = self.format.buffers(self.out_features, self.in_features)
-        return {part: getattr(self, f"weight_{part}") for part in names}
+        """The tensors of the weight, by part: the stored ones, or what `prepack` made of them."""
+        return {part: getattr(self, name) for part, name in self._names.items()}
+
+    def prepack(self) -> None:
+        """Put the weight into the layout of the kernels of its device, in the place of the stored one. `state_dict` and
+        `load_state_dict` still speak of the stored parts. A weight that is not here (meta, offloaded) is left alone.
+        """
+        parts = self.parts()
+        if not any(tensor.is_meta for tensor in parts.values()):
+            packed = self.format.prepack(parts, next(iter(parts.values())).device)
+            if packed.keys() != parts.keys():
+                self._hold(packed)
+
+    def _hold(self, parts: dict[str, Tensor]) -> None:
+        bias = self._parameters.pop("bias")
+        for name in self._names.values():
+            del self._parameters[name]
+        self._names = {part: f"weight_{part}" for part in parts}
+        for part, tensor in parts.items():
+            self.register_parameter(self._names[part], frozen(tensor))
+        self.register_parameter("bias", bias)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        parts = self.parts()
+        stored = self.format.unprepack(parts)
+        if stored.keys() != parts.keys():
+            for name in (*self._names.values(), "bias"):
+                destination.pop(prefix + name, None)
+            destination.update({f"{prefix}weight_{part}": tensor for part, tensor in stored.items()})
+            bias = self._parameters["bias"]
+            if bias is not None:
+                destination[f"{prefix}bias"] = bias if keep_vars else bias.detach()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        parts = self.parts()
+        stored = self.format.unprepack(parts)
+        if stored.keys() == parts.keys():
+            return super()._load_from_state_dict(*args, **kwargs)
+        self._hold(stored)
+        super()._load_from_state_dict(*args, **kwargs)
+        self.prepack()
 
     def transform(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
-        """The input as the weight sees it."""
+        """The input as the weight sees it: transformed, and the numbers that it was quantised to."""
+        if self.activation is not None:
+            return activations.dequantize(*self.activation.quantize(x, self.construction)).to(x.dtype)
         return x if self.construction is None else hadamard.apply(x, None, self.construction)
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """x Wᵀ + b, in the dtype of x."""
-        return self.format.linear(self.transform(x), self.parts(), self._parameters["bias"])
+        bias = self._parameters["bias"]
+        if self.activation is not None and self._takes_integers:
+            q, scale = self.activation.quantize(x, self.construction)
+            return cast(IntegerInput, self.format).linear_quantized(q, scale, self.parts(), bias, x.dtype)
+        return self.format.linear(self.transform(x), self.parts(), bias)
 
     def extra_repr(self) -> str:
         online = f", hadamard={self.construction}" if self.construction else ""
+        online += f", {self.activation}" if self.activation else ""
         bias = self._parameters["bias"] is not None
         return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}{online}"
 
@@ -71,6 +133,8 @@ def describe(linear: LinearPlan) -> dict[str, Any]:
     entry = {"format": linear.format.name, "version": linear.format.version, **linear.format.options()}
     if linear.online is not None:
         entry["hadamard"] = hadamard.construction(linear.online.order)
+    if linear.activation is not None:
+        entry["activation"] = asdict(linear.activation)
     return entry
 
 
@@ -81,7 +145,7 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
     """
     if not isinstance(entry, dict):
         raise InputError(f"config.json: quantization_config of {name}: expected an object, found {entry!r}")
-    options = {key: value for key, value in entry.items() if key not in ("format", "version", "hadamard")}
+    options = {key: value for key, value in entry.items() if key not in NOT_OF_THE_FORMAT}
     try:
         format = formats.get(str(entry.get("format")), **options)
         format.buffers(n, k)
@@ -90,6 +154,7 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
             raise InputError(f"hadamard must be a string, found {construction!r}")
         if construction is not None and k % hadamard.order_of(construction):
             raise InputError(f"the Hadamard matrix {construction} does not divide its {k} input channels")
+        activation = activations.parse(entry["activation"]) if "activation" in entry else None
     except InputError as error:
         raise InputError(f"config.json: quantization_config of {name}: {error}") from error
     if entry.get("version") != format.version:
@@ -97,7 +162,7 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
             f"config.json: quantization_config of {name}: {format.name} has layout version {entry.get('version')!r}, "
             f"this package reads version {format.version}; install the version of ptq that wrote the checkpoint"
         )
-    return QuantLinear(k, n, bias, format, construction)
+    return QuantLinear(k, n, bias, format, construction, activation)
 
 
 def swap(root: nn.Module, name: str, entry: Any) -> QuantLinear:

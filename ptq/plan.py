@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format
 from ptq.header import TensorInfo
+from ptq.kv_cache import CacheQuantization
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,16 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class Balance:
+    """Two tensors of the source that share a scale s per channel (see ptq.balance)."""
+
+    producer: str
+    """Its rows are multiplied with s, and so is its bias."""
+    reader: str
+    """Its columns are divided by s."""
+
+
+@dataclass(frozen=True)
 class LinearPlan:
     """What happens to one weight matrix W[n, k] (a linear layer, the embedding or the head)."""
 
@@ -48,11 +60,15 @@ class LinearPlan:
     output: Rotation | None = None
     online: Rotation | None = None
     """The part of `input` that the layer applies to its activations at run time; the rest is done by its producers."""
+    balance: Balance | None = None
+    """Applied to W before anything else, on the side that `source` has in it."""
     statistics: str | None = None
     """Name of the linear whose input's Hessian is used: one for all that read the same input; None where the weight
     is not rounded."""
     format: Format | None = None
     """None: the weight stays in the checkpoint's own dtype, as a plain tensor."""
+    activation: Activation | None = None
+    """How the input is quantised when the model runs; None: not at all."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +90,8 @@ class Plan:
     """True where the source ties head and embedding and the result must not."""
     signs: dict[str, int] = field(default_factory=dict)
     """Name and length of every sign vector."""
+    cache: CacheQuantization | None = None
+    """How the KV cache is quantised when the model runs; None: not at all."""
     notes: tuple[str, ...] = ()
     """What a user should know before the run, such as a width that has no full-size Hadamard matrix."""
 

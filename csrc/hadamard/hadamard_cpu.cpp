@@ -1,13 +1,19 @@
-// ptq::hadamard for the CPU. The schema, its fake kernel, its reference and its gradient are in ptq/hadamard.py.
+// ptq::hadamard for the CPU, and the transform with quantisation behind it. Schemas, fake kernels, references and
+// gradients are in ptq/hadamard.py and ptq/activations.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <memory>
+#include <new>
 #include <optional>
+#include <tuple>
 #include <vector>
 
+#include "activations/quantize.h"
 #include "common/cpu_level.h"
 #include "hadamard/transform.h"
 
@@ -26,9 +32,8 @@ Run* kernel() {
     return run_portable;
 }
 
-// x and out: contiguous, of a type that the kernel knows.
-void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
-         int64_t dim, bool transpose, const Tensor& out) {
+// The sizes and matrices of a transform, without data: x is contiguous, of a type that the kernel knows.
+Problem problem(const Tensor& x, const std::vector<Tensor>& factors, int64_t order, int64_t dim, bool transpose) {
     STD_TORCH_CHECK(x.dim() > 0 && dim >= -x.dim() && dim < x.dim(), "hadamard: no axis ", dim, " in a tensor of rank ",
                     x.dim());
     dim += dim < 0 ? x.dim() : 0;
@@ -37,8 +42,6 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
                     ", not a multiple of the order ", order);
     const ScalarType type = x.scalar_type();
     Problem p{};
-    p.in = x.const_data_ptr();
-    p.out = out.mutable_data_ptr();
     p.storage = type == ScalarType::Float    ? Storage::float32
                 : type == ScalarType::Double ? Storage::float64
                                              : Storage::bfloat16;
@@ -46,14 +49,6 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
     p.blocks = size / order;
     p.outer = p.inner = 1;
     for (int64_t d = 0; d < x.dim(); d++) (d < dim ? p.outer : d > dim ? p.inner : p.order) *= d == dim ? 1 : x.size(d);
-    std::optional<Tensor> plain_signs;
-    if (signs) {
-        const ScalarType computes = type == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-        STD_TORCH_CHECK(signs->numel() == size && signs->scalar_type() == computes,
-                        "hadamard: signs must be one float (float64 for float64) per element of the axis, ", size);
-        plain_signs = torch::stable::contiguous(*signs);
-        p.signs = plain_signs->const_data_ptr();
-    }
     p.transpose = transpose;
     p.doublings = order;
     STD_TORCH_CHECK(factors.size() <= max_factors, "hadamard: more than ", max_factors, " dense factors");
@@ -69,8 +64,26 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
     }
     STD_TORCH_CHECK((p.doublings & (p.doublings - 1)) == 0, "hadamard: the factors leave ", p.doublings,
                     " of the order, not a power of two");
-    if (x.numel() == 0) return;
     p.scale = 1 / std::sqrt(static_cast<double>(order));
+    return p;
+}
+
+// x and out: contiguous, of a type that the kernel knows.
+void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
+         int64_t dim, bool transpose, const Tensor& out) {
+    Problem p = problem(x, factors, order, dim, transpose);
+    p.in = x.const_data_ptr();
+    p.out = out.mutable_data_ptr();
+    std::optional<Tensor> plain_signs;
+    if (signs) {
+        const ScalarType computes = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+        STD_TORCH_CHECK(signs->numel() == x.size(dim) && signs->scalar_type() == computes,
+                        "hadamard: signs must be one float (float64 for float64) per element of the axis, ",
+                        x.size(dim));
+        plain_signs = torch::stable::contiguous(*signs);
+        p.signs = plain_signs->const_data_ptr();
+    }
+    if (x.numel() == 0) return;
     Problem steps[2];
     const int count = split(p, steps);
     for (int s = 0; s < count; s++) {
@@ -102,10 +115,58 @@ void hadamard_(const Tensor& x, const std::optional<Tensor>& signs, const std::v
     torch::stable::copy_(to, hadamard(x, signs, factors, order, dim, transpose));
 }
 
+// The float32 transform of some tokens at a time stays in the cache: only integers and scales are written.
+std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::vector<Tensor>& factors, int64_t order,
+                                             int64_t bits, double clip) {
+    constexpr int64_t scratch_bytes = 1 << 15;
+    const activations::Quantizer quantizer = activations::quantizer(bits, clip);
+    const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
+    const Tensor in = torch::stable::contiguous(direct ? x : torch::stable::to(x, ScalarType::Float));
+    Problem p = problem(in, factors, order, -1, false);
+    const bool narrow = p.storage == Storage::bfloat16;
+    if (narrow) p.storage = Storage::bfloat16_to_float32;
+    const auto sizes = in.sizes();
+    const Tensor q = torch::stable::empty(sizes, ScalarType::Char);
+    const Tensor scale = torch::stable::empty({sizes.data(), sizes.size() - 1}, ScalarType::Float);
+    const int64_t t = p.outer, k = p.blocks * p.order;
+    const char* from = static_cast<const char*>(in.const_data_ptr());
+    int8_t* to = static_cast<int8_t*>(q.mutable_data_ptr());
+    float* scales = static_cast<float*>(scale.mutable_data_ptr());
+    if (in.numel() == 0) {  // tokens of nothing have a scale too
+        std::fill(scales, scales + scale.numel(), 1.0f);
+        return {q, scale};
+    }
+    // Tokens that share a unit stay together; a thread is worth waking for about 32k elements.
+    p.outer = 1;
+    const int64_t unit = tokens_per_unit(p);
+    const int64_t most = std::max(unit, scratch_bytes / (4 * k * unit) * unit);
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / (k * unit));
+    const auto work = [&, transform = kernel(), quantize = activations::kernels().float32](int64_t first, int64_t last) {
+        const int64_t end = std::min(t, last * unit);
+        const int64_t elements = (std::min(most, end - first * unit) * k + 15) / 16 * 16;
+        const std::unique_ptr<float, decltype(&std::free)> memory(
+            static_cast<float*>(std::aligned_alloc(64, 4 * elements)), &std::free);
+        if (!memory) throw std::bad_alloc();
+        float* scratch = memory.get();
+        for (int64_t token = first * unit; token < end; token += most) {
+            Problem some = p;
+            some.outer = std::min(most, end - token);
+            some.in = from + token * k * (narrow ? 2 : 4);
+            some.out = scratch;
+            transform(some, 0, units(some));
+            for (int64_t i = 0; i < some.outer; i++)
+                quantize(quantizer, scratch + i * k, k, to + (token + i) * k, scales + token + i);
+        }
+    };
+    torch::stable::parallel_for(0, (t + unit - 1) / unit, grain, work);
+    return {q, scale};
+}
+
 }  // namespace
 }  // namespace ptq::hadamard
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("hadamard", TORCH_BOX(&ptq::hadamard::hadamard));
+    m.impl("hadamard_quantize", TORCH_BOX(&ptq::hadamard::hadamard_quantize));
     m.impl("hadamard_", TORCH_BOX(&ptq::hadamard::hadamard_));
 }

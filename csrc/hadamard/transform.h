@@ -6,13 +6,13 @@
 
 namespace ptq::hadamard {
 
-enum class Storage { float32, float64, bfloat16 };  // bfloat16 computes in float32
+enum class Storage { float32, float64, bfloat16, bfloat16_to_float32 };  // bfloat16 computes in float32
 
 constexpr int max_factors = 8;  // 12^8 is far above any order that ptq/hadamard.py allows
 
 struct Problem {
     const void* in;
-    void* out;  // may be `in`
+    void* out;  // may be `in` where both are of one type
     Storage storage;
     int64_t outer, blocks, order, inner;
     // 1 or -1 per element of the axis, in the type that is computed in, or null. They multiply the input, or with
@@ -36,6 +36,9 @@ int split(const Problem& problem, Problem (&steps)[2]);
 // Work is cut in units that do not share anything; the cut, and every sum in it, is the same for all levels and all
 // numbers of threads.
 int64_t units(const Problem& problem);
+
+// How many tokens, each of `blocks` vectors, make a whole number of units (inner = 1).
+int64_t tokens_per_unit(const Problem& problem);
 
 using Run = void(const Problem& problem, int64_t first_unit, int64_t last_unit);
 Run run_portable;

@@ -1,5 +1,7 @@
 #include "hadamard/units.h"
 
+#include <numeric>
+
 namespace ptq::hadamard {
 
 int64_t units(const Problem& p) {
@@ -8,10 +10,15 @@ int64_t units(const Problem& p) {
     return p.inner > 1 ? blocks * c.panels : (blocks + c.vectors - 1) / c.vectors;
 }
 
+int64_t tokens_per_unit(const Problem& p) {
+    const int64_t vectors = cut(p).vectors;
+    return vectors / std::gcd(vectors, p.blocks);
+}
+
 int split(const Problem& p, Problem (&steps)[2]) {
     constexpr int64_t short_enough = 128;  // 64 lines of each of 128 rows fit a panel
     steps[0] = p;
-    if (p.inner == 1 || p.order <= short_enough || p.storage == Storage::bfloat16) return 1;  // bfloat16 rounds once
+    if (p.inner == 1 || p.order <= short_enough || p.storage >= Storage::bfloat16) return 1;  // bfloat16 rounds once
 
     // b is the end of the product: some of the doublings, or all of them and the last dense factors.
     int64_t b = 1, b_doublings = 1;

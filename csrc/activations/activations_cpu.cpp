@@ -1,0 +1,65 @@
+// ptq::quantize_tokens for the CPU. Schema, fake kernel and reference are in ptq/activations.py. (The same after a
+// Hadamard transform is in csrc/hadamard.)
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "activations/quantize.h"
+#include "common/cpu_level.h"
+
+namespace ptq::activations {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512) return avx512;
+    if (cpu_level() >= CpuLevel::avx2) return avx2;
+#endif
+    return portable;
+}
+
+Quantizer quantizer(int64_t bits, double clip) {
+    STD_TORCH_CHECK(bits >= 2 && bits <= 8, "quantize_tokens: bits must be 2 to 8, found ", bits);
+    STD_TORCH_CHECK(clip > 0 && clip <= 1, "quantize_tokens: clip must lie above 0 and at most at 1, found ", clip);
+    const float middle = static_cast<float>(1 << (bits - 1));
+    return {-middle, middle - 1, static_cast<float>(clip / ((1 << (bits - 1)) - 1))};
+}
+
+namespace {
+
+std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double clip) {
+    const Quantizer z = quantizer(bits, clip);
+    STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
+    const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
+    const Tensor in = torch::stable::contiguous(direct ? x : torch::stable::to(x, ScalarType::Float));
+    const auto sizes = in.sizes();
+    const Tensor q = torch::stable::empty(sizes, ScalarType::Char);
+    const Tensor scale = torch::stable::empty({sizes.data(), sizes.size() - 1}, ScalarType::Float);
+    const int64_t k = in.size(-1), t = scale.numel();
+    const void* from = in.const_data_ptr();
+    int8_t* to = static_cast<int8_t*>(q.mutable_data_ptr());
+    float* scales = static_cast<float*>(scale.mutable_data_ptr());
+    const bool wide = in.scalar_type() == ScalarType::Float;
+    // A thread is worth waking for about 32k elements.
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, k));
+    torch::stable::parallel_for(0, t, grain, [&, kernel = kernels()](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++)
+            if (wide)
+                kernel.float32(z, static_cast<const float*>(from) + i * k, k, to + i * k, scales + i);
+            else
+                kernel.bfloat16(z, static_cast<const uint16_t*>(from) + i * k, k, to + i * k, scales + i);
+    });
+    return {q, scale};
+}
+
+}  // namespace
+}  // namespace ptq::activations
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("quantize_tokens", TORCH_BOX(&ptq::activations::quantize_tokens));
+}

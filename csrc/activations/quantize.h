@@ -1,0 +1,30 @@
+// Integers and one scale per token (ptq/activations.py defines them), without torch.
+#pragma once
+
+#include <cstdint>
+
+namespace ptq::activations {
+
+struct Quantizer {
+    float low, high;  // of the integers
+    float share;      // scale of a token whose largest magnitude is 1
+};
+
+// One token of k numbers; bfloat16 numbers are given as their bits.
+struct Kernels {
+    void (*float32)(const Quantizer& quantizer, const float* x, int64_t k, int8_t* q, float* scale);
+    void (*bfloat16)(const Quantizer& quantizer, const uint16_t* x, int64_t k, int8_t* q, float* scale);
+};
+
+// The kernels of the level in use.
+const Kernels& kernels();
+
+// Checks the ranges: throws where bits or clip are out of theirs.
+Quantizer quantizer(int64_t bits, double clip);
+
+extern const Kernels portable;
+#if defined(__x86_64__)
+extern const Kernels avx2, avx512;
+#endif
+
+}  // namespace ptq::activations
