@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq import matmul
+from ptq.activations import Activation
 from ptq.families import Family
-from ptq.linear import frozen, swap
+from ptq.kv_cache import CacheQuantization, attach
+from ptq.linear import QuantLinear, frozen, swap
 
 
 class _FastLinear(nn.Linear):
@@ -73,6 +75,9 @@ class Part:
             assert leaf in module._parameters, name
             tensor = tensor.float() if tensor.is_floating_point() else tensor
             module._parameters[leaf] = frozen(tensor.to(self.device))
+        for owner in {name.rpartition(".")[0] for name in tensors}:
+            if isinstance(module := self.module(owner), QuantLinear):
+                module.prepack()  # as it is after loading, so that numbers are the same to the bit
 
     def parameter(self, name: str) -> Tensor:
         """The tensor that is called `name` in the whole model."""
@@ -93,6 +98,17 @@ class Part:
         for name, entry in entries.items():
             if name.startswith(self.prefix):
                 swap(self.block, name.removeprefix(self.prefix), entry)
+
+    def quantize_input(self, name: str, activation: Activation) -> None:
+        """Quantise the input of a packed or dense `QuantLinear` from now on."""
+        module = self.module(name)
+        assert isinstance(module, QuantLinear), name
+        module.activation = activation
+
+    def quantize_cache(self, settings: CacheQuantization | None) -> None:
+        """Quantise keys and values from now on, as the cache of the whole model does; None: leave them alone."""
+        if settings is not None:
+            attach(self.model, settings)
 
     def module(self, name: str) -> nn.Module:
         """The module that is called `name` in the whole model."""

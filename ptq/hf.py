@@ -10,6 +10,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptq.errors import InputError
 from ptq.header import read_header
+from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, describe, swap
 from ptq.plan import Plan
 
@@ -20,7 +21,8 @@ LAYOUT_VERSION = 1
 class PtqConfig(QuantizationConfigMixin):
     """`quantization_config` of config.json: every quantised linear, explicitly.
 
-    `schemes` maps a name to {"format", "version", options..., "hadamard"?}; `linears` maps a module to a scheme.
+    `schemes` maps a name to {"format", "version", options..., "hadamard"?, "activation"?}; `linears` maps a module to a
+    scheme; `kv_cache` says how keys and values are cached, and is absent where they are not quantised.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class PtqConfig(QuantizationConfigMixin):
         linears: Any = None,
         version: Any = LAYOUT_VERSION,
         quant_method: str = QUANT_METHOD,
+        kv_cache: Any = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -47,6 +50,8 @@ class PtqConfig(QuantizationConfigMixin):
         self.version = version
         self.schemes: dict[str, Any] = schemes
         self.linears: dict[str, str] = linears
+        self.kv_cache: dict[str, Any] | None = kv_cache
+        self.cache()
 
     @classmethod
     def parse(cls, config: dict[str, Any]) -> "PtqConfig | None":
@@ -69,7 +74,15 @@ class PtqConfig(QuantizationConfigMixin):
             name = next((name for name, known in schemes.items() if known == entry), f"scheme{len(schemes)}")
             schemes[name] = entry
             linears[linear.name] = name
-        return cls(schemes, linears)
+        return cls(schemes, linears, kv_cache=plan.cache.as_dict() if plan.cache else None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {key: value for key, value in super().to_dict().items() if key != "kv_cache" or value is not None}
+
+    def cache(self) -> CacheQuantization | None:
+        """How the KV cache is quantised; None: not at all. Raises InputError for what it cannot mean."""
+        return None if self.kv_cache is None else CacheQuantization.parse(self.kv_cache)
 
     def entries(self) -> dict[str, Any]:
         """The scheme of every quantised linear, by module name. What a scheme says is checked by `linear.build`."""
@@ -87,6 +100,16 @@ class PtqQuantizer(HfQuantizer):
         files = kwargs.get("checkpoint_files")
         if files:
             check_files(replaced, [Path(file) for file in files])
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        assert isinstance(self.quantization_config, PtqConfig)
+        cache = self.quantization_config.cache()
+        if cache is not None:
+            attach(model, cache)
+        for name in self.quantization_config.linears:
+            module = model.get_submodule(name)
+            assert isinstance(module, QuantLinear), name
+            module.prepack()  # one after the other, so that no two copies of the model are ever in memory
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True

@@ -1,0 +1,137 @@
+// ptq::kv_* for the CPU. Schemas, fake kernels and references are in ptq/kv_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "kv_cache/kernels.h"
+
+namespace ptq::kv_cache {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::contiguous;
+using torch::stable::empty;
+using torch::stable::Tensor;
+
+constexpr int64_t max_head_dim = 1024;  // kernels keep queries on the stack
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512) return avx512;
+    if (cpu_level() >= CpuLevel::avx2) return avx2;
+#endif
+    return portable;
+}
+
+// Units in parallel; a thread is worth waking for about 32k elements.
+template <class Problem>
+void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units, int64_t unit_elements) {
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, unit_elements));
+    torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
+}
+
+Tensor as_float(const Tensor& from) {
+    return contiguous(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
+}
+
+// Checks that codes and scales are a side of the cache with room for `length` tokens.
+Side side(const Tensor& codes, const Tensor& scales, int64_t d, int64_t bits, bool channel_major, int64_t length) {
+    STD_TORCH_CHECK((bits >= 2 && bits <= 4) || bits == 6 || bits == 8, "kv_cache: bits must be 2, 3, 4, 6 or 8");
+    STD_TORCH_CHECK(d > 0 && d <= max_head_dim, "kv_cache: head_dim must be 1 to ", max_head_dim, ", found ", d);
+    const int width = static_cast<int>(bits);
+    STD_TORCH_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 4 && codes.is_contiguous() &&
+                        codes.size(3) == chunk * 4 * words(d, width),
+                    "kv_cache: codes have a wrong dtype, shape or stride");
+    STD_TORCH_CHECK(scales.scalar_type() == ScalarType::BFloat16 && scales.dim() == 5 && scales.is_contiguous() &&
+                        scales.size(0) == codes.size(0) && scales.size(1) == codes.size(1) &&
+                        scales.size(2) == codes.size(2) && scales.size(3) == 2 && scales.size(4) == chunk,
+                    "kv_cache: scales have a wrong dtype, shape or stride");
+    STD_TORCH_CHECK(length >= 0 && length <= codes.size(0) * chunk, "kv_cache: ", length, " tokens do not fit");
+    return {static_cast<uint32_t*>(const_cast<void*>(codes.const_data_ptr())),
+            static_cast<uint16_t*>(const_cast<void*>(scales.const_data_ptr())),
+            codes.size(1) * codes.size(2),
+            d,
+            width,
+            channel_major};
+}
+
+void append(const Tensor& codes, const Tensor& scales, const Tensor& x, int64_t start, int64_t bits, double clip,
+            bool channel_major) {
+    STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == codes.size(1) && x.size(1) == codes.size(2) && start >= 0,
+                    "kv_append: x does not fit the cache");
+    const int64_t count = x.size(2), d = x.size(3);
+    const Side to = side(codes, scales, d, bits, channel_major, start + count);
+    const Tensor in = as_float(x);
+    const Append p{to, static_cast<const float*>(in.const_data_ptr()), start, count, static_cast<float>(clip)};
+    run(kernels().append, p, count ? to.heads * p.block_count() : 0, std::min(count, block_tokens) * d * 4);
+}
+
+Tensor dequantize(const Tensor& codes, const Tensor& scales, int64_t length, int64_t d, int64_t bits,
+                  bool channel_major) {
+    const Side from = side(codes, scales, d, bits, channel_major, length);
+    const Tensor out = empty({codes.size(1), codes.size(2), length, d}, ScalarType::Float);
+    const Dequantize p{from, static_cast<float*>(out.mutable_data_ptr()), length};
+    run(kernels().dequantize, p, from.heads * p.block_count(), block_tokens * d);
+    return out;
+}
+
+Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes,
+              const Tensor& v_scales, int64_t length, int64_t k_bits, int64_t v_bits, double scaling,
+              const std::optional<Tensor>& mask, const std::optional<Tensor>& starts,
+              const std::optional<Tensor>& sink_keys, const std::optional<Tensor>& sink_values) {
+    STD_TORCH_CHECK(q.dim() == 4 && k_codes.dim() == 4, "kv_attend: q must be [batch, heads, tokens, head_dim]");
+    const int64_t batch = q.size(0), q_heads = q.size(1), tokens = q.size(2), d = q.size(3);
+    const int64_t kv_heads = k_codes.size(2), heads = batch * kv_heads;
+    Attend p{};
+    p.k = side(k_codes, k_scales, d, k_bits, false, length);
+    p.v = side(v_codes, v_scales, d, v_bits, true, length);
+    STD_TORCH_CHECK(kv_heads > 0 && k_codes.size(1) == batch && q_heads % kv_heads == 0 && p.v.heads == p.k.heads,
+                    "kv_attend: q does not fit the cache");
+    const Tensor in = as_float(q), out = empty({batch, tokens, q_heads, d}, ScalarType::Float);
+    std::optional<Tensor> masks, at, keys, values;
+    if (mask) {
+        STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && mask->dim() == 4 && mask->size(1) == 1 &&
+                            (mask->size(0) == 1 || mask->size(0) == batch) && mask->size(2) == tokens &&
+                            mask->size(3) == length,
+                        "kv_attend: the mask has a wrong dtype or shape");
+        masks = contiguous(*mask);
+        p.mask = static_cast<const uint8_t*>(masks->const_data_ptr());
+        p.mask_batch = mask->size(0) == 1 ? 0 : tokens * length;
+    }
+    if (starts && sink_keys && sink_values) {
+        p.sinks = sink_keys->dim() == 4 ? sink_keys->size(2) : -1;
+        for (const Tensor* x : {&*sink_keys, &*sink_values})
+            STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == batch && x->size(1) == kv_heads && x->size(2) == p.sinks &&
+                                x->size(3) == d && p.sinks <= chunk,
+                            "kv_attend: the sinks have a wrong shape");
+        STD_TORCH_CHECK(starts->scalar_type() == ScalarType::Long && starts->dim() == 1 && starts->size(0) == batch,
+                        "kv_attend: starts have a wrong dtype or shape");
+        at = contiguous(*starts), keys = as_float(*sink_keys), values = as_float(*sink_values);
+        p.starts = static_cast<const int64_t*>(at->const_data_ptr());
+        p.sink_keys = static_cast<const float*>(keys->const_data_ptr());
+        p.sink_values = static_cast<const float*>(values->const_data_ptr());
+    }
+    p.kv_heads = kv_heads, p.groups = q_heads / kv_heads, p.tokens = tokens, p.length = length;
+    p.scaling = static_cast<float>(scaling);
+    const Tensor partial = empty({heads * p.chunks() * p.rows(), partial_stride(d)}, ScalarType::Float);
+    p.q = static_cast<const float*>(in.const_data_ptr());
+    p.partial = static_cast<float*>(partial.mutable_data_ptr());
+    p.out = static_cast<float*>(out.mutable_data_ptr());
+    run(kernels().attend, p, heads * p.chunks(), p.rows() * chunk * d / 2);
+    run(kernels().merge, p, heads * p.rows(), p.chunks() * d);
+    return q.scalar_type() == ScalarType::Float ? out : torch::stable::to(out, q.scalar_type());
+}
+
+}  // namespace
+}  // namespace ptq::kv_cache
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("kv_append", TORCH_BOX(&ptq::kv_cache::append));
+    m.impl("kv_dequantize", TORCH_BOX(&ptq::kv_cache::dequantize));
+    m.impl("kv_attend", TORCH_BOX(&ptq::kv_cache::attend));
+}

@@ -1,0 +1,171 @@
+"""Attention over quantised keys and values, as an attention function of transformers.
+
+`install` uses transformers' own doors. (1) An attention function of ours, under a name that spells the settings, with
+the masks of "sdpa" (AttentionInterface, AttentionMaskInterface): every model of the table calls it after RoPE. It
+quantises and dequantises plain keys and values (no cache, or somebody else's), and reads a `PackedCache` directly.
+(2) A forward hook in front of the base model makes a `PackedCache` where a cache is wanted and none is given, and
+checks the one that is given. (3) `generate` makes its cache before the first forward: the model object (not its
+class) gets a `_prepare_cache_for_generation` of its own that puts a `PackedCache` in the place of what transformers
+made. If a later transformers should stop calling it, results stay the same and only memory is lost, because of (1).
+
+The same codes are seen on every way: a plain tensor goes through the ops that fill the cache.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from ptq import hadamard, kv_ops
+from ptq.errors import InputError
+from ptq.families import shape_of
+from ptq.kv_cache import CacheQuantization
+from ptq.kv_side import Side, rotate, row_starts
+from ptq.packed_cache import PackedCache, PackedStates, Signature
+
+MAX_DECODE = 8
+"""So many query tokens are decoded over the packed cache; for more, it is dequantised once and torch attends."""
+
+SETTINGS = "ptq_cache_settings"
+"""Attribute of the base model: its `CacheQuantization`."""
+
+ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+"""What the base models of all families take, in their order."""
+
+
+def install(model: Any, settings: CacheQuantization) -> None:
+    """See `ptq.kv_cache.attach`."""
+    config = model.config
+    _check(config, settings)
+    name = implementation(settings)
+    AttentionInterface.register(name, functools.partial(forward, settings))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
+    base = model.base_model
+    if not hasattr(base, SETTINGS):
+        base.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    setattr(base, SETTINGS, settings)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
+
+
+def implementation(settings: CacheQuantization) -> str:
+    """The name of the attention function for these settings."""
+    rotation = "none" if settings.hadamard is None else settings.hadamard.replace(":", "_").replace(",", "_")
+    return f"ptq_k{settings.key_bits}_v{settings.value_bits}_{float(settings.clip)!r}_{settings.sinks}_{rotation}"
+
+
+def _check(config: Any, settings: CacheQuantization) -> None:
+    shape = shape_of(config)
+    if settings.hadamard is not None and shape.head_dim % hadamard.order_of(settings.hadamard):
+        raise InputError(f"KV cache: the Hadamard matrix {settings.hadamard} does not divide head_dim {shape.head_dim}")
+    if settings.sinks and _window(config) is not None:
+        raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window, None where the context never outgrows it."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None or window >= config.max_position_embeddings else window
+
+
+def forward(
+    settings: CacheQuantization,
+    module: torch.nn.Module,
+    query: Float[Tensor, "b q_heads t d"],
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "b t q_heads d"], None]:
+    """The attention function. `key` and `value` are tensors, or both the `PackedStates` of a `PackedCache`."""
+    query = rotate(query, settings)
+    if not isinstance(key, PackedStates):
+        key, value = quantized(key, value, settings, attention_mask)
+    else:
+        layer = key.layer
+        if layer.packed and query.shape[2] <= MAX_DECODE and _is_simple(attention_mask, query.shape[2]):
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return layer.attend(query, attention_mask, scale), None
+        key, value = layer.read()
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def _is_simple(mask: Tensor | None, tokens: int) -> bool:
+    return tokens == 1 if mask is None else mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1
+
+
+def quantized(
+    key: Float[Tensor, "b h t d"],
+    value: Float[Tensor, "b h t d"],
+    settings: CacheQuantization,
+    mask: Tensor | None,
+) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t d"]]:
+    """Keys, with R3, and values as a cache would give them back."""
+    batch = key.shape[0]
+    starts = key.new_zeros(batch, dtype=torch.long) if mask is None else row_starts(mask).expand(batch)
+    result = []
+    for x, bits, channel_major in (
+        (rotate(key, settings), settings.key_bits, False),
+        (value, settings.value_bits, True),
+    ):
+        seen = x
+        if bits < 16:
+            side = Side(x, bits, settings.clip, channel_major)
+            side.append(x, 0)
+            seen = side.read(x.shape[2])
+            if settings.sinks:
+                column = starts[:, None] + torch.arange(settings.sinks, device=x.device)
+                index = column.clamp(max=x.shape[2] - 1)[:, None, :, None]
+                sinks = x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).float()
+                seen = kv_ops.place_sinks(seen, starts, sinks)
+        result.append(seen)
+    return result[0], result[1]
+
+
+def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make or check the cache of a forward of the base model."""
+    config, settings = base.config, getattr(base, SETTINGS)
+    if config._attn_implementation != implementation(settings):
+        raise InputError(
+            f"the attention implementation was changed to {config._attn_implementation!r}: the model has a quantised "
+            "KV cache and needs its own; do not call set_attn_implementation"
+        )
+    kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+    cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    if cache is None and (config.use_cache if use_cache is None else use_cache):
+        cache = kwargs["past_key_values"] = PackedCache(config, settings)
+    if isinstance(cache, PackedCache):
+        wanted = Signature.of(config, settings)
+        if cache.signature != wanted:
+            raise InputError(f"the PackedCache was made for another model, {cache.signature}; this one is {wanted}")
+        cache.begin_rows(kwargs.get("attention_mask"))
+    return (), kwargs
+
+
+def _prepare_cache_for_generation(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any
+) -> None:
+    """As transformers does it, then a `PackedCache` in the place of a plain cache that nobody asked for by name."""
+    if generation_config.cache_implementation == "quantized":
+        raise InputError("the model's KV cache is quantised already: leave out cache_implementation='quantized'")
+    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kw)
+    made = model_kwargs.get("past_key_values")
+    if getattr(made, "_is_user_defined", False) or getattr(made, "offloading", False):
+        return
+    settings = getattr(model.base_model, SETTINGS)
+    if type(made) is DynamicCache:
+        model_kwargs["past_key_values"] = PackedCache(model.config, settings)
+    elif type(made) is StaticCache:
+        model_kwargs["past_key_values"] = PackedCache(model.config, settings, made.get_max_length())

@@ -1,0 +1,257 @@
+"""The packed KV cache: a transformers `Cache` that stores codes instead of keys and values.
+
+Each layer has two sides, keys and values, in the layout of `ptq.kv_ops`; a side of 16 bits stays in the model's dtype.
+Both grow by chunks of 256 tokens: one chunk at a time up to 8192 tokens (so at 4096 tokens at most 6 % of the memory is
+spare), then by 1/32 of what there is; or all chunks are there from the start (`max_length`, "static").
+Sinks, the first tokens of every row behind its left padding, are stored beside, in float32, and override the codes.
+
+`update` returns no tensors but a `PackedStates` twice: our attention function (ptq.attention) reads the cache through
+it, and any other one stops at it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ptq import kv_ops
+from ptq.errors import InputError
+from ptq.families import shape_of
+from ptq.kv_cache import CacheQuantization
+from ptq.kv_side import Side, rotate, row_starts
+
+
+class PackedLayer(CacheLayerMixin):
+    """The cache of one layer. `key_sinks`, `value_sinks` are float32 [batch, heads, sinks, head_dim]."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False  # a window is in the mask; no token is thrown away
+
+    def __init__(self, owner: "PackedCache") -> None:
+        super().__init__()
+        self.owner = owner
+        self.length = 0
+        self.starts: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        owner, settings = self.owner, self.owner.settings
+        heads, head_dim = owner.signature.kv_heads, owner.signature.head_dim
+        found = key_states.shape[1], key_states.shape[3]
+        if found != (heads, head_dim):
+            raise InputError(
+                f"this PackedCache is for {heads} key-value heads of size {head_dim}, the model has {found[0]} of size "
+                f"{found[1]}: make one with PackedCache(model.config, settings)"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.key = Side(key_states, settings.key_bits, settings.clip, False)
+        self.value = Side(value_states, settings.value_bits, settings.clip, True)
+        shape = (key_states.shape[0], heads, settings.sinks, head_dim)
+        self.key_sinks, self.value_sinks = (torch.zeros(shape, device=self.device) for _ in range(2))
+        if owner.max_length is not None:
+            for side in (self.key, self.value):
+                side.reserve(owner.max_length, exactly=True)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append keys, after RoPE and before R3, and values. Returns the same `PackedStates` twice."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch, _, count, _ = key_states.shape
+        if batch != self.key.batch:
+            raise InputError(f"the PackedCache holds {self.key.batch} rows, the input has {batch}")
+        self.owner.check_room(self.length + count)
+        rotated = rotate(key_states, self.owner.settings)
+        self.key.append(rotated, self.length)
+        self.value.append(value_states, self.length)
+        if self.owner.settings.sinks:
+            self._keep_sinks(rotated, value_states)
+        self.length += count
+        states = PackedStates(self)
+        return states, states
+
+    def _keep_sinks(self, key: Tensor, value: Tensor) -> None:
+        starts = self.owner.starts_of(key.shape[0], self.device)
+        self.starts = starts
+        column = starts[:, None] + torch.arange(self.key_sinks.shape[2], device=self.device) - self.length
+        new = (column >= 0) & (column < key.shape[2])
+        if new.any():
+            for kept, x in ((self.key_sinks, key), (self.value_sinks, value)):
+                index = column.clamp(0, key.shape[2] - 1)[:, None, :, None].expand(kept.shape)
+                kept.copy_(torch.where(new[:, None, :, None], x.float().gather(2, index), kept))
+
+    def read(self) -> tuple[Float[Tensor, "b h length d"], Float[Tensor, "b h length d"]]:
+        """Keys, with R3 applied, and values as attention sees them."""
+        result = []
+        for side, sinks in ((self.key, self.key_sinks), (self.value, self.value_sinks)):
+            x = side.read(self.length)
+            result.append(x if self.starts is None or side.bits == 16 else kv_ops.place_sinks(x, self.starts, sinks))
+        return result[0], result[1]
+
+    def attend(self, query: Float[Tensor, "b q_heads t d"], mask: Bool[Tensor, "b 1 t length"] | None, scaling: float):
+        """Attention of a few query tokens, R3 applied: [b, t, q_heads, d]. Both sides must be packed."""
+        sinks = (None,) * 3 if self.starts is None else (self.starts, self.key_sinks, self.value_sinks)
+        return torch.ops.ptq.kv_attend(
+            query, *self.key.tensors, *self.value.tensors, self.length, self.key.bits, self.value.bits, scaling, mask,
+            *sinks,
+        )  # fmt: skip
+
+    @property
+    def packed(self) -> bool:
+        """Whether both sides are packed."""
+        return self.key.bits < 16 and self.value.bits < 16
+
+    def memory(self) -> int:
+        """Bytes in use, spare room included."""
+        if not self.is_initialized:
+            return 0
+        held = [*self.key.tensors, *self.value.tensors, self.key_sinks, self.value_sinks]
+        return sum(x.numel() * x.element_size() for x in held)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return -1 if self.owner.max_length is None else self.owner.max_length
+
+    def reset(self) -> None:
+        self.length, self.starts = 0, None
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -tokens_to_remove tokens."""
+        if not -self.length <= tokens_to_remove <= 0:
+            raise InputError(
+                f"crop: expected 0 to {-self.length} (minus the tokens to remove), found {tokens_to_remove}"
+            )
+        self.length += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.is_initialized:
+            self.batch_select_indices(torch.arange(self.key.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if not self.is_initialized:
+            return
+        rows = torch.arange(self.key.batch)[indices.cpu()]
+        if torch.equal(rows, torch.arange(self.key.batch)):
+            return
+        for side in (self.key, self.value):
+            side.select(rows)
+        rows = rows.to(self.device)
+        self.key_sinks, self.value_sinks = self.key_sinks[rows], self.value_sinks[rows]
+        self.starts = None if self.starts is None else self.starts[rows]
+
+    def offload(self) -> None:
+        raise InputError("a PackedCache cannot be offloaded; it is small: leave out offloading")
+
+    prefetch = offload
+
+
+class PackedStates:
+    """Stands for the keys and values of a layer in a call of attention."""
+
+    def __init__(self, layer: PackedLayer) -> None:
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise InputError(
+            "a PackedCache was given to a model without a quantised KV cache, or whose attention implementation was "
+            "changed: use it only with the model that it was made for"
+        )
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a cache and a model must agree on."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    settings: CacheQuantization
+
+    @classmethod
+    def of(cls, config: Any, settings: CacheQuantization) -> "Signature":
+        """That of a transformers config."""
+        shape = shape_of(config)
+        return cls(shape.blocks, shape.kv_heads, shape.head_dim, settings)
+
+    def __str__(self) -> str:
+        bits = f"key_bits={self.settings.key_bits}, value_bits={self.settings.value_bits}, clip={self.settings.clip}"
+        more = f"sinks={self.settings.sinks}, hadamard={self.settings.hadamard}"
+        return f"{self.layers} layers of {self.kv_heads} key-value heads of size {self.head_dim}, {bits}, {more}"
+
+
+class PackedCache(Cache):
+    """The packed KV cache of a whole model.
+
+    `config`: the model's transformers config. `max_length`: memory for so many tokens at once, and no more than them;
+    None grows as far as the model's max_position_embeddings. Raises InputError where the settings don't fit the model.
+    """
+
+    def __init__(self, config: Any, settings: CacheQuantization, max_length: int | None = None) -> None:
+        if max_length is not None and max_length < 1:
+            raise InputError(f"PackedCache: max_length must be positive, found {max_length}")
+        self.settings, self.max_length = settings, max_length
+        self.signature = Signature.of(config, settings)
+        self.positions = _positions(config)
+        self.starts: Tensor | None = None
+        super().__init__(layers=[PackedLayer(self) for _ in range(self.signature.layers)])
+
+    def __repr__(self) -> str:
+        bits = f"key_bits={self.settings.key_bits}, value_bits={self.settings.value_bits}"
+        return f"PackedCache({len(self.layers)} layers, {self.get_seq_length()} tokens, {bits})"
+
+    def check_room(self, tokens: int) -> None:
+        """Raises InputError where so many tokens are too many."""
+        if self.max_length is not None and tokens > self.max_length:
+            raise InputError(f"the KV cache was made for {self.max_length} tokens, {tokens} are needed")
+        if self.positions is not None and tokens > self.positions:
+            raise InputError(f"{tokens} tokens of context: the model's max_position_embeddings is {self.positions}")
+
+    def begin_rows(self, mask: Tensor | None) -> None:
+        """Note where the rows begin, behind their left padding. `mask` covers cached and new tokens."""
+        if mask is not None and self.settings.sinks:
+            if self.starts is None or bool((self.starts >= self.get_seq_length()).any()):
+                self.starts = row_starts(mask)
+
+    def starts_of(self, batch: int, device: torch.device) -> Int64[Tensor, " batch"]:
+        """The first token of every row."""
+        if self.starts is None:
+            self.starts = torch.zeros(batch, dtype=torch.long)
+        return self.starts.to(device).expand(batch)
+
+    def memory(self) -> int:
+        """Bytes in use, spare room included."""
+        return sum(layer.memory() for layer in self.layers)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def reset(self) -> None:
+        super().reset()
+        self.starts = None
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self.starts = None if self.starts is None else self.starts[indices.to(self.starts.device)]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self.starts = None if self.starts is None else self.starts.repeat_interleave(repeats)
+
+
+def _positions(config: Any) -> int | None:
+    """The longest context, None where the model stretches its positions by itself."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    return None if rope.get("rope_type") == "dynamic" else getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,264 @@
+"""The packed KV cache in a model: what is measured without a cache is what `generate` sees."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import tiny_config, tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from ptq.errors import InputError
+from ptq.families import FAMILIES
+from ptq.kv_cache import CacheQuantization, attach, key_rotation
+from ptq.packed_cache import PackedCache, PackedLayer
+
+FOUR = CacheQuantization(4, 4, hadamard=key_rotation(20))
+MIXED = CacheQuantization(3, 8, 0.9, sinks=3, hadamard=key_rotation(20))
+SETTINGS = {"4": FOUR, "k3v8 sinks": MIXED, "k16v2": CacheQuantization(16, 2, sinks=2), "6": CacheQuantization(6, 6)}
+
+
+def model_of(settings: CacheQuantization | None, model_type: str = "llama", **changes: Any) -> Any:
+    model = tiny_model(tiny_config(model_type, **changes))
+    if settings is not None:
+        attach(model, settings)
+    return model
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 96, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    return model(ids, use_cache=False, **kwargs).logits
+
+
+@torch.no_grad()
+def in_steps(model: Any, ids: Tensor, steps: list[int], cache: Any = None) -> tuple[Tensor, Any]:
+    """Logits with a cache, so many tokens at a time."""
+    parts = []
+    for piece in ids.split(steps, 1):
+        result = model(piece, past_key_values=cache, use_cache=True)
+        cache = result.past_key_values
+        parts.append(result.logits)
+    return torch.cat(parts, 1), cache
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Equal but for rounding: a code of the second block may flip where the first block's sums end otherwise."""
+    error = (found - wanted).norm() / wanted.norm()
+    assert error < 1e-3, error
+
+
+GENERATE: dict[str, Any] = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_settings_round_trip() -> None:
+    for settings in SETTINGS.values():
+        assert CacheQuantization.parse(settings.as_dict()) == settings
+    assert FOUR.as_dict() == {
+        "version": 1, "key_bits": 4, "value_bits": 4, "clip": 0.95, "sinks": 0, "hadamard": "paley1:19"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"key_bits": 5}, "key_bits must be one of 2, 3, 4, 6, 8, 16, found 5"),
+        ({"value_bits": True}, "value_bits: found True"),
+        ({"clip": 0}, "clip must be above 0"),
+        ({"clip": 1.5}, "clip"),
+        ({"clip": float("nan")}, "clip"),
+        ({"sinks": -1}, "sinks must be"),
+        ({"sinks": 1000}, "sinks must be"),
+        ({"hadamard": "walsh:4"}, "Hadamard construction"),
+        ({"hadamard": 4}, "hadamard: found 4"),
+        ({"version": 2}, "this package reads version 1"),
+        ({"more": 1}, "expected key_bits"),
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        CacheQuantization.parse({**FOUR.as_dict(), **changes})
+    with pytest.raises(InputError, match="expected an object"):
+        CacheQuantization.parse([4])
+
+
+def test_settings_that_do_not_fit_the_model_are_refused() -> None:
+    with pytest.raises(InputError, match="does not divide head_dim 20"):
+        attach(model_of(None), CacheQuantization(hadamard="sylvester:3"))
+    with pytest.raises(InputError, match="sliding-window"):
+        attach(model_of(None, "mistral", sliding_window=8), CacheQuantization(sinks=4))
+
+
+# --- fake = real -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_cache_own_cache_and_any_steps_agree(model_type: str, name: str) -> None:
+    model = model_of(SETTINGS[name], model_type)
+    ids = tokens(2, 40)
+    wanted = logits(model, ids)
+    plain = logits(model_of(None, model_type), ids)
+    assert (wanted - plain).abs().max() > 1e-3  # it does something
+    for steps in ([40], [1] * 40, [10, 1, 1, 12, 8, 8], [2, 38]):
+        found, cache = in_steps(model, ids, steps)
+        assert isinstance(cache, PackedCache) and cache.get_seq_length() == 40
+        close(found, wanted)
+    close(in_steps(model, ids, [10, 1, 29], DynamicCache(config=model.config))[0], wanted)
+    close(in_steps(model, ids, [10, 1, 29], PackedCache(model.config, SETTINGS[name], 40))[0], wanted)
+
+
+def test_codes_are_the_same_bit_for_bit() -> None:
+    """The codes of the first block depend on nothing before: any way of filling the cache gives the same bytes."""
+    model = model_of(FOUR, num_hidden_layers=1)
+    ids = tokens(2, 50)
+    sides = [in_steps(model, ids, steps)[1].layers[0] for steps in ([50], [7, 1, 1, 41], [1] * 50)]
+    fixed = in_steps(model, ids, [30, 20], PackedCache(model.config, FOUR, 50))[1].layers[0]
+    for layer in (*sides[1:], fixed):
+        for side in ("key", "value"):
+            wanted = getattr(sides[0], side).tensors
+            assert all(torch.equal(a, b) for a, b in zip(getattr(layer, side).tensors, wanted, strict=True))
+
+
+@pytest.mark.parametrize("head_dim", (20, 80, 96, 14))
+def test_rotation_alone_changes_nothing(head_dim: int) -> None:
+    ids = tokens(2, 30)
+    model = model_of(None, head_dim=head_dim).double()
+    wanted = logits(model, ids)
+    attach(model, CacheQuantization(16, 16, sinks=2, hadamard=key_rotation(head_dim)))
+    torch.testing.assert_close(logits(model, ids), wanted)
+    torch.testing.assert_close(in_steps(model, ids, [10, 1, 19])[0], wanted)
+
+
+def test_more_bits_are_closer_and_sinks_help() -> None:
+    ids = tokens(2, 60)
+    plain = logits(model_of(None), ids)
+    errors = [(logits(model_of(CacheQuantization(b, b)), ids) - plain).square().mean().item() for b in (2, 3, 4, 6, 8)]
+    assert errors == sorted(errors, reverse=True)
+    all_sinks = logits(model_of(CacheQuantization(2, 2, sinks=60)), ids)
+    torch.testing.assert_close(all_sinks, plain, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", (5, 16, 64))
+def test_sliding_windows(window: int) -> None:
+    model = model_of(FOUR, "mistral", sliding_window=window)
+    ids = tokens(2, 40)
+    wanted = logits(model, ids)
+    assert (wanted - logits(model_of(FOUR, "mistral", sliding_window=None), ids)).abs().max() > 1e-3 or window == 64
+    close(in_steps(model, ids, [10, 1, 1, 20, 8])[0], wanted)
+    close(in_steps(model, ids, [10, 1, 1, 20, 8], DynamicCache(config=model.config))[0], wanted)
+
+
+def test_bfloat16() -> None:
+    model = tiny_model(tiny_config("llama"), torch.bfloat16)
+    attach(model, MIXED)
+    ids = tokens(2, 40)
+    wanted = logits(model, ids).float()
+    found = in_steps(model, ids, [30, 1, 1, 8])[0].float()
+    assert (found - wanted).norm() / wanted.norm() < 0.05
+
+
+# --- memory and limits -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", (0, 1, 255, 256, 257, 600))
+def test_growing(length: int) -> None:
+    model = model_of(FOUR, max_position_embeddings=1024)
+    ids = tokens(1, length + 3)
+    steps = [length, 1, 1, 1] if length else [1, 1, 1]
+    found, cache = in_steps(model, ids, steps)
+    close(found, logits(model, ids))
+    assert all(len(layer.key.tensors[0]) == -(-(length + 3) // 256) for layer in cache.layers)
+
+
+@pytest.mark.parametrize("bits, share", [(4, 0.3), (6, 0.44)])
+def test_memory_at_4096_tokens_as_a_share_of_bfloat16(bits: int, share: float) -> None:
+    config = tiny_config("llama", head_dim=64, num_key_value_heads=2, max_position_embeddings=8192)
+    for length in (4096, 4097):
+        cache = PackedCache(config, CacheQuantization(bits, bits))
+        x = torch.ones(1, 2, length, 64, dtype=torch.bfloat16)
+        for layer in range(2):
+            cache.update(x, x, layer)
+        assert 0 < cache.memory() <= share * 2 * 2 * x.numel() * 2
+
+
+def test_too_many_tokens_are_refused() -> None:
+    model = model_of(FOUR)
+    with pytest.raises(InputError, match="max_position_embeddings is 128"):
+        in_steps(model, tokens(1, 130), [100, 30])
+    with pytest.raises(InputError, match="made for 20 tokens, 21 are needed"):
+        in_steps(model, tokens(1, 21), [20, 1], PackedCache(model.config, FOUR, 20))
+
+
+def test_caches_of_other_models_are_refused() -> None:
+    model = model_of(FOUR)
+    other = tiny_config("llama", num_key_value_heads=4)
+    for cache in (
+        PackedCache(other, FOUR),
+        PackedCache(model.config, MIXED),
+        PackedCache(model.config, replace(FOUR, clip=0.9)),
+    ):
+        with pytest.raises(InputError, match="made for another model"):
+            in_steps(model, tokens(1, 5), [5], cache)
+    _, cache = in_steps(model, tokens(2, 5), [5])
+    with pytest.raises(InputError, match="holds 2 rows, the input has 1"):
+        in_steps(model, tokens(1, 5), [5], cache)
+    for implementation in ("sdpa", "eager"):
+        plain = model_of(None)
+        plain.set_attn_implementation(implementation)
+        with pytest.raises(InputError, match="without a quantised KV cache"):
+            in_steps(plain, tokens(1, 5), [5], PackedCache(plain.config, FOUR))
+    with pytest.raises(InputError, match="leave out cache_implementation"):
+        model.generate(tokens(1, 5), **GENERATE, cache_implementation="quantized")
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(InputError, match="attention implementation was changed"):
+        logits(model, tokens(1, 5))
+
+
+# --- the model object ------------------------------------------------------------------------------------------------
+
+
+def test_attaching_again_copying_and_saving(tmp_path: Any) -> None:
+    model = model_of(None)
+    ids = tokens(1, 20)
+    plain = logits(model, ids)
+    attach(model, FOUR)
+    wanted = logits(model, ids)
+    attach(model, MIXED)
+    mixed = logits(model, ids)
+    assert not torch.equal(mixed, wanted)
+    twin = copy.deepcopy(model)
+    attach(twin, FOUR)
+    assert torch.equal(logits(twin, ids), wanted) and torch.equal(logits(model, ids), mixed)
+    assert isinstance(twin.generate(ids, **GENERATE, return_dict_in_generate=True).past_key_values, PackedCache)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert loaded.config._attn_implementation == "sdpa" and torch.equal(logits(loaded, ids), plain)
+
+
+def test_positional_arguments_of_the_base_model() -> None:
+    model = model_of(FOUR)
+    ids = tokens(1, 12)
+    cache = PackedCache(model.config, FOUR)
+    with torch.no_grad():
+        first = model.model(ids[:, :8], None, None, cache).last_hidden_state
+        wanted = model.model(ids, use_cache=False).last_hidden_state
+        assert cache.get_seq_length() == 8
+        close(first, wanted[:, :8])
+        assert isinstance(model.model(ids).past_key_values, PackedCache)
+
+
+def test_layers_are_those_of_the_cache_class() -> None:
+    cache = PackedCache(tiny_config("llama"), FOUR)
+    assert all(isinstance(layer, PackedLayer) for layer in cache.layers) and not cache.is_compileable
+    assert "0 tokens" in repr(cache) and cache.memory() == 0
+    with pytest.raises(InputError, match="cannot be offloaded"):
+        cache.layers[0].offload()
