@@ -1,19 +1,19 @@
 """A job: everything that the tasks of one run share, and the modules and tensors that they build from it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ptq import formats, rewrite
+from ptq import balance, formats, rewrite
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.families import Family
 from ptq.linear import describe, guard
-from ptq.plan import LinearPlan, Plan, Rotation
+from ptq.plan import Balance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
 
 PIECE_BYTES = 8 << 20
@@ -33,6 +33,8 @@ class Job:
     plan: Plan
     signs: rewrite.Signs
     device: torch.device
+    scales: dict[Balance, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """The scale of the balance that was computed last."""
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite."""
@@ -51,7 +53,7 @@ class Job:
         name = f"{linear.name}.bias"
         if name not in self.checkpoint.tensors:
             return None
-        return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs)
+        return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs, self._scale(linear))
 
     def original_block(self, index: int) -> Part:
         """A decoder block with the source's weights in float32."""
@@ -65,23 +67,33 @@ class Job:
     def rotate_block(self, index: int, part: Part) -> None:
         """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
         for linear in self.plan.block(index):
-            if linear.norm is None and linear.input is None and linear.output is None:
+            if linear.norm is None and linear.input is None and linear.output is None and not _is_ours(linear):
                 continue
             gain = part.parameter(linear.norm) if linear.norm else None
             weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
             bias = self.bias(linear)
-            if linear.online is not None:
-                part.pack({linear.name: describe(replace(linear, format=formats.get("dense")))})
+            if _is_ours(linear):
+                exact = replace(linear, format=formats.get("dense"), activation=None)
+                part.pack({linear.name: describe(exact)})
                 part.load({f"{linear.name}.weight": guard()})
             part.load({dense_weight(linear): weight})
             if bias is not None:
                 part.load({f"{linear.name}.bias": bias})
         part.load(dict(self.norms_and_kept(part.prefix)))
 
+    def quantize_inputs(self, index: int, part: Part) -> None:
+        """Quantise what a rewritten block is fed when it runs: the inputs of its linears, and its keys and values. It
+        is no longer equal to the original then; Hessians are taken of what it sees now."""
+        for linear in self.plan.block(index):
+            if linear.activation is not None:
+                part.quantize_input(linear.name, linear.activation)
+        part.quantize_cache(self.plan.cache)
+
     def packed_block(self, index: int, linears: dict[str, Tensor]) -> Part:
-        """A decoder block as it is written; `linears` are the tensors of its linears."""
+        """A decoder block as it is written and runs; `linears` are the tensors of its linears."""
         part = self._part(index)
         part.pack({linear.name: describe(linear) for linear in self.plan.block(index) if linear.format is not None})
+        part.quantize_cache(self.plan.cache)
         part.load({**dict(self.norms_and_kept(part.prefix)), **linears})
         return part
 
@@ -130,11 +142,20 @@ class Job:
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
         order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
         rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
+        scale = self._scale(linear)
         result = torch.empty(len(w), linear.k, dtype=dtype, device=self.device)
         for start in range(0, len(w), rows):
             piece = slice(start, start + rows)
-            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start)
+            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start, scale)
         return result
+
+    def _scale(self, linear: LinearPlan) -> Float64[Tensor, " c"] | None:
+        if linear.balance is not None and linear.balance not in self.scales:
+            self.scales.clear()  # two linears want it, one after the other
+            self.scales[linear.balance] = balance.scale(
+                *(self.tensor(name).to(self.device) for name in (linear.balance.producer, linear.balance.reader))
+            )
+        return self.scales[linear.balance] if linear.balance is not None else None
 
     def residual_rotation(self) -> Rotation | None:
         """R1, as the embedding applies it."""
@@ -158,4 +179,10 @@ class Job:
 
 def dense_weight(linear: LinearPlan) -> str:
     """Name of the weight of a linear that `Job.rotate_block` has rewritten."""
-    return f"{linear.name}.weight_dense" if linear.online is not None else f"{linear.name}.weight"
+    return f"{linear.name}.weight_dense" if _is_ours(linear) else f"{linear.name}.weight"
+
+
+def _is_ours(linear: LinearPlan) -> bool:
+    """Whether a linear does something to its input when it runs, so that it takes our module also where its weight is
+    not quantised."""
+    return linear.online is not None or linear.activation is not None

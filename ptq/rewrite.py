@@ -42,13 +42,22 @@ def rotate(x: Float64[Tensor, "*batch k"], rotation: Rotation, signs: Signs) -> 
 
 
 def weight(
-    linear: LinearPlan, w: Float[Tensor, "r k"], gain: Float[Tensor, " k"] | None, signs: Signs, first: int = 0
+    linear: LinearPlan,
+    w: Float[Tensor, "r k"],
+    gain: Float[Tensor, " k"] | None,
+    signs: Signs,
+    first: int = 0,
+    scale: Float64[Tensor, " c"] | None = None,
 ) -> Float64[Tensor, "r k"]:
     """The rewritten weight R_out W diag(g) R_inᵀ of one layer, in float64.
 
-    `w` may be only some rows of W, from row `first` on: whole blocks of the output's Hadamard matrix.
+    `w` may be only some rows of W, from row `first` on: whole blocks of the output's Hadamard matrix. `scale`: of the
+    plan's balance.
     """
     w = w.to(torch.float64, copy=True)  # the one copy; everything else happens in its place
+    if linear.balance is not None:
+        assert scale is not None, linear.name
+        w *= scale[first : first + len(w), None] if linear.source == linear.balance.producer else 1 / scale
     if linear.norm is not None:
         assert gain is not None, linear.name
         w *= gain.double()
@@ -61,8 +70,13 @@ def weight(
     return w
 
 
-def bias(linear: LinearPlan, b: Float[Tensor, " n"], signs: Signs) -> Float64[Tensor, " n"]:
-    """The rewritten bias R_out b of one layer, in float64."""
+def bias(
+    linear: LinearPlan, b: Float[Tensor, " n"], signs: Signs, scale: Float64[Tensor, " c"] | None = None
+) -> Float64[Tensor, " n"]:
+    """The rewritten bias R_out b of one layer, in float64. `scale`: of the plan's balance."""
+    if linear.balance is not None and linear.source == linear.balance.producer:
+        assert scale is not None, linear.name
+        b = b.double() * scale
     if linear.output is None:
         return b.double()
     return rotate(b.double(), linear.output, signs)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import hadamard, pipeline, rewrite
+from ptq import balance, hadamard, pipeline, rewrite
 from ptq.families import FAMILIES, shape_of
 from ptq.job import Job
 from ptq.plan import Plan, check_claims
@@ -71,9 +71,10 @@ def rewritten(plan: Plan, source: dict[str, Tensor]) -> dict[str, Tensor]:
     result |= {name: source[name] for name in plan.kept}
     for linear in plan.linears:
         gain = source[linear.norm] if linear.norm else None
-        result[f"{linear.name}.weight"] = rewrite.weight(linear, source[linear.source], gain, signs)
+        scale = balance.scale_of(linear, source.__getitem__)
+        result[f"{linear.name}.weight"] = rewrite.weight(linear, source[linear.source], gain, signs, scale=scale)
         if f"{linear.name}.bias" in source:
-            result[f"{linear.name}.bias"] = rewrite.bias(linear, source[f"{linear.name}.bias"], signs)
+            result[f"{linear.name}.bias"] = rewrite.bias(linear, source[f"{linear.name}.bias"], signs, scale)
     return result
 
 
