@@ -23,8 +23,10 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?", re
 HUB_ALIASES = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1", "c4": "allenai/c4:en"}
 
 
-def load_rows(spec: str, tokenizer: Any, samples: int, sequence_length: int, seed: int) -> Int64[Tensor, "r t"]:
-    """`samples` rows of `sequence_length` token ids.
+def load_rows(
+    spec: str, tokenizer: Any, samples: int, sequence_length: int, seed: int, extra: int = 0
+) -> Int64[Tensor, "r t"]:
+    """`samples` rows of `sequence_length` token ids, and up to `extra` others behind them, as far as the text goes.
 
     `spec` is a .txt file, a .jsonl file (field `text` or `content`), `wikitext2`, `c4`, or a hub dataset as `name` or
     `name:configuration` (split `train`, streamed). Documents are joined by an empty line; text beyond
@@ -45,14 +47,17 @@ def load_rows(spec: str, tokenizer: Any, samples: int, sequence_length: int, see
             f"calibration {spec}: found {len(ids)} tokens, which is {windows} rows of {sequence_length}, but {samples} "
             f"rows need {samples * sequence_length}; lower --samples or --sequence-length, or pass a longer text"
         )
-    chosen = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))[:samples]
+    chosen = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))[: samples + extra]
     return ids[: windows * sequence_length].view(windows, sequence_length)[chosen]
 
 
-def fingerprint(rows: Int64[Tensor, "r t"]) -> str:
-    """SHA-256 of the rows and their shape."""
-    shape = "x".join(map(str, rows.shape))
-    return hashlib.sha256(f"{shape} ".encode() + rows.cpu().contiguous().numpy().astype("<i8").tobytes()).hexdigest()
+def fingerprint(*rows: Int64[Tensor, "_r _t"]) -> str:
+    """SHA-256 of one or several sets of rows and their shapes."""
+    digest = hashlib.sha256()
+    for some in rows:
+        shape = "x".join(map(str, some.shape))
+        digest.update(f"{shape} ".encode() + some.cpu().contiguous().numpy().astype("<i8").tobytes())
+    return digest.hexdigest()
 
 
 def _load_text(spec: str, limit: int) -> str:

@@ -1,12 +1,17 @@
 """Hessians of the layer-wise proxy loss: H = sum of x xᵀ over the inputs x of a linear layer."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from ptq.blocks import Part
+from ptq.checkpoint import read_tensor
+from ptq.header import read_header
 from ptq.linear import QuantLinear
 from ptq.matmul import product
 
@@ -23,10 +28,14 @@ def observe(
     float32 and on the block's device.
     """
     sums: dict[str, Tensor] = {}
-    handles = [_watch(part.module(name), name, sums) for name in names]
+    names = set(names)
+    missing: set[str] = set()
+    handles = [_watch(part.module(name), name, sums, missing) for name in names]
     try:
         for hidden in chunks:
-            part.run(hidden)
+            missing |= names
+            with suppress(_Seen):  # what comes after the last input is not needed
+                part.run(hidden)
     finally:
         for handle in handles:
             handle.remove()
@@ -35,20 +44,49 @@ def observe(
     return sums
 
 
-def _watch(module: nn.Module, key: str, sums: dict[str, Tensor]) -> torch.utils.hooks.RemovableHandle:
+class _Seen(Exception):
+    """Every input of the block has been seen."""
+
+
+def merged(files: Sequence[Path]) -> dict[str, Float32[Tensor, "k k"]]:
+    """The sums of the Hessians in several files, in the files' order; one of them and a panel in memory at a time."""
+    first = read_header(files[0])[0]
+    sums = {name: read_tensor(files[0], info) for name, info in first.items()}
+    for file in files[1:]:
+        for name, info in read_header(file)[0].items():
+            rows, k = info.shape
+            for start in range(0, rows, PANEL):
+                end = min(start + PANEL, rows)
+                panel = replace(
+                    info, shape=(end - start, k), offset=info.offset + 4 * k * start, nbytes=4 * k * (end - start)
+                )
+                sums[name][start:end] += read_tensor(file, panel)
+    return sums
+
+
+def _watch(
+    module: nn.Module, key: str, sums: dict[str, Tensor], missing: set[str]
+) -> torch.utils.hooks.RemovableHandle:
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
-        xt = x.reshape(-1, x.shape[-1]).float().T.contiguous()
+        xt = x.flatten(0, -2).float().T.contiguous()
+        del x
         if key not in sums:
             sums[key] = torch.zeros(len(xt), len(xt), device=xt.device)
-        del x
-        for start in range(0, len(xt), PANEL):
-            rows = xt[start : start + PANEL]
-            for left in range(0, start + 1, PANEL):
-                columns = xt[left : left + PANEL]
-                sums[key][start : start + PANEL, left : left + PANEL] += product(rows, columns.T)
+        _accumulate(sums[key], xt)
+        missing.discard(key)
+        if not missing:
+            raise _Seen
 
     return module.register_forward_pre_hook(add)
+
+
+def _accumulate(h: Float32[Tensor, "k k"], xt: Float32[Tensor, "k t"]) -> None:
+    """h += xt xtᵀ, up to the panels on the diagonal."""
+    for start in range(0, len(xt), PANEL):
+        for left in range(0, start + 1, PANEL):
+            rows, columns = xt[start : start + PANEL], xt[left : left + PANEL]
+            h[start : start + PANEL, left : left + PANEL] += product(rows, columns.T)
 
 
 def _mirror(h: Float32[Tensor, "k k"]) -> None:

@@ -5,6 +5,7 @@ weight of the same size. On virtual machines that costs several times the arithm
 """
 
 import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -43,7 +44,14 @@ def kept() -> Iterator[None]:
 
 
 def give_back() -> None:
-    """Give back what is free now: after a step that took much more memory than the next ones will."""
+    """Give back what is free now: before a step that is short of memory, or after one that took more than the next."""
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
+
+
+def collect() -> None:
+    """`give_back`, and what only the garbage collector frees: transformers' modules are cycles of references, so they
+    and their weights would stay a while. Takes up to a second where a program has many objects."""
+    gc.collect()
+    give_back()

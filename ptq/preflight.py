@@ -14,7 +14,8 @@ from ptq.errors import InputError
 from ptq.families import ModelShape
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
-from ptq.tasks import CHUNK_TOKENS
+from ptq.tasks import CHUNK_TOKENS, MAX_PARTS, PART_CHUNKS
+from ptq.writer import partial_folder
 
 BASE_MEMORY = 500 << 20
 """Bytes that Python, torch and transformers take before any weight is read."""
@@ -51,9 +52,10 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
     packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
     seconds = weights / (STREAM_RATE * torch.get_num_threads())
     memory = BASE_MEMORY + max(4 * block_weights + 12 * max(linear.n * linear.k for linear in block), 6 * largest)
-    hidden = 0
+    hidden, parts = 0, 0
     if rows is not None:
         tokens = rows.numel()
+        parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
         hidden = 2 * 4 * tokens * shape.hidden
         square = sum(k * k for k in inputs.values())
         solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
@@ -61,18 +63,17 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         seconds += work / _matmul_rate()
         solver = max(4 * linear.k**2 + 8 * linear.n * linear.k for linear in block)  # beside the block and its Hessians
         memory += max(hessians, solver) + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
-    return Estimate(seconds, memory, packed + hidden + hessians, packed)
+    return Estimate(seconds, memory, hidden + parts * hessians, packed)
 
 
-def check(needs: Estimate, work: Path, out: Path) -> None:
-    """Raise InputError where memory or disk cannot be enough. What a run before has left in the work folder counts as
-    free: it is continued, or thrown away."""
-    available = psutil.virtual_memory().available
-    if needs.memory > available:
-        raise InputError(f"this run needs about {_size(needs.memory)} of memory, {_size(available)} are free; "
+def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
+    """Raise InputError where memory or disk cannot be enough for so many processes on this machine. What a run before
+    has left counts as free: it is continued, or thrown away."""
+    available, wanted = psutil.virtual_memory().available, processes * needs.memory
+    if wanted > available:
+        raise InputError(f"this run needs about {_size(wanted)} of memory, {_size(available)} are free; "
                          "close other programs or use a machine with more")  # fmt: skip
-    left = sum(path.stat().st_size for path in work.rglob("*") if path.is_file())
-    folders = {work: max(0, needs.work - left), out: needs.out}
+    folders = {work: max(0, needs.work - _used(work)), out: max(0, needs.out - _used(partial_folder(out)))}
     devices: dict[int, tuple[Path, int]] = {}
     for folder, nbytes in folders.items():
         existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
@@ -83,6 +84,11 @@ def check(needs: Estimate, work: Path, out: Path) -> None:
         if nbytes > free:
             raise InputError(f"{existing}: this run needs about {_size(nbytes)} of disk, {_size(free)} are free; "
                              "free some, or name a folder on another disk with --work")  # fmt: skip
+
+
+def _used(folder: Path) -> int:
+    """Bytes that the files of a folder take on disk; shards that are not filled yet take less than their size."""
+    return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
 
 
 def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:
