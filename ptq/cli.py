@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -14,6 +15,7 @@ from rich.table import Table
 from ptq import contents, methods, pipeline, verify
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError, RunError
+from ptq.linear import NOT_OF_THE_FORMAT, describe
 from ptq.plan import LinearPlan, Plan, Rotation
 from ptq.progress import console
 from ptq.recipe import Recipe, RunOptions
@@ -40,6 +42,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw unfinished work away.")]
 ShowPlan = Annotated[bool, typer.Option("--plan", help="Print what would be done, and do nothing.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and report.json beside it.")]
 Skip = Annotated[
     list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")
 ]
@@ -79,12 +82,14 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         print_plan(pipeline.plan(model, recipe).plan)
         return
     result = pipeline.quantize(model, out, recipe, options)
+    if os.environ.get("RANK", "0") != "0":
+        return  # started by torchrun: the first process speaks
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
     console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
     console.print(
         f"proven: the rotated model equals the original to {result.rotation_error:.1e}; "
         "read again, the checkpoint gives the logits that were measured; "
-        f"KL {result.kl:.4f} nats per token on {pipeline.PROBE_TOKENS} tokens",
+        f"KL {result.kl:.4f} nats per token on the probe",
         soft_wrap=True,
     )
 
@@ -97,6 +102,12 @@ def print_plan(plan: Plan) -> None:
     for note in plan.notes:
         console.print(note, soft_wrap=True)
     typer.echo(_render(table))
+    if plan.cache is not None:
+        typer.echo(_cache(asdict(plan.cache)))
+
+
+def _cache(settings: dict[str, Any]) -> str:
+    return f"KV cache: {' '.join(f'{key}={value}' for key, value in settings.items())}"
 
 
 def _rotations(linear: LinearPlan) -> list[str]:
@@ -113,7 +124,15 @@ def _rotations(linear: LinearPlan) -> list[str]:
 def _format(linear: LinearPlan) -> str:
     if linear.format is None:
         return "as it is"
-    return " ".join([linear.format.name, *(f"{key}={value}" for key, value in linear.format.options().items())])
+    entry = describe(linear)
+    return f"{entry['format']} {_options(entry)}"
+
+
+def _options(scheme: dict[str, Any]) -> str:
+    """What config.json says of a scheme beside its format and Hadamard matrix."""
+    options = [f"{key}={value}" for key, value in scheme.items() if key not in NOT_OF_THE_FORMAT]
+    activation = scheme.get("activation")
+    return " ".join(options + ([f"input bits={activation['bits']} clip={activation['clip']}"] if activation else []))
 
 
 def _render(table: Table) -> str:
@@ -135,19 +154,23 @@ def inspect(
     if as_json:
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
         print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,
-                          "bits_per_weight": found.bits_per_weight}, indent=2))  # fmt: skip
+                          "bits_per_weight": found.bits_per_weight, "kv_cache": found.cache,
+                          "report": found.report}, indent=2))  # fmt: skip
         return
     table = Table("format", "options", "online rotation", "linears", "weights", "MB", "bits/weight", box=None)
     for group in found.groups:
         scheme = group.scheme
-        options = " ".join(f"{k}={v}" for k, v in scheme.items() if k not in ("format", "version", "hadamard"))
         table.add_row(
-            f"{scheme['format']} v{scheme['version']}", options, scheme.get("hadamard", ""), str(len(group.linears)),
-            f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
+            f"{scheme['format']} v{scheme['version']}", _options(scheme), scheme.get("hadamard", ""),
+            str(len(group.linears)), f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
         )  # fmt: skip
     table.add_row("plain tensors", "", "", "", "", f"{found.plain_bytes / 1e6:.2f}", "")
     table.add_row("all", "", "", "", "", f"{found.nbytes / 1e6:.2f}", f"{found.bits_per_weight or 0:.3f}")
     typer.echo(_render(table))
+    if found.report is not None:
+        typer.echo(f"report: {found.report}")
+    if found.cache is not None:
+        typer.echo(_cache(found.cache))
 
 
 @app.command(name="verify")

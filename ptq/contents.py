@@ -12,6 +12,7 @@ from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
 from ptq.hf import PtqConfig
 from ptq.linear import swap
+from ptq.report_schema import PAGE
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,10 @@ class Contents:
     plain_bytes: int
     """Bytes of the tensors that are not packed: embedding, head, norms, biases."""
     nbytes: int
+    cache: dict[str, Any] | None = None
+    """How the KV cache is quantised, as config.json says it; None: not at all."""
+    report: str | None = None
+    """The page that the run wrote about itself; None where there is none."""
 
     @property
     def bits_per_weight(self) -> float | None:
@@ -50,8 +55,10 @@ class Contents:
 def summary(checkpoint: Checkpoint) -> Contents:
     """Summarise a checkpoint. Raises InputError where it is quantised by another package."""
     packed = PtqConfig.parse(checkpoint.config)
+    page = checkpoint.folder / PAGE
+    report = str(page) if page.is_file() else None
     if packed is None:
-        return Contents((), checkpoint.nbytes, checkpoint.nbytes)
+        return Contents((), checkpoint.nbytes, checkpoint.nbytes, report=report)
     shapes = _shapes(read_config(checkpoint), packed)
     stored: dict[str, int] = {}
     for tensor, info in checkpoint.tensors.items():
@@ -65,7 +72,8 @@ def summary(checkpoint: Checkpoint) -> Contents:
             )
         weights = sum(math.prod(shapes[linear]) for linear in linears)
         groups.append(Group(scheme, linears, weights, sum(stored.get(linear, 0) for linear in linears)))
-    return Contents(tuple(groups), checkpoint.nbytes - sum(group.nbytes for group in groups), checkpoint.nbytes)
+    packed_bytes = sum(group.nbytes for group in groups)
+    return Contents(tuple(groups), checkpoint.nbytes - packed_bytes, checkpoint.nbytes, packed.kv_cache, report)
 
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:

@@ -6,13 +6,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ptq import calibration, memory, methods, preflight, proof, source
+from ptq import calibration, engine, memory, methods, outliers, preflight, proof, report, source
 from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
+from ptq.engine import Workers
 from ptq.errors import InputError
 from ptq.families import Family, family_of, shape_of
 from ptq.job import Job
@@ -33,7 +34,12 @@ from ptq.writer import (
     written_tensors,
 )
 
-PROBE_TOKENS = 16
+PROBE_ROWS, PROBE_LENGTH = 4, 256
+"""Rows of text, of at most so many tokens, that pass through the original, the rotated and the packed model."""
+PROBE_LOGITS = 1 << 23
+"""Most logits of a probe row: rows are shorter where the vocabulary is large."""
+RANDOM_TOKENS = 16
+"""The probe where there is no text."""
 DEFAULTS = RunOptions()
 
 
@@ -89,76 +95,110 @@ class Result:
 
 
 def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOptions = DEFAULTS) -> Result:
-    """Quantise `model` into the folder `out`; the same call continues a run that was interrupted.
+    """Quantise `model` into the folder `out`; the same call continues a run that was interrupted. Started by torchrun,
+    processes share the work, and all of them return the result.
 
     Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
     """
-    target, out = plan(str(model), recipe), Path(out).absolute()
-    work, device = (options.work or out.with_name(f"{out.name}.work")).resolve(), _device(options.device)
-    recipe = _resolved(recipe, str(model), target.config)
-    rows = _calibration_rows(target, recipe)
-    tokens = None if rows is None else calibration.fingerprint(rows)
+    with engine.workers() as workers:
+        return _quantize(plan(str(model), recipe), str(model), Path(out).absolute(), recipe, options, workers)
+
+
+def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: RunOptions, workers: Workers) -> Result:
+    work, device = (options.work or out.with_name(f"{out.name}.work")).resolve(), _device(options.device, workers)
+    recipe = _resolved(recipe, model, target.config)
+    rows, probe = _rows(target, recipe)
+    used = (probe,) if rows is None else (rows, probe)
+    tokens = calibration.fingerprint(*used) if recipe.calibration else None
     record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)
+    workers.check_same(record.as_dict()["fingerprint"], record.version, limit=len(list(target.plan.block(0))))
     _check_tied(target)
-    if is_finished(out, record):
-        remove_finished_work(work, record)
+    if workers.agree(is_finished(out, record)):
+        if workers.first:
+            remove_finished_work(work, record)
         return read_result(out)
     check_folders(out, work, target.checkpoint.folder)
     sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
     needs = preflight.estimate(target.plan, shape_of(target.config), recipe, rows, sizes)
-    preflight.check(needs, work, out)
-    open_work(work, record, options.restart)
+    preflight.check(needs, work, out, workers.local_count)
+    workers.wait()  # the others have looked at the folders too
+    if workers.first:
+        open_work(work, record, options.restart)
     job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
-    with memory.kept(), Progress(target.plan, rows is not None, options.progress) as progress:
+    with memory.kept(), Progress(target.plan, rows is not None, options.progress and workers.first) as progress:
         for note in (*target.plan.notes, str(needs)):
             progress.say(note)
-        tasks = Tasks(job, work, shards_of(job, partial_folder(out)))
-        _run(tasks, rows, progress)
-        result = _finish(tasks, record, out)
-    remove_work(work)
-    return result
+        tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
+        _run(tasks, rows, probe, progress)
+        if workers.first:
+            _finish(tasks, record, out, model if options.report else None)
+    if workers.first:
+        remove_work(work)
+    workers.wait()
+    return read_result(out)
 
 
-def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, progress: Progress) -> None:
+def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows t"], progress: Progress) -> None:
     """Every task in its order."""
-    plan = tasks.job.plan
-    tasks.rest()
-    for linear in plan.ends():
-        with progress.step(linear.name, 0):
-            tasks.linear(linear, None)
-    tasks.probe_start(_probe_ids(tasks.job, rows))
+    tasks.ends(progress)
+    if tasks.workers.first:
+        tasks.probe.start(probe, tasks.packed_weight(tasks.job.embedding))
     if rows is not None:
         tasks.embed(rows)
     memory.give_back()  # the embedding is by far the largest weight
-    for index in range(tasks.first_block(rows is not None), plan.blocks):
+    for index in range(tasks.first_block(rows is not None), tasks.job.plan.blocks):
         tasks.block(index, rows is not None, progress)
 
 
-def _finish(tasks: Tasks, record: Record, out: Path) -> Result:
-    """Complete, prove and rename the checkpoint."""
+def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
+    """Complete, prove and rename the checkpoint; with a report on `model` if that is named."""
     job, folder = tasks.job, tasks.shards.folder
     memory.give_back()
-    packed, agreement = _agreement(tasks)
+    ids = tasks.probe.states(0)["ids"]
+    packed, agreement, positions = _agreement(tasks, ids)
     complete(job, tasks.shards)
     written = Checkpoint.open(folder)
     proof.account(written, set(written_tensors(job)))
     with ThreadPoolExecutor(1) as other:
         hashes = other.submit(file_hashes, folder)
-        proof.reload(written, job, tasks.probe_states(0)["ids"], packed)
+        proof.reload(written, job, ids[:1], packed)
     result = Result(out, summary(written).bits_per_weight, written.nbytes, **asdict(agreement))
     found = {key: value for key, value in asdict(result).items() if key != "out"}
+    if model is not None:
+        before, after = tasks.probe.outliers()
+        made = report.build(
+            model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
+            source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
+            positions=positions, text=_probe_text(record),
+        )  # fmt: skip
+        report.write(made, folder)
     write_record(folder, record, tasks.log(), found, hashes.result())
     put_in_place(folder, out)
-    return result
 
 
-def _agreement(tasks: Tasks) -> tuple[Float[Tensor, "1 probe v"], proof.Agreement]:
-    """The packed model's logits of the probe, and how they compare with the other models'."""
-    job, states = tasks.job, tasks.probe_states(tasks.job.plan.blocks)
-    original = job.logits(job.tensor(job.head.source), job.tensor(job.final_norm), states["original"])
-    rotated = job.logits(job.rewritten(job.head, torch.float32), job.written_norm(), states["rotated"])
-    packed = job.logits(tasks.packed_weight(job.head), job.written_norm(), states["packed"])
-    return packed, proof.compare(original, rotated, packed)
+def _agreement(
+    tasks: Tasks, ids: Int[Tensor, "rows t"]
+) -> tuple[Float[Tensor, "1 t v"], proof.Agreement, Float64[Tensor, "3 rows t-1"]]:
+    """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
+    job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
+    gain, written_gain = job.tensor(job.final_norm), job.written_norm()
+    heads = {
+        "original": lambda: (job.tensor(job.head.source), gain),
+        "rotated": lambda: (job.rewritten(job.head, torch.float32), written_gain),
+        "packed": lambda: (tasks.packed_weight(job.head), written_gain),
+    }
+    logits: dict[str, list[Tensor]] = {}
+    for name, make in heads.items():
+        head = make()
+        logits[name] = [job.logits(*head, row) for row in states[name].split(1)]
+    rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))
+    agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
+    positions = torch.cat([outliers.by_position(original, packed, row) for original, _, packed, row in rows], dim=1)
+    return logits["packed"][0], agreement, positions
+
+
+def _probe_text(record: Record) -> str:
+    return f"calibration text {record.recipe['calibration']}" if record.calibration else "random tokens"
 
 
 def is_finished(out: Path, record: Record) -> bool:
@@ -200,37 +240,42 @@ def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
     return replace(recipe, sequence_length=length, calibration=text)
 
 
-def _calibration_rows(target: Target, recipe: Recipe) -> Int[Tensor, "samples t"] | None:
-    """Token ids of the calibration rows, or None where the recipe needs no data."""
-    if recipe.rounding == "nearest" or not any(linear.statistics for linear in target.plan.linears):
-        return None
+def _rows(target: Target, recipe: Recipe) -> tuple[Int[Tensor, "samples t"] | None, Int[Tensor, "rows probe"]]:
+    """Token ids: the calibration rows, or None where the recipe needs none, and the probe, which are other rows of the
+    same text if it has any, and random tokens where there is no text."""
+    vocab = shape_of(target.config).vocab
+    needed = recipe.rounding != "nearest" and any(linear.statistics for linear in target.plan.linears)
     if recipe.calibration is None:
-        raise InputError(
-            "GPTQ needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub dataset), "
-            "or choose --rounding nearest"
-        )
+        if needed:
+            raise InputError(
+                "GPTQ needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub "
+                "dataset), or choose --rounding nearest"
+            )
+        generator = torch.Generator().manual_seed(recipe.seed)
+        return None, torch.randint(vocab, (1, RANDOM_TOKENS), generator=generator)
     assert recipe.sequence_length is not None
     tokenizer = load_tokenizer(target.checkpoint.folder)
-    rows = calibration.load_rows(recipe.calibration, tokenizer, recipe.samples, recipe.sequence_length, recipe.seed)
-    vocab = shape_of(target.config).vocab
+    length = recipe.sequence_length if needed else min(recipe.sequence_length, PROBE_LENGTH)
+    samples = recipe.samples if needed else PROBE_ROWS
+    rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, PROBE_ROWS)
     if int(rows.max()) >= vocab:
         raise InputError(
             f"{target.checkpoint.folder}: its tokenizer gives token {int(rows.max())}, the model has {vocab}"
         )
-    return rows
+    probe = rows[samples:] if len(rows) > samples else rows[:PROBE_ROWS]
+    return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
 
 
-def _probe_ids(job: Job, rows: Int[Tensor, "samples t"] | None) -> Int[Tensor, "1 probe"]:
-    """Tokens for the proofs: the start of the first calibration row, or random ones."""
-    if rows is not None:
-        return rows[:1, :PROBE_TOKENS]
-    generator = torch.Generator().manual_seed(job.recipe.seed)
-    return torch.randint(shape_of(job.config).vocab, (1, PROBE_TOKENS), generator=generator)
+def _probe_length(vocab: int) -> int:
+    """Tokens of a probe row: its logits in three models are compared in float64."""
+    return max(RANDOM_TOKENS, min(PROBE_LENGTH, PROBE_LOGITS // vocab))
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, workers: Workers) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise InputError(f"--device must be auto, cpu or cuda, found {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", workers.local_rank % torch.cuda.device_count())

@@ -1,5 +1,6 @@
 """Proofs that end every run: what was written is read again, run, and compared with what was measured."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ LOGITS_TOLERANCE = 1e-3
 
 @dataclass(frozen=True)
 class Agreement:
-    """How the probe tokens come out of the three models."""
+    """How tokens of the probe come out of the three models."""
 
     rotation_error: float
     """Largest relative difference of a token's logits, the rotated model's from the original's."""
@@ -26,6 +27,13 @@ class Agreement:
     """Mean KL divergence of the packed model from the original, nats per token."""
     top1: float
     """Share of probe tokens whose most likely successor is the same."""
+
+
+def together(rows: Sequence[Agreement]) -> Agreement:
+    """The agreement over rows of the same length."""
+    count = len(rows)
+    kl, top1 = sum(row.kl for row in rows) / count, sum(row.top1 for row in rows) / count
+    return Agreement(max(row.rotation_error for row in rows), kl, top1)
 
 
 def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"]) -> float:
@@ -67,6 +75,7 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     for index in range(job.plan.blocks):
         part = Part(job.config, job.family, index, job.device)
         part.pack(packed.entries() if packed else {})
+        part.quantize_cache(packed.cache() if packed else None)
         part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
         hidden = part.run(hidden)
     head, norm = checkpoint.read(f"{job.head.name}.weight"), checkpoint.read(job.final_norm)

@@ -53,6 +53,8 @@ class RunOptions:
     """Throw unfinished work away instead of continuing it."""
     device: str = "auto"
     progress: bool = True
+    report: bool = True
+    """Also write report.html and report.json beside the checkpoint."""
 
     def __post_init__(self) -> None:
         assert {f.name for f in fields(self)}.isdisjoint(f.name for f in fields(Recipe))

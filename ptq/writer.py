@@ -114,7 +114,7 @@ def _config_text(job: Job) -> str:
     config = copy.deepcopy(job.config)
     if job.plan.untied:
         config.tie_word_embeddings = False
-    if any(job.plan.rounded()):
+    if any(job.plan.rounded()) or job.plan.cache:
         config.quantization_config = PtqConfig.of(job.plan).to_dict()
     return config.to_json_string()
 

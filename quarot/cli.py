@@ -8,9 +8,6 @@ from ptq import cli
 from ptq.recipe import RunOptions
 from quarot.plan import QuarotRecipe
 
-Online = Annotated[bool, typer.Option(help="Also rotate the input of down_proj, at run time; --offline: only rotations "
-                                           "that vanish into the weights.")]  # fmt: skip
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -34,10 +31,27 @@ def quarot(
         bool,
         typer.Option(
             "--online/--offline",
-            help="Also the rotation of down_proj's input, which runs "
-            "at run time; --offline: only those that vanish into the weights.",
+            help="Also the rotations that run with the model, of down_proj's input and of cached keys; --offline: only "
+            "those that vanish into the weights.",
         ),
     ] = True,
+    activation_bits: Annotated[
+        int, typer.Option(help="Of the inputs of the quantised linears, per token: 8, 6 or 4; 16 leaves them alone.")
+    ] = 16,
+    activation_clip: Annotated[
+        float | None,
+        typer.Option(help="Share of a token's largest input that is kept. Default: 0.9 at 4 bits, 0.95 at 6, 1 at 8."),
+    ] = None,
+    kv_bits: Annotated[int, typer.Option(help="Of cached keys and values: 2, 3, 4, 6, 8; 16 leaves them alone.")] = 16,
+    key_bits: Annotated[int | None, typer.Option(help="Of cached keys. Default: --kv-bits.")] = None,
+    value_bits: Annotated[int | None, typer.Option(help="Of cached values. Default: --kv-bits.")] = None,
+    kv_clip: Annotated[
+        float | None,
+        typer.Option(help="Share of the range of keys and values that is kept. Default: 0.95 at 3 or 4 bits, 1 above."),
+    ] = None,
+    kv_sinks: Annotated[
+        int, typer.Option(help="Tokens at the start whose keys and values stay in 16 bits: attention sinks.")
+    ] = 0,
     calibration: cli.Calibration = None,
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
@@ -47,16 +61,19 @@ def quarot(
     work: cli.Work = None,
     restart: cli.Restart = False,
     show_plan: cli.ShowPlan = False,
+    report: cli.Report = True,
     skip: cli.Skip = None,
     debug: cli.Debug = False,
 ) -> None:
-    """QuaRot: rotate the model so that nothing has outliers, then round its weights to integers."""
+    """QuaRot: rotate a model so that nothing has outliers, then round weights, activations and KV cache to integers."""
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
         seed=seed, skip=tuple(skip or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
-        rotate=rotate, online=online,
+        rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=activation_clip,
+        key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
+        cache_clip=kv_clip, cache_sinks=kv_sinks,
     )  # fmt: skip
-    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device), show_plan)
+    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
 
 
 def rotate(
@@ -71,4 +88,4 @@ def rotate(
 ) -> None:
     """The rotated model, not quantised: a plain Hugging Face checkpoint for any runtime (offline rotations only)."""
     recipe = QuarotRecipe(rounding="nearest", seed=seed, weight_bits=16, online=False)
-    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device), show_plan)
+    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=False), show_plan)

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 import ptq
 from ptq import preflight
 from ptq.cli import app
+from ptq.kv_cache import CacheQuantization
 
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -44,6 +45,14 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "a negative group": (["--rounding", "nearest", "--group-size", "-1"], "group size"),
     "one bit": (["--weight-bits", "1"], "weight bits must be 2 to 8"),
     "no damping": (["--damping", "0"], "damping must lie"),
+    "odd activation bits": (["--activation-bits", "5"], "activation bits must be 4, 6 or 8, or 16"),
+    "an activation clip above one": (["--activation-clip", "1.01"], "activation clip must lie above 0"),
+    "no activation clip": (["--activation-bits", "8", "--activation-clip", "0"], "activation clip must lie above 0"),
+    "an activation clip that is no number": (["--activation-clip", "nan"], "activation clip must lie above 0"),
+    "one bit of a key": (["--kv-bits", "4", "--key-bits", "1"], "key_bits must be one of"),
+    "too many bits of a value": (["--kv-bits", "9"], "bits must be one of"),
+    "a KV clip above one": (["--kv-bits", "4", "--kv-clip", "1.5"], "clip must be above 0"),
+    "less than no sinks": (["--kv-sinks", "-1"], "sinks must be a whole number"),
     "an unknown device": (["--rounding", "nearest", "--device", "tpu"], "--device must be auto, cpu or cuda"),
     "a pattern that matches nothing": (["--rounding", "nearest", "--skip", "*.dwn_proj"], "matches no linear"),
 }
@@ -165,10 +174,21 @@ def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0
     rows = {line.split()[0]: line for line in result.stdout.splitlines()}
     assert "bits=4" in rows["model.layers.0.self_attn.q_proj"]
+    assert "clip" not in result.stdout and "KV cache" not in result.stdout
     assert "signs R1" in rows["model.embed_tokens"]
     assert rows["model.layers.1.self_attn.o_proj"].rstrip().endswith("as it is")
     assert rows["model.layers.1.mlp.down_proj"].count("H24") == 2  # in the weight, and online
     assert listing(tmp_path) == {} and listing(tiny) == before
+
+
+def test_plan_shows_what_happens_when_the_model_runs(tiny: Path, tmp_path: Path) -> None:
+    options = ("--activation-bits", "6", "--kv-bits", "4", "--value-bits", "3", "--skip", "*.o_proj")
+    result = quantize("quarot", tiny, tmp_path / "out", "--plan", *options)
+    rows = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert rows["model.layers.1.mlp.down_proj"].rstrip().endswith("input bits=6 clip=0.95")
+    assert "clip" not in rows["model.layers.1.self_attn.o_proj"] + rows["lm_head"]
+    assert rows["KV"].startswith("KV cache: key_bits=4 value_bits=3 clip=0.95 sinks=0 hadamard=sylvester:3")
+    assert listing(tmp_path) == {}
 
 
 def test_inspect(packed: Path, tiny: Path) -> None:
@@ -182,7 +202,20 @@ def test_inspect(packed: Path, tiny: Path) -> None:
     weights = 2 * (2 * 16 * 16 + 2 * 8 * 16 + 3 * 24 * 16)
     assert found["bits_per_weight"] == pytest.approx(stored / weights)
     assert found["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+    assert found["kv_cache"] is None
     assert json.loads(quantize("inspect", tiny, "--json").stdout)["groups"] == []
+
+
+def test_inspect_shows_what_happens_when_the_model_runs(packed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    content = json.loads((packed / "config.json").read_text())["quantization_config"]
+    content["schemes"]["scheme0"]["activation"] = {"bits": 8, "clip": 0.9}
+    content["kv_cache"] = CacheQuantization(key_bits=4, value_bits=2).as_dict()
+    edit_config(quantization_config=content)(copy)
+    lines = quantize("inspect", copy).stdout.splitlines()
+    assert "input bits=8 clip=0.9" in lines[1] and "clip" not in lines[2]
+    assert "key_bits=4 value_bits=2" in lines[-1]
+    assert json.loads(quantize("inspect", copy, "--json").stdout)["kv_cache"] == content["kv_cache"]
 
 
 def test_inspect_refuses_what_it_does_not_know(packed: Path, tiny: Path, tmp_path: Path) -> None:
@@ -243,7 +276,8 @@ OPTIONS = {
     "quarot": [
         *SHARED, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--rounding", "--rotate",
         "--no-rotate", "--online", "--offline", "--calibration", "--samples", "--sequence-length", "--damping",
-        "--skip",
+        "--skip", "--report", "--no-report", "--activation-bits", "--activation-clip", "--kv-bits", "--key-bits",
+        "--value-bits", "--kv-clip", "--kv-sinks",
     ],
     "rotate": SHARED,
     "inspect": ["--json", "--debug"],

@@ -19,6 +19,7 @@ import ptq
 from ptq import blocks, hf
 from ptq.checkpoint import Checkpoint
 from ptq.families import FAMILIES
+from ptq.kv_cache import CacheQuantization
 from ptq.linear import QuantLinear
 from quarot.plan import QuarotRecipe
 
@@ -205,6 +206,10 @@ def scheme(**changes: Any) -> Callable[[dict[str, Any]], Any]:
     return lambda config: config["schemes"]["scheme0"].update(changes)
 
 
+def cache(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda config: config.update(kv_cache={**CacheQuantization().as_dict(), **changes})
+
+
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another version": (lambda c: c.update(version=2), "version 2, this package reads 1"),
     "an unknown entry": (lambda c: c.update(surprise=1), "unknown entries: surprise"),
@@ -231,6 +236,11 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a huge matrix": (scheme(hadamard="sylvester:60"), "Hadamard"),
     "a matrix that does not fit": (scheme(hadamard="sylvester:6"), "does not divide its 72 input channels"),
     "a matrix of another type": (scheme(hadamard=[4]), "hadamard must be a string"),
+    "a cache that is text": (lambda c: c.update(kv_cache="int4"), "kv_cache: expected an object"),
+    "a cache of another version": (cache(version=2), "kv_cache has version 2, this package reads version 1"),
+    "a cache with more": (cache(surprise=1), "kv_cache: expected key_bits"),
+    "a cache of one bit": (cache(key_bits=1), "kv_cache: KV cache: key_bits must be one of"),
+    "a cache with a huge matrix": (cache(hadamard="sylvester:60"), "kv_cache: Hadamard construction"),
 }
 
 

@@ -10,6 +10,8 @@ from conftest import tiny_config
 import ptq
 from ptq import rewrite
 from ptq.families import FAMILIES, ModelShape, shape_of
+from ptq.hf import PtqConfig
+from ptq.kv_cache import CacheQuantization
 from ptq.plan import LinearPlan, Plan, Rotation, check_biases, check_claims
 from quarot.plan import QuarotRecipe, plan
 
@@ -213,6 +215,26 @@ def test_skipped_linears_stay_plain_but_for_the_online_rotation() -> None:
     assert rounded is not None and rounded.name == "quarot/integer"
     with pytest.raises(ptq.InputError, match="matches no linear"):
         make(recipe=dataclasses.replace(PLAIN, skip=("lm_head",)))
+
+
+def test_the_cache_of_the_plan() -> None:
+    """R3 is there where keys are cached in few bits and rotations may run with the model; it is in no weight."""
+
+    def cache(**changes: Any) -> CacheQuantization | None:
+        return make(recipe=dataclasses.replace(PLAIN, **changes)).cache
+
+    assert cache() is None and cache(cache_clip=0.5, cache_sinks=3) is None
+    assert cache(key_bits=4, value_bits=3) == CacheQuantization(4, 3, 0.95, 0, "paley1:19")
+    clips = {bits: cache(key_bits=bits, value_bits=8) for bits in (2, 4, 8)}
+    assert {bits: found and found.clip for bits, found in clips.items()} == {2: 0.9, 4: 0.95, 8: 1.0}
+    for changes in (dict(rotate=False), dict(online=False)):
+        assert cache(key_bits=4, **changes) == CacheQuantization(4, 16, 0.95, 0, None)
+    assert cache(value_bits=2, cache_clip=1.0, cache_sinks=4) == CacheQuantization(16, 2, 1.0, 4, None)
+    plain, cached = make(), make(recipe=dataclasses.replace(PLAIN, key_bits=4))
+    assert dataclasses.replace(cached, cache=None) == plain
+    assert "kv_cache" not in PtqConfig.of(plain).to_dict()
+    content = PtqConfig.of(cached).to_dict()
+    assert PtqConfig(**content).cache() == cached.cache and PtqConfig(**content).to_dict() == content
 
 
 def test_groups_have_to_divide() -> None:

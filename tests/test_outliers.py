@@ -1,0 +1,205 @@
+"""What a run measures of its activations and predictions, against sums made by hand; and planted outliers."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from conftest import TINY, save_model
+from transformers import AutoModelForCausalLM
+
+from ptq import evaluate, hadamard, outliers, pipeline
+from ptq.activations import Activation, dequantize
+from ptq.families import FAMILIES
+from ptq.job import Job
+from ptq.outliers import Input
+from ptq.work import Record
+from quarot.plan import QuarotRecipe
+
+IDS = torch.arange(3, 67).reshape(2, 32)
+
+
+def script(name: str) -> ModuleType:
+    """A module of scripts/, which is no package."""
+    path = Path(__file__).resolve().parents[1] / "scripts" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+plant_outliers = script("plant_outliers")
+
+
+def load(folder: Path):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def inputs_of(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The inputs of linears in the whole model, [t, k] in float64."""
+    found: dict[str, torch.Tensor] = {}
+    for name in names:
+        module = model.get_submodule(name)
+        module.register_forward_pre_hook(lambda _, x, name=name: found.__setitem__(name, x[0].flatten(0, 1).double()))
+    with torch.no_grad():
+        model(IDS)
+    return found
+
+
+def by_hand(x: torch.Tensor, activation: Activation | None = None) -> Input:
+    """Token by token, in Python."""
+    sums = torch.zeros(5, dtype=torch.float64)
+    for token in x.double():
+        mean = sum(float(v) ** 2 for v in token) / len(token)
+        fourth = sum(float(v) ** 4 for v in token) / len(token)
+        error = 0.0
+        if activation is not None:
+            q = dequantize(*activation.quantize(token.float()[None]))[0].double()
+            error = float(((q - token) ** 2).sum() / (token**2).sum())
+        sums += torch.tensor(
+            [1.0, fourth / mean**2, max(abs(float(v)) for v in token) / mean**0.5, error, mean], dtype=torch.float64
+        )
+    return Input(torch.tensor([max(abs(float(v)) for v in column) for column in x.T]).float(), sums)
+
+
+def check_equal(found: Input, expected: Input) -> None:
+    torch.testing.assert_close(found.peak, expected.peak, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found.sums, expected.sums, rtol=1e-4, atol=1e-6)
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", [None, Activation(4, 0.9)])
+def test_measure_is_the_sum_over_tokens(activation: Activation | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outliers, "CHUNK", 5)  # several pieces
+    x = torch.randn(3, 4, 24, generator=torch.Generator().manual_seed(0)) ** 3
+    found = outliers.measure(x, activation)
+    check_equal(found, by_hand(x.flatten(0, 1), activation))
+    assert found.tokens == 12
+    assert (found.rounding_error > 0) == (activation is not None)
+    halves = outliers.measure(x[:1], activation) + outliers.measure(x[1:], activation)
+    torch.testing.assert_close(halves.sums, found.sums)
+    assert torch.equal(halves.peak, found.peak)
+
+
+def test_extreme_tokens() -> None:
+    one = torch.zeros(1, 64)
+    one[0, 7] = -5.0
+    found = outliers.measure(one)
+    assert found.kurtosis == pytest.approx(64) and found.peak_to_rms == pytest.approx(8)
+    assert found.peak[7] == 5 and found.rms == pytest.approx(5 / 8)
+    nothing = outliers.measure(torch.zeros(3, 64), Activation(4, 0.9))
+    assert (nothing.kurtosis, nothing.peak_to_rms, nothing.rounding_error, nothing.rms) == (1, 1, 0, 0)
+    normal = outliers.measure(torch.randn(2000, 512, generator=torch.Generator().manual_seed(0)))
+    assert normal.kurtosis == pytest.approx(3, abs=0.05)
+
+
+def test_inputs_survive_being_stored() -> None:
+    found = {"a.peak": outliers.measure(torch.ones(2, 8)), "b": outliers.measure(torch.rand(2, 4))}
+    tensors = outliers.to_tensors(found)
+    again = outliers.from_tensors({**tensors, "hidden": torch.zeros(1)})
+    assert set(again) == set(found)
+    for name, value in found.items():
+        assert torch.equal(again[name].peak, value.peak) and torch.equal(again[name].sums, value.sums)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: Path) -> None:
+    """Against the whole model: before, its own inputs; after, what the rotations make of them."""
+    folder = save_model(tmp_path / "model", model_type)
+    recipe = QuarotRecipe(rounding="nearest")
+    target = pipeline.plan(str(folder), recipe)
+    record = Record.of(recipe, target.plan, "", None)
+    signs = record.sign_vectors(target.plan)
+    job = Job(recipe=recipe, signs=signs, device=torch.device("cpu"), **vars(target))
+    names = outliers.observed(job.family, job.plan.layers, 0)
+    assert [name.rpartition(".")[2] for name in names] == ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    expected = inputs_of(load(folder), names)
+
+    part = job.original_block(0)
+    with outliers.watching(part, names) as before:
+        hidden = job.embed(job.tensor(job.embedding.source), IDS)
+        part.run(hidden[:1])
+        part.run(hidden[1:])
+    assert list(before) == list(names)
+    for name in names:
+        check_equal(before[name], by_hand(expected[name]))
+
+    job.rotate_block(0, part)
+    with outliers.watching(part, names) as after:
+        part.run(job.embed(job.rewritten(job.embedding, torch.float32), IDS))
+    for name in names:
+        linear = job.plan.linear(name)
+        assert linear is not None
+        x = expected[name]
+        if linear.norm is not None:
+            x = x / job.tensor(linear.norm).double()
+        if linear.input is not None:
+            size = linear.input.size
+            s = signs[linear.input.signs].double().repeat(size // len(signs[linear.input.signs]))
+            x = hadamard.apply(x, s, linear.input.order)
+        check_equal(after[name], by_hand(x))
+    with outliers.watching(part, names) as nothing:
+        pass
+    part.run(hidden)
+    assert nothing == {}
+
+
+def test_predictions_by_position_are_those_of_the_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outliers, "CHUNK", 10)
+    folder = save_model(tmp_path / "model", **TINY)
+    original, packed = load(folder), load(folder)
+    packed.lm_head.weight.data = packed.lm_head.weight.detach() * 1.3
+    with torch.no_grad():
+        found = outliers.by_position(original(IDS).logits, packed(IDS).logits, IDS)
+    assert found.shape == (3, 2, 31)
+    agreement = evaluate.compare(packed, original, evaluate.Windows(IDS, IDS.numel(), "", ""))
+    assert found.mean((1, 2)).tolist() == pytest.approx(
+        [agreement.original.loss, agreement.model.loss, agreement.kl], rel=1e-5
+    )
+    with torch.no_grad():
+        log_q = packed(IDS[1:]).logits[0].double().log_softmax(-1)
+    assert found[1, 1, 17].item() == pytest.approx(-log_q[17, IDS[1, 18]].item(), rel=1e-4)
+
+
+def test_a_logit_of_minus_infinity_adds_nothing() -> None:
+    logits = torch.tensor([[[0.0, 1.0, float("-inf")]] * 3])
+    found = outliers.by_position(logits, logits, torch.tensor([[0, 1, 0]]))
+    assert found.isfinite().all() and found[2].abs().max() < 1e-6
+
+
+# --- planting ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_planted_outliers_change_inputs_and_no_logits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", model_type, dtype)
+    planted = plant_outliers.plant(folder, tmp_path / "planted", channels=3)
+    with torch.no_grad():
+        a, b = load(folder)(IDS).logits, load(planted)(IDS).logits
+    torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+    family = FAMILIES[model_type]
+    names = outliers.observed(family, family.layers, 1)
+    before, after = inputs_of(load(folder), names), inputs_of(load(planted), names)
+    scaled = {name: family.attention_norm if "attn" in name else family.mlp_norm for name in (names[0], names[2])}
+    for name in names:
+        grown = after[name].abs().amax(0) / before[name].abs().amax(0)
+        planted_here = name == names[3] or scaled.get(name) is not None
+        expected = [32, 32, 64] if planted_here else []
+        assert grown[grown > 1.5].sort().values.tolist() == pytest.approx(expected, rel=1e-3), name
+        torch.testing.assert_close(
+            grown[grown < 1.5], torch.ones(len(grown) - len(expected)).double(), rtol=1e-3, atol=0
+        )
+
+
+def test_planting_with_any_factor(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    planted = plant_outliers.plant(folder, tmp_path / "planted", channels=2, factors=(33.3, 97.0), seed=5)
+    with torch.no_grad():
+        torch.testing.assert_close(load(planted)(IDS).logits, load(folder)(IDS).logits, rtol=1e-5, atol=2e-5)
+    assert {path.name for path in planted.iterdir()} == {path.name for path in folder.iterdir()}
