@@ -1,8 +1,12 @@
 """How fast the ops are on this machine, next to what the memory allows and to torch.
 
-python scripts/bench_ops.py                     everything, both tables
+python scripts/bench_ops.py                     everything
 python scripts/bench_ops.py --only 'hadamard.*4096' --threads 1
-python scripts/bench_ops.py --only linear --json
+python scripts/bench_ops.py --only 'linear.*batch 16$' --json
+
+INT8 and INT4 name the activations of a linear layer; its time includes quantising them, torch's dynamic INT8 (oneDNN,
+float32 input) includes its own. bfloat16 activations are not quantised. Weights have 4 bits. `peer_cases.py` puts the
+same layers beside other programs.
 
 Cases of one table line run in turns, many rounds of a tenth of a second, in a new order every round: a ratio is the
 median of the ratios within a round, so that a noisy machine disturbs both sides alike. Read ratios, not microseconds.
@@ -15,6 +19,7 @@ import os
 import random
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -24,6 +29,7 @@ import torch
 import typer
 
 from ptq import hadamard, native
+from ptq.activations import Activation
 from quarot.integer import IntegerFormat
 
 POOL_BYTES = 256 << 20
@@ -31,7 +37,7 @@ ROUND_SECONDS = 0.1
 ORDERS = {4096: (64, 64), 11008: (344, 32), 14336: (112, 128)}
 """Widths, and two Hadamard orders whose product each is: the best form in plain torch."""
 SHAPES = ((4096, 4096), (11008, 4096), (4096, 14336))
-HADAMARD_BATCHES, LINEAR_BATCHES = (1, 512), (1, 16, 128)
+HADAMARD_BATCHES, LINEAR_BATCHES = (1, 512), (1, 16, 128, 512)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -47,7 +53,7 @@ class Line:
     limit: float
     """Its GB/s as a share of those of the limit (a copy, or a plain read) in the same rounds."""
     ratios: dict[str, float]
-    """How many times faster it is than each torch case in the same rounds."""
+    """How many times faster it is than each peer in the same rounds."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,8 @@ class Case:
 
     run: Callable[[], object]
     nbytes: int
+    peer: bool = False
+    """Whether the others are compared with it."""
 
 
 def timed(cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
@@ -88,7 +96,7 @@ def measure(title: str, limit: str, cases: dict[str, Case], rounds: int) -> Iter
         yield Line(
             case=title, name=name, microseconds=middle * 1e6, gb_per_second=case.nbytes / middle / 1e9,
             limit=ratio(limit, name) * case.nbytes / cases[limit].nbytes,
-            ratios={peer: ratio(peer, name) for peer in cases if peer.startswith("torch") and peer != name},
+            ratios={peer: ratio(peer, name) for peer in cases if cases[peer].peer and peer != name},
         )  # fmt: skip
 
 
@@ -103,19 +111,46 @@ def hadamard_cases(width: int, batch: int, dtype: torch.dtype) -> dict[str, Case
 
     cases = {
         "copy": Case(lambda: y.copy_(x), nbytes),
-        "ptq::hadamard": Case(lambda: hadamard.apply(x, None, width), nbytes),
-        "torch, two factors": Case(kronecker, nbytes),
+        "ptq::hadamard": Case(lambda: hadamard.apply(x, None, width), nbytes, peer=True),
+        "torch, two factors": Case(kronecker, nbytes, peer=True),
     }
+    for bits in (8, 4):
+        fused, construction = Activation(bits, 0.9), hadamard.construction(width)
+        cases[f"ptq::hadamard_quantize INT{bits}"] = Case(
+            lambda fused=fused, construction=construction: fused.quantize(x, construction), nbytes
+        )
     if batch == 1:
         dense = hadamard.matrix(width).to(dtype)
-        cases["torch, dense"] = Case(lambda: x @ dense.T, nbytes)
+        cases["torch, dense"] = Case(lambda: x @ dense.T, nbytes, peer=True)
     return cases
 
 
 def linear_cases(n: int, k: int, batch: int) -> dict[str, Case]:
-    """y = x Wᵀ with W[n, k] in 4 bits and in torch's dtypes; our x is bfloat16."""
-    x = torch.randn(batch, k, dtype=torch.bfloat16)
-    cases = {"read": _read_case()}
+    """y = x Wᵀ with W[n, k]."""
+    x = torch.randn(batch, k)
+    cases = {"read": _read_case(), **_ours(n, k, x)}
+    for name, dtype in DTYPES.items():
+        w, like = torch.randn(n, k, dtype=dtype), x.to(dtype)
+        weights = itertools.cycle([w.clone() for _ in range(_copies(w.nbytes))])
+        cases[f"torch {name}"] = Case(
+            lambda like=like, weights=weights: torch.nn.functional.linear(like, next(weights)), w.nbytes, peer=True
+        )
+    if "onednn" in torch.backends.quantized.supported_engines:
+        torch.backends.quantized.engine = "onednn"
+        layer = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False))
+        with warnings.catch_warnings(action="ignore"):  # deprecated, and still torch's fastest
+            layers = [
+                torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, torch.qint8)
+                for _ in range(_copies(n * k))
+            ]
+        pool = itertools.cycle(layers)
+        cases["torch dynamic int8"] = Case(lambda: next(pool)(x), n * k, peer=True)
+    return cases
+
+
+def _ours(n: int, k: int, x: torch.Tensor) -> dict[str, Case]:
+    """Random 4-bit weights; as fast as any other. Rows in and out are float32, or bfloat16 where the name says so."""
+    cases = {}
     for group in (128, 0):
         format = IntegerFormat(bits=4, group_size=group)
         parts = {
@@ -129,16 +164,18 @@ def linear_cases(n: int, k: int, batch: int) -> dict[str, Case]:
         copies = [
             format.prepack({name: part.clone() for name, part in parts.items()}, "cpu") for _ in range(_copies(nbytes))
         ]
-        pool = itertools.cycle(copies)
-        cases[f"INT4 group {group or 'channel'}"] = Case(
-            lambda format=format, pool=pool: format.linear(x, next(pool)), nbytes
+        name = f"group {group}" if group else "per channel"
+        like, pool = x.bfloat16(), itertools.cycle(copies)
+        cases[f"{name}, bfloat16"] = Case(
+            lambda format=format, pool=pool, like=like: format.linear(like, next(pool)), nbytes
         )
-    for name, dtype in DTYPES.items():
-        w, input = torch.randn(n, k, dtype=dtype), x.to(dtype)
-        weights = itertools.cycle([w.clone() for _ in range(_copies(w.nbytes))])
-        cases[f"torch {name}"] = Case(
-            lambda input=input, weights=weights: torch.nn.functional.linear(input, next(weights)), w.nbytes
-        )
+        for bits in (8, 4):
+            activation = Activation(bits, 0.9)
+
+            def run(format=format, pool=pool, activation=activation):
+                return format.linear_quantized(*activation.quantize(x), next(pool), None, x.dtype)
+
+            cases[f"{name}, INT{bits}"] = Case(run, nbytes)
     return cases
 
 

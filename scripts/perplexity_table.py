@@ -13,6 +13,7 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -26,6 +27,7 @@ from transformers.utils import logging
 import ptq
 from ptq.demo import demo_path
 from ptq.evaluate import Windows, perplexity, windows_from_text
+from ptq.pipeline import Result
 from ptq.recipe import Rounding
 from quarot.plan import QuarotRecipe
 
@@ -105,19 +107,30 @@ def losses(model: PreTrainedModel, windows: Windows) -> list[float]:
     return [perplexity(model, replace(windows, tokens=row[None])).loss for row in windows.tokens]
 
 
-def measure(task: Task, original: list[float], recipe: QuarotRecipe) -> Cell:
-    """Quantise into a temporary folder, load what was written, and measure it."""
-    start = time.perf_counter()
+def quantised(task: Task, recipe: QuarotRecipe) -> tuple[Result, list[float]]:
+    """Quantise into a temporary folder, load what was written, and measure the losses of it."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out"
         result = ptq.quantize(task.folder, out, recipe, ptq.RunOptions(progress=False))
-        found = losses(load(out), task.windows)
-    assert result.bits_per_weight is not None
+        return result, losses(load(out), task.windows)
+
+
+def increase(found: list[float], original: list[float]) -> tuple[float, float]:
+    """Mean loss increase in nats per token and its standard error, paired window by window."""
     increases = [after - before for after, before in zip(found, original, strict=True)]
+    return fmean(increases), stdev(increases) / math.sqrt(len(increases))
+
+
+def measure(task: Task, original: list[float], recipe: QuarotRecipe) -> Cell:
+    """One cell of the table."""
+    start = time.perf_counter()
+    result, found = quantised(task, recipe)
+    assert result.bits_per_weight is not None
+    loss_increase, error = increase(found, original)
     return Cell(
         bits=recipe.weight_bits, group_size=recipe.group_size, symmetric=recipe.symmetric, rounding=recipe.rounding,
         rotate=recipe.rotate, bits_per_weight=result.bits_per_weight, perplexity=math.exp(fmean(found)),
-        loss_increase=fmean(increases), loss_increase_error=stdev(increases) / math.sqrt(len(increases)),
+        loss_increase=loss_increase, loss_increase_error=error,
         seconds=time.perf_counter() - start,
     )  # fmt: skip
 
@@ -166,20 +179,11 @@ def verdicts(cells: list[Cell]) -> Iterator[str]:
             yield f"GPTQ is worse than RTN: {cell.perplexity:.3f} against {other.perplexity:.3f}: {cell}"
 
 
-def main(
-    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or `demo`.")],
-    text: Annotated[Path | None, typer.Option(help="Text to measure on.  [demo: its heldout.txt]")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="Text for GPTQ.  [demo: its calibration.txt]")] = None,
-    split: Annotated[float, typer.Option(help="Without --calibration: the share of TEXT to measure on.")] = 0.5,
-    context: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
-    windows: Annotated[int, typer.Option(help="Windows to measure on at most.")] = 128,
-    samples: Annotated[int, typer.Option(help="Calibration rows of --context tokens.")] = 128,
-    bits: Annotated[list[int] | None, typer.Option(help="Repeatable.  [default: 8, 6, 4, 3, 2]")] = None,
-    group_size: Annotated[list[int] | None, typer.Option(help="Repeatable; 0: per channel.  [default: all]")] = None,
-    both_grids: Annotated[bool, typer.Option("--both-grids", help="Also the asymmetric grid.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write all cells as JSON.")] = None,
-) -> None:
-    """Print the table as Markdown."""
+@contextmanager
+def prepared(
+    model: str, text: Path | None, calibration: Path | None, split: float, context: int, windows: int, samples: int
+) -> Iterator[Task]:
+    """The task for a model; the demo brings its texts. Says on stdout what it is."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder = Path(demo_path()) if model == "demo" else Path(model)
@@ -194,21 +198,45 @@ def main(
             measured = text.read_text()
         found = windows_from_text(AutoTokenizer.from_pretrained(folder), measured, context)
         found = Windows(found.tokens[:windows], found.found, found.tokenizer, found.bos)
-        task = Task(folder, calibration, found, samples, context)
-        original = losses(load(folder), found)
-        before = math.exp(fmean(original))
         print(f"{model}: {len(found)} windows of {context} tokens from {text.name}; calibrated on {samples} such rows")
-        print(f"original: {before:.4f} ± {before * stdev(original) / math.sqrt(len(original)):.4f}, float32\n")
+        yield Task(folder, calibration, found, samples, context)
+
+
+def measure_original(task: Task) -> list[float]:
+    """The losses of the original; says its perplexity on stdout."""
+    original = losses(load(task.folder), task.windows)
+    before = math.exp(fmean(original))
+    print(f"original: {before:.4f} ± {before * stdev(original) / math.sqrt(len(original)):.4f}, float32\n")
+    return original
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, or `demo`.")],
+    text: Annotated[Path | None, typer.Option(help="Text to measure on.  [demo: its heldout.txt]")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Text for GPTQ.  [demo: its calibration.txt]")] = None,
+    split: Annotated[float, typer.Option(help="Without --calibration: the share of TEXT to measure on.")] = 0.5,
+    context: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
+    windows: Annotated[int, typer.Option(help="Windows to measure on at most.")] = 128,
+    samples: Annotated[int, typer.Option(help="Calibration rows of --context tokens.")] = 128,
+    bits: Annotated[list[int] | None, typer.Option(help="Repeatable.  [default: 8, 6, 4, 3, 2]")] = None,
+    group_size: Annotated[list[int] | None, typer.Option(help="Repeatable; 0: per channel.  [default: all]")] = None,
+    both_grids: Annotated[bool, typer.Option("--both-grids", help="Also the asymmetric grid.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write all cells as JSON.")] = None,
+) -> None:
+    """Print the table as Markdown."""
+    with prepared(model, text, calibration, split, context, windows, samples) as task:
+        original = measure_original(task)
         print("| weights | group | grid | true bits | " + " | ".join(TITLES) + " |")
         print("|---" * 8 + "|", flush=True)
         cells: list[Cell] = []
         grids = [True, False] if both_grids else [True]
-        for line in lines(task, original, bits or list(BITS), group_size or group_sizes(folder), grids):
+        for line in lines(task, original, bits or list(BITS), group_size or group_sizes(task.folder), grids):
             cells += line
             print(markdown(line), flush=True)
         print("", *verdicts(cells), sep="\n")
     if out is not None:
-        record = {"model": model, "original": before, "windows": len(found), "context": context}
+        before = math.exp(fmean(original))
+        record = {"model": model, "original": before, "windows": len(original), "context": context}
         out.write_text(json.dumps({**record, "cells": [asdict(cell) for cell in cells]}, indent=1) + "\n")
 
 

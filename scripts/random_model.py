@@ -49,6 +49,7 @@ def main(
     kv_heads: int = 8,
     blocks: int = 30,
     vocab: int = 32000,
+    positions: int = 2048,
 ) -> None:
     """Write the model, with the demo's tokenizer; the same arguments give the same bytes."""
     partial = out.with_name(f"{out.name}.partial")
@@ -64,7 +65,7 @@ def main(
     write_json(partial / "model.safetensors.index.json", {"metadata": {}, "weight_map": where})
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=blocks,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=positions,
         architectures=["LlamaForCausalLM"], dtype="bfloat16",
     )  # fmt: skip
     config.save_pretrained(partial)

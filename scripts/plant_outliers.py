@@ -1,0 +1,95 @@
+"""Give a model activation outliers without changing what it computes: a test case for everything that rounds.
+
+python scripts/plant_outliers.py MODEL OUT
+
+In every block, a few channels of the residual stream are scaled where the norms hand them to attention and MLP (the
+norm's gain times s, the columns of its readers over s), and a few channels between up and down (rows of up times s,
+columns of down over s). Scales that are powers of two leave every product as it was, to the bit, in any dtype.
+"""
+
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from ptq import source
+from ptq.checkpoint import Checkpoint
+from ptq.contents import read_config
+from ptq.families import Family, ModelShape, family_of, shape_of
+from ptq.header import read_header
+from ptq.shards import write_tensors
+
+FACTORS = (32.0, 64.0)
+"""Between 30 and 100, as outliers of large models are, and exact in any dtype."""
+
+Edit = tuple[str, int, Tensor]
+"""A tensor, its axis, and what every channel of that axis is multiplied with."""
+
+
+def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[float], seed: int) -> Iterator[Edit]:
+    """What to scale. Where a family has no norm in front of its readers, they have nothing that could be scaled."""
+    generator = torch.Generator().manual_seed(seed)
+    residual = _scale(shape.hidden, channels, factors, generator)
+    for index in range(shape.blocks):
+        block = f"{family.layers}.{index}"
+        attention, mlp = (family.query, family.key, family.value), (family.gate, family.up)
+        for norm, readers in ((family.attention_norm, attention), (family.mlp_norm, mlp)):
+            if norm is not None:
+                yield f"{block}.{norm}.weight", 0, residual
+                yield from ((f"{block}.{reader}.weight", 1, 1 / residual) for reader in readers)
+        inside = _scale(shape.intermediate, channels, factors, generator)
+        yield f"{block}.{family.up}.weight", 0, inside
+        yield f"{block}.{family.up}.bias", 0, inside
+        yield f"{block}.{family.down}.weight", 1, 1 / inside
+
+
+def _scale(width: int, channels: int, factors: Sequence[float], generator: torch.Generator) -> Tensor:
+    """1 for every channel but a few, which are drawn by chance."""
+    scale = torch.ones(width, dtype=torch.float64)
+    chosen = torch.randperm(width, generator=generator)[:channels]
+    scale[chosen] = torch.tensor(factors, dtype=torch.float64).repeat(len(chosen))[: len(chosen)]
+    return scale
+
+
+def plant(model: str | Path, out: Path, channels: int = 4, factors: Sequence[float] = FACTORS, seed: int = 0) -> Path:
+    """Write the model with outliers to the folder `out`, as plain safetensors, one file of the source at a time."""
+    checkpoint = Checkpoint.open(source.resolve(str(model)))
+    family, shape = family_of(checkpoint.config), shape_of(read_config(checkpoint))
+    wanted: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
+    for name, axis, factor in edits(family, shape, channels, factors, seed):
+        wanted[name].append((axis, factor))
+    out.mkdir(parents=True)
+    for path in sorted(checkpoint.folder.iterdir()):
+        if path.suffix != ".safetensors":
+            if path.is_file():
+                shutil.copyfile(path, out / path.name)
+            continue
+        tensors = {name: checkpoint.read(name) for name in read_header(path)[0]}
+        for name, tensor in tensors.items():
+            scaled = tensor.double()
+            for axis, factor in wanted[name]:
+                scaled = scaled * (factor[:, None] if axis == 0 and tensor.dim() == 2 else factor)
+            tensors[name] = scaled.to(tensor.dtype)
+        write_tensors(out / path.name, tensors, {"format": "pt"})
+    return out
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the result; must not exist.")],
+    channels: Annotated[int, typer.Option(help="Channels of each kind that become outliers.")] = 4,
+    factor: Annotated[list[float] | None, typer.Option(help="Repeatable.  [default: 32, 64]")] = None,
+    seed: Annotated[int, typer.Option(help="Of the choice of channels.")] = 0,
+) -> None:
+    """Write a model that computes the same, with outliers."""
+    plant(model, out, channels, factor or FACTORS, seed)
+    print(f"{out}: {channels} channels scaled in every norm and between up and down")
+
+
+if __name__ == "__main__":
+    typer.run(main)
