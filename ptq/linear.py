@@ -54,7 +54,8 @@ class QuantLinear(nn.Module):
 
     def parts(self) -> dict[str, Tensor]:
         """The tensors of the weight, by part: the stored ones, or what `prepack` made of them."""
-        return {part: getattr(self, name) for part, name in self._names.items()}
+        held = self._parameters  # directly: `getattr` of a module is slow
+        return cast(dict[str, Tensor], {part: held[name] for part, name in self._names.items()})
 
     def prepack(self) -> None:
         """Put the weight into the layout of the kernels of its device, in the place of the stored one. `state_dict` and

@@ -1,12 +1,20 @@
-"""float32 products on the CPU through oneDNN, which is two to three times as fast as torch's default library on AMD."""
+"""Products with plain weights on the CPU, where torch's default library is slow.
+
+Many tokens, float32: oneDNN, which is two to three times as fast on AMD. Few tokens: `ptq::dense_linear`, a kernel that
+reads the weight at the speed of memory; its sums are float32, the same for any number of tokens and threads.
+"""
 
 import torch
 from jaxtyping import Float, Float32
-from torch import Tensor
+from torch import Tensor, nn
+
+from ptq import native
 
 FEW_ROWS = 64
 """Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
 
+FEW_TOKENS = 8
+"""Up to so many are multiplied by `ptq::dense_linear`."""
 
 PIECE_BYTES = 32 << 20
 """Of a weight that is multiplied at a time: oneDNN copies what it is given into an order of its own."""
@@ -24,7 +32,9 @@ def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Ten
 def linear(
     x: Float[Tensor, "*batch k"], w: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
 ) -> Float[Tensor, "*batch n"]:
-    """x Wᵀ + b; torch's own where oneDNN does not apply: other devices and dtypes, gradients."""
+    """x Wᵀ + b; torch's own where nothing faster applies: other devices and dtypes, gradients."""
+    if _is_decode(x, w, bias):
+        return torch.ops.ptq.dense_linear(x, w, bias)
     if not (x.numel() >= FEW_ROWS * w.shape[1] and _fits(x, w)):
         return torch.nn.functional.linear(x, w, bias)
     x, w = x.contiguous(), w.contiguous()
@@ -39,7 +49,41 @@ def linear(
     return y
 
 
+class FewTokensLinear(nn.Linear):
+    """A plain linear layer that multiplies few tokens with `ptq::dense_linear`, and everything else as torch does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        if _is_decode(input, weight, bias):
+            return torch.ops.ptq.dense_linear(input, weight, bias)
+        return torch.nn.functional.linear(input, weight, bias)
+
+
+def speed_up(model: nn.Module) -> None:
+    """Turn the plain linear layers of a model into `FewTokensLinear`: the same parameters, another `forward`."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FewTokensLinear
+
+
+def _is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    few = 0 < x.numel() <= FEW_TOKENS * w.shape[1] and x.dtype == w.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    if not few or w.device.type != "cpu" or x.device.type != "cpu" or (bias is not None and bias.dtype != x.dtype):
+        return False
+    differentiated = torch.is_grad_enabled() and (
+        x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    return not differentiated
+
+
 def _fits(a: Tensor, b: Tensor) -> bool:
     on_cpu = a.device.type == b.device.type == "cpu" and a.dtype == b.dtype == torch.float32
     differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
     return on_cpu and a.numel() > 0 and not differentiated and torch.backends.mkldnn.is_available()
+
+
+torch.library.define("ptq::dense_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.impl("ptq::dense_linear", "CompositeExplicitAutograd")(torch.nn.functional.linear)
+torch.library.register_fake("ptq::dense_linear")(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
+native.load()

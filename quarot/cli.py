@@ -47,7 +47,7 @@ def quarot(
     value_bits: Annotated[int | None, typer.Option(help="Of cached values. Default: --kv-bits.")] = None,
     kv_clip: Annotated[
         float | None,
-        typer.Option(help="Share of the range of keys and values that is kept. Default: 0.95 at 3 or 4 bits, 1 above."),
+        typer.Option(help="Share of their range that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."),
     ] = None,
     kv_sinks: Annotated[
         int, typer.Option(help="Tokens at the start whose keys and values stay in 16 bits: attention sinks.")

@@ -64,10 +64,10 @@ def measured(model: str, context: int, new_tokens: int, rounds: int) -> None:
     )  # fmt: skip
     read = sum(p.nbytes for name, p in loaded.named_parameters() if "embed_tokens" not in name)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - READ_BYTES
+    share = median(read / token / bandwidth for token, bandwidth in zip(seconds[1:], reads[1:], strict=True))
     print(json.dumps({
         "load": load, "token": median(seconds[1:]), "prefill": median(prefill[1:]), "bytes": read, "cache": nbytes,
-        "bandwidth": median(reads[1:]), "share": median(read / s / b for s, b in zip(seconds[1:], reads[1:], strict=True)),
-        "peak": peak,
+        "bandwidth": median(reads[1:]), "share": share, "peak": peak,
     }))  # fmt: skip
 
 

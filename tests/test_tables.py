@@ -62,7 +62,7 @@ def test_the_ablation_adds_one_thing_at_a_time(tables: ModuleType, task: Any, mo
     clips = [{linear.activation.clip for linear in found.linears if linear.activation} for found in plans]
     assert clips == [{1.0}] * 4 + [{0.9}] * 2
     assert [recipe.rounding for _, recipe, _ in asked] == ["nearest"] * 5 + ["gptq"]
-    for _, recipe, found in asked:
+    for _, recipe, _ in asked:
         bits = (recipe.weight_bits, recipe.activation_bits, recipe.key_bits, recipe.value_bits, recipe.group_size)
         assert bits == (4, 4, 4, 4, 8)
     assert tables.percent(rows[0].loss_increase, 0.5) == pytest.approx((100 * (math.e - 1), 50 * math.e))

@@ -290,6 +290,8 @@ def test_a_prepacked_layer_saves_and_loads_the_stored_bytes(k, group, symmetric,
     for layer, seed in zip(layers, (0, 1), strict=True):
         w = torch.randn(19, k, generator=draw(seed))
         parts = {f"weight_{part}": t for part, t in format.pack(rounding.nearest(w, format.codebook)).items()}
+        if bias:  # a new layer's is whatever is in memory, a NaN too
+            parts["bias"] = torch.randn(19, generator=draw(seed))
         layer.load_state_dict({**layer.state_dict(), **parts})
     stored = [layer.state_dict() for layer in layers]
     layers[0].prepack()

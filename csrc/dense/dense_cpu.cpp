@@ -1,0 +1,72 @@
+// ptq::dense_linear for the CPU. Schema, fake kernel and reference are in ptq/matmul.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "dense/kernels.h"
+
+namespace ptq::dense {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512) return avx512;
+    if (cpu_level() >= CpuLevel::avx2) return avx2;
+#endif
+    return portable;
+}
+
+Tensor compact(const Tensor& x) {  // without a call where it is
+    return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    const ScalarType type = x.scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
+                    "dense_linear: x must be float32 or bfloat16");
+    STD_TORCH_CHECK(weight.dim() == 2 && x.dim() > 0 && x.size(-1) == weight.size(1) && weight.scalar_type() == type,
+                    "dense_linear: the weight must be [n, k] for x [*, k], in the same dtype");
+    const int64_t n = weight.size(0), k = weight.size(1);
+    STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == type),
+                    "dense_linear: bias must have ", n, " elements of the dtype of x");
+    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    sizes.back() = n;
+    int64_t t = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
+    const Tensor in = compact(x), w = compact(weight);
+    std::optional<Tensor> b;
+    if (bias) b = compact(*bias);
+    const Tensor out = torch::stable::empty({sizes.data(), sizes.size()}, type);
+    const std::unique_ptr<float[]> spread(new float[t * spread_size(k)]);
+    const Linear p{type == ScalarType::Float ? Number::float32 : Number::bfloat16,
+                   in.const_data_ptr(),
+                   spread.get(),
+                   w.const_data_ptr(),
+                   b ? b->const_data_ptr() : nullptr,
+                   out.mutable_data_ptr(),
+                   t,
+                   n,
+                   k};
+    kernels().spread(p);
+    // A thread is worth waking for about 64k numbers of the weight.
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, k));
+    torch::stable::parallel_for(0, n, grain,
+                                [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
+    return out;
+}
+
+}  // namespace
+}  // namespace ptq::dense
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("dense_linear", TORCH_BOX(&ptq::dense::linear));
+}

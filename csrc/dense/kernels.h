@@ -1,0 +1,34 @@
+// Few tokens times a plain weight, as plain C++: no torch here.
+#pragma once
+
+#include <cstdint>
+
+namespace ptq::dense {
+
+enum class Number { float32, bfloat16 };
+
+constexpr int64_t step = 64;  // columns that are multiplied at a time; a row of `spread` is filled up to whole steps
+
+inline int64_t spread_size(int64_t k) {
+    return (k + step - 1) / step * step;
+}
+
+// y[t, n] = x Wᵀ + bias: sums in float32, the same for any number of tokens, of threads, and at every level.
+struct Linear {
+    Number type;         // of x, the weight, the bias and the result
+    const void* x;       // [t, k]
+    float* spread;       // [t, spread_size(k)]: x as `rows` wants it, made by `spread`
+    const void* weight;  // [n, k]
+    const void* bias;    // [n], or null
+    void* out;           // [t, n]
+    int64_t t, n, k;
+};
+
+struct Kernels {
+    void (*spread)(const Linear&);
+    void (*rows)(const Linear&, int64_t first, int64_t last);  // rows of the weight
+};
+
+extern const Kernels portable, avx2, avx512;
+
+}  // namespace ptq::dense

@@ -1,0 +1,117 @@
+// The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined.
+//
+// A thread reads its rows as one stream, with prefetch. Four vectors of sixteen columns are multiplied at a time, each
+// with a sum of its own. Two neighbouring bfloat16 numbers lie in a dword: so x is spread to its even columns, then its
+// odd ones, 32 at a time.
+#include "dense/kernels.h"
+#include "integer/lanes.h"
+
+namespace ptq::dense {
+namespace {
+
+using integer::fma;
+using integer::Lanes;
+
+constexpr int chains = 4;
+constexpr int64_t ahead = 4096;      // bytes that are fetched before they are needed
+constexpr int64_t most_tokens = 4;   // of one pass over a row
+typedef uint32_t Dwords __attribute__((vector_size(64)));
+
+inline float widened(const void* from, int64_t at, Number type) {
+    if (type == Number::float32) return static_cast<const float*>(from)[at];
+    return integer::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[at]) << 16);
+}
+
+void spread(const Linear& p) {
+    const int64_t size = spread_size(p.k);
+    for (int64_t t = 0; t < p.t; t++) {
+        float* to = p.spread + t * size;
+        std::fill(to, to + size, 0.0f);
+        for (int64_t i = 0; i < p.k; i++) {
+            const int64_t place = p.type == Number::float32 ? i : i / 32 * 32 + i % 2 * 16 + i % 32 / 2;
+            to[place] = widened(p.x, t * p.k + i, p.type);
+        }
+    }
+}
+
+// 64 columns of a row as floats.
+template <Number type>
+inline void load_step(const uint8_t* from, Lanes w[chains]) {
+    if constexpr (type == Number::float32) {
+#pragma GCC unroll 4
+        for (int c = 0; c < chains; c++) std::memcpy(w + c, from + c * sizeof(Lanes), sizeof(Lanes));
+    } else {
+#pragma GCC unroll 2
+        for (int c = 0; c < chains; c += 2) {
+            Dwords pairs;
+            std::memcpy(&pairs, from + c / 2 * sizeof pairs, sizeof pairs);
+            w[c] = (Lanes)(pairs << 16);
+            w[c + 1] = (Lanes)(pairs & 0xffff0000u);
+        }
+    }
+}
+
+template <int tokens>
+inline void multiply_step(const Lanes w[chains], const float* x, int64_t stride, Lanes acc[tokens][chains]) {
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 4
+        for (int c = 0; c < chains; c++)
+            acc[t][c] = fma(w[c], integer::load(x + t * stride + c * integer::lanes), acc[t][c]);
+}
+
+template <Number type, int tokens>
+inline void row(const Linear& p, int64_t n, int64_t from) {
+    constexpr int64_t bytes = type == Number::float32 ? 4 : 2;
+    const uint8_t* weight = static_cast<const uint8_t*>(p.weight) + n * p.k * bytes;
+    const int64_t stride = spread_size(p.k), whole = p.k / step * step;
+    const float* x = p.spread + from * stride;
+    Lanes acc[tokens][chains] = {}, w[chains];
+    for (int64_t i = 0; i < whole; i += step) {
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < step * bytes; line += 64)
+            __builtin_prefetch(weight + i * bytes + ahead + line, 0, 3);
+        load_step<type>(weight + i * bytes, w);
+        multiply_step<tokens>(w, x + i, stride, acc);
+    }
+    if (whole < p.k) {
+        uint8_t rest[step * bytes] = {};
+        std::memcpy(rest, weight + whole * bytes, (p.k - whole) * bytes);
+        load_step<type>(rest, w);
+        multiply_step<tokens>(w, x + whole, stride, acc);
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        float y = integer::sum((acc[t][0] + acc[t][1]) + (acc[t][2] + acc[t][3]));
+        if (p.bias) y += widened(p.bias, n, type);
+        const int64_t at = (from + t) * p.n + n;
+        if constexpr (type == Number::float32) {
+            static_cast<float*>(p.out)[at] = y;
+        } else {
+            const float nearest = y == y ? integer::bfloat16(y) : integer::from_bits(0x7fc00000u);
+            uint32_t bits;
+            std::memcpy(&bits, &nearest, sizeof bits);
+            static_cast<uint16_t*>(p.out)[at] = static_cast<uint16_t>(bits >> 16);
+        }
+    }
+}
+
+template <Number type>
+void rows_of(const Linear& p, int64_t first, int64_t last) {
+    for (int64_t n = first; n < last; n++) {
+        int64_t t = 0;
+        for (; t + most_tokens <= p.t; t += most_tokens) row<type, most_tokens>(p, n, t);
+        if (t + 2 <= p.t) row<type, 2>(p, n, t), t += 2;
+        if (t < p.t) row<type, 1>(p, n, t);
+    }
+}
+
+void rows(const Linear& p, int64_t first, int64_t last) {
+    (p.type == Number::float32 ? rows_of<Number::float32> : rows_of<Number::bfloat16>)(p, first, last);
+}
+
+}  // namespace
+
+const Kernels PTQ_LEVEL{spread, rows};
+
+}  // namespace ptq::dense
