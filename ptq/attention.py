@@ -90,6 +90,11 @@ def forward(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "b t q_heads d"], None]:
     """The attention function. `key` and `value` are tensors, or both the `PackedStates` of a `PackedCache`."""
+    inputs = (query, *(key.new if isinstance(key, PackedStates) else (key, value)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        with torch.no_grad():
+            found, _ = forward(settings, module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _NoGradient.apply(found, *inputs), None  # pyright: ignore[reportReturnType]
     query = rotate(query, settings)
     if not isinstance(key, PackedStates):
         key, value = quantized(key, value, settings, attention_mask)
@@ -100,6 +105,19 @@ def forward(
             return layer.attend(query, attention_mask, scale), None
         key, value = layer.read()
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+class _NoGradient(torch.autograd.Function):
+    """The result of attention over quantised keys and values. Rounding has no gradient; what would come out without it
+    is a gradient that lacks keys and values, and nobody would notice."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, *inputs: Tensor) -> Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("ptq: there is no gradient through a quantised KV cache; take it through the original model")
 
 
 def _is_simple(mask: Tensor | None, tokens: int) -> bool:

@@ -8,7 +8,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptq import matmul
+from ptq import fast_decode
 from ptq.errors import InputError
 from ptq.header import read_header
 from ptq.kv_cache import CacheQuantization, attach
@@ -107,7 +107,7 @@ class PtqQuantizer(HfQuantizer):
         cache = self.quantization_config.cache()
         if cache is not None:
             attach(model, cache)
-        matmul.speed_up(model)
+        fast_decode.install(model)
         for name in self.quantization_config.linears:
             module = model.get_submodule(name)
             assert isinstance(module, QuantLinear), name

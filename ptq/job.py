@@ -128,12 +128,13 @@ class Job:
         return part.embed(places.to(self.device))
 
     def logits(
-        self, weight: Float[Tensor, "v k"], norm: Float[Tensor, " k"], hidden: Float[Tensor, "batch t k"]
-    ) -> Float[Tensor, "batch t v"]:
-        """Logits from the hidden states that leave the last block, from a head matrix and a norm gain."""
+        self, weight: Float[Tensor, "v k"], norm: Float[Tensor, " k"], hidden: Float[Tensor, "rows t k"]
+    ) -> list[Float[Tensor, "1 t v"]]:
+        """Logits of every row from the hidden states that leave the last block, a head matrix and a norm gain."""
         part = self._part(None)
         part.load({f"{self.family.head}.weight": weight, self.final_norm: norm})
-        return part.logits(hidden)
+        del weight  # the largest tensor of the model; the part has it in float32
+        return [part.logits(row) for row in hidden.split(1)]
 
     def written_norm(self) -> Tensor:
         """The gain of the last norm as it is written."""

@@ -72,7 +72,7 @@ class CacheQuantization:
                 raise InputError(f"{where}: {name}: found {value!r}")
         try:
             return cls(**{**fields, "clip": float(fields["clip"])})
-        except InputError as error:
+        except (InputError, OverflowError) as error:  # the latter for an integer that no float can hold
             raise InputError(f"{where}: {error}") from error
 
 

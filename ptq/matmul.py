@@ -6,14 +6,14 @@ reads the weight at the speed of memory; its sums are float32, the same for any 
 
 import torch
 from jaxtyping import Float, Float32
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptq import native
 
 FEW_ROWS = 64
 """Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
 
-FEW_TOKENS = 8
+FEW_TOKENS = 4
 """Up to so many are multiplied by `ptq::dense_linear`."""
 
 PIECE_BYTES = 32 << 20
@@ -33,7 +33,7 @@ def linear(
     x: Float[Tensor, "*batch k"], w: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
 ) -> Float[Tensor, "*batch n"]:
     """x Wᵀ + b; torch's own where nothing faster applies: other devices and dtypes, gradients."""
-    if _is_decode(x, w, bias):
+    if is_decode(x, w, bias):
         return torch.ops.ptq.dense_linear(x, w, bias)
     if not (x.numel() >= FEW_ROWS * w.shape[1] and _fits(x, w)):
         return torch.nn.functional.linear(x, w, bias)
@@ -49,32 +49,14 @@ def linear(
     return y
 
 
-class FewTokensLinear(nn.Linear):
-    """A plain linear layer that multiplies few tokens with `ptq::dense_linear`, and everything else as torch does."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        assert weight is not None
-        if _is_decode(input, weight, bias):
-            return torch.ops.ptq.dense_linear(input, weight, bias)
-        return torch.nn.functional.linear(input, weight, bias)
-
-
-def speed_up(model: nn.Module) -> None:
-    """Turn the plain linear layers of a model into `FewTokensLinear`: the same parameters, another `forward`."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = FewTokensLinear
-
-
-def _is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
-    few = 0 < x.numel() <= FEW_TOKENS * w.shape[1] and x.dtype == w.dtype and x.dtype in (torch.float32, torch.bfloat16)
-    if not few or w.device.type != "cpu" or x.device.type != "cpu" or (bias is not None and bias.dtype != x.dtype):
+def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+    """Whether `ptq::dense_linear` is made for this: few tokens, on the CPU, one dtype, no gradients."""
+    if not 0 < x.numel() <= FEW_TOKENS * w.shape[1] or x.dtype not in (torch.float32, torch.bfloat16):
         return False
-    differentiated = torch.is_grad_enabled() and (
-        x.requires_grad or w.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    return not differentiated
+    tensors = (x, w) if bias is None else (x, w, bias)
+    if any(tensor.dtype != x.dtype or tensor.device.type != "cpu" for tensor in tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:

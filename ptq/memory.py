@@ -13,7 +13,9 @@ from typing import Any
 
 KEPT_BYTES = 1 << 30
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
-DEFAULT_BYTES = 128 << 10
+USUAL_BYTES = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
+"""What glibc arrives at by itself in a program that has freed a large tensor. `mallopt` ends its adapting, so its first
+thresholds, of 128 KiB, would hold for ever, and every tensor of the program would take fresh pages."""
 
 
 @cache
@@ -38,8 +40,8 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
-        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            library.mallopt(option, DEFAULT_BYTES)
+        for option, nbytes in USUAL_BYTES.items():
+            library.mallopt(option, nbytes)
         library.malloc_trim(0)
 
 

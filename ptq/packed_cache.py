@@ -64,13 +64,13 @@ class PackedLayer(CacheLayerMixin):
         if batch != self.key.batch:
             raise InputError(f"the PackedCache holds {self.key.batch} rows, the input has {batch}")
         self.owner.check_room(self.length + count)
-        rotated = rotate(key_states, self.owner.settings)
+        rotated, value = rotate(key_states, self.owner.settings).detach(), value_states.detach()
         self.key.append(rotated, self.length)
-        self.value.append(value_states, self.length)
+        self.value.append(value, self.length)
         if self.owner.settings.sinks:
-            self._keep_sinks(rotated, value_states)
+            self._keep_sinks(rotated, value)
         self.length += count
-        states = PackedStates(self)
+        states = PackedStates(self, (key_states, value_states))
         return states, states
 
     def _keep_sinks(self, key: Tensor, value: Tensor) -> None:
@@ -157,10 +157,10 @@ class PackedLayer(CacheLayerMixin):
 
 
 class PackedStates:
-    """Stands for the keys and values of a layer in a call of attention."""
+    """Stands for the keys and values of a layer in a call of attention. `new` are those that were just appended."""
 
-    def __init__(self, layer: PackedLayer) -> None:
-        self.layer = layer
+    def __init__(self, layer: PackedLayer, new: tuple[Tensor, Tensor]) -> None:
+        self.layer, self.new = layer, new
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

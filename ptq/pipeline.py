@@ -182,15 +182,11 @@ def _agreement(
     """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
     gain, written_gain = job.tensor(job.final_norm), job.written_norm()
-    heads = {
-        "original": lambda: (job.tensor(job.head.source), gain),
-        "rotated": lambda: (job.rewritten(job.head, torch.float32), written_gain),
-        "packed": lambda: (tasks.packed_weight(job.head), written_gain),
+    logits = {
+        "original": job.logits(job.tensor(job.head.source), gain, states["original"]),
+        "rotated": job.logits(job.rewritten(job.head, torch.float32), written_gain, states["rotated"]),
+        "packed": job.logits(tasks.packed_weight(job.head), written_gain, states["packed"]),
     }
-    logits: dict[str, list[Tensor]] = {}
-    for name, make in heads.items():
-        head = make()
-        logits[name] = [job.logits(*head, row) for row in states[name].split(1)]
     rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))
     agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
     positions = torch.cat([outliers.by_position(original, packed, row) for original, _, packed, row in rows], dim=1)

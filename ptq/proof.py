@@ -78,6 +78,7 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
         part.quantize_cache(packed.cache() if packed else None)
         part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
         hidden = part.run(hidden)
-    head, norm = checkpoint.read(f"{job.head.name}.weight"), checkpoint.read(job.final_norm)
-    if not torch.equal(job.logits(head, norm, hidden), logits):
+    gain = checkpoint.read(job.final_norm)
+    found = job.logits(checkpoint.read(f"{job.head.name}.weight"), gain, hidden)
+    if not torch.equal(torch.cat(found), logits):
         raise RunError(f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured")

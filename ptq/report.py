@@ -70,7 +70,7 @@ def build(
 def write(report: Report, folder: Path) -> None:
     """Write `report.json` and `report.html` into a folder, each atomically. Raises RunError."""
     write_json(folder / JSON, asdict(report))
-    write_bytes(folder / PAGE, page(report).encode())
+    write_bytes(folder / PAGE, page(report).encode(errors="replace"))  # file names can be no Unicode
 
 
 def _block(plan: Plan, name: str) -> int | None:

@@ -173,7 +173,7 @@ class IntegerFormat:
         dtype: torch.dtype,
     ) -> Float[Tensor, "*t n"]:
         """The same on quantised tokens, with exact integer sums. Made for tiles; other parts go a slow way."""
-        parts = self.prepack(parts, q.device)
+        parts = parts if "tiles" in parts else self.prepack(parts, q.device)
         scale, zero = parts["scale"], parts.get("zero")
         if "tiles" not in parts:
             codes = integer_ops.unpack(parts["codes"], self.bits, q.shape[-1])

@@ -168,7 +168,7 @@ def measured(model: Path, out: Path, recipe_json: str) -> None:
 
         setattr(owner, name, run)
 
-    for name in ("probe_start", "embed", "block", "hessians", "linear", "advance"):
+    for name in ("ends", "embed", "block", "hessians", "linear", "advance"):
         clocked(Tasks, name)
     for name in ("complete", "write_record"):
         clocked(pipeline, name)

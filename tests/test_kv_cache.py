@@ -75,6 +75,7 @@ def test_settings_round_trip() -> None:
         ({"clip": 0}, "clip must be above 0"),
         ({"clip": 1.5}, "clip"),
         ({"clip": float("nan")}, "clip"),
+        ({"clip": 10**400}, "kv_cache: int too large"),
         ({"sinks": -1}, "sinks must be"),
         ({"sinks": 1000}, "sinks must be"),
         ({"hadamard": "walsh:4"}, "Hadamard construction"),
@@ -262,3 +263,20 @@ def test_layers_are_those_of_the_cache_class() -> None:
     assert "0 tokens" in repr(cache) and cache.memory() == 0
     with pytest.raises(InputError, match="cannot be offloaded"):
         cache.layers[0].offload()
+
+
+def test_a_gradient_is_refused_not_forgotten() -> None:
+    """Without keys and values it would be wrong; forward passes alone are as without gradients, and can be copied."""
+    model, ids = model_of(MIXED), tokens(1, 12)
+    for options in ({"use_cache": False}, {"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
+        found = model(ids, **options)
+        close(found.logits, logits(model, ids))
+        with pytest.raises(RuntimeError, match="no gradient through a quantised KV cache"):
+            found.logits.sum().backward()
+    cache = copy.deepcopy(model(ids[:, :9]).past_key_values)
+    close(model(ids[:, 9:], past_key_values=cache).logits, logits(model, ids)[:, 9:])
+    model.requires_grad_(False)
+    model.model.layers[1].self_attn.k_proj.weight.requires_grad_()  # the queries have no gradient then
+    for use_cache in (False, True):
+        with pytest.raises(RuntimeError, match="no gradient through a quantised KV cache"):
+            model(ids, use_cache=use_cache).logits.sum().backward()

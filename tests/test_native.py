@@ -17,10 +17,16 @@ def test_load_is_idempotent():
 
 @pytest.mark.skipif(not native.available(), reason="native kernels are not built")
 def test_kernels_override_the_reference():
-    import ptq.hadamard  # noqa: F401
+    import ptq.kv_ops  # noqa: F401
+    import quarot.integer  # noqa: F401
 
-    for op in ("ptq::hadamard", "ptq::hadamard_"):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(op, "CPU")
+    ops = (
+        "hadamard", "hadamard_", "hadamard_quantize", "quantize_tokens", "integer_fit", "integer_round", "integer_ldlq",
+        "integer_pack", "integer_linear", "integer_prepack", "integer_unprepack", "integer_linear_tiled",
+        "integer_linear_quantized", "kv_append", "kv_dequantize", "kv_attend",
+    )  # fmt: skip
+    for op in ops:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ptq::{op}", "CPU"), op
 
 
 @pytest.mark.skipif(not native.available(), reason="native kernels are not built")

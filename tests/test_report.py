@@ -1,6 +1,7 @@
 """The report of a run: true numbers, one self-contained page, the same bytes for the same run."""
 
 import json
+import os
 import math
 import re
 import xml.etree.ElementTree
@@ -230,6 +231,11 @@ def test_hostile_names_stay_text(packed: Path) -> None:
     assert "".join(read.text).count(evil) > 30
     for picture in re.findall(r'<svg[^>]* role="img".*?</svg>', page, re.DOTALL):
         xml.etree.ElementTree.fromstring(picture)
+
+
+def test_a_file_name_that_is_no_unicode(packed: Path, tmp_path: Path) -> None:
+    report.write(replace(build(packed), model=os.fsdecode(b"m\xff")), tmp_path)
+    assert "<h1>m?</h1>" in (tmp_path / "report.html").read_text()
 
 
 def test_the_same_run_gives_the_same_bytes(packed: Path, tmp_path: Path) -> None:

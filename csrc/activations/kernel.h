@@ -1,5 +1,5 @@
-// Included once per level, after PTQ_LEVEL (the name of its table) is defined. Loops are plain: compilers make vectors of
-// them, and every operation is rounded the same way at every level.
+// Included once per level, after PTQ_LEVEL (the name of its table) is defined. Loops are plain: compilers make vectors
+// of them, and every operation is rounded the same way at every level.
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -26,8 +26,12 @@ constexpr int32_t infinity = 0x7f800000;
 // Added to a number below 2^22, this rounds it to an integer, halves to even, and leaves it in the low bits.
 constexpr float rounder = 12582912.0f;
 
-inline float widen(float x) { return x; }
-inline float widen(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+inline float widen(float x) {
+    return x;
+}
+inline float widen(uint16_t bits) {
+    return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+}
 
 template <class Vector, class T>
 inline Vector magnitudes(const T* x) {
@@ -67,7 +71,9 @@ inline float largest(const T* x, int64_t k, bool* finite) {
 }
 
 #if defined(__AVX512BW__)
-inline __m512 load(const float* x) { return _mm512_loadu_ps(x); }
+inline __m512 load(const float* x) {
+    return _mm512_loadu_ps(x);
+}
 inline __m512 load(const uint16_t* x) {
     const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));

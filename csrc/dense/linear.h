@@ -13,8 +13,12 @@ using integer::fma;
 using integer::Lanes;
 
 constexpr int chains = 4;
-constexpr int64_t ahead = 4096;      // bytes that are fetched before they are needed
-constexpr int64_t most_tokens = 4;   // of one pass over a row
+constexpr int64_t ahead = 4096;  // bytes that are fetched before they are needed
+#if defined(__AVX512F__)
+constexpr int64_t most_tokens = 4;  // of one pass over a row: their sums stay in registers
+#else
+constexpr int64_t most_tokens = 1;
+#endif
 typedef uint32_t Dwords __attribute__((vector_size(64)));
 
 inline float widened(const void* from, int64_t at, Number type) {
@@ -101,8 +105,7 @@ void rows_of(const Linear& p, int64_t first, int64_t last) {
     for (int64_t n = first; n < last; n++) {
         int64_t t = 0;
         for (; t + most_tokens <= p.t; t += most_tokens) row<type, most_tokens>(p, n, t);
-        if (t + 2 <= p.t) row<type, 2>(p, n, t), t += 2;
-        if (t < p.t) row<type, 1>(p, n, t);
+        for (; t < p.t; t++) row<type, 1>(p, n, t);
     }
 }
 

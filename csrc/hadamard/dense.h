@@ -62,7 +62,8 @@ void dense_column(T* x, int64_t k, int64_t stride, const uint8_t* codes, T* scra
         const int64_t groups = std::min(table_groups, k / 4 - g);
         for (int64_t i = 0; i < groups; i++)
             for (int v = 0; v < vectors; v++)
-                make_sums(x + 4 * (g + i) * stride + v * lanes, stride, table + (i * 16 * vectors + v) * lanes, vectors);
+                make_sums(x + 4 * (g + i) * stride + v * lanes, stride, table + (i * 16 * vectors + v) * lanes,
+                          vectors);
         int64_t row = 0;
         const auto add = [&]<int rows>(std::integral_constant<int, rows>) {
             for (; row + rows <= k; row += rows)

@@ -141,7 +141,8 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::vector<
     const int64_t unit = tokens_per_unit(p);
     const int64_t most = std::max(unit, scratch_bytes / (4 * k * unit) * unit);
     const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / (k * unit));
-    const auto work = [&, transform = kernel(), quantize = activations::kernels().float32](int64_t first, int64_t last) {
+    const auto work = [&, transform = kernel(), quantize = activations::kernels().float32](int64_t first,
+                                                                                           int64_t last) {
         const int64_t end = std::min(t, last * unit);
         const int64_t elements = (std::min(most, end - first * unit) * k + 15) / 16 * 16;
         const std::unique_ptr<float, decltype(&std::free)> memory(

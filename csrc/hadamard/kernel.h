@@ -144,9 +144,7 @@ void run(const Problem& p, int64_t first, int64_t last) {
     char* memory = static_cast<char*>(std::aligned_alloc(64, round(buffer_size) + round(scratch_size)));
     if (!memory) throw std::bad_alloc();
     T *buffer = reinterpret_cast<T*>(memory), *scratch = reinterpret_cast<T*>(memory + round(buffer_size));
-    const auto unit = p.inner > 1     ? unit_columns<S, D, T>
-                      : c.vectors > 1 ? unit_gathered<S, D, T>
-                                      : unit_rows<S, D, T>;
+    const auto unit = p.inner > 1 ? unit_columns<S, D, T> : c.vectors > 1 ? unit_gathered<S, D, T> : unit_rows<S, D, T>;
     for (int64_t u = first; u < last; u++) unit(p, c, u, buffer, scratch, scale);
     std::free(memory);
 }

@@ -124,12 +124,8 @@ struct Table {
     __m512bh pairs(__m512i x) const {
         return (__m512bh)(bits <= 5 ? _mm512_permutexvar_epi16(x, low) : _mm512_permutex2var_epi16(low, x, high));
     }
-    __m512bh low_half(__m512i x) const {
-        return (__m512bh)_mm512_permutexvar_epi16(x, low);
-    }
-    __m512bh high_half(__m512i x) const {
-        return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), high);
-    }
+    __m512bh low_half(__m512i x) const { return (__m512bh)_mm512_permutexvar_epi16(x, low); }
+    __m512bh high_half(__m512i x) const { return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), high); }
 };
 
 inline __m512bh two(const uint8_t* pair) {
@@ -138,9 +134,13 @@ inline __m512bh two(const uint8_t* pair) {
     return (__m512bh)_mm512_set1_epi32(x);
 }
 
-// A super-block is worked through in steps: one vector of it (bits 2 and 4: a shift and a look-up, no mask), or one quad.
+// A super-block is worked through in steps: one vector of it (bits 2 and 4: a shift and a look-up, no mask), or one
+// quad.
 template <int bits>
-constexpr int step_pairs = bits == 2 ? 8 : bits == 4 ? 4 : bits <= 6 ? 2 : 4;
+constexpr int step_pairs = bits == 2   ? 8
+                           : bits == 4 ? 4
+                           : bits <= 6 ? 2
+                                       : 4;
 template <int bits>
 constexpr int steps = bits == 2 || bits == 4 ? bits : quads;
 
@@ -235,8 +235,8 @@ void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int
         if (w.zero) {
             const SignedInts offset = (1 << (bits - 1)) - load_zero(w.zero + at * tile_rows);
             for (int t = 0; t < tokens; t++)
-                total[t] = fma(__builtin_convertvector(offset, Lanes), fill(p.sums[(from + t) * w.groups + g]),
-                               total[t]);
+                total[t] =
+                    fma(__builtin_convertvector(offset, Lanes), fill(p.sums[(from + t) * w.groups + g]), total[t]);
         }
         for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
         block += w.group_blocks * block_bytes(bits);

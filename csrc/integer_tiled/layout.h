@@ -21,9 +21,9 @@
 namespace ptq::integer_tiled {
 namespace {
 
-constexpr int64_t tile_rows = 16;     // rows of W in a tile
-constexpr int64_t block_columns = 32; // columns in a super-block
-constexpr int quads = 8;              // quads of four columns in a super-block
+constexpr int64_t tile_rows = 16;      // rows of W in a tile
+constexpr int64_t block_columns = 32;  // columns in a super-block
+constexpr int quads = 8;               // quads of four columns in a super-block
 
 // Bytes of a super-block, tiles and super-blocks of a weight, bytes of a row tile.
 constexpr int64_t block_bytes(int bits) {
@@ -39,7 +39,8 @@ constexpr int64_t tile_bytes(int64_t k, int bits) {
     return blocks_in(k) * block_bytes(bits);
 }
 
-// The planes of a code: their widths, where each begins in the super-block (in vectors of 64 bytes: the bits before it).
+// The planes of a code: their widths, where each begins in the super-block (in vectors of 64 bytes: the bits before
+// it).
 constexpr int plane_of(int bits, int shift) {  // width of the plane whose lowest bit is `shift`
     const int left = bits - shift;
     return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;

@@ -66,9 +66,7 @@ struct Held {
     Tensor tiles, scale;
     std::optional<Tensor> zero, bias;
     Weight w;
-    const float* bias_data() const {
-        return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr;
-    }
+    const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
 };
 
 Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
@@ -194,7 +192,11 @@ Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
     const Tensor rows = compact(codes);
     const Tensor tiles = empty({row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))}, ScalarType::Byte);
     const Pack p{const_cast<uint8_t*>(static_cast<const uint8_t*>(rows.const_data_ptr())),
-                 static_cast<uint8_t*>(tiles.mutable_data_ptr()), n, k, bytes, static_cast<int>(bits)};
+                 static_cast<uint8_t*>(tiles.mutable_data_ptr()),
+                 n,
+                 k,
+                 bytes,
+                 static_cast<int>(bits)};
     run(pack_tiles, p, row_tiles(n), tile_rows * k);
     return tiles;
 }
@@ -205,7 +207,10 @@ Tensor unprepack(const Tensor& tiles, int64_t n, int64_t bits, int64_t k) {
     const int64_t bytes = (k * bits + 7) / 8;
     const Tensor in = compact(tiles), rows = empty({n, bytes}, ScalarType::Byte);
     const Pack p{static_cast<uint8_t*>(rows.mutable_data_ptr()),
-                 const_cast<uint8_t*>(static_cast<const uint8_t*>(in.const_data_ptr())), n, k, bytes,
+                 const_cast<uint8_t*>(static_cast<const uint8_t*>(in.const_data_ptr())),
+                 n,
+                 k,
+                 bytes,
                  static_cast<int>(bits)};
     run(unpack_tiles, p, row_tiles(n), tile_rows * k);
     return rows;

@@ -1,0 +1,125 @@
+"""Few tokens through plain layers: `ptq::dense_linear` at every level, and a loaded model that uses it."""
+
+import copy
+
+import pytest
+import torch
+from conftest import save_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import fast_decode, matmul, native
+from quarot.plan import QuarotRecipe
+
+SHAPES = [(1, 1), (3, 63), (50, 64), (17, 200), (64, 1000)]  # n, k
+
+
+@pytest.fixture(params=native.CPU_LEVELS)
+def level(request):
+    if not native.available():
+        pytest.skip("native kernels are not built")
+    try:
+        if native.set_cpu_level(request.param) != request.param:
+            pytest.skip(f"this machine has no {request.param}")
+        yield
+    finally:
+        native.set_cpu_level(None)
+
+
+def draw(n: int, k: int, t: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(n * k)
+    return [torch.randn(size, generator=generator).to(dtype) for size in ((t, k), (n, k), (n,))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_against_float64(n: int, k: int, dtype: torch.dtype, level: None) -> None:
+    x, w, bias = draw(n, k, 7, dtype)
+    exact = x.double() @ w.double().t()
+    size = x.double().abs() @ w.double().abs().t() + bias.double().abs()
+    half_a_place = 2**-8 if dtype == torch.bfloat16 else 2**-24
+    for b, wanted in ((None, exact), (bias, exact + bias.double())):
+        y = torch.ops.ptq.dense_linear(x, w, b)
+        error = (y.double() - wanted).abs()
+        assert y.dtype == dtype and (error <= size * 2**-20 + wanted.abs() * half_a_place).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_bits_for_any_number_of_tokens_and_threads(dtype: torch.dtype, level: None) -> None:
+    x, w, bias = draw(300, 900, 7, dtype)
+    alone = torch.cat([torch.ops.ptq.dense_linear(row, w, bias)[None] for row in x])
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for t in range(8):
+                assert torch.equal(torch.ops.ptq.dense_linear(x[:t], w, bias), alone[:t])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_damage_shows(level: None) -> None:
+    x, w, _ = draw(5, 70, 1, torch.bfloat16)
+    x[0, 69] = torch.nan
+    assert torch.ops.ptq.dense_linear(x, w, None).isnan().all()
+    x[0, 69], w[:, 69] = 1, torch.inf
+    assert (torch.ops.ptq.dense_linear(x, w, None) == torch.inf).all()
+
+
+def test_views_and_refusals() -> None:
+    x, w, _ = draw(6, 64, 4, torch.float32)
+    half_x, half_w = x[:, ::2], w[:, ::2]
+    wanted = torch.ops.ptq.dense_linear(half_x.contiguous(), half_w.contiguous(), None)
+    assert torch.equal(torch.ops.ptq.dense_linear(half_x, half_w, None), wanted)
+    with pytest.raises(RuntimeError):
+        torch.ops.ptq.dense_linear(x, w[:, :63], None)
+    torch.library.opcheck(torch.ops.ptq.dense_linear.default, (x, w, None))
+
+
+def test_what_it_is_made_for() -> None:
+    x, w, bias = draw(6, 64, matmul.FEW_TOKENS + 1, torch.float32)
+    assert matmul.is_decode(x[:-1], w, bias) and not matmul.is_decode(x, w, bias)
+    assert not matmul.is_decode(x[:0], w, bias) and not matmul.is_decode(x[:1].half(), w.half(), None)
+    assert not matmul.is_decode(x[:1], w.bfloat16(), None) and not matmul.is_decode(x[:1], w.to("meta"), None)
+    learned = w.clone().requires_grad_()
+    matmul.linear(x[:1], learned, None).sum().backward()
+    assert learned.grad is not None and torch.equal(learned.grad, x[:1].expand(6, -1))
+    with torch.no_grad():
+        assert matmul.is_decode(x[:1], learned, None)
+
+
+@pytest.mark.parametrize("heads, groups, d", [(8, 2, 16), (6, 1, 24), (4, 4, 8)])
+def test_attention_is_that_of_torch(heads: int, groups: int, d: int) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    key, value = (torch.randn(2, groups, 33, d, generator=generator) for _ in range(2))
+    module = nn.Module()
+    module.num_key_value_groups = heads // groups  # pyright: ignore[reportAttributeAccessIssue]
+    for tokens in (1, 3):
+        query = torch.randn(2, heads, tokens, d, generator=generator)
+        mask = torch.rand(2, 1, tokens, 33, generator=generator) < 0.5
+        for m in (None, mask):
+            found, _ = fast_decode.attention(module, query, key, value, m, scaling=0.3, is_causal=False)
+            wanted, _ = fast_decode.sdpa_attention_forward(module, query, key, value, m, scaling=0.3, is_causal=False)
+            torch.testing.assert_close(found, wanted)
+
+
+def test_a_loaded_model(tmp_path) -> None:
+    """Decoding step by step gives the logits of a whole sequence, and saving gives the same tensors."""
+    source = save_model(tmp_path / "source")
+    ptq.quantize(source, tmp_path / "out", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert type(model.lm_head) is fast_decode.FewTokensLinear and isinstance(model.lm_head, nn.Linear)
+    assert model.config._attn_implementation == fast_decode.ATTENTION
+    ids = torch.randint(model.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, cache, steps = model(ids).logits, None, []
+        for i in range(ids.shape[1]):
+            out = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+            cache, steps = out.past_key_values, [*steps, out.logits]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-4, atol=1e-4)
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
+    for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+        assert name == other and torch.equal(a, b)
+    assert torch.equal(copy.deepcopy(model).lm_head.weight, model.lm_head.weight)
