@@ -90,6 +90,14 @@ def test_more_bits_are_better_and_two_are_still_something() -> None:
     assert errors == sorted(errors, reverse=True) and errors[0] < 0.25 and errors[4] < 1e-3
 
 
+@pytest.mark.parametrize("heads", (1, 2))
+def test_the_reference_appends_inside_a_chunk(heads: int) -> None:
+    """One row of one head: there the scales of a chunk are one piece of memory."""
+    x = random(1, heads, 40, 8)
+    at_once, in_steps = (fill(x, 4, False, kv_ops.append, step) for step in (40, 7))
+    assert all(torch.equal(a, b) for a, b in zip(at_once, in_steps, strict=True))
+
+
 @pytest.mark.parametrize("d", (1, 20, 64, 80, 128))
 @pytest.mark.parametrize("bits", BITS)
 def test_append_and_dequantize_are_the_reference(level: str | None, d: int, bits: int) -> None:
