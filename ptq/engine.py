@@ -37,6 +37,11 @@ class Workers:
         """Whether this process does what must be done once, and speaks to the user."""
         return self.rank == 0
 
+    @property
+    def again(self) -> bool:
+        """Whether torchrun has started the processes once more, after one had died."""
+        return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
     def wait(self) -> None:
         """Go on when every process has come here."""
         if self.count > 1:

@@ -120,7 +120,7 @@ def append(
     lead = whole.shape[:2]
     codes[first:last] = pack(whole.view(*lead, -1, CHUNK, d).permute(2, 0, 1, 3, 4), bits, channel_major)
     for part, new in enumerate((scale, minimum)):
-        stored = scales[first:last, :, :, part].permute(1, 2, 0, 3).reshape(*lead, -1)
+        stored = scales[first:last, :, :, part].permute(1, 2, 0, 3).reshape(*lead, -1).clone()  # never a view
         stored[:, :, at] = new
         scales[first:last, :, :, part] = stored.view(*lead, -1, CHUNK).permute(2, 0, 1, 3)
 

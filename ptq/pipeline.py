@@ -123,7 +123,7 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     preflight.check(needs, work, out, workers.local_count)
     workers.wait()  # the others have looked at the folders too
     if workers.first:
-        open_work(work, record, options.restart)
+        open_work(work, record, options.restart and not workers.again)
     job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
     with memory.kept(), Progress(target.plan, rows is not None, options.progress and workers.first) as progress:
         for note in (*target.plan.notes, str(needs)):

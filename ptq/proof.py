@@ -81,4 +81,7 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     gain = checkpoint.read(job.final_norm)
     found = job.logits(checkpoint.read(f"{job.head.name}.weight"), gain, hidden)
     if not torch.equal(torch.cat(found), logits):
-        raise RunError(f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured")
+        raise RunError(
+            f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run has "
+            "written to the same OUT meanwhile, --restart begins again, otherwise please report it"
+        )

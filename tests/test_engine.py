@@ -128,6 +128,18 @@ def test_too_many_processes_are_refused() -> None:
         Workers(0, 8).check_same("", "", limit=7)
 
 
+def test_restart_throws_work_away_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's own restarts repeat the command line; they are there to go on."""
+    seen: list[bool] = []
+    monkeypatch.setattr(pipeline, "open_work", lambda work, record, restart: seen.append(restart) or sys.exit())
+    options = RunOptions(progress=False, restart=True)
+    for count in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        with pytest.raises(SystemExit):
+            pipeline.quantize(model, tmp_path / "out", recipe(model, rounding="nearest"), options)
+    assert seen == [True, False]
+
+
 def test_every_item_is_shared_once_and_evenly() -> None:
     costs = {"a": 9.0, "b": 5.0, "c": 4.0, "d": 1.0, "e": 1.0}
     for count in (1, 2, 3, 7):

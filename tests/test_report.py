@@ -1,8 +1,8 @@
 """The report of a run: true numbers, one self-contained page, the same bytes for the same run."""
 
 import json
-import os
 import math
+import os
 import re
 import xml.etree.ElementTree
 from dataclasses import asdict, replace
