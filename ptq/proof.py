@@ -82,6 +82,6 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     found = job.logits(checkpoint.read(f"{job.head.name}.weight"), gain, hidden)
     if not torch.equal(torch.cat(found), logits):
         raise RunError(
-            f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run has "
-            "written to the same OUT meanwhile, --restart begins again, otherwise please report it"
+            f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run "
+            "has written to the same OUT meanwhile, --restart begins again, otherwise please report it"
         )
