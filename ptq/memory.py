@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-KEPT_BYTES = 1 << 30
+ALL_BYTES, SMALL_BYTES = 1 << 30, 56 << 20
+"""Largest pieces that are kept: all; or activations, but not weights, which come in many sizes and leave holes."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 USUAL_BYTES = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
 """What glibc arrives at by itself in a program that has freed a large tensor. `mallopt` ends its adapting, so its first
@@ -29,14 +30,15 @@ def _glibc() -> Any:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
-    """While the block runs, freed memory is kept for the next tensor; afterwards it goes back to the system."""
+def kept(largest: int = ALL_BYTES) -> Iterator[None]:
+    """While the block runs, freed memory is kept for the next tensor, up to `largest` bytes; afterwards it goes back to
+    the system."""
     library = _glibc()
     if library is None:
         yield
         return
     for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-        library.mallopt(option, KEPT_BYTES)
+        library.mallopt(option, largest)
     try:
         yield
     finally:

@@ -125,7 +125,9 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     if workers.first:
         open_work(work, record, options.restart and not workers.again)
     job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
-    with memory.kept(), Progress(target.plan, rows is not None, options.progress and workers.first) as progress:
+    calibrated, visible = rows is not None, options.progress and workers.first
+    kept = memory.kept(memory.SMALL_BYTES if calibrated else memory.ALL_BYTES)
+    with kept, Progress(target.plan, calibrated, visible) as progress:
         for note in (*target.plan.notes, str(needs)):
             progress.say(note)
         tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)

@@ -160,7 +160,7 @@ def test_skipped_linears(calibration_text: Path, tmp_path: Path) -> None:
     assert found["model.layers.0.mlp.down_proj.weight"].shape == (1,), "the guard"
     assert "model.layers.0.mlp.up_proj.weight_codes" in found
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(loaded.get_submodule("model.layers.0.self_attn.q_proj")) is torch.nn.Linear
+    assert isinstance(loaded.get_submodule("model.layers.0.self_attn.q_proj"), torch.nn.Linear)
     down = loaded.get_submodule("model.layers.0.mlp.down_proj")
     assert isinstance(down, QuantLinear) and down.construction == hadamard.construction(24)
 

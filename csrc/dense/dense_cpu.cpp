@@ -36,8 +36,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     STD_TORCH_CHECK(weight.dim() == 2 && x.dim() > 0 && x.size(-1) == weight.size(1) && weight.scalar_type() == type,
                     "dense_linear: the weight must be [n, k] for x [*, k], in the same dtype");
     const int64_t n = weight.size(0), k = weight.size(1);
-    STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == type),
-                    "dense_linear: bias must have ", n, " elements of the dtype of x");
+    STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == type), "dense_linear: bias must have ", n,
+                    " elements of the dtype of x");
     std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
     sizes.back() = n;
     int64_t t = 1;
@@ -59,8 +59,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     kernels().spread(p);
     // A thread is worth waking for about 64k numbers of the weight.
     const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, k));
-    torch::stable::parallel_for(0, n, grain,
-                                [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
+    torch::stable::parallel_for(0, n, grain, [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
     return out;
 }
 
