@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ptq
-from ptq import activations, blocks, hf
+from ptq import activations, blocks, hf, proof
 from ptq.activations import Activation
 from ptq.checkpoint import Checkpoint
 from ptq.families import FAMILIES
@@ -87,6 +87,25 @@ def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
     for index in range(config.num_hidden_layers):
         hidden = part(index, f"model.layers.{index}.").run(hidden)
     assert torch.equal(part(None, "model.norm", "lm_head").logits(hidden), logits(packed))
+
+
+def test_everything_in_four_bits_gives_the_logits_that_the_run_measured(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Tensor] = {}
+    reload = proof.reload
+
+    def recorded(checkpoint: Checkpoint, job: Job, ids: Tensor, measured: Tensor) -> None:
+        seen.update(ids=ids, logits=measured)
+        reload(checkpoint, job, ids, measured)
+
+    monkeypatch.setattr(proof, "reload", recorded)
+    recipe = QuarotRecipe(rounding="nearest", group_size=8, activation_bits=4, key_bits=4, value_bits=4)
+    ptq.quantize(source, tmp_path / "out", recipe, QUIET)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        assert torch.equal(model(seen["ids"], use_cache=False).logits, seen["logits"])
+        assert model.generate(seen["ids"], max_new_tokens=64, min_new_tokens=64).shape[1] == 64 + seen["ids"].shape[1]
 
 
 def test_activations_are_on(packed: Path, tmp_path: Path) -> None:
