@@ -151,12 +151,14 @@ class Job:
         return result
 
     def _scale(self, linear: LinearPlan) -> Float64[Tensor, " c"] | None:
-        if linear.balance is not None and linear.balance not in self.scales:
+        if linear.balance is None:
+            return None
+        if linear.balance not in self.scales:
             self.scales.clear()  # two linears want it, one after the other
-            self.scales[linear.balance] = balance.scale(
-                *(self.tensor(name).to(self.device) for name in (linear.balance.producer, linear.balance.reader))
-            )
-        return self.scales[linear.balance] if linear.balance is not None else None
+            scale = balance.scale_of(linear, lambda name: self.tensor(name).to(self.device))
+            assert scale is not None
+            self.scales[linear.balance] = scale
+        return self.scales[linear.balance]
 
     def residual_rotation(self) -> Rotation | None:
         """R1, as the embedding applies it."""

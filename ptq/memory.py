@@ -5,7 +5,6 @@ weight of the same size. On virtual machines that costs several times the arithm
 """
 
 import ctypes
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -52,10 +51,3 @@ def give_back() -> None:
     library = _glibc()
     if library is not None:
         library.malloc_trim(0)
-
-
-def collect() -> None:
-    """`give_back`, and what only the garbage collector frees: transformers' modules are cycles of references, so they
-    and their weights would stay a while. Takes up to a second where a program has many objects."""
-    gc.collect()
-    give_back()

@@ -89,7 +89,7 @@ class Tasks:
         weights = sum(linear.n * linear.k for linear in self.job.plan.block(index))
         if not self.workers.agree(self.probe.done(index)):
             if calibrated:
-                memory.collect()
+                memory.give_back()
             states = self.probe.states(index) if self.workers.first else {}
             part = self.job.original_block(index)
             original, before = self.probe.run(index, part, states.get("original"))

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
+#include "common/parallel.h"
 #include "integer/kernels.h"
 
 namespace ptq::integer {
@@ -26,13 +27,6 @@ const Kernels& kernels() {
     if (cpu_level() >= CpuLevel::avx2) return avx2;
 #endif
     return portable;
-}
-
-// Units in parallel; a thread is worth waking for about 32k elements.
-template <class Problem>
-void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units, int64_t unit_elements) {
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, unit_elements));
-    torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
 }
 
 void check_bits(int64_t bits) {
