@@ -36,12 +36,18 @@ class Activation:
     def __post_init__(self) -> None:
         _check(self.bits, self.clip)
 
-    def quantize(self, x: Float[Tensor, "*batch k"], construction: str | None = None) -> _Quantized:
-        """Integers and scales of every token, after the Hadamard transform in float32 that `construction` names."""
+    def quantize(
+        self,
+        x: Float[Tensor, "*batch k"],
+        construction: str | None = None,
+        signs: Float32[Tensor, " k"] | None = None,
+    ) -> _Quantized:
+        """Integers and scales of every token, after the Hadamard transform in float32 that `construction` names; before
+        that, x is multiplied with `signs`."""
         if construction is None:
             return torch.ops.ptq.quantize_tokens(x, self.bits, self.clip)
         factors, order = hadamard.dense_factors(construction, x.device)
-        return torch.ops.ptq.hadamard_quantize(x, factors, order, self.bits, self.clip)
+        return torch.ops.ptq.hadamard_quantize(x, signs, factors, order, self.bits, self.clip)
 
 
 def dequantize(q: Int8[Tensor, "*batch k"], scale: Float32[Tensor, "*batch"]) -> Float32[Tensor, "*batch k"]:
@@ -68,7 +74,8 @@ def _check(bits: object, clip: object) -> None:
 
 torch.library.define("ptq::quantize_tokens", "(Tensor x, int bits, float clip) -> (Tensor, Tensor)")
 torch.library.define(
-    "ptq::hadamard_quantize", "(Tensor x, Tensor[] factors, int order, int bits, float clip) -> (Tensor, Tensor)"
+    "ptq::hadamard_quantize",
+    "(Tensor x, Tensor? signs, Tensor[] factors, int order, int bits, float clip) -> (Tensor, Tensor)",
 )
 
 
@@ -85,9 +92,9 @@ def reference(x: Float[Tensor, "*batch k"], bits: int, clip: float) -> _Quantize
 
 
 def _hadamard_reference(
-    x: Float[Tensor, "*batch k"], factors: list[Tensor], order: int, bits: int, clip: float
+    x: Float[Tensor, "*batch k"], signs: Tensor | None, factors: list[Tensor], order: int, bits: int, clip: float
 ) -> _Quantized:
-    y = torch.ops.ptq.hadamard(x.float(), None, factors, order, -1, False)
+    y = torch.ops.ptq.hadamard(x.float(), signs, factors, order, -1, False)
     return torch.ops.ptq.quantize_tokens(y, bits, clip)
 
 
@@ -103,7 +110,7 @@ def _no_gradient(ctx, *gradients):
 torch.library.impl("ptq::quantize_tokens", "CompositeExplicitAutograd")(reference)
 torch.library.impl("ptq::hadamard_quantize", "CompositeExplicitAutograd")(_hadamard_reference)
 torch.library.register_fake("ptq::quantize_tokens")(lambda x, bits, clip: _empty(x))
-torch.library.register_fake("ptq::hadamard_quantize")(lambda x, factors, order, bits, clip: _empty(x))
+torch.library.register_fake("ptq::hadamard_quantize")(lambda x, signs, factors, order, bits, clip: _empty(x))
 for _name in ("quantize_tokens", "hadamard_quantize"):
     torch.library.register_autograd(f"ptq::{_name}", _no_gradient)
 native.load()

@@ -6,6 +6,7 @@ rotary tables, multipliers and norms are exactly the model's own. Only the part'
 
 import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Part:
         """Quantise the input of a packed or dense `QuantLinear` from now on."""
         module = self.module(name)
         assert isinstance(module, QuantLinear), name
-        module.activation = activation
+        module.online = replace(module.online, activation=activation)
 
     def quantize_cache(self, settings: CacheQuantization | None) -> None:
         """Quantise keys and values from now on, as the cache of the whole model does; None: leave them alone."""

@@ -12,7 +12,7 @@ from ptq import balance, formats, rewrite
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.families import Family
-from ptq.linear import describe, guard
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, guard, stored_signs
 from ptq.plan import Balance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
 
@@ -55,6 +55,18 @@ class Job:
             return None
         return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs, self._scale(linear))
 
+    def sign_tensors(self, linear: LinearPlan) -> dict[str, Tensor]:
+        """The stored sign vectors of a linear that transforms its product back; none for others."""
+        if linear.online_output is None:
+            return {}
+        assert linear.online is not None, linear.name
+        sides = {INPUT_SIGNS: linear.online, OUTPUT_SIGNS: linear.online_output}
+        found = {}
+        for leaf, rotation in sides.items():
+            vector = rewrite.signs_of(rotation, self.signs)
+            found[f"{linear.name}.{leaf}"] = stored_signs(torch.ones(rotation.size) if vector is None else vector)
+        return found
+
     def original_block(self, index: int) -> Part:
         """A decoder block with the source's weights in float32."""
         part = self._part(index)
@@ -67,15 +79,15 @@ class Job:
     def rotate_block(self, index: int, part: Part) -> None:
         """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
         for linear in self.plan.block(index):
-            if linear.norm is None and linear.input is None and linear.output is None and not _is_ours(linear):
+            if linear.norm is None and linear.input is None and linear.output is None and not linear.acts_online:
                 continue
             gain = part.parameter(linear.norm) if linear.norm else None
             weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
             bias = self.bias(linear)
-            if _is_ours(linear):
+            if linear.acts_online:
                 exact = replace(linear, format=formats.get("dense"), activation=None)
                 part.pack({linear.name: describe(exact)})
-                part.load({f"{linear.name}.weight": guard()})
+                part.load({f"{linear.name}.weight": guard(), **self.sign_tensors(linear)})
             part.load({dense_weight(linear): weight})
             if bias is not None:
                 part.load({f"{linear.name}.bias": bias})
@@ -182,10 +194,4 @@ class Job:
 
 def dense_weight(linear: LinearPlan) -> str:
     """Name of the weight of a linear that `Job.rotate_block` has rewritten."""
-    return f"{linear.name}.weight_dense" if _is_ours(linear) else f"{linear.name}.weight"
-
-
-def _is_ours(linear: LinearPlan) -> bool:
-    """Whether a linear does something to its input when it runs, so that it takes our module also where its weight is
-    not quantised."""
-    return linear.online is not None or linear.activation is not None
+    return f"{linear.name}.weight_dense" if linear.acts_online else f"{linear.name}.weight"

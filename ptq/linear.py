@@ -1,10 +1,10 @@
 """`QuantLinear`, the only quantised module, and the entry of config.json that describes one."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32, Int8, Int16, Num
 from torch import Tensor, nn
 
 from ptq import activations, formats, hadamard
@@ -20,34 +20,51 @@ Without this package, transformers would find no `weight`, warn, and go on with 
 wrong size instead, and refuses to load.
 """
 
-NOT_OF_THE_FORMAT = ("format", "version", "hadamard", "activation")
+NOT_OF_THE_FORMAT = ("format", "version", "hadamard", "output_hadamard", "signs", "activation")
 """Keys of an entry of config.json that are no options of its format."""
+
+INPUT_SIGNS, OUTPUT_SIGNS = "weight_su", "weight_sv"
+"""Names of the sign vectors of a linear with transforms of its own on both sides: SU [k] and SV [n] in the code of
+QuIP#. They hold the bits of float16 numbers in int16 tensors, since loaders cast floating-point tensors to the model's
+dtype: +-1 as drawn, any number after fine-tuning."""
+
+
+@dataclass(frozen=True)
+class Online:
+    """What a layer does to its input and its product when the model runs; matrices as `hadamard.construction` writes
+    them.
+
+    y = sv * H_nᵀ (Ŵ q(H_k (su * x))) + b, with q the grid of `activation`. What is None is left out.
+    """
+
+    input: str | None = None
+    """H_k."""
+    output: str | None = None
+    """H_n; its transpose is applied."""
+    signs: bool = False
+    """Whether there are vectors su [k] and sv [n]."""
+    activation: Activation | None = None
 
 
 class QuantLinear(nn.Module):
-    """A linear layer y = x Wᵀ + b whose W[n, k] is stored in a format. Before that x may be transformed by a Hadamard
-    matrix, and quantised per token.
+    """A linear layer y = x Wᵀ + b whose W[n, k] is stored in a format. Its input may be transformed by a Hadamard
+    matrix and quantised per token before it is multiplied, its product transformed back after that (see `Online`).
 
-    Its parameters are `weight_<part>` for every part of the format, a one-element `weight` (see GUARD) and `bias`.
+    Its parameters are `weight_<part>` for every part of the format, a one-element `weight` (see GUARD), the vectors
+    `weight_su` and `weight_sv`, if any, and `bias`.
     """
 
-    def __init__(
-        self,
-        k: int,
-        n: int,
-        bias: bool,
-        format: Format,
-        construction: str | None = None,
-        activation: Activation | None = None,
-    ) -> None:
-        """`construction`: the Hadamard matrix applied to x, as `hadamard.construction` writes it; None for none."""
+    def __init__(self, k: int, n: int, bias: bool, format: Format, online: Online = Online()) -> None:
         super().__init__()
         self.in_features, self.out_features = k, n
         self.format = format
-        self.construction = construction
-        self.activation = activation
+        self.online = online
         self._takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
         self.register_parameter(GUARD, frozen(guard()))
+        if online.signs:
+            self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
+            self.register_parameter(OUTPUT_SIGNS, frozen(stored_signs(torch.ones(n))))
+        self._signs: dict[str, tuple[Tensor, Tensor]] = {}
         self.register_parameter("bias", frozen(torch.empty(n)) if bias else None)
         self._names: dict[str, str] = {}
         self._hold({part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in format.buffers(n, k).items()})
@@ -97,30 +114,68 @@ class QuantLinear(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self.prepack()
 
+    def signs(self, name: str) -> Float32[Tensor, " size"] | None:
+        """A sign vector as numbers, kept for the next call; None where there is none."""
+        stored = self._parameters.get(name)
+        if stored is None:
+            return None
+        known = self._signs.get(name)
+        if known is None or known[0] is not stored:
+            known = self._signs[name] = stored, loaded_signs(stored)
+        return known[1]
+
+    def quantized_input(
+        self, x: Float[Tensor, "*batch k"]
+    ) -> tuple[Int8[Tensor, "*batch k"], Float32[Tensor, "*batch"]]:
+        """Integers and scales of every token of the transformed input; for a layer with `activation`."""
+        assert self.online.activation is not None
+        return self.online.activation.quantize(x, self.online.input, self.signs(INPUT_SIGNS))
+
     def transform(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
         """The input as the weight sees it: transformed, and the numbers that it was quantised to."""
-        if self.activation is not None:
-            return activations.dequantize(*self.activation.quantize(x, self.construction)).to(x.dtype)
-        return x if self.construction is None else hadamard.apply(x, None, self.construction)
+        if self.online.activation is not None:
+            return activations.dequantize(*self.quantized_input(x)).to(x.dtype)
+        return self.turned(x)
+
+    def turned(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
+        """The input after signs and Hadamard transform, before it is quantised."""
+        return x if self.online.input is None else hadamard.apply(x, self.signs(INPUT_SIGNS), self.online.input)
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """x Wᵀ + b, in the dtype of x."""
         bias = self._parameters["bias"]
-        if self.activation is not None and self._takes_integers:
-            q, scale = self.activation.quantize(x, self.construction)
-            return cast(IntegerInput, self.format).linear_quantized(q, scale, self.parts(), bias, x.dtype)
-        return self.format.linear(self.transform(x), self.parts(), bias)
+        if self.online.output is None:
+            return self._product(x, bias, x.dtype)
+        product = self._product(x, None, torch.float32)
+        y = hadamard.apply(product, self.signs(OUTPUT_SIGNS), self.online.output, transpose=True)
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    def _product(self, x: Float[Tensor, "*batch k"], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if self.online.activation is not None and self._takes_integers:
+            q, scale = self.quantized_input(x)
+            return cast(IntegerInput, self.format).linear_quantized(q, scale, self.parts(), bias, dtype)
+        return self.format.linear(self.transform(x), self.parts(), bias).to(dtype)
 
     def extra_repr(self) -> str:
-        online = f", hadamard={self.construction}" if self.construction else ""
-        online += f", {self.activation}" if self.activation else ""
         bias = self._parameters["bias"] is not None
-        return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}{online}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}, {self.online}"
+        )
 
 
 def guard() -> Tensor:
     """The tensor stored in a packed layer's `weight`."""
     return torch.zeros(1, dtype=torch.uint8)
+
+
+def stored_signs(vector: Num[Tensor, " size"]) -> Int16[Tensor, " size"]:
+    """A sign vector as it is stored."""
+    return vector.to(torch.float16).view(torch.int16)
+
+
+def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
+    """Inverse of `stored_signs`."""
+    return stored.view(torch.float16).float()
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -134,6 +189,9 @@ def describe(linear: LinearPlan) -> dict[str, Any]:
     entry = {"format": linear.format.name, "version": linear.format.version, **linear.format.options()}
     if linear.online is not None:
         entry["hadamard"] = hadamard.construction(linear.online.order)
+    if linear.online_output is not None:
+        entry["output_hadamard"] = hadamard.construction(linear.online_output.order)
+        entry["signs"] = True
     if linear.activation is not None:
         entry["activation"] = asdict(linear.activation)
     return entry
@@ -150,12 +208,7 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
     try:
         format = formats.get(str(entry.get("format")), **options)
         format.buffers(n, k)
-        construction = entry.get("hadamard")
-        if not isinstance(construction, str | None):
-            raise InputError(f"hadamard must be a string, found {construction!r}")
-        if construction is not None and k % hadamard.order_of(construction):
-            raise InputError(f"the Hadamard matrix {construction} does not divide its {k} input channels")
-        activation = activations.parse(entry["activation"]) if "activation" in entry else None
+        online = _online(entry, k, n)
     except InputError as error:
         raise InputError(f"config.json: quantization_config of {name}: {error}") from error
     if entry.get("version") != format.version:
@@ -163,7 +216,21 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
             f"config.json: quantization_config of {name}: {format.name} has layout version {entry.get('version')!r}, "
             f"this package reads version {format.version}; install the version of ptq that wrote the checkpoint"
         )
-    return QuantLinear(k, n, bias, format, construction, activation)
+    return QuantLinear(k, n, bias, format, online)
+
+
+def _online(entry: dict[str, Any], k: int, n: int) -> Online:
+    for key, size, side in (("hadamard", k, "input"), ("output_hadamard", n, "output")):
+        construction = entry.get(key)
+        if not isinstance(construction, str | None):
+            raise InputError(f"{key} must be a string, found {construction!r}")
+        if construction is not None and size % hadamard.order_of(construction):
+            raise InputError(f"the Hadamard matrix {construction} does not divide its {size} {side} channels")
+    signs = entry.get("signs", False)
+    if type(signs) is not bool or (signs and not {"hadamard", "output_hadamard"} <= entry.keys()):
+        raise InputError(f"signs must be true, beside hadamard and output_hadamard, or absent; found {signs!r}")
+    activation = activations.parse(entry["activation"]) if "activation" in entry else None
+    return Online(entry.get("hadamard"), entry.get("output_hadamard"), signs, activation)
 
 
 def swap(root: nn.Module, name: str, entry: Any) -> QuantLinear:

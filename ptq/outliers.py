@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor, nn
 
-from ptq import activations, hadamard
+from ptq import activations
 from ptq.activations import Activation
 from ptq.blocks import Part
 from ptq.families import Family
@@ -106,9 +106,7 @@ def watching(part: Part, names: Iterable[str], activation: Activation | None = N
 
 def _watch(module: nn.Module, name: str, found: dict[str, Input], activation: Activation | None):
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = inputs[0]
-        if isinstance(module, QuantLinear) and module.construction is not None:
-            x = hadamard.apply(x, None, module.construction)
+        x = module.turned(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
         seen = measure(x, activation)
         found[name] = found[name] + seen if name in found else seen
 

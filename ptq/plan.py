@@ -60,6 +60,8 @@ class LinearPlan:
     output: Rotation | None = None
     online: Rotation | None = None
     """The part of `input` that the layer applies to its activations at run time; the rest is done by its producers."""
+    online_output: Rotation | None = None
+    """`output`, where the layer undoes it on its own product; None where its readers expect a rotated product."""
     balance: Balance | None = None
     """Applied to W before anything else, on the side that `source` has in it."""
     statistics: str | None = None
@@ -69,6 +71,16 @@ class LinearPlan:
     """None: the weight stays in the checkpoint's own dtype, as a plain tensor."""
     activation: Activation | None = None
     """How the input is quantised when the model runs; None: not at all."""
+    role: str = ""
+    """What it is in the model: see `ptq.outline`."""
+
+    def __post_init__(self) -> None:
+        assert self.online_output in (None, self.output), self
+
+    @property
+    def acts_online(self) -> bool:
+        """Whether something happens to its input or its product when the model runs."""
+        return any((self.online, self.online_output, self.activation))
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,6 @@ def bias(
     if linear.balance is not None and linear.source == linear.balance.producer:
         assert scale is not None, linear.name
         b = b.double() * scale
-    if linear.output is None:
+    if linear.output is None or linear.online_output is not None:  # added after the layer has turned its product back
         return b.double()
     return rotate(b.double(), linear.output, signs)

@@ -133,12 +133,13 @@ class Tasks:
         else:
             parts, statistics = self._pack(linear, part)
             tensors = {"weight": guard(), **{f"weight_{part}": tensor for part, tensor in parts.items()}}
+        signs = self.job.sign_tensors(linear)
         bias = self.job.bias(linear)
         if bias is not None:
             tensors["bias"] = bias.to(self.job.checkpoint.tensors[f"{linear.name}.bias"].dtype)
         statistics["seconds"] = round(time.perf_counter() - start, 3)
         named = {f"{linear.name}.{leaf}": tensor for leaf, tensor in tensors.items()}
-        self._place(self.mark(linear), named, statistics)
+        self._place(self.mark(linear), named | signs, statistics)
 
     def _cast(self, linear: LinearPlan) -> Tensor:
         """A weight that is not quantised: from float64 to the source's dtype in one step."""

@@ -58,6 +58,7 @@ def written_tensors(job: Job) -> Specs:
             found[f"{linear.name}.{GUARD}"] = guard().dtype, tuple(guard().shape)
             for part, (shape, dtype) in linear.format.buffers(linear.n, linear.k).items():
                 found[f"{linear.name}.weight_{part}"] = dtype, shape
+        found |= {name: (signs.dtype, tuple(signs.shape)) for name, signs in job.sign_tensors(linear).items()}
         if (bias := f"{linear.name}.bias") in source:
             found[bias] = source[bias].dtype, (linear.n,)
     for name in (*job.plan.unit_norms, *job.plan.kept):

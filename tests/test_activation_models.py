@@ -177,6 +177,6 @@ def test_hessians_are_of_the_quantised_input(source: Path) -> None:
     handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0].detach()))
     h = observe(part, [DOWN], iter([hidden]))[DOWN]
     handle.remove()
-    assert module.activation is not None
-    x = activations.dequantize(*module.activation.quantize(inputs[-1], module.construction)).flatten(0, 1).double()
+    assert module.online.activation is not None
+    x = activations.dequantize(*module.quantized_input(inputs[-1])).flatten(0, 1).double()
     torch.testing.assert_close(h.double(), x.T @ x, rtol=1e-5, atol=1e-4)

@@ -68,21 +68,22 @@ Problem problem(const Tensor& x, const std::vector<Tensor>& factors, int64_t ord
     return p;
 }
 
+std::optional<Tensor> checked(const std::optional<Tensor>& signs, const Tensor& x, int64_t dim) {
+    if (!signs) return std::nullopt;
+    const ScalarType computes = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+    STD_TORCH_CHECK(signs->numel() == x.size(dim) && signs->scalar_type() == computes,
+                    "hadamard: signs must be one float (float64 for float64) per element of the axis, ", x.size(dim));
+    return torch::stable::contiguous(*signs);
+}
+
 // x and out: contiguous, of a type that the kernel knows.
 void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
          int64_t dim, bool transpose, const Tensor& out) {
     Problem p = problem(x, factors, order, dim, transpose);
     p.in = x.const_data_ptr();
     p.out = out.mutable_data_ptr();
-    std::optional<Tensor> plain_signs;
-    if (signs) {
-        const ScalarType computes = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-        STD_TORCH_CHECK(signs->numel() == x.size(dim) && signs->scalar_type() == computes,
-                        "hadamard: signs must be one float (float64 for float64) per element of the axis, ",
-                        x.size(dim));
-        plain_signs = torch::stable::contiguous(*signs);
-        p.signs = plain_signs->const_data_ptr();
-    }
+    const std::optional<Tensor> plain_signs = checked(signs, x, dim);
+    if (plain_signs) p.signs = plain_signs->const_data_ptr();
     if (x.numel() == 0) return;
     Problem steps[2];
     const int count = split(p, steps);
@@ -116,13 +117,16 @@ void hadamard_(const Tensor& x, const std::optional<Tensor>& signs, const std::v
 }
 
 // The float32 transform of some tokens at a time stays in the cache: only integers and scales are written.
-std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::vector<Tensor>& factors, int64_t order,
-                                             int64_t bits, double clip) {
+std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optional<Tensor>& signs,
+                                             const std::vector<Tensor>& factors, int64_t order, int64_t bits,
+                                             double clip) {
     constexpr int64_t scratch_bytes = 1 << 15;
     const activations::Quantizer quantizer = activations::quantizer(bits, clip);
     const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
     const Tensor in = torch::stable::contiguous(direct ? x : torch::stable::to(x, ScalarType::Float));
     Problem p = problem(in, factors, order, -1, false);
+    const std::optional<Tensor> plain_signs = checked(signs, in, in.dim() - 1);
+    if (plain_signs) p.signs = plain_signs->const_data_ptr();
     const bool narrow = p.storage == Storage::bfloat16;
     if (narrow) p.storage = Storage::bfloat16_to_float32;
     const auto sizes = in.sizes();

@@ -1,0 +1,114 @@
+"""The outline of a model: the plan in which nothing happens to any tensor. Methods fill it in.
+
+Every linear has its `role` in it, the name of the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
+`attention_output`, `gate`, `up`, `down`, `head`. Those of the blocks have `statistics`: they may be rounded.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+
+import torch
+
+from ptq import formats
+from ptq.errors import InputError
+from ptq.families import Family, ModelShape
+from ptq.plan import LinearPlan, Plan
+
+Dtypes = dict[str, torch.dtype]
+"""Dtype of every tensor of the source."""
+
+SHARED_INPUTS = {"key": "query", "value": "query", "up": "gate"}
+"""Roles that read the input of another one, under whose name its statistics are taken."""
+
+
+def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> Plan:
+    """The plan of a model whose tensors have these dtypes."""
+    blocks = [f"{family.layers}.{index}" for index in range(shape.blocks)]
+    linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
+    linears += [linear for block in blocks for linear in _block(block, shape, family)]
+    if not shape.tied:
+        linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
+    inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
+    norms = [f"{block}.{norm}.weight" for block in blocks for norm in inside] + [f"{family.final_norm}.weight"]
+    unread = {f"{block}.{name}" for block in blocks for name in family.unused}
+    if shape.tied:
+        unread.add(f"{family.head}.weight")
+    return Plan(
+        method=method,
+        layers=family.layers,
+        blocks=shape.blocks,
+        linears=tuple(linears),
+        unit_norms=(),
+        kept=(*norms, *(f"{block}.{name}" for block in blocks for name in family.kept)),
+        unused=tuple(sorted(dtypes.keys() & unread)),
+    )
+
+
+def _block(block: str, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+    queries, values = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    sizes = {
+        "query": (queries, shape.hidden),
+        "key": (values, shape.hidden),
+        "value": (values, shape.hidden),
+        "attention_output": (shape.hidden, queries),
+        "gate": (shape.intermediate, shape.hidden),
+        "up": (shape.intermediate, shape.hidden),
+        "down": (shape.hidden, shape.intermediate),
+    }
+    for role, (n, k) in sizes.items():
+        statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
+        yield replace(_linear(role, f"{block}.{getattr(family, role)}", n, k), statistics=statistics)
+
+
+def _linear(role: str, name: str, n: int, k: int) -> LinearPlan:
+    return LinearPlan(name=name, n=n, k=k, source=f"{name}.weight", role=role)
+
+
+def block_of(linear: LinearPlan, plan: Plan) -> int:
+    """Index of the decoder block that a linear belongs to."""
+    return int(linear.name.removeprefix(f"{plan.layers}.").partition(".")[0])
+
+
+def chosen(
+    plan: Plan, skip: Sequence[str], dtypes: Dtypes, change: Callable[[LinearPlan], LinearPlan]
+) -> tuple[LinearPlan, ...]:
+    """The linears of a plan, those that may be rounded as `change` makes them; where it gives no format, and where a
+    pattern of `skip` matches, the weight stays in the source's dtype.
+
+    Raises InputError for a pattern that matches nothing.
+    """
+    names = [linear.name for linear in plan.linears if linear.statistics]
+    for pattern in skip:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise InputError(
+                f"--skip {pattern!r} matches no linear that would be quantised; names look like {names[0]}"
+            )
+    return tuple(
+        _or_plain(linear if any(fnmatch(linear.name, pattern) for pattern in skip) else change(linear), dtypes)
+        if linear.statistics
+        else linear
+        for linear in plan.linears
+    )
+
+
+def _or_plain(linear: LinearPlan, dtypes: Dtypes) -> LinearPlan:
+    if linear.format is not None:
+        return linear
+    # What happens to the input or the product when the model runs needs our linear layer, also with a plain weight.
+    dtype = str(dtypes.get(linear.source, torch.float32)).removeprefix("torch.")
+    dense = formats.get("dense", dtype=dtype) if linear.acts_online else None
+    return replace(linear, statistics=None, format=dense)
+
+
+def check_groups(linear: LinearPlan, plan: Plan, group_size: int) -> None:
+    """Raise InputError where groups of this size (0: whole rows) do not divide the input channels of a linear."""
+    if group_size and linear.k % group_size:
+        common = math.gcd(*(other.k for other in plan.linears if other.statistics))
+        divisors = [group for group in (128, 64, 32, 16, 8) if common % group == 0]
+        remedy = f"--group-size {divisors[0]}" if divisors else "--group-size 0"
+        raise InputError(
+            f"{linear.name}: its {linear.k} input channels cannot be cut into groups of {group_size}; "
+            f"try {remedy}, or leave the layer out with --skip"
+        )

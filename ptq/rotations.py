@@ -1,0 +1,120 @@
+"""Rotations that leave the model's function as it is (Ashkboos et al. 2024, section 4; R1 to R4 as SpinQuant names
+them), put onto a plan.
+
+- R1 turns the residual stream: fused into the embedding, into every linear that reads the stream (with the norm's gain)
+  and into every linear that writes it.
+- R2 turns each value head: fused into v_proj's output and, per query head, into o_proj's input. One per layer: its
+  signs are the same in every head, so grouped-query attention needs no special case.
+- R3 turns queries and keys after RoPE, when the model runs: nothing of it is in the weights, nor here (`ptq.kv_cache`).
+- R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ptq import hadamard
+from ptq.families import Family, ModelShape
+from ptq.outline import block_of
+from ptq.plan import Balance, LinearPlan, Plan, Rotation
+
+READERS = {
+    "query": "attention_norm",
+    "key": "attention_norm",
+    "value": "attention_norm",
+    "gate": "mlp_norm",
+    "up": "mlp_norm",
+}
+"""Roles that read the residual stream, and the field of `Family` that names the norm in front of them."""
+WRITERS = ("attention_output", "down")
+
+
+def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan:
+    """The outline `plan` with R1 and R2, and with R4 if online rotations are allowed."""
+    residual = None
+    if family.rotate_residual:
+        residual = Rotation(shape.hidden, hadamard.largest_block(shape.hidden), "R1")
+    linears = [_r2(linear, block_of(linear, plan), shape) for linear in plan.linears if linear.statistics]
+    if online:
+        linears = [_r4(linear, block_of(linear, plan), shape, family, plan.layers) for linear in linears]
+    ends = {linear.role: linear for linear in plan.linears if not linear.statistics}
+    untied = shape.tied and residual is not None
+    if untied:
+        embedding = ends["embedding"]
+        ends["head"] = replace(embedding, name=family.head, role="head")
+    if residual is not None:
+        linears = [_r1(linear, plan, family, residual) for linear in linears]
+        # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
+        ends["embedding"] = replace(ends["embedding"], input=residual)
+        ends["head"] = replace(ends["head"], input=residual, norm=f"{family.final_norm}.weight")
+    norms = _norms(plan, family) if residual else ()
+    return replace(
+        plan,
+        linears=(ends.pop("embedding"), *linears, *ends.values()),
+        unit_norms=norms,
+        kept=tuple(name for name in plan.kept if name not in norms),
+        untied=untied,
+        signs=_sign_lengths(shape, residual, online),
+        notes=(*plan.notes, *_notes(shape, family, online)),
+    )
+
+
+def _norms(plan: Plan, family: Family) -> tuple[str, ...]:
+    """The norms that R1 folds into their readers."""
+    inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
+    blocks = [f"{plan.layers}.{index}.{norm}.weight" for index in range(plan.blocks) for norm in inside]
+    return (*blocks, f"{family.final_norm}.weight")
+
+
+def _r1(linear: LinearPlan, plan: Plan, family: Family, residual: Rotation) -> LinearPlan:
+    if linear.role in WRITERS:
+        return replace(linear, output=residual)
+    norm = getattr(family, READERS[linear.role])
+    gain = f"{plan.layers}.{block_of(linear, plan)}.{norm}.weight" if norm else None
+    return replace(linear, input=residual, norm=gain)
+
+
+def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
+    order = hadamard.largest_block(shape.head_dim)
+    if linear.role == "value":
+        return replace(linear, output=Rotation(shape.kv_heads * shape.head_dim, order, f"R2.{index}"))
+    if linear.role == "attention_output":
+        return replace(linear, input=Rotation(shape.heads * shape.head_dim, order, f"R2.{index}"))
+    return linear
+
+
+def _r4(linear: LinearPlan, index: int, shape: ModelShape, family: Family, layers: str) -> LinearPlan:
+    if linear.role not in ("up", "down"):
+        return linear
+    size, signs = shape.intermediate, f"R4.{index}"
+    order = hadamard.largest_block(size)
+    balance = Balance(f"{layers}.{index}.{family.up}.weight", f"{layers}.{index}.{family.down}.weight")
+    if linear.role == "up":
+        return replace(linear, output=Rotation(size, 1, signs), balance=balance)
+    return replace(linear, input=Rotation(size, order, signs), online=Rotation(size, order), balance=balance)
+
+
+def _sign_lengths(shape: ModelShape, residual: Rotation | None, online: bool) -> dict[str, int]:
+    lengths = {"R1": shape.hidden} if residual else {}
+    for index in range(shape.blocks):
+        lengths[f"R2.{index}"] = shape.head_dim
+        if online:
+            lengths[f"R4.{index}"] = shape.intermediate
+    return lengths
+
+
+def _notes(shape: ModelShape, family: Family, online: bool) -> Iterator[str]:
+    if not family.rotate_residual:
+        yield f"{family.model_type}: its blocks end in a norm, so R1 (the residual rotation) is left out"
+    widths = {"hidden_size": shape.hidden, "head_dim": shape.head_dim}
+    if online:
+        widths["intermediate_size"] = shape.intermediate
+    yield from block_notes(widths)
+
+
+def block_notes(widths: dict[str, int]) -> Iterator[str]:
+    """A sentence for every width that no single Hadamard matrix covers."""
+    for name, width in widths.items():
+        order = hadamard.largest_block(width)
+        if order != width:
+            blocks = f"{width // order} of {order}"
+            yield f"{name} {width}: no Hadamard matrix of that order can be built, so {blocks} are used"
