@@ -87,6 +87,11 @@ class Part:
         assert tensor is not None, name
         return tensor.detach()
 
+    def holds(self, name: str) -> bool:
+        """Whether the part has a place for a tensor."""
+        owner, _, leaf = name.rpartition(".")
+        return self.module(owner)._parameters.get(leaf) is not None
+
     def take(self, name: str) -> Tensor:
         """The tensor that is called `name` in the whole model; the part does not hold it any more."""
         owner, _, leaf = name.rpartition(".")
@@ -99,6 +104,10 @@ class Part:
         for name, entry in entries.items():
             if name.startswith(self.prefix):
                 swap(self.block, name.removeprefix(self.prefix), entry)
+
+    def put(self, name: str, module: nn.Module) -> None:
+        """Put a module in the place of the one that is called `name` in the whole model."""
+        _put(self.block, name.removeprefix(self.prefix), module)
 
     def quantize_input(self, name: str, activation: Activation) -> None:
         """Quantise the input of a packed or dense `QuantLinear` from now on."""
@@ -138,13 +147,43 @@ class Part:
         self.splice.replacement = hidden
         return self.model(inputs_embeds=hidden, use_cache=False).logits
 
+    def differentiated(
+        self,
+        tensors: dict[str, Tensor],
+        *,
+        ids: Int[Tensor, "batch t"] | None = None,
+        hidden: Float[Tensor, "batch t k"] | None = None,
+        head: bool = False,
+    ) -> Float[Tensor, "batch t out"]:
+        """`embed` of ids, `run` on hidden states or, with `head`, their `logits`, with gradient, and with `tensors`,
+        named as in the whole model, in the place of the part's own."""
+        self.splice.replacement = hidden
+        inside = f"{self.family.layers}.0.block."
+        named = {inside + name.removeprefix(self.prefix) if self.prefix else name: t for name, t in tensors.items()}
+        module: nn.Module = self.model
+        if not head:
+            self._without_norm()
+            parent, _, _ = self.family.layers.rpartition(".")
+            module = self.model.get_submodule(parent)
+            named = {name.removeprefix(f"{parent}."): tensor for name, tensor in named.items()}
+        inputs = {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
+        found = torch.func.functional_call(module, named, (), {**inputs, "use_cache": False})
+        left = found.logits if head else self.splice.entered if hidden is None else self.splice.left
+        assert left is not None
+        self.splice.entered = self.splice.left = None  # they hold the graph
+        return left
+
     def _body(self, **inputs: Tensor) -> None:
+        self._without_norm()
+        parent, _, _ = self.family.layers.rpartition(".")
+        self.model.get_submodule(parent)(**inputs, use_cache=False)
+
+    def _without_norm(self) -> None:
+        """Leave out the last norm, where the part has none."""
         norm = self.model.get_submodule(self.family.final_norm)
         if any(parameter.is_meta for parameter in norm.parameters()):
             parent, _, name = self.family.final_norm.rpartition(".")
             setattr(self.model.get_submodule(parent), name, nn.Identity())
-        parent, _, _ = self.family.layers.rpartition(".")
-        self.model.get_submodule(parent)(**inputs, use_cache=False)
 
 
 def _single_block(config: Any, layer: int) -> Any:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from ptq import contents, methods, pipeline, verify
+from ptq import contents, methods, pipeline, prepack, verify
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError, RunError
 from ptq.linear import NOT_OF_THE_FORMAT, describe
@@ -135,6 +135,11 @@ def _options(scheme: dict[str, Any]) -> str:
     return " ".join(options + ([f"input bits={activation['bits']} clip={activation['clip']}"] if activation else []))
 
 
+def _matrices(scheme: dict[str, Any]) -> str:
+    """The Hadamard matrices that run with a layer: of its input, and of its product."""
+    return " | ".join(str(scheme[side]) for side in ("hadamard", "output_hadamard") if side in scheme)
+
+
 def _render(table: Table) -> str:
     from rich.console import Console
 
@@ -161,7 +166,7 @@ def inspect(
     for group in found.groups:
         scheme = group.scheme
         table.add_row(
-            f"{scheme['format']} v{scheme['version']}", _options(scheme), scheme.get("hadamard", ""),
+            f"{scheme['format']} v{scheme['version']}", _options(scheme), _matrices(scheme),
             str(len(group.linears)), f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
         )  # fmt: skip
     table.add_row("plain tensors", "", "", "", "", f"{found.plain_bytes / 1e6:.2f}", "")
@@ -191,6 +196,19 @@ def verify_command(
     if found.kl is not None:
         typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
                    f"{found.tokens} tokens")  # fmt: skip
+
+
+@app.command(name="prepack")
+@command
+def prepack_command(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
+    out: Out,
+    target: Annotated[str, typer.Option(help="What runs it: cpu.")] = "cpu",
+    debug: Debug = False,
+) -> None:
+    """Put the weights of a checkpoint into the order in which the kernels read them, so that loading need not."""
+    count = prepack.prepack(pipeline.source.resolve(checkpoint), out, target)
+    typer.echo(f"{out}: {count} linears in tiles for {target}; each gives its bytes again")
 
 
 for register in methods.commands():

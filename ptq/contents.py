@@ -59,7 +59,7 @@ def summary(checkpoint: Checkpoint) -> Contents:
     report = str(page) if page.is_file() else None
     if packed is None:
         return Contents((), checkpoint.nbytes, checkpoint.nbytes, report=report)
-    shapes = _shapes(read_config(checkpoint), packed)
+    shapes = linear_shapes(read_config(checkpoint), packed)
     stored: dict[str, int] = {}
     for tensor, info in checkpoint.tensors.items():
         stored[_packed_owner(tensor)] = stored.get(_packed_owner(tensor), 0) + info.nbytes
@@ -96,7 +96,7 @@ def _packed_owner(tensor: str) -> str:
     return owner if leaf.startswith("weight") else ""
 
 
-def _shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tuple[int, int]]:
+def linear_shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tuple[int, int]]:
     """[n, k] of the packed linears, from the model built without weights. Raises InputError for what does not fit."""
     model = _without_weights(config)
     linears = {name: swap(model, name, entry) for name, entry in packed.entries().items()}

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ptq import matmul
+from ptq import matmul, shared_input
 
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa"."""
@@ -37,6 +37,7 @@ def install(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FewTokensLinear
+    shared_input.attach(model)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
 

@@ -5,6 +5,7 @@ A format's parts are the tensors `<linear>.weight_<part>` of a checkpoint. Names
 nothing that a checkpoint says is ever imported.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -65,6 +66,25 @@ class BlockCodebook(Codebook, Protocol):
         columns: Int[Tensor, " c"],
     ) -> tuple[Int[Tensor, "m n"], Float32[Tensor, "c n"]]:
         """The same codes and errors w - ŵ as `rounding.round_block`."""
+        ...
+
+
+@runtime_checkable
+class ScaledCodebook(Codebook, Protocol):
+    """A codebook with few scales for a whole weight, one part `scale` [s]: a number is the sum of s points, each times
+    its scale. `rounding.ldlq` then chooses them by the loss itself."""
+
+    def trials(self, scales: Scales) -> Sequence[Scales]:
+        """Scales that may be better than the fitted ones when feedback is added to the weight; these among them."""
+        ...
+
+
+@runtime_checkable
+class OnePassCodebook(Codebook, Protocol):
+    """A codebook that fits, rounds and measures in one pass over a weight."""
+
+    def nearest(self, w: Float[Tensor, "n k"], *, name: str = "weight") -> tuple[Tensor, Scales, float, float]:
+        """What `fit` and `round` give, and |W - Ŵ|² and |W|². Raises InputError as `fit` does."""
         ...
 
 
@@ -131,6 +151,43 @@ class IntegerInput(Protocol):
         ...
 
 
+@runtime_checkable
+class Together(Protocol):
+    """A format that multiplies one input with several weights in one call. The numbers are those of one call each.
+
+    Both methods give None where these weights cannot be taken together.
+    """
+
+    def linears(
+        self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]
+    ) -> list[Tensor] | None:
+        """What `Format.linear` gives for each weight."""
+        ...
+
+    def linears_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Sequence[Parts],
+        biases: Sequence[Tensor | None],
+        dtype: torch.dtype,
+    ) -> list[Tensor] | None:
+        """What `IntegerInput.linear_quantized` gives for each weight."""
+        ...
+
+
+@runtime_checkable
+class Choice(Format, Protocol):
+    """Stands in a plan for several formats of one name that take the same buffers: the weight decides which it is.
+
+    No checkpoint ever holds one.
+    """
+
+    def choose(self, w: Float[Tensor, "n k"], *, name: str = "weight") -> Format:
+        """The format for this weight. Raises InputError, naming `name`, for NaN or infinity."""
+        ...
+
+
 @dataclass(frozen=True)
 class DenseFormat:
     """An unquantised weight, for a layer that only carries an online rotation. One part, `dense`: W[n, k]."""
@@ -176,7 +233,10 @@ class DenseFormat:
 
 FORMATS = {
     "dense": ("ptq.formats", "DenseFormat"),
+    "prepacked": ("ptq.prepacked", "PrepackedFormat"),
     "quarot/integer": ("quarot.integer", "IntegerFormat"),
+    "fp6/minifloat": ("fp6.minifloat", "MinifloatFormat"),
+    "quip_sharp/e8p": ("quip_sharp.e8p_format", "E8PFormat"),
 }
 """Every format: its name in a checkpoint, the module and the class. A new one is one row here and one file."""
 

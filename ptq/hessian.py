@@ -9,14 +9,66 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
+from ptq import memory
 from ptq.blocks import Part
 from ptq.checkpoint import read_tensor
+from ptq.chunks import Chunks
+from ptq.engine import Workers
 from ptq.header import read_header
 from ptq.linear import QuantLinear
 from ptq.matmul import product
+from ptq.shards import write_tensors
 
+MAX_PARTS, PART_CHUNKS = 8, 4
+"""Hessians are summed in up to 8 parts of at least 4 chunks each, by one process or by several: sums of floating-point
+numbers depend on their order, and the result must not depend on the number of processes."""
 PANEL = 1024
 """Rows and columns of H that one product adds to: bounds its memory, and leaves half of H to symmetry."""
+
+
+class Hessians:
+    """Hessians in files of a folder, one for all linears that are rounded together."""
+
+    def __init__(self, folder: Path, device: torch.device, workers: Workers) -> None:
+        self.folder, self.device, self.workers = folder, device, workers
+
+    def take(self, key: str, part: Part, names: Iterable[str], hidden: Chunks, index: int) -> None:
+        """Take those of the named inputs of a rewritten block, as the weights will see them; all processes share it."""
+        if self.there(key):
+            return
+        names, chunks = list(names), hidden.files(index)
+        count = max(1, min(MAX_PARTS, len(chunks) // PART_CHUNKS))
+        bounds = [len(chunks) * number // count for number in range(count + 1)]
+        files = [self.folder / f"{key}.{number}.safetensors" for number in range(count)]
+        for number in sorted(self.workers.share(range(count))):
+            if not files[number].exists():
+                memory.give_back()
+                some = (hidden.read(chunk) for chunk in chunks[bounds[number] : bounds[number + 1]])
+                write_tensors(files[number], observe(part, names, some), durable=False)
+        self.workers.wait()
+        memory.give_back()
+        if self.workers.first:
+            write_tensors(self._file(key), merged(files), durable=False)
+            for file in files:
+                file.unlink()
+        self.workers.wait()
+
+    def there(self, key: str) -> bool:
+        """Whether they have been taken."""
+        return self.workers.agree(self._file(key).exists())
+
+    def read(self, key: str, name: str) -> Float32[Tensor, "k k"]:
+        """One of them."""
+        path = self._file(key)
+        # Read, not mapped: a map would count as memory beside the copy that solvers work on.
+        return read_tensor(path, read_header(path)[0][name]).to(self.device)
+
+    def drop(self, key: str) -> None:
+        """Remove what nobody reads any more."""
+        self._file(key).unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
 
 
 def observe(

@@ -68,14 +68,19 @@ class PtqConfig(QuantizationConfigMixin):
     @classmethod
     def of(cls, plan: Plan) -> "PtqConfig":
         """The config that describes a plan's result."""
+        entries = {linear.name: describe(linear) for linear in plan.rounded()}
+        return cls.listing(entries, plan.cache.as_dict() if plan.cache else None)
+
+    @classmethod
+    def listing(cls, entries: dict[str, dict[str, Any]], kv_cache: dict[str, Any] | None) -> "PtqConfig":
+        """The config with an entry for every linear; equal ones become one scheme."""
         schemes: dict[str, dict[str, Any]] = {}
         linears: dict[str, str] = {}
-        for linear in plan.rounded():
-            entry = describe(linear)
+        for linear, entry in entries.items():
             name = next((name for name, known in schemes.items() if known == entry), f"scheme{len(schemes)}")
             schemes[name] = entry
-            linears[linear.name] = name
-        return cls(schemes, linears, kv_cache=plan.cache.as_dict() if plan.cache else None)
+            linears[linear] = name
+        return cls(schemes, linears, kv_cache=kv_cache)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""

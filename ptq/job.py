@@ -79,19 +79,23 @@ class Job:
     def rotate_block(self, index: int, part: Part) -> None:
         """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
         for linear in self.plan.block(index):
-            if linear.norm is None and linear.input is None and linear.output is None and not linear.acts_online:
+            if not linear.rewritten and not linear.acts_online:
                 continue
-            gain = part.parameter(linear.norm) if linear.norm else None
-            weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
             bias = self.bias(linear)
-            if linear.acts_online:
-                exact = replace(linear, format=formats.get("dense"), activation=None)
-                part.pack({linear.name: describe(exact)})
-                part.load({f"{linear.name}.weight": guard(), **self.sign_tensors(linear)})
-            part.load({dense_weight(linear): weight})
+            self.rotate_weight(linear, part)
             if bias is not None:
                 part.load({f"{linear.name}.bias": bias})
         part.load(dict(self.norms_and_kept(part.prefix)))
+
+    def rotate_weight(self, linear: LinearPlan, part: Part) -> None:
+        """Rewrite the weight of a linear that a part holds."""
+        gain = part.parameter(linear.norm) if linear.norm else None
+        weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
+        if linear.acts_online:
+            exact = replace(linear, format=formats.get("dense"), activation=None)
+            part.pack({linear.name: describe(exact)})
+            part.load({f"{linear.name}.weight": guard(), **self.sign_tensors(linear)})
+        part.load({dense_weight(linear): weight})
 
     def quantize_inputs(self, index: int, part: Part) -> None:
         """Quantise what a rewritten block is fed when it runs: the inputs of its linears, and its keys and values. It
@@ -101,12 +105,12 @@ class Job:
                 part.quantize_input(linear.name, linear.activation)
         part.quantize_cache(self.plan.cache)
 
-    def packed_block(self, index: int, linears: dict[str, Tensor]) -> Part:
-        """A decoder block as it is written and runs; `linears` are the tensors of its linears."""
+    def packed_block(self, index: int, tensors: dict[str, Tensor]) -> Part:
+        """A decoder block as it is written and runs, from its written tensors."""
         part = self._part(index)
         part.pack({linear.name: describe(linear) for linear in self.plan.block(index) if linear.format is not None})
         part.quantize_cache(self.plan.cache)
-        part.load({**dict(self.norms_and_kept(part.prefix)), **linears})
+        part.load(tensors)
         return part
 
     @property
@@ -120,6 +124,11 @@ class Job:
     def head(self) -> LinearPlan:
         """The plan of the head, or of the embedding where they are tied."""
         return self.plan.linear(self.family.head) or self.embedding
+
+    @property
+    def lm_head(self) -> str:
+        """Name of the weight with which the model makes logits; no tensor of a checkpoint where it is tied."""
+        return f"{self.family.head}.weight"
 
     @property
     def final_norm(self) -> str:
@@ -144,15 +153,17 @@ class Job:
     ) -> list[Float[Tensor, "1 t v"]]:
         """Logits of every row from the hidden states that leave the last block, a head matrix and a norm gain."""
         part = self._part(None)
-        part.load({f"{self.family.head}.weight": weight, self.final_norm: norm})
+        part.load({self.lm_head: weight, self.final_norm: norm})
         del weight  # the largest tensor of the model; the part has it in float32
         return [part.logits(row) for row in hidden.split(1)]
 
-    def written_norm(self) -> Tensor:
-        """The gain of the last norm as it is written."""
+    def rewritten_norm(self) -> Tensor:
+        """The gain of the last norm, as the rotated model has it."""
         return dict(self.norms_and_kept(self.final_norm))[self.final_norm]
 
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if not linear.rewritten:
+            return w.to(dtype)
         order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
         rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
         scale = self._scale(linear)

@@ -12,6 +12,7 @@ from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format, IntegerInput
 from ptq.plan import LinearPlan
+from ptq.shared_input import SharedInput
 
 GUARD = "weight"
 """Name of the one-element tensor that every packed layer stores where a plain layer has its weight.
@@ -59,7 +60,8 @@ class QuantLinear(nn.Module):
         self.in_features, self.out_features = k, n
         self.format = format
         self.online = online
-        self._takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
+        self.takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
+        self.shared: SharedInput | None = None  # set in a loaded model, see ptq/shared_input.py
         self.register_parameter(GUARD, frozen(guard()))
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
@@ -151,7 +153,11 @@ class QuantLinear(nn.Module):
         return (y if bias is None else y + bias).to(x.dtype)
 
     def _product(self, x: Float[Tensor, "*batch k"], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if self.online.activation is not None and self._takes_integers:
+        if self.shared is not None:
+            found = self.shared.product(self, x)
+            if found is not None:
+                return found
+        if self.online.activation is not None and self.takes_integers:
             q, scale = self.quantized_input(x)
             return cast(IntegerInput, self.format).linear_quantized(q, scale, self.parts(), bias, dtype)
         return self.format.linear(self.transform(x), self.parts(), bias).to(dtype)
@@ -208,7 +214,7 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
     try:
         format = formats.get(str(entry.get("format")), **options)
         format.buffers(n, k)
-        online = _online(entry, k, n)
+        online = online_of(entry, k, n)
     except InputError as error:
         raise InputError(f"config.json: quantization_config of {name}: {error}") from error
     if entry.get("version") != format.version:
@@ -219,7 +225,8 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
     return QuantLinear(k, n, bias, format, online)
 
 
-def _online(entry: dict[str, Any], k: int, n: int) -> Online:
+def online_of(entry: dict[str, Any], k: int, n: int) -> Online:
+    """What an entry says about input and product. Raises InputError for what does not exist or fit."""
     for key, size, side in (("hadamard", k, "input"), ("output_hadamard", n, "output")):
         construction = entry.get(key)
         if not isinstance(construction, str | None):

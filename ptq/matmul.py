@@ -4,6 +4,8 @@ Many tokens, float32: oneDNN, which is two to three times as fast on AMD. Few to
 reads the weight at the speed of memory; its sums are float32, the same for any number of tokens and threads.
 """
 
+from typing import Any, cast
+
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
@@ -32,11 +34,13 @@ def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Ten
 def linear(
     x: Float[Tensor, "*batch k"], w: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
 ) -> Float[Tensor, "*batch n"]:
-    """x Wᵀ + b; torch's own where nothing faster applies: other devices and dtypes, gradients."""
+    """x Wᵀ + b; torch's own where nothing faster applies: other devices and dtypes."""
     if is_decode(x, w, bias):
         return torch.ops.ptq.dense_linear(x, w, bias)
-    if not (x.numel() >= FEW_ROWS * w.shape[1] and _fits(x, w)):
+    if x.numel() < FEW_ROWS * w.shape[1] or not _placed(x, w):
         return torch.nn.functional.linear(x, w, bias)
+    if _differentiated(x, w, bias):
+        return cast(Tensor, _Differentiable.apply(x, w, bias))
     x, w = x.contiguous(), w.contiguous()
     rows = max(1, PIECE_BYTES // (4 * w.shape[1]))
     if len(w) <= rows:
@@ -59,10 +63,37 @@ def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
+class _Differentiable(torch.autograd.Function):
+    """`linear` with gradients, for whatever of x, W and the bias wants one; once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return linear(x, w, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        return (
+            product(rows, w).view_as(x) if ctx.needs_input_grad[0] else None,
+            product(rows.t(), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+
 def _fits(a: Tensor, b: Tensor) -> bool:
+    return _placed(a, b) and not _differentiated(a, b)
+
+
+def _placed(a: Tensor, b: Tensor) -> bool:
     on_cpu = a.device.type == b.device.type == "cpu" and a.dtype == b.dtype == torch.float32
-    differentiated = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    return on_cpu and a.numel() > 0 and not differentiated and torch.backends.mkldnn.is_available()
+    return on_cpu and a.numel() > 0 and torch.backends.mkldnn.is_available()
+
+
+def _differentiated(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 torch.library.define("ptq::dense_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ptq.plan import Plan
 
-METHODS = ("quarot",)
+METHODS = ("quarot", "quip_sharp", "fp6")
 """Packages of methods. Each has `plan.plan`, and `cli.register`, which adds its commands to `quantize`."""
 
 

@@ -1,6 +1,6 @@
 """The outline of a model: the plan in which nothing happens to any tensor. Methods fill it in.
 
-Every linear has its `role` in it, the name of the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
+Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
 `attention_output`, `gate`, `up`, `down`, `head`. Those of the blocks have `statistics`: they may be rounded.
 """
 
@@ -85,12 +85,20 @@ def chosen(
             raise InputError(
                 f"--skip {pattern!r} matches no linear that would be quantised; names look like {names[0]}"
             )
-    return tuple(
-        _or_plain(linear if any(fnmatch(linear.name, pattern) for pattern in skip) else change(linear), dtypes)
-        if linear.statistics
-        else linear
-        for linear in plan.linears
-    )
+    skipped = {name for name in names if any(fnmatch(name, pattern) for pattern in skip)}
+    first: dict[str, str] = {}  # of the linears that share an input, the first that is not skipped
+    for linear in plan.linears:
+        if linear.statistics and linear.name not in skipped:
+            first.setdefault(linear.statistics, linear.name)
+
+    def treated(linear: LinearPlan) -> LinearPlan:
+        if not linear.statistics:
+            return linear
+        if linear.name in skipped:
+            return _or_plain(linear, dtypes)
+        return _or_plain(change(replace(linear, statistics=first[linear.statistics])), dtypes)
+
+    return tuple(treated(linear) for linear in plan.linears)
 
 
 def _or_plain(linear: LinearPlan, dtypes: Dtypes) -> LinearPlan:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ptq import calibration, engine, memory, methods, outliers, preflight, proof, report, source
+from ptq import calibration, engine, finetune_full, memory, methods, outliers, preflight, proof, report, source
 from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.engine import Workers
@@ -21,7 +21,7 @@ from ptq.loading import load_tokenizer
 from ptq.plan import Plan, check_biases, check_claims, check_tensors
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
-from ptq.tasks import Tasks
+from ptq.tasks import FINETUNE_CHUNKS, Tasks
 from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work
 from ptq.writer import (
     check_folders,
@@ -38,8 +38,10 @@ PROBE_ROWS, PROBE_LENGTH = 4, 256
 """Rows of text, of at most so many tokens, that pass through the original, the rotated and the packed model."""
 PROBE_LOGITS = 1 << 23
 """Most logits of a probe row: rows are shorter where the vocabulary is large."""
-RANDOM_TOKENS = 16
-"""The probe where there is no text."""
+LEAST_TOKENS = 16
+"""Tokens of a probe row of text, however large the vocabulary."""
+RANDOM_TOKENS = 4
+"""The probe where there is no text: so few are multiplied at the speed of memory (`matmul.FEW_TOKENS`)."""
 DEFAULTS = RunOptions()
 
 
@@ -150,11 +152,14 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
     memory.give_back()  # the embedding is by far the largest weight
     for index in range(tasks.first_block(rows is not None), tasks.job.plan.blocks):
         tasks.block(index, rows is not None, progress)
+    if tasks.job.plan.finetune == "full":
+        assert rows is not None
+        finetune_full.tune(tasks, rows, progress)
 
 
 def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
     """Complete, prove and rename the checkpoint; with a report on `model` if that is named."""
-    job, folder = tasks.job, tasks.shards.folder
+    job, folder = tasks.settled(tasks.job.plan.linears), tasks.shards.folder
     memory.give_back()
     ids = tasks.probe.states(0)["ids"]
     packed, agreement, positions = _agreement(tasks, ids)
@@ -172,9 +177,10 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
             model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
             source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
             positions=positions, text=_probe_text(record),
+            trainings=tasks.trainings(),
         )  # fmt: skip
         report.write(made, folder)
-    write_record(folder, record, tasks.log(), found, hashes.result())
+    write_record(folder, record, tasks.log(), tasks.trainings(), found, hashes.result())
     put_in_place(folder, out)
 
 
@@ -183,11 +189,11 @@ def _agreement(
 ) -> tuple[Float[Tensor, "1 t v"], proof.Agreement, Float64[Tensor, "3 rows t-1"]]:
     """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
-    gain, written_gain = job.tensor(job.final_norm), job.written_norm()
+    gain = job.tensor(job.final_norm)
     logits = {
         "original": job.logits(job.tensor(job.head.source), gain, states["original"]),
-        "rotated": job.logits(job.rewritten(job.head, torch.float32), written_gain, states["rotated"]),
-        "packed": job.logits(tasks.packed_weight(job.head), written_gain, states["packed"]),
+        "rotated": job.logits(job.rewritten(job.head, torch.float32), job.rewritten_norm(), states["rotated"]),
+        "packed": job.logits(tasks.packed_weight(job.head), tasks.shards.read(job.final_norm), states["packed"]),
     }
     rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))
     agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
@@ -242,15 +248,21 @@ def _rows(target: Target, recipe: Recipe) -> tuple[Int[Tensor, "samples t"] | No
     """Token ids: the calibration rows, or None where the recipe needs none, and the probe, which are other rows of the
     same text if it has any, and random tokens where there is no text."""
     vocab = shape_of(target.config).vocab
-    needed = recipe.rounding != "nearest" and any(linear.statistics for linear in target.plan.linears)
+    solved = recipe.rounding != "nearest" or target.plan.finetune != "none"
+    needed = solved and any(linear.statistics for linear in target.plan.linears)
     if recipe.calibration is None:
         if needed:
             raise InputError(
-                "GPTQ needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub "
-                "dataset), or choose --rounding nearest"
+                f"{_reader(target.plan)} needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, "
+                "c4, or a hub dataset), or choose --rounding nearest"
             )
         generator = torch.Generator().manual_seed(recipe.seed)
         return None, torch.randint(vocab, (1, RANDOM_TOKENS), generator=generator)
+    if target.plan.finetune != "none" and recipe.samples < FINETUNE_CHUNKS:
+        raise InputError(
+            f"--finetune needs at least {FINETUNE_CHUNKS} calibration rows, so that some can be held out; found "
+            f"--samples {recipe.samples}"
+        )
     assert recipe.sequence_length is not None
     tokenizer = load_tokenizer(target.checkpoint.folder)
     length = recipe.sequence_length if needed else min(recipe.sequence_length, PROBE_LENGTH)
@@ -264,9 +276,13 @@ def _rows(target: Target, recipe: Recipe) -> tuple[Int[Tensor, "samples t"] | No
     return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
 
 
+def _reader(plan: Plan) -> str:
+    return "GPTQ" if plan.finetune == "none" else "fine-tuning"
+
+
 def _probe_length(vocab: int) -> int:
     """Tokens of a probe row: its logits in three models are compared in float64."""
-    return max(RANDOM_TOKENS, min(PROBE_LENGTH, PROBE_LOGITS // vocab))
+    return max(LEAST_TOKENS, min(PROBE_LENGTH, PROBE_LOGITS // vocab))
 
 
 def _device(name: str, workers: Workers) -> torch.device:

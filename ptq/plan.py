@@ -5,15 +5,20 @@ calibrator, the writer and the tests read that one plan; nothing else in the pac
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
+from ptq import formats
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format
 from ptq.header import TensorInfo
 from ptq.kv_cache import CacheQuantization
+
+Finetune = Literal["none", "blocks", "full"]
+"""`blocks`: each block after its own original; `full`: after that the whole model after the original's logits."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,11 @@ class LinearPlan:
         assert self.online_output in (None, self.output), self
 
     @property
+    def rewritten(self) -> bool:
+        """Whether its weight is another one than the source's before it is rounded."""
+        return any((self.norm, self.input, self.output, self.balance))
+
+    @property
     def acts_online(self) -> bool:
         """Whether something happens to its input or its product when the model runs."""
         return any((self.online, self.online_output, self.activation))
@@ -104,6 +114,8 @@ class Plan:
     """Name and length of every sign vector."""
     cache: CacheQuantization | None = None
     """How the KV cache is quantised when the model runs; None: not at all."""
+    finetune: Finetune = "none"
+    """What is trained around the codes: see `ptq.finetune`."""
     notes: tuple[str, ...] = ()
     """What a user should know before the run, such as a width that has no full-size Hadamard matrix."""
 
@@ -118,6 +130,16 @@ class Plan:
     def rounded(self) -> Iterator[LinearPlan]:
         """The linears that are quantised."""
         return (linear for linear in self.linears if linear.format is not None)
+
+    def settled(self, options: Mapping[str, Mapping[str, Any]]) -> "Plan":
+        """The plan in which the named linears have their formats with these options."""
+        linears = (
+            replace(linear, format=formats.get(linear.format.name, **options[linear.name]))
+            if linear.format is not None and linear.name in options
+            else linear
+            for linear in self.linears
+        )
+        return replace(self, linears=tuple(linears))
 
     def linear(self, name: str) -> LinearPlan | None:
         """The plan of one linear, or None where the model has no such weight of its own (a tied head)."""

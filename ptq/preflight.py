@@ -3,18 +3,21 @@
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor
 
+from ptq import finetune
 from ptq.errors import InputError
 from ptq.families import ModelShape
+from ptq.finetune_full import LOGITS
+from ptq.hessian import MAX_PARTS, PART_CHUNKS
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
-from ptq.tasks import CHUNK_TOKENS, MAX_PARTS, PART_CHUNKS
+from ptq.tasks import CHUNK_TOKENS
 from ptq.writer import partial_folder
 
 BASE_MEMORY = 500 << 20
@@ -33,6 +36,8 @@ class Estimate:
     """Bytes of the work folder at its largest."""
     out: int
     """Bytes of the result."""
+    remedy: str = "close other programs or use a machine with more"
+    """Where the memory is not enough."""
 
     def __str__(self) -> str:
         return (
@@ -63,7 +68,29 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         seconds += work / _matmul_rate()
         solver = max(4 * linear.k**2 + 8 * linear.n * linear.k for linear in block)  # beside the block and its Hessians
         memory += max(hessians, solver) + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
-    return Estimate(seconds, memory, hidden + parts * hessians, packed)
+    made = Estimate(seconds, memory, hidden + parts * hessians, packed)
+    return made if plan.finetune == "none" or rows is None else _finetuning(made, plan, shape, rows)
+
+
+def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, rows: Tensor) -> Estimate:
+    """The same with fine-tuning. While a block is trained, its weights are there six times: values, the best of them,
+    gradients, two averages of these, and the state before. So is the head, at the end."""
+    block, head = sum(linear.n * linear.k for linear in plan.block(0)), shape.vocab * shape.hidden
+    tokens = max(rows.shape[1], CHUNK_TOKENS)
+    activations = 4 * tokens * (24 * shape.hidden + 10 * shape.intermediate)  # what the gradient needs of one block
+    memory = BASE_MEMORY + 4 * 6 * block + activations
+    kept = 4 * 4 * block
+    if plan.finetune == "full":
+        states = 4 * tokens * shape.hidden * plan.blocks
+        memory = max(memory, BASE_MEMORY + 4 * (8 * head + block) + activations + states + 8 * 4 * LOGITS)
+        kept = max(kept, 4 * 4 * head)
+    return replace(
+        made,
+        seconds=made.seconds + 8 * rows.numel() * finetune.weights(plan) / _matmul_rate(),
+        memory=max(made.memory, memory),
+        work=2 * made.work + kept,
+        remedy="fine-tune less (--finetune blocks or none), close other programs or use a machine with more",
+    )
 
 
 def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
@@ -72,7 +99,7 @@ def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
     available, wanted = psutil.virtual_memory().available, processes * needs.memory
     if wanted > available:
         raise InputError(f"this run needs about {_size(wanted)} of memory, {_size(available)} are free; "
-                         "close other programs or use a machine with more")  # fmt: skip
+                         f"{needs.remedy}")  # fmt: skip
     folders = {work: max(0, needs.work - _used(work)), out: max(0, needs.out - _used(partial_folder(out)))}
     devices: dict[int, tuple[Path, int]] = {}
     for folder, nbytes in folders.items():

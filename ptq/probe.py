@@ -77,6 +77,13 @@ class Probe:
         if index:
             self._file(index).unlink(missing_ok=True)
 
+    def replace(self, packed: Float[Tensor, "rows t k"]) -> None:
+        """Put what has left another packed model in the place of what had left the last block."""
+        states = load_file(file := self._file(self.job.plan.blocks))
+        write_tensors(
+            file, {**{name: state.clone() for name, state in states.items()}, "packed": packed}, durable=False
+        )
+
     def states(self, index: int) -> dict[str, Tensor]:
         """The hidden states as they enter a block, or leave the last one, by model; of the first also the `ids`."""
         return {name: state.clone().to(self.job.device) for name, state in load_file(self._file(index)).items()}

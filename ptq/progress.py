@@ -1,6 +1,6 @@
 """What a run shows on stderr while it works: a Rich progress bar with the time left."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -8,9 +8,13 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from ptq import finetune
 from ptq.plan import Plan
 
 console = Console(stderr=True, highlight=False)
+
+PASSES_PER_EPOCH = 3
+"""Forward and backward."""
 
 
 class Progress:
@@ -27,7 +31,8 @@ class Progress:
             transient=True,
         )
         passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
-        self.task = self.bar.add_task("", total=passes * sum(linear.n * linear.k for linear in plan.rounded()) or None)
+        weights = passes * sum(linear.n * linear.k for linear in plan.rounded())
+        self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.weights(plan) or None)
 
     def __enter__(self) -> "Progress":
         self.bar.start()
@@ -44,6 +49,21 @@ class Progress:
         self.bar.update(self.task, description=description)
         yield
         self.bar.advance(self.task, weights)
+
+    @contextmanager
+    def training(self, weights: int, epochs: int) -> Iterator[Callable[[str, float], None]]:
+        """A step that trains so many weights for up to so many epochs. What it yields is called with what is being
+        done, and with the share of the step that has just been done."""
+        left = total = float(PASSES_PER_EPOCH * epochs * weights)
+
+        def tell(description: str, share: float) -> None:
+            nonlocal left
+            done = min(left, share * total)
+            left -= done
+            self.bar.update(self.task, description=description, advance=done)
+
+        yield tell
+        self.bar.advance(self.task, left)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

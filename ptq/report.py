@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ptq.header import TensorInfo
 from ptq.outliers import Input
 from ptq.plan import LinearPlan, Plan
 from ptq.report_page import page
-from ptq.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread
+from ptq.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread, Training
 from ptq.shards import write_bytes, write_json
 
 CURVE_POINTS = 512
@@ -36,12 +37,14 @@ def build(
     after: Mapping[str, Input],
     positions: Float64[Tensor, "3 rows t"] | None = None,
     text: str = "",
+    trainings: Mapping[str, Sequence[float | None]] = MappingProxyType({}),
 ) -> Report:
     """The report of a run that is done.
 
     `record` is `Record.as_dict()`; `result` the fields of `pipeline.Result` without `out`; `source` and `written` the
     tensors of the two checkpoints; `log` is `Tasks.log()`; `before` and `after` the observed inputs of the original
-    and of the rotated blocks, by linear; `positions` what `outliers.by_position` found on rows of `text`.
+    and of the rotated blocks, by linear; `positions` what `outliers.by_position` found on rows of `text`; `trainings`
+    is `Tasks.trainings()`.
     """
     drawn = _drawn(plan, family)
     quantised = [linear for linear in plan.rounded() if linear.format and linear.format.codebook]
@@ -64,6 +67,7 @@ def build(
             _observed(plan, name, before[name], after[name], name in drawn) for name in before if name in after
         ),
         positions=None if positions is None or not positions.numel() else _positions(positions, text),
+        trainings=tuple(Training(name, tuple(losses)) for name, losses in trainings.items()),
     )
 
 

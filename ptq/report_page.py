@@ -6,9 +6,10 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from ptq import charts
+from ptq import charts, report_tables
 from ptq.charts import Place, Series
 from ptq.report_schema import Layer, Observed, Positions, Report
+from ptq.report_tables import value as _value
 
 BEFORE, AFTER = "#d9822b", "#1a56c4"
 KINDS = ("#1a56c4", "#5b9bd5", "#12877d", "#8e5ea2", "#d9822b", "#b5502f", "#7a8b1f", "#5f6368")
@@ -43,7 +44,7 @@ def page(report: Report) -> str:
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width">'
         f"<title>{escape(report.model)}, quantised</title><style>{STYLE}{charts.STYLE}</style></head><body>\n"
-        + "\n".join([*sections, _table(report), _footer(report)])
+        + "\n".join([*sections, report_tables.layers(report), *report_tables.trainings(report), _footer(report)])
         + "\n</body></html>\n"
     )
 
@@ -198,7 +199,7 @@ def _sizes(report: Report) -> str:
         swatch = f'<svg viewBox="0 0 10 10" style="width:.8em"><path d="M0,0h10v10h-10z" fill="{_colour(share.part)}"/>'
         cells.append([f"{swatch}</svg> {escape(share.part)}", *map(escape, numbers)])
     picture = charts.figure(WIDTH, 78, "Bytes by kind of tensor, original and result", charts.bars(0, 6, WIDTH, rows))
-    return f"<h2>Where the bits went</h2>{picture}{_rows(['part', 'original', 'result'], cells, 1)}"
+    return f"<h2>Where the bits went</h2>{picture}{report_tables.rows(['part', 'original', 'result'], cells, 1)}"
 
 
 def _colour(part: str) -> str:
@@ -251,30 +252,6 @@ def _perplexity(losses: Sequence[float | None]) -> float | None:
 # --- text -------------------------------------------------------------------------------------------------------------
 
 
-def _table(report: Report) -> str:
-    names = ["layer", "n × k", "stored as", "rotated", "input", "bits", "weight error", "output error", "nearest"]
-    cells = [
-        [
-            escape(layer.name), f"{layer.n} × {layer.k}", escape(layer.storage), escape(layer.rotation),
-            f"{layer.activation_bits} bits" if layer.activation_bits else "", f"{layer.bits_per_weight:.2f}",
-            *(_value(value, ".3g", "") for value in (layer.error, layer.loss, layer.nearest_loss)),
-        ]
-        for layer in report.layers
-    ]  # fmt: skip
-    return f"<h2>Layers</h2>{_rows(names, cells, 5)}"
-
-
-def _rows(names: list[str], cells: list[list[str]], first_number: int) -> str:
-    """A table; `cells` are HTML, those from column `first_number` on are numbers."""
-
-    def row(tag: str, content: list[str]) -> str:
-        kinds = (' class="n"' if index >= first_number else "" for index in range(len(content)))
-        return "<tr>" + "".join(f"<{tag}{k}>{c}</{tag}>" for k, c in zip(kinds, content, strict=True)) + "</tr>"
-
-    body = "".join(row("td", line) for line in cells)
-    return f"<table><thead>{row('th', [escape(name) for name in names])}</thead><tbody>{body}</tbody></table>"
-
-
 def _footer(report: Report) -> str:
     made = escape(f"{report.made_with} · run {report.fingerprint[:16]}")
     return f'<p class="note">The same numbers are in report.json. {made}</p>'
@@ -289,10 +266,6 @@ def _bytes(size: int) -> str:
 
 def _share(size: int, whole: int) -> str:
     return f"{_bytes(size)}, {100 * size / whole:.1f} %" if size else ""
-
-
-def _value(value: float | None, form: str, missing: str = "n/a") -> str:
-    return missing if value is None else format(value, form)
 
 
 def _plain(value: Any) -> str:

@@ -92,6 +92,16 @@ class Positions:
 
 
 @dataclass(frozen=True)
+class Training:
+    """Fine-tuning of one kind."""
+
+    name: str
+    losses: tuple[float | None, ...]
+    """On held-out rows: at the start, then after every epoch; the least is kept. Of a block, relative to the mean
+    square of what the original gives; of the whole model, the KL divergence in nats per token."""
+
+
+@dataclass(frozen=True)
 class Report:
     """Everything that the page shows."""
 
@@ -119,6 +129,7 @@ class Report:
     layers: tuple[Layer, ...]
     inputs: tuple[Observed, ...]
     positions: Positions | None
+    trainings: tuple[Training, ...] = ()
 
 
 def read(path: Path) -> Report:
@@ -136,6 +147,9 @@ def read(path: Path) -> Report:
                 for found in content["inputs"]
             ),
             "positions": content["positions"] and _read_positions(content["positions"]),
+            "trainings": tuple(
+                Training(training["name"], tuple(training["losses"])) for training in content.get("trainings", ())
+            ),
         }
         return Report(**{**content, **nested})
     except (OSError, ValueError, KeyError, TypeError) as error:

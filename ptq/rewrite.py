@@ -23,9 +23,13 @@ def draw_signs(name: str, length: int, seed: int) -> Int8[Tensor, " length"]:
 
     The global random state is neither read nor changed.
     """
+    return torch.randint(0, 2, (length,), generator=generator(name, seed), dtype=torch.int8) * 2 - 1
+
+
+def generator(name: str, seed: int) -> torch.Generator:
+    """Random numbers that depend on a name and the seed alone."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.randint(0, 2, (length,), generator=generator, dtype=torch.int8) * 2 - 1
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def signs_of(rotation: Rotation, signs: Signs) -> Float64[Tensor, " size"] | None:

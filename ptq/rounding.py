@@ -9,30 +9,34 @@ minimises tr((W - Ŵ) H (W - Ŵ)ᵀ) one column, or one block of d columns, afte
 so that (W - Ŵ) L is exactly the matrix of rounding errors of Q, and the loss is the sum of its squares times D. GPTQ's
 updates are the same numbers (same paper, section 5.1), but it takes them from the inverse, with four times the work.
 
+Before, a codebook with few scales for the whole weight (`ScaledCodebook`) has them chosen by the loss of LDLQ itself on
+some rows; behind, sweeps of coordinate descent and a refit of such scales may lower the loss further (`ptq.sweeps`).
+
 Columns are taken in the order of descending diag(H): the heavy ones are rounded first, while the others can still make
-up for their errors. Scales are fitted before, on W itself, so groups stay what they are and no order is stored.
+up for their errors. Groups stay what they are, and no order is stored.
 """
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Float64, Int64, Shaped
+from jaxtyping import Float, Float32, Int64, Shaped
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ptq.errors import InputError
-from ptq.formats import BlockCodebook, Codebook, Scales
+from ptq.factor import factor, squares
+from ptq.formats import BlockCodebook, Codebook, OnePassCodebook, ScaledCodebook, Scales
 from ptq.matmul import product
+from ptq.sweeps import COLUMN_BLOCK, Problem, refit, sweep
 
 ROW_CHUNK = 1 << 20
 """Weights that `nearest` works on at a time: they stay in the cache."""
-COLUMN_BLOCK = 128
-"""Columns between two products with the factor in `ldlq`."""
-PANEL = 1024
-"""Columns between two products in `cholesky` and `energy`."""
-MAX_DAMPING = 10.0
 LOSS_ROWS = 256
 """Rows, evenly spread, that the proxy loss is measured on: all would cost as much as the rounding itself."""
+WORTHWHILE = 1e-3
+"""Sweeps end when one lowers the loss by less than this share of it."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,15 @@ class Rounded:
     loss: float | None = None
     """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ), over at most LOSS_ROWS rows; None without a Hessian."""
     nearest_loss: float | None = None
-    """The same for nearest rounding with the same scales."""
+    """The same for nearest rounding with the scales that the codebook fits to the weight alone."""
     damping: float | None = None
     """What was added to the diagonal of H, relative to its mean."""
     dead: int = 0
     """Input channels that calibration never saw: diag(H) = 0."""
+    sweeps: int | None = None
+    """Sweeps of coordinate descent that were kept; None where none were asked for."""
+    note: str | None = None
+    """Why `nearest` took the place of `ldlq`, if that is not what was asked for."""
 
     def statistics(self) -> dict[str, object]:
         """Everything but the tensors, as JSON values; of floating-point scales the least, mean and largest size.
@@ -70,17 +78,21 @@ class Rounded:
 
 
 def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight") -> Rounded:
-    """Every weight to its nearest code. Raises InputError, naming `name`, for NaN or infinity."""
-    rows = max(1, ROW_CHUNK // max(1, w.shape[1]))
+    """Every weight to its nearest code; columns that fill the last code count as zeros. Raises InputError, naming
+    `name`, for NaN or infinity."""
+    if isinstance(codebook, OnePassCodebook):
+        found, scales, error, energy = codebook.nearest(w, name=name)
+        return Rounded(found, scales, error=_ratio(error, energy))
+    rows, k = max(1, ROW_CHUNK // max(1, w.shape[1])), w.shape[1]
     scales = {} if codebook.per_row else codebook.fit(w.float(), name=name)
     codes, fitted, error, energy = [], [], 0.0, 0.0
     for piece in w.split(rows):
         x = piece.float().contiguous()
         if codebook.per_row:
             fitted.append(scales := codebook.fit(x, name=name))
-        codes.append(codebook.round(x, scales))
-        error += _squares(codebook.decode(codes[-1], scales).sub_(x))
-        energy += _squares(x)
+        codes.append(codebook.round(_filled(x, codebook), scales))
+        error += squares(codebook.decode(codes[-1], scales)[:, :k].sub_(x))
+        energy += squares(x)
     if fitted:
         scales = {part: torch.cat([piece[part] for piece in fitted]) for part in scales}
     return Rounded(torch.cat(codes), scales, error=_ratio(error, energy))
@@ -93,38 +105,88 @@ def ldlq(
     *,
     damping: float = 0.01,
     order: str = "descending",
+    sweeps: int = 0,
     name: str = "weight",
 ) -> Rounded:
     """LDLQ of W under the Hessian H = sum x xᵀ (any positive factor of it), float32 inside.
 
     `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
     factor. `order`: `descending` diag(H), or `given`. Channels with diag(H) = 0 neither give nor receive feedback.
-    Where nearest rounding has the smaller loss, that is the result. A float32 H is used up: its factor takes its place,
-    since it is as large as everything else together. Needs memory for two more [n, k].
-    Raises InputError, naming `name`, where W or H is not finite, H does not fit W or is far from positive semidefinite.
+    `sweeps`: at most so many of coordinate descent (`ptq.sweeps`).
+    Where nearest rounding has the smaller loss, that is the result; so it is, with a warning and a note, where H has
+    NaN or infinity. A float32 H is used up: its factor takes its place, since it is as large as everything else
+    together. Needs memory for two more [n, k].
+    Raises InputError, naming `name`, where W is not finite, H does not fit W or is far from positive semidefinite.
     """
-    w, h = w.float().contiguous(), h.float()
-    diagonal = _checked_diagonal(h, w.shape[1], name)
+    w, h, k = w.float().contiguous(), h.float(), w.shape[1]
+    diagonal = _checked_diagonal(h, k, name)
+    if diagonal is None:
+        note = "the Hessian has NaN or infinity (the calibration activations overflowed): rounded to nearest"
+        warnings.warn(f"{name}: {note}", stacklevel=2)
+        return replace(nearest(w, codebook, name=name), note=note)
     scales = codebook.fit(w, name=name)
-    columns = _columns(diagonal, codebook.dim, order)
-    inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
-    factor, added, used = _factor(h, diagonal, columns, damping, name)
-    # Memory is tight: the factor lies in h's place, and soon weights are columns first, in rounding order.
-    every = -(-len(w) // LOSS_ROWS)
-    plain = _nearest_error(w[::every].contiguous(), codebook, scales, every)
-    wt = w.index_select(1, columns).t().contiguous()
-    del w
-    codes, error = _feedback(wt, factor, codebook, scales, columns)
-    samples = (wt[:, ::every], plain.t()[columns], error[:, ::every])
-    total, nearest_loss, loss = (energy(x.contiguous(), factor, added) for x in samples)
-    del factor
+    problem, plain, used = _problem(w, h, diagonal, codebook, scales, damping, order, name)
+    del w, h
+    every = -(-problem.wt.shape[1] // LOSS_ROWS)
+    part = problem.rows(every)
+    total, nearest_loss = part.loss(part.wt), part.loss(plain)
+    if isinstance(codebook, ScaledCodebook):
+        scales = _best_scales(part, codebook, scales)
+    codes, error = _feedback(problem, scales)
+    scales, done = _improve(problem, codes, error, scales, sweeps, every)
+    loss = part.loss(error[:, ::every])
     statistics = {"nearest_loss": _ratio(nearest_loss, total), "damping": used, "dead": int((diagonal == 0).sum())}
+    wt, columns, d = problem.wt, problem.columns, codebook.dim
+    del problem, part
+    inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
     if loss > nearest_loss:
-        kept = nearest(wt[inverse].t().contiguous(), codebook, name=name)
+        kept = nearest(wt[inverse[:k]].t().contiguous(), codebook, name=name)
         return replace(kept, loss=_ratio(nearest_loss, total), **statistics)
-    codes = codes[inverse[:: codebook.dim] // codebook.dim].t().contiguous()
-    share = _ratio(_squares(error), _squares(wt))
-    return Rounded(codes, scales, "ldlq", share, _ratio(loss, total), **statistics)
+    codes = codes[inverse[::d] // d].t().contiguous()
+    real = columns < k
+    share = _ratio(squares(error if len(real) == k else error[real]), squares(wt))
+    return Rounded(codes, scales, "ldlq", share, _ratio(loss, total), sweeps=done if sweeps else None, **statistics)
+
+
+def _filled(w: Float32[Tensor, "n k"], codebook: Codebook) -> Float32[Tensor, "n c"]:
+    """W with columns of zeros that fill the last code of a row."""
+    missing = -w.shape[1] % codebook.dim
+    return pad(w, (0, missing)) if missing else w
+
+
+def _checked_diagonal(h: Tensor, k: int, name: str) -> Float32[Tensor, " k"] | None:
+    """diag(H); None where H is not finite."""
+    if h.shape != (k, k):
+        raise InputError(f"{name}: the Hessian is {list(h.shape)}, the weight has {k} columns")
+    diagonal = h.diagonal().clone()
+    if not bool(h.sum(1).isfinite().all()):
+        return None
+    if bool((diagonal < 0).any()):
+        raise InputError(f"{name}: the Hessian has a negative diagonal entry, so it is no sum of x xT")
+    return diagonal
+
+
+def _problem(
+    w: Float32[Tensor, "n k"],
+    h: Float32[Tensor, "k k"],
+    diagonal: Float32[Tensor, " k"],
+    codebook: Codebook,
+    scales: Scales,
+    damping: float,
+    order: str,
+    name: str,
+) -> tuple[Problem, Float32[Tensor, "c r"], float]:
+    """Everything in rounding order, the errors of nearest rounding of some rows in it, and the damping used. Memory is
+    tight: the factor lies in h's place. Columns that fill the last code are dead channels."""
+    missing = -w.shape[1] % codebook.dim
+    if missing:
+        w, h, diagonal = _filled(w, codebook), pad(h, (0, missing, 0, missing)), pad(diagonal, (0, missing))
+    columns = _columns(diagonal, codebook.dim, order)
+    lower, added, used = factor(h, diagonal, columns, damping, name)
+    every = -(-len(w) // LOSS_ROWS)
+    plain = _nearest_error(w[::every].contiguous(), codebook, scales, every).t()[columns]
+    wt = w.index_select(1, columns).t().contiguous()
+    return Problem(wt, lower, added, diagonal[columns] + added, columns, codebook), plain, used
 
 
 def _nearest_error(w: Float32[Tensor, "r k"], codebook: Codebook, scales: Scales, every: int) -> Float32[Tensor, "r k"]:
@@ -132,17 +194,6 @@ def _nearest_error(w: Float32[Tensor, "r k"], codebook: Codebook, scales: Scales
     if codebook.per_row:
         scales = {part: tensor[::every].contiguous() for part, tensor in scales.items()}
     return w - codebook.decode(codebook.round(w, scales), scales)
-
-
-def _checked_diagonal(h: Tensor, k: int, name: str) -> Float32[Tensor, " k"]:
-    if h.shape != (k, k):
-        raise InputError(f"{name}: the Hessian is {list(h.shape)}, the weight has {k} columns")
-    diagonal = h.diagonal().clone()
-    if not bool(h.sum(1).isfinite().all()):
-        raise InputError(f"{name}: the Hessian has NaN or infinity; the calibration activations overflowed")
-    if bool((diagonal < 0).any()):
-        raise InputError(f"{name}: the Hessian has a negative diagonal entry, so it is no sum of x xT")
-    return diagonal
 
 
 def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tensor, " k"]:
@@ -153,75 +204,38 @@ def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tenso
     return (blocks[:, None] * d + torch.arange(d, device=diagonal.device)).flatten()
 
 
-def _factor(
-    h: Float32[Tensor, "k k"], diagonal: Float32[Tensor, " k"], columns: Int64[Tensor, " k"], damping: float, name: str
-) -> tuple[Float32[Tensor, "k k"], Float32[Tensor, " k"], float]:
-    """Lower Cholesky factor of the permuted, damped H in H's place, what was added to its diagonal, and the damping
-    used."""
-    diagonal = diagonal[columns]
-    live = diagonal > 0
-    mean = float(diagonal.sum(dtype=torch.float64)) / max(1, int(live.sum()))
-    _permute(h, columns)
-    while True:
-        # Dead rows and columns of H are zero but for the one put on the diagonal.
-        added = torch.where(live, damping * mean, 1.0).float()
-        h.diagonal().copy_(diagonal + added)
-        if cholesky(h):
-            return h, added, damping
-        if damping >= MAX_DAMPING:
-            raise InputError(f"{name}: the Hessian is not positive semidefinite, even with damping {damping:g}")
-        damping = max(10 * damping, 1e-4)
-        for start in range(0, len(h), PANEL):  # what lies above the diagonal is untouched
-            end = start + PANEL
-            h[end:, start:end] = h[start:end, end:].t()
-            h[start:end, start:end] = h[start:end, start:end].triu(1).t() + h[start:end, start:end].triu(1)
+def _best_scales(part: Problem, codebook: ScaledCodebook, scales: Scales) -> Scales:
+    """Those with which LDLQ of some rows has the least loss."""
+    return min(codebook.trials(scales), key=lambda trial: part.loss(_feedback(part, trial)[1]))
 
 
-def _permute(h: Float32[Tensor, "k k"], order: Int64[Tensor, " k"]) -> None:
-    """h[order][:, order] in the place of h: columns in panels of rows, then rows along the cycles of the order."""
-    for start in range(0, len(h), PANEL):
-        h[start : start + PANEL] = h[start : start + PANEL].index_select(1, order)
-    source, moved = order.tolist(), [False] * len(order)
-    for first in range(len(source)):
-        if moved[first] or source[first] == first:
-            continue
-        kept, here = h[first].clone(), first
-        while source[here] != first:
-            h[here] = h[source[here]]
-            moved[here], here = True, source[here]
-        h[here], moved[here] = kept, True
-
-
-def cholesky(a: Float32[Tensor, "k k"]) -> bool:
-    """The lower Cholesky factor of `a` in its lower triangle; False where there is none. What lies above the diagonal
-    is not touched.
-
-    Panels, so that most of the work is products: LAPACK's own runs at a fifth of this machine's peak.
-    """
-    k = len(a)
-    for i in range(0, k, PANEL):
-        j = min(i + PANEL, k)
-        corner = a[i:j, i:j].tril()  # all that is read of it
-        if i:
-            corner -= product(a[i:j, :i], a[i:j, :i].t())
-            a[j:, i:j] -= product(a[j:, :i], a[i:j, :i].t())
-        corner, failed = torch.linalg.cholesky_ex(corner)
-        if int(failed):
-            return False
-        a[i:j, i:j] = corner.tril() + a[i:j, i:j].triu(1)
-        if j < k:
-            a[j:, i:j] = torch.linalg.solve_triangular(corner.t(), a[j:, i:j], upper=True, left=False)
-    return True
-
-
-def _feedback(
-    wt: Float32[Tensor, "k n"],
-    factor: Float32[Tensor, "k k"],
-    codebook: Codebook,
+def _improve(
+    problem: Problem,
+    codes: Shaped[Tensor, "m n"],
+    error: Float32[Tensor, "k n"],
     scales: Scales,
-    columns: Int64[Tensor, " k"],
-) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"]]:
-    """Codes, errors W - Ŵ, and |(W - Ŵ) L|², each block fed by one product with all behind it."""
+    sweeps: int,
+    every: int,
+) -> tuple[Scales, int]:
+    """Sweeps, and scales fitted to the codes: `codes` and `error` change in place. Returns the scales, and how many
+    sweeps there were."""
+    done, whole = 0, float(problem.loss(error[:, ::every])) * every if sweeps else 0.0
+    while done < sweeps:
+        done += 1
+        if sweep(problem, codes, error, scales) < WORTHWHILE * whole:
+            break
+    if isinstance(problem.codebook, ScaledCodebook):
+        fitted, d = refit(problem, codes, scales, every), problem.codebook.dim
+        for i in range(0, len(error) if fitted is not scales else 0, COLUMN_BLOCK):
+            part = codes[i // d : (i + COLUMN_BLOCK) // d]
+            error[i : i + COLUMN_BLOCK] = problem.wt[i : i + COLUMN_BLOCK] - problem.decode(part, fitted, i)
+        scales = fitted
+    return scales, done
+
+
+def _feedback(problem: Problem, scales: Scales) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"]]:
+    """Codes, and errors W - Ŵ, each block fed by one product with all behind it."""
+    wt, factor, codebook = problem.wt, problem.factor, problem.codebook
     d, k = codebook.dim, len(wt)
     assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)
     error, codes = torch.empty_like(wt), []
@@ -232,7 +246,7 @@ def _feedback(
         behind = product(factor[j:, i:j].t(), error[j:]) if j < k else torch.zeros_like(wt[i:j])
         target = torch.addmm(wt[i:j], inverse.t(), behind) if d > 1 else wt[i:j] + behind * inverse.diagonal()[:, None]
         run = codebook.round_block if isinstance(codebook, BlockCodebook) else None
-        arguments = target, wt[i:j], block @ inverse, scales, columns[i:j]
+        arguments = target, wt[i:j], block @ inverse, scales, problem.columns[i:j]
         found, error[i:j] = run(*arguments) if run else round_block(codebook, *arguments)
         codes.append(found)
     return torch.cat(codes[::-1]), error
@@ -266,27 +280,6 @@ def round_block(
         target[:s] += factor[here, :s].t() @ error[here]
         codes.append(code.t())
     return torch.cat(codes[::-1]), error
-
-
-def energy(x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Float32[Tensor, " k"]) -> float:
-    """tr(xᵀ H x) where H + diag(added) = L Lᵀ and L is the lower triangle of `factor`: |Lᵀ x|² less what was added."""
-    total = 0.0
-    for i in range(0, len(x), PANEL):
-        j = min(i + PANEL, len(x))
-        y = product(factor[i:j, i:j].tril().t().contiguous(), x[i:j].contiguous())
-        if j < len(x):
-            y += product(factor[j:, i:j].t(), x[j:])
-        total += _squares(y)
-    return total - float((added * _row_squares(x)).sum())
-
-
-def _row_squares(x: Float[Tensor, "m n"]) -> Float64[Tensor, " m"]:
-    return torch.linalg.vector_norm(x, dim=1).double().square()
-
-
-def _squares(x: Float[Tensor, "m n"]) -> float:
-    """Sum of squares, added up in float64 over rows."""
-    return float(_row_squares(x).sum())
 
 
 def _six_digits(value: Any) -> Any:

@@ -3,7 +3,9 @@
     linears/<name>.json           one rewritten linear is in its place in the shards; the statistics of its rounding
     rest.json                     so are the norms and what passes through
     hidden/<block>/<chunk>        calibration rows as they enter a block, after the quantised blocks before it
+    teacher/<block>/<chunk>       the same of the original model, where there is fine-tuning
     hessians/<block>.safetensors  one per shared input of a block; <block>.<part>: the sum over some of the chunks
+    tuned/<block>.json            the block is fine-tuned (ptq.finetune_blocks, ptq.finetune_full)
     outliers/<block>.safetensors  what the report says of the inputs of a block's linears
     probe/<block>.safetensors     a few tokens as they enter a block of the original, the rotated and the packed model
 
@@ -13,36 +15,36 @@ and several processes can share the tasks of a step.
 """
 
 import json
-import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file
 from torch import Tensor
 
-from ptq import memory, rounding
+from ptq import finetune_blocks, finetune_full, memory, rounding
 from ptq.blocks import Part
-from ptq.checkpoint import read_tensor
+from ptq.chunks import Chunks
 from ptq.engine import ALONE, Workers
-from ptq.header import read_header
-from ptq.hessian import merged, observe
+from ptq.formats import Choice
+from ptq.hessian import Hessians
 from ptq.job import Job, dense_weight
 from ptq.linear import guard
 from ptq.plan import LinearPlan
 from ptq.probe import Probe, row_by_row
 from ptq.progress import Progress
 from ptq.rounding import Rounded
-from ptq.shards import Shards, write_json, write_tensors
+from ptq.shards import Shards, write_json
 from ptq.work import remove_contents
 
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
-MAX_PARTS, PART_CHUNKS = 8, 4
-"""Hessians are summed in up to 8 parts of at least 4 chunks each, by one process or by several: sums of floating-point
-numbers depend on their order, and the result must not depend on the number of processes."""
+FINETUNE_CHUNKS = 8
+"""With fine-tuning there are at least so many chunks, as one of so many is held out."""
+CHOSEN = "chosen"
+"""Key of a linear's mark: the options of its format, where the plan leaves a choice."""
 
 Tensors = dict[str, Tensor]
 
@@ -53,11 +55,13 @@ class Tasks:
     def __init__(self, job: Job, work: Path, shards: Shards, workers: Workers = ALONE) -> None:
         self.job, self.work, self.shards, self.workers = job, work, shards, workers
         self.probe = Probe(job, work)
+        self.hidden, self.teacher = (Chunks(work / name, job.device, workers) for name in ("hidden", "teacher"))
+        self.hessians = Hessians(work / "hessians", job.device, workers)
         if workers.first:
             if not shards.begun():  # then nothing that the folder says of them is true
                 remove_contents(work)
                 shards.begin()
-            for folder in ("linears", "hidden", "hessians", "probe", "outliers"):
+            for folder in ("linears", "hidden", "teacher", "hessians", "tuned", "probe", "outliers"):
                 (work / folder).mkdir(parents=True, exist_ok=True)
         workers.wait()
 
@@ -79,7 +83,7 @@ class Tasks:
         for linear in self.job.plan.ends():
             with progress.step(linear.name, 0):
                 if linear in mine:
-                    self.linear(linear, None)
+                    self.linear(linear, None, "")
         if self.workers.first:
             self.rest()
         self.workers.wait()
@@ -93,19 +97,27 @@ class Tasks:
             states = self.probe.states(index) if self.workers.first else {}
             part = self.job.original_block(index)
             original, before = self.probe.run(index, part, states.get("original"))
+            if self.job.plan.finetune != "none":
+                self._teach(index, part)
+            rotated, after = original, before
             with progress.step(f"block {index}: rotate", weights):
-                memory.give_back()
-                self.job.rotate_block(index, part)
-            rotated, after = self.probe.run(index, part, states.get("rotated"))
+                if any(linear.rewritten or linear.acts_online for linear in self.job.plan.block(index)):
+                    memory.give_back()
+                    self.job.rotate_block(index, part)
+                    rotated, after = self.probe.run(index, part, states.get("rotated"))
             if original is not None and rotated is not None:
                 self.probe.compare(index, original, rotated)
-            self.job.quantize_inputs(index, part)
-            with progress.step(f"block {index}: Hessians", weights * calibrated):
-                self.hessians(index, part)
-            self._round(index, part, progress)
-            del part
+            if self.job.plan.finetune != "none":
+                del part
+                finetune_blocks.tune(self, index, progress)
+            else:
+                self.job.quantize_inputs(index, part)
+                with progress.step(f"block {index}: Hessians", weights * calibrated):
+                    self._observe(index, part, calibrated)
+                self.round(list(self.job.plan.block(index)), part, progress, str(index))
+                del part
             if original is not None and rotated is not None:
-                packed = row_by_row(self._packed_block(index), states["packed"])
+                packed = row_by_row(self.packed_block(index), states["packed"])
                 left = {"original": original, "rotated": rotated, "packed": packed}
                 self.probe.write(index, left, before, after)
             self.workers.wait()
@@ -113,25 +125,26 @@ class Tasks:
             with progress.step(f"block {index}: forward", weights):
                 self.advance(index)
 
-    def _round(self, index: int, part: Part, progress: Progress) -> None:
-        """The linears of a block, shared out by what they cost."""
+    def round(self, linears: Sequence[LinearPlan], part: Part | None, progress: Progress, key: str) -> None:
+        """Linears of a block, shared out by what they cost; `key`: of their Hessians."""
         solver = 1 if self.job.recipe.rounding == "nearest" else 2
-        mine = self.workers.share(self.job.plan.block(index), lambda linear: linear.n * linear.k**solver)
-        for linear in self.job.plan.block(index):
+        mine = self.workers.share(linears, lambda linear: linear.n * linear.k**solver)
+        for linear in linears:
             with progress.step(linear.name, linear.n * linear.k):
                 if linear in mine:
-                    self.linear(linear, part)
+                    self.linear(linear, part, key)
         self.workers.wait()
 
-    def linear(self, linear: LinearPlan, part: Part | None) -> None:
-        """Round and pack one linear of the rewritten block `part`, or write one that is not quantised."""
+    def linear(self, linear: LinearPlan, part: Part | None, key: str) -> None:
+        """Round and pack one linear of the rewritten block `part` with the Hessians `key`, or write one that is not
+        quantised."""
         if self.mark(linear).exists():
             return
         start = time.perf_counter()
         if linear.format is None:
             tensors, statistics = {"weight": self._cast(linear)}, {}
         else:
-            parts, statistics = self._pack(linear, part)
+            parts, statistics = self._pack(linear, part, key)
             tensors = {"weight": guard(), **{f"weight_{part}": tensor for part, tensor in parts.items()}}
         signs = self.job.sign_tensors(linear)
         bias = self.job.bias(linear)
@@ -139,32 +152,49 @@ class Tasks:
             tensors["bias"] = bias.to(self.job.checkpoint.tensors[f"{linear.name}.bias"].dtype)
         statistics["seconds"] = round(time.perf_counter() - start, 3)
         named = {f"{linear.name}.{leaf}": tensor for leaf, tensor in tensors.items()}
-        self._place(self.mark(linear), named | signs, statistics)
+        self.place(self.mark(linear), named | signs, statistics)
 
     def _cast(self, linear: LinearPlan) -> Tensor:
         """A weight that is not quantised: from float64 to the source's dtype in one step."""
         return self.job.rewritten(linear, self.job.checkpoint.tensors[linear.source].dtype)
 
-    def _pack(self, linear: LinearPlan, part: Part | None) -> tuple[Tensors, dict[str, object]]:
+    def _pack(self, linear: LinearPlan, part: Part | None, key: str) -> tuple[Tensors, dict[str, object]]:
         """The stored parts of a weight, and the statistics of its rounding."""
-        assert linear.format is not None
-        codebook, recipe = linear.format.codebook, self.job.recipe
-        if codebook is None:
-            return linear.format.pack(Rounded(self._cast(linear), {})), {}
+        format, recipe = linear.format, self.job.recipe
+        assert format is not None
+        if format.codebook is None:
+            return format.pack(Rounded(self._cast(linear), {})), {}
         assert part is not None
+        chosen = {}
+        if isinstance(format, Choice):
+            format = format.choose(self._dense(linear, part.parameter(dense_weight(linear))), name=linear.name)
+            chosen = {CHOSEN: format.options()}
+        codebook = format.codebook
+        assert codebook is not None
         if recipe.rounding == "nearest":
             rounded = rounding.nearest(self._weight(linear, part), codebook, name=linear.name)
         else:
             memory.give_back()
+            assert linear.statistics is not None
+            hessian = self.hessians.read(key, linear.statistics)
             rounded = rounding.ldlq(  # the weight is handed over, not kept: the solver frees it when it can
-                self._weight(linear, part), self._hessian(linear), codebook, damping=recipe.damping, name=linear.name
+                self._weight(linear, part), hessian, codebook, damping=recipe.damping, name=linear.name
             )
-        return linear.format.pack(rounded), rounded.statistics()
+        return format.pack(rounded), rounded.statistics() | chosen
 
     def _weight(self, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
         """The rewritten weight of a linear, which the block then does not hold any more."""
-        weight = part.take(dense_weight(linear))
+        return self._dense(linear, part.take(dense_weight(linear)))
+
+    def _dense(self, linear: LinearPlan, weight: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        """A rewritten weight as a block held it, or made again where the block holds it no more."""
         return self.job.rewritten(linear, torch.float32) if weight.is_meta else weight
+
+    def settled(self, linears: Iterable[LinearPlan]) -> Job:
+        """The job with the formats that linears which are done were given, where the plan leaves a choice."""
+        marks = {linear.name: self.mark(linear) for linear in linears if isinstance(linear.format, Choice)}
+        options = {name: json.loads(mark.read_bytes())[CHOSEN] for name, mark in marks.items()}
+        return replace(self.job, plan=self.job.plan.settled(options)) if options else self.job
 
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
@@ -172,12 +202,11 @@ class Tasks:
         if not path.exists():
             dtypes = self.job.checkpoint.tensors
             tensors = {name: tensor.to(dtypes[name].dtype) for name, tensor in self.job.norms_and_kept("")}
-            self._place(path, tensors, {})
+            self.place(path, tensors, {})
 
-    def packed_tensors(self, linears: Iterable[LinearPlan]) -> Tensors:
-        """The results of linears that are done."""
-        prefixes = tuple(f"{linear.name}." for linear in linears)
-        return {name: self.shards.read(name) for name in self.shards.layout.tensors if name.startswith(prefixes)}
+    def written(self, prefix: str) -> Tensors:
+        """The results with a prefix."""
+        return {name: self.shards.read(name) for name in self.shards.layout.tensors if name.startswith(prefix)}
 
     def packed_weight(self, linear: LinearPlan) -> Tensor:
         """The embedding or the head as it is written."""
@@ -187,83 +216,50 @@ class Tasks:
 
     def embed(self, rows: Int[Tensor, "samples t"]) -> None:
         """Hidden states of the calibration rows as they enter the first block."""
-        if self.first_block(calibrated=True) > 0 or self._complete(0):
+        if self.first_block(calibrated=True) > 0 or self.hidden.complete(0):
             return
-        weight = self.packed_weight(self.job.embedding)
-        chunks = rows.split(max(1, CHUNK_TOKENS // rows.shape[1]))
-        self._write_hidden(0, len(chunks), lambda number: self.job.embed(weight, chunks[number]))
+        weight, chunks = self.packed_weight(self.job.embedding), self.chunks_of(rows)
+        self.hidden.write(0, len(chunks), lambda number: self.job.embed(weight, chunks[number]))
 
-    def hessians(self, index: int, part: Part) -> None:
-        """The Hessians of one rewritten block, each taken on its input as the weights will see it."""
+    def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:
+        """Rows as they go through a block together."""
+        size = CHUNK_TOKENS // rows.shape[1]
+        if self.job.plan.finetune != "none":
+            size = min(size, len(rows) // FINETUNE_CHUNKS)
+        return rows.split(max(1, size))
+
+    def _observe(self, index: int, part: Part, calibrated: bool) -> None:
+        """The Hessians of a block whose linears are all rounded together."""
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
-        chunks = self._chunks(index)
-        if not chunks or self.workers.agree(self._hessian_file(index).exists()):
-            return
-        count = max(1, min(MAX_PARTS, len(chunks) // PART_CHUNKS))
-        bounds = [len(chunks) * number // count for number in range(count + 1)]
-        files = [self.work / "hessians" / f"{index}.{number}.safetensors" for number in range(count)]
-        *_, last = self.job.plan.block(index)  # the pass ends at its input: its weight is made again when it is rounded
-        part.take(dense_weight(last))
-        for number in sorted(self.workers.share(range(count))):
-            if not files[number].exists():
-                memory.give_back()
-                hidden = (self._hidden(chunk) for chunk in chunks[bounds[number] : bounds[number + 1]])
-                self._write(files[number], observe(part, names, hidden))
-        self.workers.wait()
-        memory.give_back()
-        if self.workers.first:
-            self._write(self._hessian_file(index), merged(files))
-            for file in files:
-                file.unlink()
-        self.workers.wait()
+        if names and calibrated and not self.hessians.there(str(index)):
+            *_, last = self.job.plan.block(index)  # the pass ends at its input: its weight is made again for rounding
+            part.take(dense_weight(last))
+            self.hessians.take(str(index), part, names, self.hidden, index)
 
-    def _hessian(self, linear: LinearPlan) -> Float[Tensor, "k k"]:
-        index = int(linear.name.removeprefix(f"{self.job.plan.layers}.").partition(".")[0])
-        path = self._hessian_file(index)
-        assert linear.statistics is not None
-        # Read, not mapped: a map would count as memory beside the copy that solvers work on.
-        return read_tensor(path, read_header(path)[0][linear.statistics]).to(self.job.device)
-
-    def _hessian_file(self, index: int) -> Path:
-        return self.work / "hessians" / f"{index}.safetensors"
+    def _teach(self, index: int, part: Part) -> None:
+        """Send the calibration rows through the original block."""
+        before = self.teacher if index else self.hidden
+        if not self.teacher.complete(index + 1):
+            chunks = before.files(index)
+            self.teacher.write(index + 1, len(chunks), lambda number: part.run(before.read(chunks[number])))
 
     def advance(self, index: int) -> None:
         """Send the calibration rows through the packed block, and drop what only that block needed."""
         if index + 1 == self.job.plan.blocks:  # nothing follows that would read them
-            self._write_hidden(index + 1, 0, lambda number: torch.empty(0))
-        elif not self._complete(index + 1):
-            part, chunks = self._packed_block(index), self._chunks(index)
-            self._write_hidden(index + 1, len(chunks), lambda number: part.run(self._hidden(chunks[number])))
+            self.hidden.write(index + 1, 0, lambda number: torch.empty(0))
+        elif not self.hidden.complete(index + 1):
+            part, chunks = self.packed_block(index), self.hidden.files(index)
+            self.hidden.write(index + 1, len(chunks), lambda number: part.run(self.hidden.read(chunks[number])))
         if self.workers.first:
-            shutil.rmtree(self.work / "hidden" / str(index), ignore_errors=True)
-            self._hessian_file(index).unlink(missing_ok=True)
+            self.hidden.drop(index)
+            self.teacher.drop(index)
+            self.hessians.drop(str(index))
         self.workers.wait()
 
-    def _packed_block(self, index: int) -> Part:
-        return self.job.packed_block(index, self.packed_tensors(self.job.plan.block(index)))
-
-    def _complete(self, index: int) -> bool:
-        return self.workers.agree((self.work / "hidden" / str(index) / "complete").exists())
-
-    def _write_hidden(self, index: int, count: int, chunk: Callable[[int], Float[Tensor, "batch t k"]]) -> None:
-        """`count` chunks of hidden states, this process's share of them made here."""
-        folder = self.work / "hidden" / str(index)
-        folder.mkdir(parents=True, exist_ok=True)
-        for number in sorted(self.workers.share(range(count))):
-            path = folder / f"{number:05d}.safetensors"
-            if not path.exists():
-                self._write(path, {"hidden": chunk(number)})
-        self.workers.wait()
-        if self.workers.first:
-            (folder / "complete").touch()
-        self.workers.wait()
-
-    def _chunks(self, index: int) -> list[Path]:
-        """The files of the calibration rows as they enter a block."""
-        return sorted((self.work / "hidden" / str(index)).glob("*.safetensors"))
-
-    def _hidden(self, path: Path) -> Float[Tensor, "batch t k"]:
-        return load_file(path)["hidden"].clone().to(self.job.device)
+    def packed_block(self, index: int) -> Part:
+        """A block as it is written and runs."""
+        job = self.settled(self.job.plan.block(index))
+        return job.packed_block(index, self.written(f"{self.job.plan.layers}.{index}."))
 
     # --- results --------------------------------------------------------------------------------------------------
 
@@ -271,10 +267,12 @@ class Tasks:
         """Name, seconds and error statistics of every linear."""
         return [{"name": linear.name, **json.loads(self.mark(linear).read_bytes())} for linear in self.job.plan.linears]
 
-    def _write(self, path: Path, tensors: Tensors) -> None:
-        write_tensors(path, tensors, durable=False)
+    def trainings(self) -> dict[str, list[float | None]]:
+        """The losses on held-out rows of everything that was fine-tuned, by name, those of the starts first."""
+        blocks = (finetune_blocks.losses(self, index) for index in range(self.job.plan.blocks))
+        return {name: found for losses in (*blocks, finetune_full.losses(self)) for name, found in losses.items()}
 
-    def _place(self, mark: Path, tensors: Tensors, statistics: dict[str, object]) -> None:
+    def place(self, mark: Path, tensors: Tensors, statistics: dict[str, object]) -> None:
         """Put tensors into the shards, and then say so."""
         self.shards.place(tensors)
         write_json(mark, statistics, durable=False)

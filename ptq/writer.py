@@ -80,15 +80,21 @@ def complete(job: Job, shards: Shards) -> None:
 
 
 def write_record(
-    folder: Path, record: Record, log: list[dict[str, Any]], result: dict[str, Any], hashes: dict[str, str]
+    folder: Path,
+    record: Record,
+    log: list[dict[str, Any]],
+    trainings: dict[str, list[float | None]],
+    result: dict[str, Any],
+    hashes: dict[str, str],
 ) -> None:
-    """Write the run's record with its results and `file_hashes`, and the log with a line per linear.
+    """Write the run's record with its results, held-out losses and `file_hashes`, and the log with a line per linear.
 
     The log holds seconds and is the one file that differs from run to run.
     """
     linears = {line["name"]: {k: v for k, v in line.items() if k not in ("name", "seconds")} for line in log}
     write_bytes(folder / LOG, b"".join(json.dumps(line).encode() + b"\n" for line in log))
     content = {**record.as_dict(), "result": result, "linears": linears, "files": hashes}
+    content |= {"finetuning": trainings} if trainings else {}
     write_json(folder / RECORD, content)
 
 

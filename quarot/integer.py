@@ -17,6 +17,7 @@ Weights are rounded with exactly the stored scale, so that bfloat16's coarseness
 that the clip search can choose from. True bits per weight: b + 16 / group_size, + 8 / group_size if asymmetric.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,9 +25,11 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
+from ptq import bitstream
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
+from ptq.tiles import applies, tile_scales, untile_scales
 from quarot import integer_ops, tiled_ops
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
@@ -136,7 +139,7 @@ class IntegerFormat:
 
     def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         g = self.codebook.groups(k)
-        parts = {"codes": ((n, integer_ops.packed_size(k, self.bits)), torch.uint8), "scale": ((n, g), torch.int16)}
+        parts = {"codes": ((n, bitstream.packed_size(k, self.bits)), torch.uint8), "scale": ((n, g), torch.int16)}
         return parts if self.symmetric else {**parts, "zero": ((n, g), torch.uint8)}
 
     def pack(self, rounded: Rounded) -> Parts:
@@ -150,7 +153,7 @@ class IntegerFormat:
         self._check(parts, n, k)
         scale = parts["scale"].view(torch.bfloat16).float()
         zero = torch.full_like(scale, 2 ** (self.bits - 1), dtype=torch.uint8) if self.symmetric else parts["zero"]
-        return integer_ops.unpack(parts["codes"], self.bits, k), {"scale": scale, "zero": zero}
+        return bitstream.unpack(parts["codes"], self.bits, k), {"scale": scale, "zero": zero}
 
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
         parts = self.unprepack(parts)
@@ -176,24 +179,49 @@ class IntegerFormat:
         parts = parts if "tiles" in parts else self.prepack(parts, q.device)
         scale, zero = parts["scale"], parts.get("zero")
         if "tiles" not in parts:
-            codes = integer_ops.unpack(parts["codes"], self.bits, q.shape[-1])
+            codes = bitstream.unpack(parts["codes"], self.bits, q.shape[-1])
             return tiled_ops.product(q, q_scale, codes, scale, zero, bias, self.bits, self.group_size, dtype)
         n = parts["shape"].shape[0]
         return torch.ops.ptq.integer_linear_quantized(
             q, q_scale, parts["tiles"], scale, zero, bias, n, self.bits, self.group_size, dtype
         )
 
+    def linears(
+        self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]
+    ) -> list[Float[Tensor, "*t _n"]] | None:
+        """`linear` for several weights; None where they are not all in tiles."""
+        weights = _weights(parts, biases)
+        if weights is None:
+            return None
+        return torch.ops.ptq.integer_linears_tiled.default(x, *weights, self.bits, self.group_size)
+
+    def linears_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Sequence[Parts],
+        biases: Sequence[Tensor | None],
+        dtype: torch.dtype,
+    ) -> list[Float[Tensor, "*t _n"]] | None:
+        """`linear_quantized` for several weights; None where they are not all in tiles."""
+        weights = _weights(parts, biases)
+        if weights is None:
+            return None
+        return torch.ops.ptq.integer_linears_quantized.default(
+            q, q_scale, *weights, self.bits, self.group_size, dtype
+        )
+
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """On the CPU tiles (`tiled_ops`), and an empty part `shape` [n, k, 0]; where they don't fit, the same parts."""
+        """On the CPU tiles (`ptq.tiles`), and an empty part `shape` [n, k, 0]; where they don't fit, the same parts."""
         if "tiles" in parts:
             return parts
         parts = {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
-        if torch.device(device).type != "cpu" or not tiled_ops.applies(self.group_size):
+        if torch.device(device).type != "cpu" or not applies(self.group_size):
             return parts
         n, size = parts["codes"].shape
         k = size * 8 // self.bits  # or up to three too many: the zeros that fill the last byte count as codes here
         tiles = torch.ops.ptq.integer_prepack(parts["codes"], self.bits, k)
-        scales = {part: tiled_ops.tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
+        scales = {part: tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
         return {"tiles": tiles, **scales, "shape": tiles.new_empty(n, k, 0)}
 
     def unprepack(self, parts: Parts) -> Parts:
@@ -201,7 +229,7 @@ class IntegerFormat:
             return parts
         n, k = parts["shape"].shape[:2]
         codes = torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.bits, k)
-        scales = {part: tiled_ops.untile_scales(parts[part], n) for part in ("scale", "zero") if part in parts}
+        scales = {part: untile_scales(parts[part], n) for part in ("scale", "zero") if part in parts}
         return {"codes": codes, **scales}
 
     def _check(self, parts: Parts, n: int, k: int) -> None:
@@ -209,3 +237,13 @@ class IntegerFormat:
         if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
             want = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
             raise InputError(f"{self.name} [{n}, {k}]: expected the parts {want}; found {describe(parts)}")
+
+
+def _weights(parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[list[Any], ...] | None:
+    """Tiles, scales, zeros, biases and n of several weights, as the ops on lists take them."""
+    given = [bias for bias in biases if bias is not None]
+    if len(given) not in (0, len(biases)) or not all("tiles" in part for part in parts):
+        return None
+    zeros = [part["zero"] for part in parts] if "zero" in parts[0] else []
+    n = [part["shape"].shape[0] for part in parts]
+    return [part["tiles"] for part in parts], [part["scale"] for part in parts], zeros, given, n

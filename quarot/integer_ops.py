@@ -11,13 +11,13 @@ from jaxtyping import Float, Float32, Int16, Int64, UInt8
 from torch import Tensor
 
 from ptq import native
+from ptq.bitstream import unpack
 
 SCHEMAS = {
     "integer_fit": "(Tensor w, int bits, int group_size, bool symmetric, int steps, float floor) -> (Tensor, Tensor)",
     "integer_round": "(Tensor w, Tensor scale, Tensor zero, int bits, int group_size) -> Tensor",
     "integer_ldlq": "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor zero, Tensor group, int bits) "
     "-> (Tensor, Tensor)",
-    "integer_pack": "(Tensor codes, int bits) -> Tensor",
     "integer_linear": "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group_size) "
     "-> Tensor",
 }
@@ -100,47 +100,6 @@ def ldlq(
     return codes, error
 
 
-def _overlaps(bits: int, bytes_first: bool) -> tuple[int, int, list[tuple[int, int, int]]]:
-    """The shortest run of codes that fills whole bytes: codes and bytes in it, and every (code, byte, shift) where the
-    code's bits, shifted left by `shift`, fall into the byte."""
-    codes, size = 8 // math.gcd(bits, 8), bits // math.gcd(bits, 8)
-    hits = [(i, j, i * bits - 8 * j) for i in range(codes) for j in range(size) if -bits < i * bits - 8 * j < 8]
-    return codes, size, sorted(hits, key=lambda hit: hit[1] if bytes_first else hit[0])
-
-
-def _shifted(x: Tensor, shift: int) -> Tensor:
-    return x << shift if shift >= 0 else x >> -shift
-
-
-def packed_size(k: int | torch.SymInt, bits: int) -> int | torch.SymInt:
-    """Bytes of a row of k codes."""
-    return (k * bits + 7) // 8
-
-
-def pack(codes: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "n bytes"]:
-    """Little-endian bit stream of each row: code i is bits [i * bits, (i + 1) * bits); the last byte ends in zeros."""
-    n, k = codes.shape
-    run, size, hits = _overlaps(bits, bytes_first=True)
-    runs = -(-k // run)
-    x = torch.nn.functional.pad(codes, (0, runs * run - k)).view(n, runs, run)
-    out = codes.new_zeros(n, runs, size)
-    for i, j, shift in hits:
-        out[..., j] |= _shifted(x[..., i], shift)  # uint8: bits beyond the byte drop out
-    return out.view(n, -1)[:, : packed_size(k, bits)].contiguous()
-
-
-def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int | torch.SymInt) -> UInt8[Tensor, "n k"]:
-    """Inverse of `pack`."""
-    n = packed.shape[0]
-    run, size, hits = _overlaps(bits, bytes_first=False)
-    runs = -(-k // run)
-    x = torch.nn.functional.pad(packed, (0, runs * size - packed.shape[1])).view(n, runs, size)
-    out = packed.new_zeros(n, runs, run)
-    for i, j, shift in hits:
-        out[..., i] |= _shifted(x[..., j], -shift)
-    return (out & (2**bits - 1)).view(n, -1)[:, :k]
-
-
 def dequantize(
     codes: UInt8[Tensor, "n bytes"],
     scale: Int16[Tensor, "n g"],
@@ -194,7 +153,6 @@ REFERENCES = {
     "integer_fit": fit,
     "integer_round": round_nearest,
     "integer_ldlq": ldlq,
-    "integer_pack": pack,
     "integer_linear": linear,
 }
 FAKES = {
@@ -204,7 +162,6 @@ FAKES = {
         w.new_empty(w.shape, dtype=torch.uint8),
         w.new_empty(w.shape),
     ),
-    "integer_pack": lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits)),
     "integer_linear": lambda x, codes, scale, zero, bias, bits, group_size: x.new_empty(*x.shape[:-1], codes.shape[0]),
 }
 

@@ -1,10 +1,6 @@
 """Integer weights in the layout that the CPU kernels read: ops, with references in PyTorch. Not on disk.
 
-**Tiles**, layout version 1 (`csrc/integer_tiled/layout.h`): W[n, k] padded with zeros to super-blocks of 16 rows and 32
-columns. A code's bits are cut into planes (`PLANES`), the widest first, which holds the lowest bits. A plane of width p
-is p vectors of 64 bytes; byte 4 r + j of a vector (row r, j = 0..3) holds 8 / p fields, lowest bits first; field i of
-vector v belongs to column (v (8 / p) + i) 4 + j. So one instruction multiplies four neighbouring columns of sixteen
-rows with four activations, and a thread reads its rows as one stream.
+**Tiles** (`ptq.tiles`), and beside them:
 
 - `tiles` uint8 [row tiles, super-blocks, 64 bits]
 - `scale` int16 [row tiles, g, 16]: bits of bfloat16; `zero` uint8 likewise, or None where it is 2^(bits - 1)
@@ -12,79 +8,32 @@ rows with four activations, and a thread reads its rows as one stream.
 **Quantised tokens.** q int8 [*, k] and q_scale float32 [*] stand for x = q_scale * q. `integer_linear_quantized` is
 defined to the bit: per output and group I = sum of q (code - zero), an exact integer; in float32, group after group,
 acc = acc + scale * I, each operation rounded; y = acc * q_scale, then + bias, then the cast to the dtype asked for.
+
+**Several weights**, one input: `integer_linears_...` give the same numbers as one call for each, and wake the threads
+once. The lists `zero` and `bias` are empty, or have one tensor for each weight. No gradients.
 """
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
 from ptq import native
-from quarot import integer_ops
-
-ROWS, COLUMNS = 16, 32
-PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Widths of the planes of a code, from its lowest bits up."""
+from ptq.tiles import REFERENCES as TILE_REFERENCES
+from ptq.tiles import unpack, untile_scales
 
 SCHEMAS = {
-    "integer_prepack": "(Tensor codes, int bits, int k) -> Tensor",
-    "integer_unprepack": "(Tensor tiles, int n, int bits, int k) -> Tensor",
     "integer_linear_tiled": "(Tensor x, Tensor tiles, Tensor scale, Tensor? zero, Tensor? bias, int n, int bits, "
     "int group_size) -> Tensor",
     "integer_linear_quantized": "(Tensor q, Tensor q_scale, Tensor tiles, Tensor scale, Tensor? zero, Tensor? bias, "
     "int n, int bits, int group_size, ScalarType dtype) -> Tensor",
+    "integer_linears_tiled": "(Tensor x, Tensor[] tiles, Tensor[] scale, Tensor[] zero, Tensor[] bias, int[] n, "
+    "int bits, int group_size) -> Tensor[]",
+    "integer_linears_quantized": "(Tensor q, Tensor q_scale, Tensor[] tiles, Tensor[] scale, Tensor[] zero, "
+    "Tensor[] bias, int[] n, int bits, int group_size, ScalarType dtype) -> Tensor[]",
 }
-
-
-def applies(group_size: int) -> bool:
-    """Whether a weight with groups of this size can be tiled: no super-block may lie in two groups."""
-    return group_size % COLUMNS == 0
-
-
-def tile_scales(scale: Tensor) -> Tensor:
-    """[n, g] to [row tiles, g, 16], padded with zeros: for scales and zeros."""
-    n, g = scale.shape
-    tiles = -(-n // ROWS)
-    return torch.nn.functional.pad(scale, (0, 0, 0, tiles * ROWS - n)).view(tiles, ROWS, g).transpose(1, 2).contiguous()
-
-
-def untile_scales(scale: Tensor, n: int | torch.SymInt) -> Tensor:
-    """Inverse of `tile_scales`."""
-    return scale.transpose(1, 2).flatten(0, 1)[:n].contiguous()
-
-
-def prepack(codes: UInt8[Tensor, "n bytes"], bits: int, k: int) -> UInt8[Tensor, "tiles blocks size"]:
-    """Tiles from the packed rows of `integer_ops.pack`."""
-    code = integer_ops.unpack(codes, bits, k)
-    tiles, blocks = -(-code.shape[0] // ROWS), -(-k // COLUMNS)
-    code = torch.nn.functional.pad(code, (0, blocks * COLUMNS - k, 0, tiles * ROWS - code.shape[0]))
-    planes, shift = [], 0
-    for width in PLANES[bits]:
-        fields = ((code >> shift) & (2**width - 1)).view(tiles, ROWS, blocks, width, 8 // width, 4)
-        byte = fields[..., 0, :].clone()
-        for i in range(1, 8 // width):
-            byte |= fields[..., i, :] << (i * width)
-        planes.append(byte.permute(0, 2, 3, 1, 4).reshape(tiles, blocks, width * 64))
-        shift += width
-    return torch.cat(planes, 2)
-
-
-def unpack(tiles: UInt8[Tensor, "tiles blocks size"], n: int, bits: int, k: int | torch.SymInt) -> UInt8[Tensor, "n k"]:
-    """The codes, one in a byte."""
-    count, blocks = tiles.shape[:2]
-    code, shift, start = tiles.new_zeros(count, ROWS, blocks, COLUMNS), 0, 0
-    for width in PLANES[bits]:
-        byte = tiles[:, :, start * 64 : (start + width) * 64].reshape(count, blocks, width, 1, ROWS, 4)
-        fields = [(byte >> (i * width)) & (2**width - 1) for i in range(8 // width)]
-        code |= torch.cat(fields, 3).permute(0, 4, 1, 2, 3, 5).reshape(code.shape) << shift
-        shift, start = shift + width, start + width
-    return code.view(count * ROWS, blocks * COLUMNS)[:n, :k]
-
-
-def unprepack(
-    tiles: UInt8[Tensor, "tiles blocks size"], n: int, bits: int, k: int | torch.SymInt
-) -> UInt8[Tensor, "n bytes"]:
-    """Exact inverse of `prepack`."""
-    return integer_ops.pack(unpack(tiles, n, bits, k).contiguous(), bits)
 
 
 def dequantize(
@@ -162,6 +111,13 @@ def linear_quantized(
     return product(q, q_scale, codes, untile_scales(scale, n), flat, bias, bits, group_size, dtype)
 
 
+def linears(one: str, inputs: tuple[Tensor, ...], weights: Sequence[Sequence[Any]], *rest: Any) -> list[Tensor]:
+    """One call of the op `one` for every weight: `weights` are the lists of tiles, scales, zeros, biases and n."""
+    count = len(weights[0])
+    each = zip(*(column or [None] * count for column in weights), strict=True)
+    return [getattr(torch.ops.ptq, one)(*inputs, *weight, *rest) for weight in each]
+
+
 def _linear_setup(ctx, inputs, output) -> None:
     x, tiles, scale, zero, bias, n, bits, group_size = inputs
     ctx.save_for_backward(tiles, scale, zero)
@@ -180,18 +136,27 @@ def _linear_backward(ctx, grad: Tensor):
 
 
 REFERENCES = {
-    "integer_prepack": prepack,
-    "integer_unprepack": unprepack,
+    **TILE_REFERENCES,
     "integer_linear_tiled": linear_tiled,
     "integer_linear_quantized": linear_quantized,
+    "integer_linears_tiled": lambda x, tiles, scale, zero, bias, n, *rest: linears(
+        "integer_linear_tiled", (x,), (tiles, scale, zero, bias, n), *rest
+    ),
+    "integer_linears_quantized": lambda q, q_scale, tiles, scale, zero, bias, n, *rest: linears(
+        "integer_linear_quantized", (q, q_scale), (tiles, scale, zero, bias, n), *rest
+    ),
 }
 FAKES = {
-    "integer_prepack": lambda codes, bits, k: codes.new_empty(-(-codes.shape[0] // ROWS), -(-k // COLUMNS), 64 * bits),
-    "integer_unprepack": lambda tiles, n, bits, k: tiles.new_empty(n, integer_ops.packed_size(k, bits)),
     "integer_linear_tiled": lambda x, tiles, scale, zero, bias, n, bits, group_size: x.new_empty(*x.shape[:-1], n),
     "integer_linear_quantized": lambda q, q_scale, tiles, scale, zero, bias, n, bits, group_size, dtype: q.new_empty(
         *q.shape[:-1], n, dtype=dtype
     ),
+    "integer_linears_tiled": lambda x, tiles, scale, zero, bias, n, bits, group_size: [
+        x.new_empty(*x.shape[:-1], size) for size in n
+    ],
+    "integer_linears_quantized": lambda q, q_scale, tiles, scale, zero, bias, n, bits, group_size, dtype: [
+        q.new_empty(*q.shape[:-1], size, dtype=dtype) for size in n
+    ],
 }
 
 for op, schema in SCHEMAS.items():

@@ -2,6 +2,7 @@
 
 python scripts/bench_quantize.py layer --k 11008     GPTQ of one layer from its Hessian
 python scripts/bench_quantize.py rtn                 a 3 GB model to INT4 against a copy of its files
+python scripts/bench_quantize.py fp6                 the same model to small floats
 python scripts/bench_quantize.py gptq-block          GPTQ of two blocks of a 7B model's shape: memory and phases
 python scripts/bench_quantize.py resume              20 kills at random moments, then the bytes compared
 
@@ -132,25 +133,29 @@ class Run:
     result: dict[str, Any]
 
 
-def quantize(model: Path, out: Path, threads: int, **recipe: Any) -> Run:
+def quantize(model: Path, out: Path, threads: int, method: str = "quarot", **recipe: Any) -> Run:
     """Run `measured` in a fresh process."""
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(out.with_name(f"{out.name}.work"), ignore_errors=True)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, "measured", str(model), str(out), json.dumps(recipe)]
+    command = [sys.executable, __file__, "measured", method, str(model), str(out), json.dumps(recipe)]
     start = time.perf_counter()
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     return Run(time.perf_counter() - start, **json.loads(done.stdout))
 
 
 @app.command(hidden=True)
-def measured(model: Path, out: Path, recipe_json: str) -> None:
-    """Quantise, and print what it took: the command `quantize quarot` with a clock around every kind of task."""
+def measured(method: str, model: Path, out: Path, recipe_json: str) -> None:
+    """Quantise, and print what it took: the command `quantize METHOD` with a clock around every kind of task."""
     start = time.perf_counter()
     import ptq
     from ptq import pipeline
     from ptq.tasks import Tasks
-    from quarot.plan import QuarotRecipe
+
+    if method == "fp6":
+        from fp6.plan import Fp6Recipe as Recipe
+    else:
+        from quarot.plan import QuarotRecipe as Recipe
 
     imports, baseline = time.perf_counter() - start, peak_memory()
     seconds: dict[str, float] = defaultdict(float)
@@ -173,7 +178,7 @@ def measured(model: Path, out: Path, recipe_json: str) -> None:
     for name in ("complete", "write_record"):
         clocked(pipeline, name)
     clocked(pipeline.proof, "reload")
-    result = ptq.quantize(model, out, QuarotRecipe(**json.loads(recipe_json)), ptq.RunOptions(progress=False))
+    result = ptq.quantize(model, out, Recipe(**json.loads(recipe_json)), ptq.RunOptions(progress=False))
     phases = {name: (seconds[name], peaks[name]) for name in seconds}
     found = {"nbytes": result.nbytes, "bits_per_weight": result.bits_per_weight}
     times = {"imports": imports, "baseline": baseline, "peak": peak_memory(), "phases": phases}
@@ -215,6 +220,27 @@ def rtn(
     folder: Folder = FOLDER,
 ) -> None:
     """Round a 3 GB model to INT4 and compare with a copy of its files, turn by turn; the page cache is warm."""
+    what = f"RTN INT4 {'rotated' if rotate else 'not rotated'}"
+    against_copy(what, repeats, threads, folder, rounding="nearest", rotate=rotate, group_size=group_size)
+
+
+@app.command()
+def fp6(
+    element: str = "e2m3",
+    group_size: int = 0,
+    scale_search: str = "absmax",
+    repeats: Repeats = 3,
+    threads: Threads = CORES,
+    folder: Folder = FOLDER,
+) -> None:
+    """Round a 3 GB model to small floats and compare with a copy of its files, as `rtn` does."""
+    options = {"element": element, "group_size": group_size, "scale_search": scale_search}
+    what = f"FP6 {' '.join(map(str, options.values()))}"
+    against_copy(what, repeats, threads, folder, method="fp6", **options)
+
+
+def against_copy(what: str, repeats: int, threads: int, folder: Path, **recipe: Any) -> None:
+    """Quantise the small model, and copy its files, turn by turn."""
     model = random_model(SMALL, folder)
     nbytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     copies, runs = [], []
@@ -222,11 +248,11 @@ def rtn(
     for _ in range(repeats):
         copies.append(copy_files(model, folder / "copy"))
         shutil.rmtree(folder / "copy")
-        runs.append(quantize(model, folder / "rtn", threads, rounding="nearest", rotate=rotate, group_size=group_size))
+        runs.append(quantize(model, folder / "rtn", threads, **recipe))
     copy, run = median(copies), sorted(runs, key=lambda run: run.whole)[len(runs) // 2]
     ratio = median(copy / run.whole for copy, run in zip(copies, runs, strict=True))
     work = median(copy / (run.whole - run.imports) for copy, run in zip(copies, runs, strict=True))
-    print(f"RTN INT4 of {nbytes / 1e9:.2f} GB, {'rotated' if rotate else 'not rotated'}, {threads} threads: "
+    print(f"{what} of {nbytes / 1e9:.2f} GB, {threads} threads: "
           f"{run.whole:.1f} s ({nbytes / run.whole / 1e9:.2f} GB/s), of it {run.imports:.1f} s imports; "
           f"copy {copy:.1f} s ({nbytes / copy / 1e9:.2f} GB/s); {100 * ratio:.0f} % of the copy's speed "
           f"({100 * work:.0f} % without imports); peak memory {run.peak / 1e6:.0f} MB")  # fmt: skip

@@ -28,7 +28,7 @@ import ptq
 from ptq.demo import demo_path
 from ptq.evaluate import Windows, perplexity, windows_from_text
 from ptq.pipeline import Result
-from ptq.recipe import Rounding
+from ptq.recipe import Recipe, Rounding
 from quarot.plan import QuarotRecipe
 
 BITS = (8, 6, 4, 3, 2)
@@ -107,7 +107,7 @@ def losses(model: PreTrainedModel, windows: Windows) -> list[float]:
     return [perplexity(model, replace(windows, tokens=row[None])).loss for row in windows.tokens]
 
 
-def quantised(task: Task, recipe: QuarotRecipe) -> tuple[Result, list[float]]:
+def quantised(task: Task, recipe: Recipe) -> tuple[Result, list[float]]:
     """Quantise into a temporary folder, load what was written, and measure the losses of it."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out"

@@ -15,12 +15,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from ptq import formats, hadamard
+from ptq import bitstream, formats, hadamard
 from ptq.families import Family
 from ptq.formats import Codebook, Format
 from ptq.header import read_header
 from ptq.rounding import nearest
-from quarot import integer_ops
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("architecture", "format", "math", "add-a-family", "add-a-codebook", "add-a-kernel")
@@ -138,7 +137,7 @@ def test_golden_bytes_cover_every_width_and_are_those_of_the_tests():
 def test_golden_bytes(bits: int, codes: list[int], packed: str):
     assert read_codes(bytes.fromhex(packed), bits, len(codes)) == codes
     code = torch.tensor([codes], dtype=torch.uint8)
-    assert bytes(integer_ops.pack(code, bits)[0].tolist()).hex() == packed
+    assert bytes(bitstream.pack(code, bits)[0].tolist()).hex() == packed
 
 
 def test_the_whole_weight_of_the_page():

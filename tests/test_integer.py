@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptq import formats, native, rounding
+from ptq import bitstream, formats, native, rounding
 from ptq.errors import InputError
 from quarot import integer_ops as ops
 from quarot.integer import IntegerFormat, IntegerGrid
@@ -29,14 +29,14 @@ def codes_of(n: int, k: int, bits: int) -> torch.Tensor:
 def implementation(request):
     """The ops of one implementation: the reference, or the native kernels at one instruction set."""
     if request.param == "reference":
-        yield ops.REFERENCES
+        yield {**ops.REFERENCES, "integer_pack": bitstream.pack}
         return
     if not native.available():
         pytest.skip("native kernels are not built")
     try:
         if native.set_cpu_level(request.param) != request.param:
             pytest.skip(f"this machine has no {request.param}")
-        yield {name: getattr(torch.ops.ptq, name) for name in ops.REFERENCES}
+        yield {name: getattr(torch.ops.ptq, name) for name in (*ops.REFERENCES, "integer_pack")}
     finally:
         native.set_cpu_level(None)
 
@@ -66,8 +66,8 @@ def test_unpack_inverts_pack_for_every_width(bits, implementation):
         codes = codes_of(3, k, bits)
         packed = implementation["integer_pack"](codes, bits)
         assert packed.shape == (3, -(-k * bits // 8))
-        assert torch.equal(ops.unpack(packed, bits, k), codes)
-        assert torch.equal(packed, ops.pack(codes, bits))
+        assert torch.equal(bitstream.unpack(packed, bits, k), codes)
+        assert torch.equal(packed, bitstream.pack(codes, bits))
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

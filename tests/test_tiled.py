@@ -9,9 +9,10 @@ from conftest import save_model
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import formats, native, rounding
+import ptq.tiles
+from ptq import bitstream, formats, native, rounding
 from ptq.linear import QuantLinear
-from quarot import integer_ops, tiled_ops
+from quarot import tiled_ops
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
@@ -45,7 +46,7 @@ def random_parts(format: IntegerFormat, n: int, k: int) -> formats.Parts:
     codes = torch.randint(0, top, (n, k), dtype=torch.uint8, generator=generator)
     codes[0], codes[-1] = 0, top - 1
     scale = (torch.randn(n, g, generator=generator) * 0.1).bfloat16().view(torch.int16)
-    parts = {"codes": integer_ops.pack(codes, format.bits), "scale": scale}
+    parts = {"codes": bitstream.pack(codes, format.bits), "scale": scale}
     zero = torch.randint(0, top, (n, g), dtype=torch.uint8, generator=generator)
     zero[0], zero[-1] = top - 1, 0
     return parts if format.symmetric else {**parts, "zero": zero}
@@ -81,24 +82,24 @@ def exact_product(q, q_scale, format, parts, bias) -> torch.Tensor:
 @pytest.mark.parametrize("bits", BITS)
 def test_unpack_inverts_pack(bits, implementation):
     for n, k, _ in [*SHAPES, (15, 31, 0), (48, 33, 0)]:
-        rows = integer_ops.pack(torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=draw(k)), bits)
+        rows = bitstream.pack(torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=draw(k)), bits)
         tiles = implementation["integer_prepack"](rows, bits, k)
         assert tiles.shape == (-(-n // 16), -(-k // 32), 64 * bits)
-        assert torch.equal(tiles, tiled_ops.prepack(rows, bits, k))
+        assert torch.equal(tiles, ptq.tiles.prepack(rows, bits, k))
         assert torch.equal(implementation["integer_unprepack"](tiles, n, bits, k), rows)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_bit_is_where_the_layout_says(bits, implementation):
-    """Golden bytes from the text of `tiled_ops`: one code at a time, all ones."""
+    """Golden bytes from the text of `ptq.tiles`: one code at a time, all ones."""
     n, k, top = 20, 40, 2**bits - 1
     for row, column in [(0, 0), (3, 6), (15, 31), (19, 39), (7, 29), (16, 2)]:
         codes = torch.zeros(n, k, dtype=torch.uint8)
         codes[row, column] = top
-        tiles = implementation["integer_prepack"](integer_ops.pack(codes, bits), bits, k)
+        tiles = implementation["integer_prepack"](bitstream.pack(codes, bits), bits, k)
         expected, start = torch.zeros(2, 2, 64 * bits, dtype=torch.uint8), 0
         quad, j = divmod(column % 32, 4)
-        for width in tiled_ops.PLANES[bits]:
+        for width in ptq.tiles.PLANES[bits]:
             vector, field = divmod(quad, 8 // width)
             expected[row // 16, column // 32, (start + vector) * 64 + 4 * (row % 16) + j] = (
                 2**width - 1
@@ -110,7 +111,7 @@ def test_every_bit_is_where_the_layout_says(bits, implementation):
 def test_golden_bytes(implementation):
     """INT4, one tile, code (row + column) % 16: row 0 begins with columns 0..3 and 4..7 in the halves of 4 bytes."""
     codes = (torch.arange(16)[:, None] + torch.arange(32)).remainder(16).byte()
-    tiles = implementation["integer_prepack"](integer_ops.pack(codes, 4), 4, 32)
+    tiles = implementation["integer_prepack"](bitstream.pack(codes, 4), 4, 32)
     first = bytes(tiles[0, 0, :12].tolist()).hex()
     assert first == "40516273" + "51627384" + "62738495"  # rows 0, 1, 2
     assert bytes(tiles[0, 0, 64:68].tolist()).hex() == "c8d9eafb"  # row 0, columns 8..15

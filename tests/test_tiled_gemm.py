@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ptq.tiles
 from ptq import native
 from quarot import tiled_ops
 
@@ -43,8 +44,8 @@ def arguments(n, k, t, bits, group, symmetric, extreme=False):
 def multiply(q, q_scale, parts, bias, bits, group, dtype=torch.float32):
     """The native op, on tiles made by the references."""
     codes, scale, zero = parts
-    tiles = tiled_ops.prepack(torch.ops.ptq.integer_pack(codes, bits), bits, codes.shape[1])
-    tiled = [None if x is None else tiled_ops.tile_scales(x) for x in (scale, zero)]
+    tiles = ptq.tiles.prepack(torch.ops.ptq.integer_pack(codes, bits), bits, codes.shape[1])
+    tiled = [None if x is None else ptq.tiles.tile_scales(x) for x in (scale, zero)]
     return torch.ops.ptq.integer_linear_quantized(q, q_scale, tiles, *tiled, bias, codes.shape[0], bits, group, dtype)
 
 

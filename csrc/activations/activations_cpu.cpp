@@ -9,6 +9,7 @@
 
 #include "activations/quantize.h"
 #include "common/cpu_level.h"
+#include "common/tensors.h"
 
 namespace ptq::activations {
 
@@ -36,10 +37,9 @@ std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double
     const Quantizer z = quantizer(bits, clip);
     STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
     const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
-    const Tensor in = torch::stable::contiguous(direct ? x : torch::stable::to(x, ScalarType::Float));
+    const Tensor in = compact(direct ? x : torch::stable::to(x, ScalarType::Float));
     const auto sizes = in.sizes();
-    const Tensor q = torch::stable::empty(sizes, ScalarType::Char);
-    const Tensor scale = torch::stable::empty({sizes.data(), sizes.size() - 1}, ScalarType::Float);
+    const Tensor q = fresh(sizes, ScalarType::Char), scale = fresh(sizes.slice(0, sizes.size() - 1), ScalarType::Float);
     const int64_t k = in.size(-1), t = scale.numel();
     const void* from = in.const_data_ptr();
     int8_t* to = static_cast<int8_t*>(q.mutable_data_ptr());

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
+#include "common/tensors.h"
 #include "dense/kernels.h"
 
 namespace ptq::dense {
@@ -23,10 +24,6 @@ const Kernels& kernels() {
     if (cpu_level() >= CpuLevel::avx2) return avx2;
 #endif
     return portable;
-}
-
-Tensor compact(const Tensor& x) {  // without a call where it is
-    return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -45,7 +42,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     const Tensor in = compact(x), w = compact(weight);
     std::optional<Tensor> b;
     if (bias) b = compact(*bias);
-    const Tensor out = torch::stable::empty({sizes.data(), sizes.size()}, type);
+    const Tensor out = fresh(sizes, type);
     const std::unique_ptr<float[]> spread(new float[t * spread_size(k)]);
     const Linear p{type == ScalarType::Float ? Number::float32 : Number::bfloat16,
                    in.const_data_ptr(),

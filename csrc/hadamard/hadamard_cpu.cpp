@@ -15,6 +15,7 @@
 
 #include "activations/quantize.h"
 #include "common/cpu_level.h"
+#include "common/tensors.h"
 #include "hadamard/transform.h"
 
 namespace ptq::hadamard {
@@ -73,7 +74,7 @@ std::optional<Tensor> checked(const std::optional<Tensor>& signs, const Tensor& 
     const ScalarType computes = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
     STD_TORCH_CHECK(signs->numel() == x.size(dim) && signs->scalar_type() == computes,
                     "hadamard: signs must be one float (float64 for float64) per element of the axis, ", x.size(dim));
-    return torch::stable::contiguous(*signs);
+    return compact(*signs);
 }
 
 // x and out: contiguous, of a type that the kernel knows.
@@ -99,10 +100,10 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
 Tensor hadamard(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
                 int64_t dim, bool transpose) {
     const ScalarType type = x.scalar_type();
-    Tensor in = torch::stable::contiguous(x);
+    Tensor in = compact(x);
     const bool direct = type == ScalarType::Float || type == ScalarType::Double || type == ScalarType::BFloat16;
     if (!direct) in = torch::stable::to(in, ScalarType::Float);
-    Tensor out = torch::stable::empty(in.sizes(), in.scalar_type());
+    Tensor out = fresh(in.sizes(), in.scalar_type());
     run(in, signs, factors, order, dim, transpose, out);
     return direct ? out : torch::stable::to(out, type);
 }
@@ -123,15 +124,14 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
     constexpr int64_t scratch_bytes = 1 << 15;
     const activations::Quantizer quantizer = activations::quantizer(bits, clip);
     const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
-    const Tensor in = torch::stable::contiguous(direct ? x : torch::stable::to(x, ScalarType::Float));
+    const Tensor in = compact(direct ? x : torch::stable::to(x, ScalarType::Float));
     Problem p = problem(in, factors, order, -1, false);
     const std::optional<Tensor> plain_signs = checked(signs, in, in.dim() - 1);
     if (plain_signs) p.signs = plain_signs->const_data_ptr();
     const bool narrow = p.storage == Storage::bfloat16;
     if (narrow) p.storage = Storage::bfloat16_to_float32;
     const auto sizes = in.sizes();
-    const Tensor q = torch::stable::empty(sizes, ScalarType::Char);
-    const Tensor scale = torch::stable::empty({sizes.data(), sizes.size() - 1}, ScalarType::Float);
+    const Tensor q = fresh(sizes, ScalarType::Char), scale = fresh(sizes.slice(0, sizes.size() - 1), ScalarType::Float);
     const int64_t t = p.outer, k = p.blocks * p.order;
     const char* from = static_cast<const char*>(in.const_data_ptr());
     int8_t* to = static_cast<int8_t*>(q.mutable_data_ptr());

@@ -18,32 +18,6 @@ constexpr bool in_pairs = false;
 // --- x
 // ----------------------------------------------------------------------------------------------------------------
 
-// The first `count` of sixteen numbers, from element `at` of x on, then zeros.
-inline Lanes read(const Floats& p, int64_t at, int64_t count) {
-    if (p.x_type == Number::float32) return integer::load(static_cast<const float*>(p.x) + at, count);
-    const auto* from = static_cast<const uint16_t*>(p.x) + at;
-    Words words{};
-    if (count == tile_rows)
-        std::memcpy(&words, from, sizeof words);
-    else
-        std::memcpy(&words, from, count * sizeof(uint16_t));
-    return (Lanes)(__builtin_convertvector(words, Dwords) << 16);
-}
-
-// The 32 columns of a super-block as bfloat16: bytes of one part. The parts of a super-block follow each other.
-constexpr int64_t part_bytes = block_columns * 2;
-
-// Sixteen columns as bfloat16: quad c of four becomes the pairs (c, c + 2), (c + 1, c + 3), as codes lie in a dword.
-inline void store_pairs(uint8_t* to, Lanes x, int parts) {
-    for (int i = 0; i < parts; i++) {
-        const Dwords high = (Dwords)x & 0xffff0000u;
-        const Words words = __builtin_convertvector(high >> 16, Words);
-        const Words pairs = __builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-        std::memcpy(to + i * part_bytes, &pairs, sizeof pairs);
-        x -= (Lanes)high;  // exact
-    }
-}
-
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k, size = p.w.group_blocks * block_columns;
     const int parts = p.x_type == Number::float32 ? 3 : 1;
@@ -51,7 +25,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
         for (int64_t g = 0; g < p.w.groups; g++) {
             Lanes sum{};
             for (int64_t i = g * size; i < (g + 1) * size; i += tile_rows) {
-                const Lanes x = read(p, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
+                const Lanes x = read(p.x, p.x_type, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
                 sum += x;
                 uint8_t* to = p.spread + t * p.spread_stride;
                 if (in_pairs)

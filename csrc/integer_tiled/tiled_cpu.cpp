@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
+#include "common/tensors.h"
 #include "integer_tiled/gemm_kernels.h"
 #include "integer_tiled/kernels.h"
 #include "integer_tiled/layout.h"
@@ -39,10 +40,6 @@ void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int
     const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
     if (units <= grain) return kernel(p, 0, units);
     torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
-}
-
-Tensor compact(const Tensor& x) {  // without a call where it is
-    return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
 void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
@@ -96,7 +93,7 @@ Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>&
 Tensor empty_result(const Tensor& x, int64_t n, ScalarType type) {
     std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
     sizes.back() = n;
-    return empty({sizes.data(), sizes.size()}, type);
+    return fresh(sizes, type);
 }
 
 // Kernels write float32 or bfloat16 themselves.
@@ -122,67 +119,134 @@ Tensor padded(const Tensor& q, int64_t t, int64_t k) {
     return wide;
 }
 
+using Tensors = std::vector<Tensor>;
+
+// Weights that share an input: `zero` and `bias` are empty, or one for each.
+std::vector<Held> hold_all(const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias,
+                           const std::vector<int64_t>& n, int64_t k, int64_t bits, int64_t group_size) {
+    const size_t count = n.size();
+    STD_TORCH_CHECK(count > 0 && tiles.size() == count && scale.size() == count &&
+                        (zero.empty() || zero.size() == count) && (bias.empty() || bias.size() == count),
+                    "integer tiles: lists of different lengths");
+    std::vector<Held> held;
+    held.reserve(count);
+    for (size_t i = 0; i < count; i++)
+        held.push_back(hold(tiles[i], scale[i], zero.empty() ? std::nullopt : std::optional(zero[i]),
+                            bias.empty() ? std::nullopt : std::optional(bias[i]), n[i], k, bits, group_size));
+    return held;
+}
+
+// The row tiles of all problems as one range of units: threads are woken once, and share all of it evenly.
+template <class Problem>
+void run_rows(void (*kernel)(const Problem&, int64_t, int64_t), const std::vector<Problem>& problems) {
+    const Problem& one = problems.front();
+    int64_t total = 0;
+    for (const Problem& p : problems) total += row_tiles(p.w.n);
+    const int64_t unit_codes = tile_rows * one.w.k * std::max(int64_t{1}, one.t / 4);
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
+    const auto work = [&](int64_t first, int64_t last) {
+        for (const Problem& p : problems) {
+            const int64_t units = row_tiles(p.w.n), from = std::max(first, int64_t{0}), to = std::min(last, units);
+            if (from < to) kernel(p, from, to);
+            first -= units, last -= units;
+        }
+    };
+    if (total <= grain) return work(0, total);
+    torch::stable::parallel_for(0, total, grain, work);
+}
+
+int64_t tokens_of(const Tensor& x) {
+    int64_t t = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
+    return t;
+}
+
+Tensors cast(Tensors results, ScalarType dtype) {
+    if (results.front().scalar_type() != dtype)
+        for (Tensor& y : results) y = torch::stable::to(y, dtype);
+    return results;
+}
+
+Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, int64_t group_size,
+                           ScalarType dtype) {
+    const int64_t k = q.size(-1), t = tokens_of(q), groups = held.front().w.groups;
+    STD_TORCH_CHECK(q_scale.numel() == t, "integer_linear_quantized: q_scale must have ", t, " elements");
+    const Tensor tokens = padded(q, t, k), token_scale = as_float(q_scale);
+    const std::unique_ptr<int32_t[]> sums(new int32_t[t * groups]);
+    const int64_t stride = blocks_in(k) * block_columns;
+    const auto* q_data = static_cast<const int8_t*>(tokens.const_data_ptr());
+    const auto* scales = static_cast<const float*>(token_scale.const_data_ptr());
+    Tensors results;
+    std::vector<Quantized> problems;
+    for (const Held& h : held) {
+        results.push_back(empty_result(q, h.w.n, kernel_type(dtype)));
+        problems.push_back({h.w, q_data, stride, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
+                            number_of(dtype), t});
+    }
+    if (t > few_tokens && held.front().w.group_blocks <= gemm_blocks) {
+        for (const Quantized& p : problems) many_tokens(p);
+    } else if (t) {
+        run(kernels().sums, Sums{q_data, stride, k, group_size ? group_size : k, groups, sums.get()}, t, k / 4);
+        run_rows(kernels().quantized, problems);
+    }
+    return cast(std::move(results), dtype);
+}
+
+Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
+    const int64_t k = x.size(-1), t = tokens_of(x);
+    const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
+    const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
+    Tensors results;
+    for (const Held& h : held) results.push_back(empty_result(x, h.w.n, inside));
+    const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
+    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
+    const std::unique_ptr<float[]> sums(new float[most * held.front().w.groups]);
+    for (int64_t from = 0; from < t; from += most) {
+        std::vector<Floats> problems;
+        for (size_t i = 0; i < held.size(); i++)
+            problems.push_back({held[i].w, static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
+                                number_of(inside), spread.get(), spread_bytes(k), sums.get(), held[i].bias_data(),
+                                static_cast<uint8_t*>(results[i].mutable_data_ptr()) + from * held[i].w.n * size,
+                                number_of(inside), std::min(most, t - from)});
+        run(kernels().spread, problems.front(), problems.front().t, k);
+        run_rows(kernels().floats, problems);
+    }
+    return cast(std::move(results), dtype);
+}
+
+void check_input(const Tensor& q) {
+    STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "integer_linear_quantized: q must be int8");
+}
+
 Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
                         const std::optional<Tensor>& zero, const std::optional<Tensor>& bias, int64_t n, int64_t bits,
                         int64_t group_size, ScalarType dtype) {
-    STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "integer_linear_quantized: q must be int8");
-    const int64_t k = q.size(-1);
-    int64_t t = 1;
-    for (int64_t i = 0; i + 1 < q.dim(); i++) t *= q.size(i);
-    STD_TORCH_CHECK(q_scale.numel() == t, "integer_linear_quantized: q_scale must have ", t, " elements");
-    const Held h = hold(tiles, scale, zero, bias, n, k, bits, group_size);
-    const Tensor tokens = padded(q, t, k), token_scale = as_float(q_scale);
-    const std::unique_ptr<int32_t[]> sums(new int32_t[t * h.w.groups]);
-    const Tensor out = empty_result(q, n, kernel_type(dtype));
-    const int64_t stride = blocks_in(k) * block_columns;
-    const auto* q_data = static_cast<const int8_t*>(tokens.const_data_ptr());
-    const Quantized p{h.w,
-                      q_data,
-                      stride,
-                      static_cast<const float*>(token_scale.const_data_ptr()),
-                      sums.get(),
-                      h.bias_data(),
-                      out.mutable_data_ptr(),
-                      number_of(dtype),
-                      t};
-    if (t > few_tokens && h.w.group_blocks <= gemm_blocks) {
-        many_tokens(p);
-    } else {
-        run(kernels().sums, Sums{q_data, stride, k, group_size ? group_size : k, h.w.groups, sums.get()}, t, k / 4);
-        run(kernels().quantized, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
-    }
-    return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
+    check_input(q);
+    std::vector<Held> held;
+    held.push_back(hold(tiles, scale, zero, bias, n, q.size(-1), bits, group_size));
+    return multiply_quantized(q, q_scale, held, group_size, dtype).front();
+}
+
+Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors& tiles, const Tensors& scale,
+                          const Tensors& zero, const Tensors& bias, const std::vector<int64_t>& n, int64_t bits,
+                          int64_t group_size, ScalarType dtype) {
+    check_input(q);
+    const std::vector<Held> held = hold_all(tiles, scale, zero, bias, n, q.size(-1), bits, group_size);
+    return multiply_quantized(q, q_scale, held, group_size, dtype);
 }
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
                     const std::optional<Tensor>& bias, int64_t n, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(x.dim() > 0, "integer_linear_tiled: x has no axis");
-    const int64_t k = x.size(-1);
-    const Held h = hold(tiles, scale, zero, bias, n, k, bits, group_size);
-    const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
-    const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
-    const Tensor out = empty_result(x, n, inside);
-    int64_t t = 1;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
-    const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
-    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
-    const std::unique_ptr<float[]> sums(new float[most * h.w.groups]);
-    for (int64_t from = 0; from < t; from += most) {
-        const int64_t tokens = std::min(most, t - from);
-        const Floats p{h.w,
-                       static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
-                       number_of(inside),
-                       spread.get(),
-                       spread_bytes(k),
-                       sums.get(),
-                       h.bias_data(),
-                       static_cast<uint8_t*>(out.mutable_data_ptr()) + from * n * size,
-                       number_of(inside),
-                       tokens};
-        run(kernels().spread, p, tokens, k);
-        run(kernels().floats, p, row_tiles(n), tile_rows * k * std::max(int64_t{1}, tokens / 4));
-    }
-    return inside == dtype ? out : torch::stable::to(out, dtype);
+    std::vector<Held> held;
+    held.push_back(hold(tiles, scale, zero, bias, n, x.size(-1), bits, group_size));
+    return multiply_floats(x, held).front();
+}
+
+Tensors linears_tiled(const Tensor& x, const Tensors& tiles, const Tensors& scale, const Tensors& zero,
+                      const Tensors& bias, const std::vector<int64_t>& n, int64_t bits, int64_t group_size) {
+    STD_TORCH_CHECK(x.dim() > 0, "integer_linear_tiled: x has no axis");
+    return multiply_floats(x, hold_all(tiles, scale, zero, bias, n, x.size(-1), bits, group_size));
 }
 
 Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
@@ -224,4 +288,6 @@ STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("integer_unprepack", TORCH_BOX(&ptq::integer_tiled::unprepack));
     m.impl("integer_linear_tiled", TORCH_BOX(&ptq::integer_tiled::linear_tiled));
     m.impl("integer_linear_quantized", TORCH_BOX(&ptq::integer_tiled::linear_quantized));
+    m.impl("integer_linears_tiled", TORCH_BOX(&ptq::integer_tiled::linears_tiled));
+    m.impl("integer_linears_quantized", TORCH_BOX(&ptq::integer_tiled::linears_quantized));
 }

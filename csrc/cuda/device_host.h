@@ -1,0 +1,344 @@
+// device.h on a CPU, for tests: every thread of a block is a fiber, and all run in turn up to the next barrier, shuffle
+// or mma; blocks run one after the other. What a GPU would leave to chance is made visible:
+//   - threads and blocks run forwards or backwards, asynchronous copies land as late or as early as they may
+//     (`Schedule`): a missing barrier or wait shows in one of the two
+//   - shared memory starts as NaNs and ends at a page that must not be touched; so do the buffers of `guarded`
+//   - a misaligned vector access, a barrier that not all threads reach, an access beyond the end: errors of `launch`
+#pragma once
+
+#include <setjmp.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "cuda/numbers_host.h"
+
+#define PTQ_KERNEL(threads, blocks)
+#define PTQ_DEVICE inline
+#define PTQ_BOTH inline
+#define PTQ_UNROLL
+
+namespace ptq::cuda {
+
+using Stream = void*;
+
+// --- fibers ----------------------------------------------------------------------------------------------------------
+
+struct Copy {
+    void* to;
+    const void* from;
+    int bytes;
+};
+
+struct Fiber {
+    std::vector<std::byte> stack;
+    ucontext_t context;
+    jmp_buf point;
+    bool started, done, waiting;
+    std::vector<std::vector<Copy>> copies;  // groups; the last one is not committed yet
+};
+
+// What lanes give to and get from an exchange in their warp.
+struct Exchange {
+    int arrived;
+    int kind;  // which instruction: all lanes must be at the same one
+    uint32_t in[32][10], out[32][4];
+};
+
+struct Machine {
+    bool backwards = false;  // see above
+    std::vector<Fiber> fibers;
+    std::vector<Exchange> warps;
+    int threads = 0, current = 0, at_barrier = 0;
+    unsigned block[3] = {};
+    uint8_t* shared = nullptr;
+    ucontext_t home_context;
+    jmp_buf home;
+    sigjmp_buf fault;
+    void (*body)(const void*) = nullptr;
+    const void* parameters = nullptr;
+    char error[200] = {};
+};
+inline Machine machine;
+
+[[noreturn]] inline void fail(const char* what) {
+    Machine& m = machine;
+    std::snprintf(m.error, sizeof m.error, "%s (block %u %u %u, thread %d)", what, m.block[0], m.block[1], m.block[2],
+                  m.current);
+    siglongjmp(m.fault, 1);
+}
+inline void on_fault(int, siginfo_t*, void*) {
+    fail("access beyond the end of a buffer");
+}
+
+inline void fiber_main() {
+    machine.body(machine.parameters);
+    machine.fibers[machine.current].done = true;
+    _longjmp(machine.home, 1);
+}
+inline void pause() {  // until another fiber clears `waiting`
+    Fiber& f = machine.fibers[machine.current];
+    f.waiting = true;
+    if (!_setjmp(f.point)) _longjmp(machine.home, 1);
+}
+inline void resume(int t) {
+    Fiber& f = machine.fibers[t];
+    machine.current = t;
+    if (_setjmp(machine.home)) return;
+    if (f.started) _longjmp(f.point, 1);
+    f.started = true;
+    swapcontext(&machine.home_context, &f.context);
+}
+
+inline void run_block() {
+    Machine& m = machine;
+    m.at_barrier = 0;
+    for (Exchange& e : m.warps) e.arrived = 0;
+    for (Fiber& f : m.fibers) {
+        f.started = f.done = f.waiting = false;
+        f.copies.assign(1, {});
+        getcontext(&f.context);
+        f.context.uc_stack.ss_sp = f.stack.data();
+        f.context.uc_stack.ss_size = f.stack.size();
+        f.context.uc_link = nullptr;
+        makecontext(&f.context, fiber_main, 0);
+    }
+    for (int left = m.threads; left > 0;) {
+        bool moved = false;
+        for (int i = 0; i < m.threads; i++) {
+            const int t = m.backwards ? m.threads - 1 - i : i;
+            if (m.fibers[t].done || m.fibers[t].waiting) continue;
+            resume(t);
+            moved = true;
+            left -= m.fibers[t].done;
+        }
+        if (!moved) fail("some threads wait at a barrier, shuffle or mma that others do not reach");
+    }
+}
+
+// --- launch and memory -----------------------------------------------------------------------------------------------
+
+// Memory whose last byte (rounded up to 16) lies right before a page that must not be touched.
+struct Guarded {
+    void* pages = nullptr;
+    size_t size = 0;
+    uint8_t* data = nullptr;
+};
+inline Guarded guarded(size_t bytes) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = (bytes + page - 1) / page * page;
+    Guarded g;
+    g.size = used + 2 * page;
+    g.pages = mmap(nullptr, g.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    uint8_t* first = static_cast<uint8_t*>(g.pages) + page;
+    if (used) mprotect(first, used, PROT_READ | PROT_WRITE);
+    g.data = first + used - (bytes + 15) / 16 * 16;
+    return g;
+}
+inline void release(const Guarded& g) {
+    munmap(g.pages, g.size);
+}
+
+template <auto kernel, class Parameters>
+const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Parameters& parameters) {
+    constexpr size_t stack_bytes = 1 << 16;
+    Machine& m = machine;
+    if (threads % 32 || threads < 32 || threads > 1024) return "a block must be 1 to 32 whole warps";
+    if (shared_bytes > 227 * 1024) return "too much shared memory";
+    m.threads = threads;
+    m.fibers.resize(threads);
+    m.warps.assign(threads / 32, {});
+    for (Fiber& f : m.fibers) f.stack.resize(stack_bytes);
+    m.parameters = &parameters;
+    m.body = [](const void* p) { kernel(*static_cast<const Parameters*>(p)); };
+    m.error[0] = 0;
+    const Guarded memory = guarded(shared_bytes);
+    m.shared = memory.data;
+    struct sigaction action = {}, before_segv, before_bus;
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    sigaction(SIGSEGV, &action, &before_segv);
+    sigaction(SIGBUS, &action, &before_bus);
+    if (!sigsetjmp(m.fault, 1)) {
+        const int64_t count = int64_t{grid.x} * grid.y * grid.z;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t b = m.backwards ? count - 1 - i : i;
+            m.block[0] = static_cast<unsigned>(b % grid.x);
+            m.block[1] = static_cast<unsigned>(b / grid.x % grid.y);
+            m.block[2] = static_cast<unsigned>(b / grid.x / grid.y);
+            std::memset(memory.data, 0xff, shared_bytes);
+            run_block();
+        }
+    }
+    sigaction(SIGSEGV, &before_segv, nullptr);
+    sigaction(SIGBUS, &before_bus, nullptr);
+    release(memory);
+    return m.error[0] ? m.error : nullptr;
+}
+
+// --- what a kernel sees ----------------------------------------------------------------------------------------------
+
+inline int thread() {
+    return machine.current;
+}
+inline int lane() {
+    return machine.current & 31;
+}
+inline int warp() {
+    return machine.current >> 5;
+}
+inline int block_x() {
+    return static_cast<int>(machine.block[0]);
+}
+inline int block_y() {
+    return static_cast<int>(machine.block[1]);
+}
+inline int block_z() {
+    return static_cast<int>(machine.block[2]);
+}
+inline uint8_t* shared() {
+    return machine.shared;
+}
+
+inline void block_barrier() {
+    Machine& m = machine;
+    if (++m.at_barrier < m.threads) return pause();
+    m.at_barrier = 0;
+    for (Fiber& f : m.fibers) f.waiting = false;
+}
+
+// Every lane leaves its numbers; the last one to come computes for all.
+template <class Compute>
+Exchange& exchange(int kind, const uint32_t* in, int count, Compute compute) {
+    Exchange& e = machine.warps[warp()];
+    if (e.arrived && e.kind != kind) fail("lanes of a warp meet at different instructions");
+    e.kind = kind;
+    std::memcpy(e.in[lane()], in, 4 * count);
+    if (++e.arrived < 32) {
+        pause();
+        return e;
+    }
+    e.arrived = 0;
+    compute(e);
+    for (int l = 0; l < 32; l++) machine.fibers[warp() * 32 + l].waiting = false;
+    return e;
+}
+
+inline void warp_barrier() {
+    exchange(1, nullptr, 0, [](Exchange&) {});
+}
+template <class T>
+T shuffle(T value, int from) {
+    static_assert(sizeof(T) == 4);
+    uint32_t in[2] = {0, static_cast<uint32_t>(from)};
+    std::memcpy(in, &value, 4);
+    const Exchange& e = exchange(4, in, 2, [](Exchange& x) {
+        for (int l = 0; l < 32; l++) x.out[l][0] = x.in[x.in[l][1] & 31][0];
+    });
+    std::memcpy(&value, &e.out[lane()][0], 4);
+    return value;
+}
+template <class T>
+T shuffle_xor(T value, int mask) {
+    return shuffle(value, lane() ^ mask);
+}
+
+template <class V>
+V load(const void* from) {
+    if (reinterpret_cast<uintptr_t>(from) % alignof(V)) fail("misaligned load");
+    V value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+template <class V>
+void store(void* to, V value) {
+    if (reinterpret_cast<uintptr_t>(to) % alignof(V)) fail("misaligned store");
+    std::memcpy(to, &value, sizeof value);
+}
+
+template <int bytes>
+void copy_async(void* to, const void* from) {
+    static_assert(bytes == 4 || bytes == 8 || bytes == 16);
+    if (reinterpret_cast<uintptr_t>(from) % bytes || reinterpret_cast<uintptr_t>(to) % bytes) fail("misaligned copy");
+    if (machine.backwards)
+        std::memcpy(to, from, bytes);
+    else
+        machine.fibers[machine.current].copies.back().push_back({to, from, bytes});
+}
+inline void copy_commit() {
+    machine.fibers[machine.current].copies.emplace_back();
+}
+template <int pending>
+void copy_wait() {
+    std::vector<std::vector<Copy>>& groups = machine.fibers[machine.current].copies;
+    while (groups.size() > pending + 1) {
+        for (const Copy& c : groups.front()) std::memcpy(c.to, c.from, c.bytes);
+        groups.erase(groups.begin());
+    }
+}
+
+// Fragments as the PTX manual draws them: g = lane / 4, t = lane % 4; A: rows g and g + 8; B: column g; C: columns 2 t.
+template <class T>
+void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    uint32_t in[10] = {a[0], a[1], a[2], a[3], b0, b1};
+    std::memcpy(in + 6, c, 16);
+    const Exchange& e = exchange(2, in, 10, [](Exchange& x) {
+        const auto number = [](uint32_t word, int i) { return widen(T{static_cast<uint16_t>(word >> (16 * i))}); };
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++) {
+                const int row = l / 4 + (i >= 2 ? 8 : 0), column = 2 * (l % 4) + i % 2;
+                float sum;
+                std::memcpy(&sum, &x.in[l][6 + i], 4);
+                double exact = sum;
+                for (int k = 0; k < 16; k++) {
+                    const int t = k % 8 / 2;
+                    exact += double{number(x.in[row % 8 * 4 + t][(row >= 8) + 2 * (k >= 8)], k % 2)} *
+                             number(x.in[column * 4 + t][4 + (k >= 8)], k % 2);
+                }
+                sum = static_cast<float>(exact);
+                std::memcpy(&x.out[l][i], &sum, 4);
+            }
+    });
+    std::memcpy(c, e.out[lane()], 16);
+}
+inline void mma_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    uint32_t in[10] = {a[0], a[1], a[2], a[3], b0, b1};
+    std::memcpy(in + 6, c, 16);
+    const Exchange& e = exchange(3, in, 10, [](Exchange& x) {
+        for (int l = 0; l < 32; l++)
+            for (int i = 0; i < 4; i++) {
+                const int row = l / 4 + (i >= 2 ? 8 : 0), column = 2 * (l % 4) + i % 2;
+                uint32_t sum = x.in[l][6 + i];
+                for (int k = 0; k < 32; k++) {
+                    const int t = k % 16 / 4, shift = 8 * (k % 4);
+                    const int left = x.in[row % 8 * 4 + t][(row >= 8) + 2 * (k >= 16)] >> shift & 255;
+                    sum += left * static_cast<int8_t>(x.in[column * 4 + t][4 + (k >= 16)] >> shift);
+                }
+                x.out[l][i] = sum;
+            }
+    });
+    std::memcpy(c, e.out[lane()], 16);
+}
+
+inline int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {
+    for (int i = 0; i < 32; i += 8) c += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
+    return c;
+}
+inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
+    const uint64_t both = static_cast<uint64_t>(b) << 32 | a;
+    uint32_t out = 0;
+    for (int i = 0; i < 4; i++) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
+    return out;
+}
+inline uint32_t umulhi(uint32_t a, uint32_t b) {
+    return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+}
+
+}  // namespace ptq::cuda

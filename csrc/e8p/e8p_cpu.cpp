@@ -1,0 +1,128 @@
+// ptq::e8p_round, e8p_ldlq and e8p_decode for the CPU. Schemas, fake kernels and references are in
+// quip_sharp/e8p_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "common/parallel.h"
+#include "e8p/kernels.h"
+
+namespace ptq::e8p {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::contiguous;
+using torch::stable::empty;
+using torch::stable::Tensor;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512) return avx512;
+    if (cpu_level() >= CpuLevel::avx2) return avx2;
+#endif
+    return portable;
+}
+
+void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
+    const auto found = x.sizes();
+    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
+                    "e8p: ", name, " has a wrong dtype or shape");
+}
+
+Table table_from(const int8_t* from) {
+    Table table;
+    for (int a = 0; a < entries; a++) {
+        float norm = 0;
+        for (int j = 0; j < dim; j++) {
+            table.point[a][j] = static_cast<float>(from[a * dim + j]);
+            table.size[a][j] = std::fabs(table.point[a][j]);
+            norm += table.size[a][j] * table.size[a][j];
+        }
+        table.half_norm[a] = norm * 0.5f;
+        table.odd[a] = table.point[a][dim - 1] < 0;
+    }
+    return table;
+}
+
+Book book_from(const Tensor& scale, const Tensor& tables, int64_t bits, int64_t candidates) {
+    STD_TORCH_CHECK(bits >= 2 && bits <= 4, "e8p: bits must be 2, 3 or 4, found ", bits);
+    STD_TORCH_CHECK(candidates == 1 || candidates == 2 || candidates == 4 || candidates == max_candidates,
+                    "e8p: candidates must be 1, 2, 4 or 8, found ", candidates);
+    const int64_t stages = bits == 2 ? 1 : 2;
+    check(scale, ScalarType::Float, {stages}, "scale");
+    check(tables, ScalarType::Char, {stages, entries, dim}, "tables");
+    const Tensor s = contiguous(scale), t = contiguous(tables);
+    const int8_t* from = static_cast<const int8_t*>(t.const_data_ptr());
+    Book book;
+    book.first = table_from(from);
+    book.second = table_from(from + (stages - 1) * entries * dim);
+    for (int64_t i = 0; i < 2; i++) {
+        book.scale[i] = i < stages ? static_cast<const float*>(s.const_data_ptr())[i] : 0.0f;
+        book.inverse[i] = book.scale[i] > 0 ? 1.0f / book.scale[i] : 0.0f;
+    }
+    book.bits = static_cast<int>(bits);
+    book.candidates = static_cast<int>(candidates);
+    return book;
+}
+
+constexpr int64_t search_work = 64;  // a weight that is searched for takes as long as so many elements of simple ops
+
+Tensor round(const Tensor& w, const Tensor& scale, const Tensor& tables, int64_t bits, int64_t candidates) {
+    const Book book = book_from(scale, tables, bits, candidates);
+    STD_TORCH_CHECK(w.dim() == 2 && w.size(1) % dim == 0, "e8p_round: w must be [n, k] with k a multiple of 8");
+    const int64_t n = w.size(0), k = w.size(1), vectors = n * k / dim;
+    check(w, ScalarType::Float, {n, k}, "w");
+    const Tensor in = contiguous(w), codes = empty({n, k / dim}, ScalarType::Int);
+    const Round p{&book, static_cast<const float*>(in.const_data_ptr()),
+                  static_cast<int32_t*>(codes.mutable_data_ptr()), vectors};
+    run(kernels().round, p, (vectors + strip - 1) / strip, strip * dim * search_work);
+    return codes;
+}
+
+std::tuple<Tensor, Tensor> ldlq(const Tensor& target, const Tensor& w, const Tensor& factor, const Tensor& scale,
+                                const Tensor& tables, int64_t bits, int64_t candidates) {
+    const Book book = book_from(scale, tables, bits, candidates);
+    STD_TORCH_CHECK(w.dim() == 2 && w.size(0) % dim == 0, "e8p_ldlq: w must be [c, n] with c a multiple of 8");
+    const int64_t c = w.size(0), n = w.size(1);
+    check(target, ScalarType::Float, {c, n}, "target");
+    check(w, ScalarType::Float, {c, n}, "w");
+    check(factor, ScalarType::Float, {c, c}, "factor");
+    const Tensor from = contiguous(target), in = contiguous(w), taken = contiguous(factor);
+    const Tensor codes = empty({c / dim, n}, ScalarType::Int), error = empty({c, n}, ScalarType::Float);
+    const Ldlq p{&book,
+                 static_cast<const float*>(from.const_data_ptr()),
+                 static_cast<const float*>(in.const_data_ptr()),
+                 static_cast<const float*>(taken.const_data_ptr()),
+                 static_cast<int32_t*>(codes.mutable_data_ptr()),
+                 static_cast<float*>(error.mutable_data_ptr()),
+                 c,
+                 n};
+    run(kernels().ldlq, p, (n + strip - 1) / strip, strip * c * search_work);
+    return {codes, error};
+}
+
+Tensor decode(const Tensor& codes, const Tensor& scale, const Tensor& tables, int64_t bits) {
+    const Book book = book_from(scale, tables, bits, 1);
+    STD_TORCH_CHECK(codes.dim() == 2, "e8p_decode: codes must be [n, m]");
+    const int64_t n = codes.size(0), m = codes.size(1);
+    check(codes, ScalarType::Int, {n, m}, "codes");
+    const Tensor in = contiguous(codes), w = empty({n, m * dim}, ScalarType::Float);
+    const Decode p{&book, static_cast<const int32_t*>(in.const_data_ptr()), static_cast<float*>(w.mutable_data_ptr())};
+    run(kernels().decode, p, n * m, dim);
+    return w;
+}
+
+}  // namespace
+}  // namespace ptq::e8p
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("e8p_round", TORCH_BOX(&ptq::e8p::round));
+    m.impl("e8p_ldlq", TORCH_BOX(&ptq::e8p::ldlq));
+    m.impl("e8p_decode", TORCH_BOX(&ptq::e8p::decode));
+}

@@ -1,0 +1,114 @@
+// The kernels for few tokens, of one level: included after PTQ_LEVEL, the name of its table, is defined. A row tile is
+// read once, for up to four tokens at a time.
+#include "e8p_tiled/books.h"
+#include "e8p_tiled/kernels.h"
+#include "integer_tiled/decode_lanes.h"
+
+namespace ptq::e8p_tiled {
+namespace {
+
+using integer::fill;
+using integer::Lanes;
+using integer::SignedInts;
+using integer_tiled::dot;
+using integer_tiled::load_bias;
+using integer_tiled::load_int;
+using integer_tiled::over_tokens;
+using integer_tiled::store_result;
+
+// --- quantised tokens ------------------------------------------------------------------------------------------------
+
+typedef int8_t Columns __attribute__((vector_size(32)));
+
+void arrange(const Arrange& p, int64_t first, int64_t last) {
+    Columns order;
+    for (int i = 0; i < block_columns; i++) order[i] = static_cast<int8_t>(column_of(i / 4, i % 4));
+    const int64_t width = blocks_in(p.k) * block_columns;
+    for (int64_t t = first; t < last; t++) {
+        const int8_t* q = p.q + t * p.k;
+        int32_t sum = 0;
+        for (int64_t i = 0; i < p.k; i++) sum += q[i];
+        p.offsets[t] = -offset * sum;
+        for (int64_t c = 0; c < width; c += block_columns) {
+            Columns x{};
+            if (c + block_columns <= p.k)
+                std::memcpy(&x, q + c, sizeof x);
+            else
+                std::memcpy(&x, q + c, p.k - c);
+            x = __builtin_shuffle(x, order);
+            std::memcpy(p.to + t * width + c, &x, sizeof x);
+        }
+    }
+}
+
+// The integers of a row tile and a book, without the offset.
+template <Book book, int tokens>
+inline void integers(const Points<book>& points, const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride,
+                     SignedInts total[tokens]) {
+    constexpr int chains = tokens > 2 ? 2 : 4;  // independent sums hide the latency of `dot`
+    SignedInts acc[tokens][chains] = {};
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), q += block_columns) {
+        integer_tiled::fetch(block, block_bytes(book));
+        Dwords weights[quads];
+        points.unpack(block, weights);
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++)
+#pragma GCC unroll 4
+            for (int t = 0; t < tokens; t++)
+                acc[t][i % chains] = dot<false>(acc[t][i % chains], weights[i], load_int(q + t * stride + 4 * i));
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = acc[t][0];
+        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
+    }
+}
+
+template <int bits, int tokens>
+void quantized_tile(const Quantized& p, const Points<Book::e8p>& first, const Points<book_of(bits, 1)>& second,
+                    int64_t tile, int64_t from) {
+    const int64_t blocks = blocks_in(p.w.k), stride = blocks * block_columns;
+    const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, bits);
+    const int8_t* q = p.q + from * stride;
+    SignedInts total[tokens];
+    Lanes y[tokens];
+    integers<Book::e8p, tokens>(first, block, blocks, q, stride, total);
+    for (int t = 0; t < tokens; t++)
+        y[t] = p.w.scale[0] * __builtin_convertvector(total[t] + p.offsets[from + t], Lanes);
+    if constexpr (books(bits) == 2) {
+        integers<book_of(bits, 1), tokens>(second, block + second_book(p.w.k), blocks, q, stride, total);
+        for (int t = 0; t < tokens; t++)
+            y[t] += p.w.scale[1] * __builtin_convertvector(total[t] + p.offsets[from + t], Lanes);
+    }
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
+    const Lanes bias = load_bias(p.bias, row, count);
+    for (int t = 0; t < tokens; t++) {
+        Lanes result = y[t] * p.q_scale[from + t];
+        if (p.bias) result += bias;
+        store_result(p.out, p.out_type, (from + t) * p.w.n + row, result, count);
+    }
+}
+
+template <int bits>
+void quantized_of(const Quantized& p, int64_t first, int64_t last) {
+    const Points<Book::e8p> e8p(tables());
+    const Points<book_of(bits, 1)> second(tables());
+    over_tokens(p.t, first, last,
+                [&]<int tokens>(int64_t tile, int64_t t) { quantized_tile<bits, tokens>(p, e8p, second, tile, t); });
+}
+
+void quantized(const Quantized& p, int64_t first, int64_t last) {
+    constexpr decltype(&quantized_of<2>) of[] = {quantized_of<2>, quantized_of<3>, quantized_of<4>};
+    of[p.w.bits - 2](p, first, last);
+}
+
+}  // namespace
+}  // namespace ptq::e8p_tiled
+
+#include "e8p_tiled/decode_floats.h"
+
+namespace ptq::e8p_tiled {
+
+const Kernels PTQ_LEVEL{arrange, quantized, spread, floats};
+
+}  // namespace ptq::e8p_tiled

@@ -1,0 +1,195 @@
+// Few tokens of floating-point numbers. Points are exact numbers, multiplied with x in float32; a scale comes once for a
+// book. Included once per level, by decode.h.
+//
+// With AVX-512 BF16, a table turns two weights of a row into a pair of bfloat16 numbers, and one instruction adds both
+// products. A float32 x is cut into three bfloat16 numbers whose sum it is, exactly.
+#pragma once
+
+namespace ptq::e8p_tiled {
+namespace {
+
+using integer::fma;
+using integer_tiled::read;
+
+#if defined(__AVX512BF16__)
+constexpr bool in_pairs = true;
+#else
+constexpr bool in_pairs = false;
+#endif
+
+// --- x ---------------------------------------------------------------------------------------------------------------
+
+// Bytes of a block's 32 columns as bfloat16: of one part. The parts of a block follow each other.
+constexpr int64_t part_bytes = block_columns * 2;
+
+// Place of x's column in a block. In pairs: quad q has (column_of(q, 0), column_of(q, 2)), then (.. 1), (.. 3)), as
+// weights lie in the words of a dword.
+constexpr int place_of(int quad, int i) {
+    return 4 * quad + (in_pairs ? i % 2 * 2 + i / 2 : i);
+}
+
+void spread(const Floats& p, int64_t first, int64_t last) {
+    const int parts = p.x_type == Number::float32 ? 3 : 1;
+    int places[block_columns];
+    for (int i = 0; i < block_columns; i++) places[column_of(i / 4, i % 4)] = place_of(i / 4, i % 4);
+    for (int64_t t = first; t < last; t++)
+        for (int64_t b = 0; b < blocks_in(p.w.k); b++) {
+            float x[block_columns];
+            for (int64_t i = 0; i < block_columns; i += tile_rows) {
+                const int64_t c = b * block_columns + i;
+                integer::store(x + i, read(p.x, p.x_type, t * p.w.k + c, std::clamp(p.w.k - c, int64_t{0}, tile_rows)));
+            }
+            if (!in_pairs) {
+                auto* to = reinterpret_cast<float*>(p.spread + t * p.spread_stride) + b * block_columns;
+                for (int i = 0; i < block_columns; i++) to[places[i]] = x[i];
+                continue;
+            }
+            uint8_t* to = p.spread + t * p.spread_stride + b * parts * part_bytes;
+            for (int part = 0; part < parts; part++, to += part_bytes)
+                for (int i = 0; i < block_columns; i++) {
+                    uint32_t number;
+                    std::memcpy(&number, &x[i], sizeof number);
+                    const uint32_t high = number & 0xffff0000u;
+                    const auto word = static_cast<uint16_t>(high >> 16);
+                    std::memcpy(to + 2 * places[i], &word, sizeof word);
+                    float rounded;
+                    std::memcpy(&rounded, &high, sizeof rounded);
+                    x[i] -= rounded;  // exact
+                }
+        }
+}
+
+// --- products --------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512BF16__)
+// Weights (+ `offset`) in the lower five bits of words to bfloat16.
+inline __m512i exact_numbers() {
+    uint16_t words[32];
+    for (int i = 0; i < 32; i++) {
+        const float value = static_cast<float>(i - offset);
+        uint32_t pattern;
+        std::memcpy(&pattern, &value, sizeof pattern);
+        words[i] = static_cast<uint16_t>(pattern >> 16);
+    }
+    return _mm512_loadu_si512(words);
+}
+
+inline __m512bh two(const uint8_t* pair) {
+    int32_t x;
+    std::memcpy(&x, pair, sizeof x);
+    return (__m512bh)_mm512_set1_epi32(x);
+}
+
+template <Book book, int tokens, int parts>
+inline void multiply(const Points<book>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+                     Lanes total[tokens]) {
+    // A product takes six cycles, and two begin in each: about twelve independent sums.
+    constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+    const __m512i numbers = exact_numbers();
+    __m512 acc[tokens][parts][chains];
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 3
+        for (int c = 0; c < parts; c++)
+#pragma GCC unroll 8
+            for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), x += parts * part_bytes) {
+        integer_tiled::fetch(block, block_bytes(book));
+        Dwords weights[quads];
+        points.unpack(block, weights);
+#pragma GCC unroll 16
+        for (int i = 0; i < 2 * quads; i++) {
+            const __m512i bytes = (__m512i)weights[i / 2];
+            const __m512i words = i % 2 ? _mm512_srli_epi16(bytes, 8) : bytes;
+            const __m512bh pair = (__m512bh)_mm512_maskz_permutexvar_epi16(~__mmask32{0}, words, numbers);
+#pragma GCC unroll 4
+            for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 3
+                for (int c = 0; c < parts; c++) {
+                    __m512& to = acc[t][c][i % chains];
+                    to = _mm512_dpbf16_ps(to, pair, two(x + t * stride + c * part_bytes + 4 * i));
+                }
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = Lanes{};
+#pragma GCC unroll 3
+        for (int c = parts - 1; c >= 0; c--)
+#pragma GCC unroll 8
+            for (int i = 0; i < chains; i++) total[t] += (Lanes)acc[t][c][i];
+    }
+}
+#else
+template <Book book, int tokens, int parts>
+inline void multiply(const Points<book>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+                     Lanes total[tokens]) {
+    typedef int8_t SignedBytes __attribute__((vector_size(64)));
+    constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
+    Lanes acc[tokens][chains] = {};
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), x += block_columns * sizeof(float)) {
+        integer_tiled::fetch(block, block_bytes(book));
+        Dwords weights[quads];
+        points.unpack(block, weights);
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++) {
+            const Dwords point = (Dwords)((SignedBytes)weights[i] - static_cast<int8_t>(offset));
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) {
+                const Lanes w = __builtin_convertvector((SignedInts)(point << (24 - 8 * j)) >> 24, Lanes);
+#pragma GCC unroll 4
+                for (int t = 0; t < tokens; t++) {
+                    float value;
+                    std::memcpy(&value, x + t * stride + (4 * i + j) * sizeof(float), sizeof value);
+                    acc[t][j % chains] = fma(w, fill(value), acc[t][j % chains]);
+                }
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = acc[t][0];
+        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
+    }
+}
+#endif
+
+template <int bits, int tokens, int parts>
+void floats_tile(const Floats& p, const Points<Book::e8p>& first, const Points<book_of(bits, 1)>& second, int64_t tile,
+                 int64_t from) {
+    const int64_t blocks = blocks_in(p.w.k);
+    const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, bits);
+    const uint8_t* x = p.spread + from * p.spread_stride;
+    Lanes y[tokens], total[tokens];
+    multiply<Book::e8p, tokens, parts>(first, block, blocks, x, p.spread_stride, total);
+    for (int t = 0; t < tokens; t++) y[t] = p.w.scale[0] * total[t];
+    if constexpr (books(bits) == 2) {
+        multiply<book_of(bits, 1), tokens, parts>(second, block + second_book(p.w.k), blocks, x, p.spread_stride,
+                                                  total);
+        for (int t = 0; t < tokens; t++) y[t] = fma(fill(p.w.scale[1]), total[t], y[t]);
+    }
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
+    const Lanes bias = load_bias(p.bias, row, count);
+    for (int t = 0; t < tokens; t++)
+        store_result(p.out, p.out_type, (from + t) * p.w.n + row, p.bias ? y[t] + bias : y[t], count);
+}
+
+template <int bits>
+void floats_of(const Floats& p, int64_t first, int64_t last) {
+    const Points<Book::e8p> e8p(tables());
+    const Points<book_of(bits, 1)> second(tables());
+    over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
+        if (in_pairs && p.x_type == Number::float32)
+            floats_tile<bits, tokens, in_pairs ? 3 : 1>(p, e8p, second, tile, t);
+        else
+            floats_tile<bits, tokens, 1>(p, e8p, second, tile, t);
+    });
+}
+
+void floats(const Floats& p, int64_t first, int64_t last) {
+    constexpr decltype(&floats_of<2>) of[] = {floats_of<2>, floats_of<3>, floats_of<4>};
+    of[p.w.bits - 2](p, first, last);
+}
+
+}  // namespace
+}  // namespace ptq::e8p_tiled

@@ -1,0 +1,187 @@
+// ptq::e8p_prepack, _unprepack, _linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels, references and
+// gradients are in quip_sharp/tiled_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "common/parallel.h"
+#include "e8p_tiled/gemm_kernels.h"
+#include "e8p_tiled/kernels.h"
+#include "e8p_tiled/layout.h"
+
+namespace ptq::e8p_tiled {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::empty;
+using torch::stable::Tensor;
+
+const Kernels& kernels() {
+#if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
+    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
+    if (cpu_level() >= CpuLevel::avx512) return avx512;
+    if (cpu_level() >= CpuLevel::avx2) return avx2;
+#endif
+    return portable;
+}
+
+Tensor compact(const Tensor& x) {  // without a call where it is
+    return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+Tensor as_float(const Tensor& from) {
+    return compact(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
+}
+
+void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
+    const auto found = x.sizes();
+    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
+                    "e8p tiles: ", name, " has a wrong dtype or shape");
+}
+
+void check_bits(int64_t bits) {
+    STD_TORCH_CHECK(bits >= 2 && bits <= 4, "e8p tiles: bits must be 2 to 4, found ", bits);
+}
+
+// The tensors of a weight, checked and held: their pointers are in `w`.
+struct Held {
+    Tensor tiles;
+    std::optional<Tensor> bias;
+    Weight w;
+    const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
+};
+
+Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias, int64_t n, int64_t k,
+          int64_t bits) {
+    check_bits(bits);
+    STD_TORCH_CHECK(k <= most_columns, "e8p tiles: more than ", most_columns, " columns: ", k);
+    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64}, "tiles");
+    check(scale, ScalarType::Int, {books(static_cast<int>(bits))}, "scale");
+    STD_TORCH_CHECK(!bias || bias->numel() == n, "e8p tiles: bias must have ", n, " elements");
+    Held h{compact(tiles), std::nullopt, {}};
+    if (bias) h.bias = as_float(*bias);
+    h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()), {}, n, k, static_cast<int>(bits)};
+    const Tensor numbers = compact(scale);
+    std::memcpy(h.w.scale, numbers.const_data_ptr(), books(h.w.bits) * sizeof(float));
+    return h;
+}
+
+int64_t tokens_of(const Tensor& x) {
+    int64_t t = 1;
+    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
+    return t;
+}
+
+Tensor empty_result(const Tensor& x, int64_t n, ScalarType type) {
+    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    sizes.back() = n;
+    return empty({sizes.data(), sizes.size()}, type);
+}
+
+// Kernels write float32 or bfloat16 themselves.
+ScalarType kernel_type(ScalarType type) {
+    return type == ScalarType::BFloat16 ? type : ScalarType::Float;
+}
+Number number_of(ScalarType type) {
+    return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
+}
+
+constexpr int64_t few_tokens = 8;     // more go to `many_quantized`
+constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
+
+Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
+                        const std::optional<Tensor>& bias, int64_t n, int64_t bits, ScalarType dtype) {
+    STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "e8p_linear_quantized: q must be int8");
+    const int64_t k = q.size(-1), t = tokens_of(q), width = blocks_in(k) * block_columns;
+    STD_TORCH_CHECK(q_scale.numel() == t, "e8p_linear_quantized: q_scale must have ", t, " elements");
+    const Held h = hold(tiles, scale, bias, n, k, bits);
+    const Tensor tokens = compact(q), token_scale = as_float(q_scale);
+    const std::unique_ptr<int8_t[]> arranged(new int8_t[t * width]);
+    const std::unique_ptr<int32_t[]> offsets(new int32_t[t]);
+    run(kernels().arrange,
+        Arrange{static_cast<const int8_t*>(tokens.const_data_ptr()), t, k, arranged.get(), offsets.get()}, t, k / 4);
+    const Tensor out = empty_result(q, n, kernel_type(dtype));
+    const Quantized p{h.w,
+                      arranged.get(),
+                      offsets.get(),
+                      static_cast<const float*>(token_scale.const_data_ptr()),
+                      h.bias_data(),
+                      out.mutable_data_ptr(),
+                      number_of(dtype),
+                      t};
+    if (t > few_tokens)
+        many_quantized(p);
+    else
+        run(kernels().quantized, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4) / 2);
+    return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
+}
+
+Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
+                    int64_t n, int64_t bits) {
+    STD_TORCH_CHECK(x.dim() > 0, "e8p_linear_tiled: x has no axis");
+    const int64_t k = x.size(-1), t = tokens_of(x);
+    const Held h = hold(tiles, scale, bias, n, k, bits);
+    const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
+    const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
+    const Tensor out = empty_result(x, n, inside);
+    const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
+    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
+    for (int64_t from = 0; from < t; from += most) {
+        const int64_t tokens = std::min(most, t - from);
+        const Floats p{h.w,
+                       static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
+                       number_of(inside),
+                       spread.get(),
+                       spread_bytes(k),
+                       h.bias_data(),
+                       static_cast<uint8_t*>(out.mutable_data_ptr()) + from * n * size,
+                       number_of(inside),
+                       tokens};
+        run(kernels().spread, p, tokens, k);
+        run(kernels().floats, p, row_tiles(n), tile_rows * k * std::max(int64_t{1}, tokens / 4));
+    }
+    return inside == dtype ? out : torch::stable::to(out, dtype);
+}
+
+Tensor prepack(const Tensor& codes) {
+    STD_TORCH_CHECK(codes.dim() == 3 && codes.scalar_type() == ScalarType::Byte,
+                    "e8p_prepack: codes must be uint8 [bits, n, columns / 8]");
+    const int64_t bits = codes.size(0), n = codes.size(1), row_codes = codes.size(2);
+    check_bits(bits);
+    const Tensor rows = compact(codes);
+    const Tensor tiles = empty({row_tiles(n), blocks_in(8 * row_codes) * bits, 64}, ScalarType::Byte);
+    const Pack p{const_cast<uint8_t*>(static_cast<const uint8_t*>(rows.const_data_ptr())),
+                 static_cast<uint8_t*>(tiles.mutable_data_ptr()), n, row_codes, static_cast<int>(bits)};
+    run(pack_tiles, p, row_tiles(n), tile_rows * row_codes);
+    return tiles;
+}
+
+Tensor unprepack(const Tensor& tiles, int64_t n, int64_t bits, int64_t k) {
+    check_bits(bits);
+    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64}, "tiles");
+    const int64_t row_codes = (k + 7) / 8;
+    const Tensor in = compact(tiles), codes = empty({bits, n, row_codes}, ScalarType::Byte);
+    const Pack p{static_cast<uint8_t*>(codes.mutable_data_ptr()),
+                 const_cast<uint8_t*>(static_cast<const uint8_t*>(in.const_data_ptr())), n, row_codes,
+                 static_cast<int>(bits)};
+    run(unpack_tiles, p, row_tiles(n), tile_rows * row_codes);
+    return codes;
+}
+
+}  // namespace
+}  // namespace ptq::e8p_tiled
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("e8p_prepack", TORCH_BOX(&ptq::e8p_tiled::prepack));
+    m.impl("e8p_unprepack", TORCH_BOX(&ptq::e8p_tiled::unprepack));
+    m.impl("e8p_linear_tiled", TORCH_BOX(&ptq::e8p_tiled::linear_tiled));
+    m.impl("e8p_linear_quantized", TORCH_BOX(&ptq::e8p_tiled::linear_quantized));
+}

@@ -1,0 +1,75 @@
+// The kernels on E8P tiles as plain C++: no torch here. The layout is in layout.h.
+#pragma once
+
+#include <cstdint>
+
+#include "integer_tiled/kernels.h"
+
+namespace ptq::e8p_tiled {
+
+using integer_tiled::Number;
+
+// W[n, k] in tiles: scale[0] * the first book + scale[1] * the second.
+struct Weight {
+    const uint8_t* tiles;
+    float scale[2];
+    int64_t n, k;
+    int bits;
+};
+
+// Tokens as `quantized` and `many_quantized` want them.
+struct Arrange {
+    const int8_t* q;  // [t, k]
+    int64_t t, k;
+    int8_t* to;        // [t, columns of whole blocks]: within a block in the order of the level, then zeros
+    int32_t* offsets;  // [t]: - offset * the sum of q
+};
+
+// y[t, n] as quip_sharp/tiled_ops.py defines it: the same bits at every level.
+struct Quantized {
+    Weight w;
+    const int8_t* q;  // as `arrange` has left it
+    const int32_t* offsets;
+    const float* q_scale;  // [t]
+    const float* bias;     // [n], or null
+    void* out;             // [t, n]
+    Number out_type;
+    int64_t t;
+};
+
+// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level, and on nothing else.
+struct Floats {
+    Weight w;
+    const void* x;  // [t, k]
+    Number x_type;
+    uint8_t* spread;        // [t, spread_bytes(k)]: x as `floats` wants it, made by `spread`
+    int64_t spread_stride;  // bytes
+    const float* bias;
+    void* out;  // [t, n]
+    Number out_type;
+    int64_t t;
+};
+
+using integer_tiled::spread_bytes;
+
+// Each works on units [first, last): row tiles; `arrange` and `spread` on tokens.
+struct Kernels {
+    void (*arrange)(const Arrange&, int64_t first, int64_t last);
+    void (*quantized)(const Quantized&, int64_t first, int64_t last);
+    void (*spread)(const Floats&, int64_t first, int64_t last);
+    void (*floats)(const Floats&, int64_t first, int64_t last);
+};
+
+extern const Kernels portable, avx2, avx512, avx512vnni, avx512bf16;
+
+// Codes as they are stored to tiles, and back.
+struct Pack {
+    uint8_t* codes;  // [bits, n, row_codes]
+    uint8_t* tiles;
+    int64_t n, row_codes;
+    int bits;
+};
+void pack_tiles(const Pack&, int64_t first, int64_t last);    // row tiles
+void unpack_tiles(const Pack&, int64_t first, int64_t last);  // row tiles
+
+}  // namespace ptq::e8p_tiled

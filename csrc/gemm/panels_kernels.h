@@ -1,0 +1,73 @@
+// Many tokens times a weight that is unpacked panel by panel, whatever its codes. No torch here.
+//
+// A panel holds some columns of up to `panel_tiles` row tiles of sixteen rows, as dwords [step][row tile][16]; x is
+// brought into the same steps. What a step is depends on the `Mode`.
+#pragma once
+
+#include "integer_tiled/kernels.h"
+
+namespace ptq::gemm {
+
+using integer_tiled::Number;
+
+enum class Mode {
+    floats,  // a column, as float32
+    pairs,  // two columns as bfloat16, 0 and 2, then 1 and 3, of every four, as they come out of a dword of four bytes;
+            // with AVX-512 BF16 only
+    quads,  // four columns as bytes: integers + `byte_offset`, below 128; x is int8
+};
+constexpr int64_t columns_of(Mode mode) {
+    return mode == Mode::floats ? 1 : mode == Mode::pairs ? 2 : 4;
+}
+constexpr int byte_offset = 64;
+
+constexpr int64_t tile_rows = 16;
+constexpr int64_t panel_tiles = 3;     // row tiles of a panel
+constexpr int64_t panel_steps = 128;   // of a panel: it lies in the first-level cache
+constexpr int64_t block_tokens = 8;    // tokens of a block: their numbers lie side by side
+constexpr int64_t column_step = 32;    // columns of the weight, its groups and panels come in multiples of it
+constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the integers stay below 2^31
+
+// Writes the steps of row tiles [tile, tile + tiles) and columns [column, end).
+using Unpack = void (*)(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel);
+
+// W[n, columns]: columns beyond those of x count as zero.
+struct Panels {
+    const void* weight;
+    Unpack unpack;
+    const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16
+    int64_t n, columns, groups, group_columns;
+    const uint8_t* codes;  // what to fetch before a panel is unpacked: bytes of a row tile, of 32 columns
+    int64_t tile_bytes, step_bytes;
+};
+
+// y[t, n] = token_scale * x Wᵀ + bias.
+// Floats and pairs: sums in float32, in the order of the columns, group after group: the same for any number of threads
+// and tokens; products are exact where x is bfloat16. Quads: to the bit what fp6/tiled_ops.py says.
+struct Product {
+    Panels w;
+    Mode mode;
+    const void* x;  // [t, k]: float32 or bfloat16 (pairs: bfloat16), or int8
+    Number x_type;
+    int64_t t, k;
+    const float* token_scale;  // [t], or null
+    const float* bias;         // [n], or null
+    void* out;                 // [t, n]
+    Number out_type;
+    uint32_t* packed;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
+    int32_t* offset;  // quads: minus `byte_offset` times the sums of x, made by `pack`: [block of tokens, group, token]
+    int64_t tokens;   // that a unit of `multiply` takes at most: a multiple of `block_tokens`
+};
+
+// Units of `pack`: blocks of tokens. Units of `multiply`: strips of row tiles, for each run of `tokens` tokens.
+struct PanelKernels {
+    void (*pack)(const Product&, int64_t first, int64_t last);
+    void (*multiply)(const Product&, int64_t first, int64_t last);
+};
+
+extern const PanelKernels panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16;
+
+// All of it, in parallel; `packed`, `offset` and `tokens` are set here.
+void multiply_panels(Product p);
+
+}  // namespace ptq::gemm

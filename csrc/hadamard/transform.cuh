@@ -1,0 +1,254 @@
+// The Hadamard transform on a GPU: one block of threads keeps whole vectors in shared memory as float32. No torch here.
+//
+// A chunk is `per_block` vectors, one after the other in memory; its element i lies at `padded(i)` in shared memory.
+//   1. load      16 neighbouring elements per thread: signs, scale, the steps of Sylvester's matrix inside them
+//   2. first     the steps from distance 16 on, up to 5 of them in registers
+//   3. later     the steps from distance 256 on, up to 5 at once
+//   4. dense     one per dense factor (dense.cuh)
+// The last of these writes to global memory; for quantised tokens to shared memory, and quantize.cuh does the rest.
+// Padding: 4 after each 32, 16 after each 256, 8 after each 2^m >= 256 elements, so that neighbouring threads reach
+// different banks in every pass.
+#pragma once
+
+#include "activations/quantize.cuh"
+#include "hadamard/dense.cuh"
+
+namespace ptq::hadamard {
+
+using namespace ptq::cuda;
+
+constexpr int later_passes = 3;
+constexpr int line = 16;  // elements that a thread loads
+
+struct Transform {
+    const void* in;
+    void* out;           // the type of `in`, or int8 with `token_scale`
+    float* token_scale;  // of quantised tokens, else null
+    const float* signs;  // per element of a token, or null
+    int64_t vectors;     // in all
+    int order, blocks;   // elements of a vector, vectors of a token
+    int per_block;       // vectors of a chunk; for quantised tokens whole tokens
+    int chunks, grid, threads;
+    float scale;
+    bool signs_last;  // signs multiply the output (the transposed transform)
+    bool vectorised;  // all pointers are multiples of 16
+    bool prefetch;    // the next chunk is fetched while this one is transformed
+    int log2;         // m
+    int first, later[later_passes];  // log2 of the radix of each pass, 0: none
+    Factors factors;
+    activations::Grid8 grid8;
+};
+
+// Bytes of shared memory: the chunk, the signs of the dense factors, the next chunk as it is in memory.
+inline size_t shared_bytes(const Transform& p, int element) {
+    const int elements = p.per_block * p.order;
+    return static_cast<size_t>(padded_size(elements, p.log2)) * 4 + factor_bytes(p.factors) + activations::reduce_bytes +
+           (p.prefetch ? static_cast<size_t>((elements + line - 1) / line * line) * element : 0);
+}
+
+template <int log>
+PTQ_DEVICE void butterfly(float (&v)[1 << log]) {
+    PTQ_UNROLL
+    for (int step = 0; step < log; step++) {
+        PTQ_UNROLL
+        for (int i = 0; i < 1 << log; i++)
+            if (!(i >> step & 1)) {
+                const float a = v[i], b = v[i | 1 << step];
+                v[i] = a + b;
+                v[i | 1 << step] = a - b;
+            }
+    }
+}
+
+// Where the result of a pass goes: back to shared memory, or out.
+template <class Out>
+struct Sink {
+    float* buffer;
+    Out* out;  // of this chunk, or null
+    const float* signs;
+    int64_t start;  // of the chunk, in elements
+    int token;      // elements of a token
+    int log2;
+
+    PTQ_DEVICE void emit(int i, float v) const {
+        if (!out) {
+            buffer[padded(i, log2)] = v;
+            return;
+        }
+        if constexpr (sizeof(Out) > 1) {
+            if (signs) v *= signs[(start + i) % token];
+            out[i] = convert<Out>(v);
+        }
+    }
+};
+
+// One of the passes 2 (stride 16) and 3.
+template <int log, bool first, class Out>
+PTQ_DEVICE void sylvester_pass(const Sink<Out>& sink, int elements, int stride_log, int threads) {
+    const int step = first ? 0 : (1 << stride_log) + (1 << stride_log) / 8 + (1 << stride_log) / 16;
+    for (int u = thread(); u < elements >> log; u += threads) {
+        const int column = u & ((1 << stride_log) - 1), base = ((u >> stride_log) << (stride_log + log)) + column;
+        float* at = sink.buffer + padded(base, sink.log2);
+        float v[1 << log];
+        PTQ_UNROLL
+        for (int e = 0; e < 1 << log; e++) v[e] = at[first ? 16 * e + 4 * (e >> 1) + 16 * (e >> 4) : e * step];
+        butterfly<log>(v);
+        if (sink.out) {
+            PTQ_UNROLL
+            for (int e = 0; e < 1 << log; e++) sink.emit(base + (e << stride_log), v[e]);
+        } else {
+            PTQ_UNROLL
+            for (int e = 0; e < 1 << log; e++) at[first ? 16 * e + 4 * (e >> 1) + 16 * (e >> 4) : e * step] = v[e];
+        }
+    }
+}
+
+template <bool first, class Out>
+PTQ_DEVICE void any_pass(const Sink<Out>& sink, int elements, int log, int stride_log, int threads) {
+    if (log == 1) sylvester_pass<1, first>(sink, elements, stride_log, threads);
+    if (log == 2) sylvester_pass<2, first>(sink, elements, stride_log, threads);
+    if (log == 3) sylvester_pass<3, first>(sink, elements, stride_log, threads);
+    if (log == 4) sylvester_pass<4, first>(sink, elements, stride_log, threads);
+    if (log == 5) sylvester_pass<5, first>(sink, elements, stride_log, threads);
+}
+
+// `line` elements from global memory, or from where they were fetched to; zeros beyond the end.
+template <class In>
+PTQ_DEVICE void load_line(const In* from, int count, bool vectorised, float (&v)[line]) {
+    if (vectorised && count >= line) {
+        constexpr int each = 16 / sizeof(In);
+        PTQ_UNROLL
+        for (int i = 0; i < line; i += each) {
+            const Words4 words = load<Words4>(from + i);
+            PTQ_UNROLL
+            for (int j = 0; j < each; j++)
+                if constexpr (sizeof(In) == 4)
+                    v[i + j] = float_of(words.word[j]);
+                else
+                    v[i + j] = widen(In{static_cast<uint16_t>(words.word[j / 2] >> (16 * (j % 2)))});
+        }
+        return;
+    }
+    PTQ_UNROLL
+    for (int i = 0; i < line; i++) v[i] = i < count ? widen(from[i]) : 0.0f;
+}
+
+// Pass 1 of the chunk; `fetched` is null where nothing was fetched ahead.
+template <class In, class Out>
+PTQ_DEVICE void load_pass(const Transform& p, const Sink<Out>& sink, const In* in, const In* fetched, int elements) {
+    for (int u = thread(); u * line < elements; u += p.threads) {
+        float v[line];
+        load_line((fetched ? fetched : in) + u * line, elements - u * line, fetched || p.vectorised, v);
+        int s = p.signs && !p.signs_last ? static_cast<int>((sink.start + u * line) % sink.token) : 0;
+        PTQ_UNROLL
+        for (int i = 0; i < line; i++) {
+            if (p.signs && !p.signs_last) {
+                v[i] *= p.signs[s];
+                s = s + 1 == sink.token ? 0 : s + 1;
+            }
+            v[i] *= p.scale;
+        }
+        PTQ_UNROLL
+        for (int step = 0; step < 4; step++)
+            if (p.log2 > step) {
+                PTQ_UNROLL
+                for (int i = 0; i < line; i++)
+                    if (!(i >> step & 1)) {
+                        const float a = v[i], b = v[i | 1 << step];
+                        v[i] = a + b;
+                        v[i | 1 << step] = a - b;
+                    }
+            }
+        if (sink.out || p.log2 < 4) {
+            PTQ_UNROLL
+            for (int i = 0; i < line; i++)
+                if (u * line + i < elements) sink.emit(u * line + i, v[i]);
+        } else {  // a line is not torn by the padding
+            float* at = sink.buffer + padded(u * line, p.log2);
+            PTQ_UNROLL
+            for (int i = 0; i < line; i += 4) store<Floats4>(at + i, {{v[i], v[i + 1], v[i + 2], v[i + 3]}});
+        }
+    }
+}
+
+template <class In>
+PTQ_DEVICE void fetch(const Transform& p, const In* in, In* fetched, int elements) {
+    for (int u = thread(); u * line < elements; u += p.threads) {
+        if (p.vectorised && elements - u * line >= line) {
+            PTQ_UNROLL
+            for (int i = 0; i < line; i += 16 / static_cast<int>(sizeof(In)))
+                copy_async<16>(fetched + u * line + i, in + u * line + i);
+        } else {
+            for (int i = 0; i < line; i++) fetched[u * line + i] = u * line + i < elements ? in[u * line + i] : In{};
+        }
+    }
+    copy_commit();
+}
+
+template <class In, bool dense, class Out>
+PTQ_DEVICE void transform_chunk(const Transform& p, Sink<Out> sink, Out* out, const uint8_t* signs_of_factors,
+                                int elements) {
+    const auto last = [&](bool is_last) { sink.out = is_last && !p.token_scale ? out : nullptr; };
+    block_barrier();
+    if (p.first) {
+        last(!p.later[0] && !p.factors.count);
+        any_pass<true>(sink, elements, p.first, 4, p.threads);
+        block_barrier();
+    }
+    int stride_log = 4 + p.first;
+    for (int i = 0; i < later_passes && p.later[i]; i++) {
+        last((i + 1 == later_passes || !p.later[i + 1]) && !p.factors.count);
+        any_pass<false>(sink, elements, p.later[i], stride_log, p.threads);
+        stride_log += p.later[i];
+        block_barrier();
+    }
+    if constexpr (dense) {
+        int inner = 1 << p.log2;
+        for (int f = p.factors.count - 1; f >= 0; f--) {
+            last(f == 0);
+            dense_pass(sink, elements, p.factors.order[f], inner, signs_of_factors + p.factors.at[f], p.threads);
+            inner *= p.factors.order[f];
+            block_barrier();
+        }
+    }
+}
+
+// From elements In to elements Out: In itself, or int8 for quantised tokens. Without dense factors 85 registers do.
+template <class In, class Out, bool dense>
+PTQ_KERNEL(dense ? 512 : 384, dense ? 1 : 2) void transform_kernel(const Transform p) {
+    float* buffer = reinterpret_cast<float*>(shared());
+    const int most = p.per_block * p.order;
+    uint8_t* signs_of_factors = shared() + static_cast<size_t>(padded_size(most, p.log2)) * 4;
+    uint32_t* reduce = reinterpret_cast<uint32_t*>(signs_of_factors + factor_bytes(p.factors));
+    In* fetched = p.prefetch ? reinterpret_cast<In*>(reduce + activations::reduce_bytes / 4) : nullptr;
+    if constexpr (dense) load_factors(p.factors, signs_of_factors, p.threads);
+    const auto start_of = [&](int chunk) { return static_cast<int64_t>(chunk) * most; };
+    const auto size_of = [&](int chunk) {
+        const int64_t left = p.vectors * p.order - start_of(chunk);
+        return static_cast<int>(left < most ? left : most);
+    };
+    const In* in = static_cast<const In*>(p.in);
+    if (fetched && block_x() < p.chunks) fetch(p, in + start_of(block_x()), fetched, size_of(block_x()));
+    for (int chunk = block_x(); chunk < p.chunks; chunk += p.grid) {
+        const int64_t start = start_of(chunk);
+        const int elements = size_of(chunk);
+        Out* out = static_cast<Out*>(p.out) + start;
+        Sink<Out> sink{buffer, nullptr, p.signs_last ? p.signs : nullptr, start, p.order * p.blocks, p.log2};
+        const bool only = !p.first && !p.factors.count;  // up to 16 elements: there is nothing behind the first pass
+        sink.out = only && !p.token_scale ? out : nullptr;
+        if (fetched) copy_wait<0>();
+        load_pass(p, sink, in + start, fetched, elements);
+        if (fetched && chunk + p.grid < p.chunks)
+            fetch(p, in + start_of(chunk + p.grid), fetched, size_of(chunk + p.grid));
+        transform_chunk<In, dense>(p, sink, out, signs_of_factors, elements);
+        if constexpr (sizeof(Out) == 1) {
+            const int token = p.order * p.blocks;
+            const auto number = [&](int i) { return buffer[padded(i, p.log2)]; };
+            activations::quantize_tokens_in_block(p.grid8, number, elements / token, token, out,
+                                                  p.token_scale + start / token, p.vectorised, reduce, p.threads);
+            block_barrier();
+        }
+    }
+}
+
+}  // namespace ptq::hadamard

@@ -1,0 +1,132 @@
+// The kernels for few tokens, of one level: included after PTQ_LEVEL, the name of its table, is defined.
+// A row tile is read once, as one stream, for up to four tokens at a time.
+#include "minifloat_tiled/lookup.h"
+
+namespace ptq::minifloat_tiled {
+namespace {
+
+using integer::fill;
+using integer::fma;
+using integer_tiled::load_int;
+
+constexpr int64_t segment_blocks = 2048;  // 65536 columns: 127 * 128 * 65536 is below 2^31
+
+inline const uint8_t* tile_of(const Weight& w, int64_t tile) {
+    return w.tiles + tile * w.blocks * block_bytes(w.element->bits);
+}
+
+// Super-blocks of a group.
+inline int64_t blocks_of(const Weight& w, int64_t group) {
+    return std::min(w.group_blocks, w.blocks - group * w.group_blocks);
+}
+
+inline Lanes scale_of(const Weight& w, int64_t tile, int64_t group) {
+    return integer_tiled::load_scale(w.scale + (tile * w.groups + group) * tile_rows);
+}
+
+// --- quantised tokens ------------------------------------------------------------------------------------------------
+
+void sums(const Quantized& p, int32_t* sums, int64_t first, int64_t last) {
+    const int64_t width = p.w.blocks * block_columns, size = p.w.group_blocks * block_columns;
+    for (int64_t t = first; t < last; t++)
+        for (int64_t g = 0; g < p.w.groups; g++) {
+            int32_t sum = 0;
+            for (int64_t i = g * size; i < std::min(width, (g + 1) * size); i++) sum += p.q[t * p.q_stride + i];
+            sums[t * p.w.groups + g] = sum;
+        }
+}
+
+// The integers of `blocks` super-blocks, of bytes.
+template <int bits, int tokens>
+inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride, const Bytes<bits>& bytes,
+                     SignedInts total[tokens]) {
+    constexpr int chains = tokens > 2 ? 2 : 4;  // independent sums hide the latency of `dot`
+    SignedInts acc[tokens][chains] = {};
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), q += block_columns) {
+        integer_tiled::fetch(block, block_bytes(bits));
+        over_quads<bits>(block, [&]<int i>(Dwords codes) {
+            const Dwords byte = bytes(codes);
+#pragma GCC unroll 4
+            for (int t = 0; t < tokens; t++)
+                acc[t][i % chains] =
+                    integer_tiled::dot<false>(acc[t][i % chains], byte, load_int(q + t * stride + 4 * i));
+        });
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = acc[t][0];
+        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
+    }
+}
+
+// A group of more than 65536 columns: its integers may need 64 bits.
+template <int bits>
+Lanes long_group(const uint8_t* block, int64_t blocks, const int8_t* q, const Bytes<bits>& bytes, int64_t sum) {
+    int64_t total[tile_rows];
+    for (int64_t& each : total) each = -byte_offset * sum;
+    for (int64_t b = 0; b < blocks; b += segment_blocks) {
+        SignedInts part[1];
+        integers<bits, 1>(block + b * block_bytes(bits), std::min(segment_blocks, blocks - b), q + b * block_columns, 0,
+                          bytes, part);
+        for (int r = 0; r < tile_rows; r++) total[r] += part[0][r];
+    }
+    Lanes result;
+    for (int r = 0; r < tile_rows; r++) result[r] = static_cast<float>(total[r]);
+    return result;
+}
+
+template <int bits, int tokens>
+void quantized_tile(const Quantized& p, const Bytes<bits>& bytes, int64_t tile, int64_t from) {
+    const Weight& w = p.w;
+    const uint8_t* block = tile_of(w, tile);
+    const int8_t* q = p.q + from * p.q_stride;
+    Lanes y[tokens] = {};
+    for (int64_t g = 0; g < w.groups; g++) {
+        const Lanes scale = scale_of(w, tile, g);
+        const int64_t blocks = blocks_of(w, g);
+        const int32_t* sum = p.sums + from * w.groups + g;
+        if (blocks > segment_blocks) [[unlikely]] {
+            for (int t = 0; t < tokens; t++)
+                y[t] += scale * long_group<bits>(block, blocks, q + t * p.q_stride, bytes, sum[t * w.groups]);
+        } else {
+            SignedInts total[tokens];
+            integers<bits, tokens>(block, blocks, q, p.q_stride, bytes, total);
+            for (int t = 0; t < tokens; t++)
+                y[t] += scale * __builtin_convertvector(total[t] - byte_offset * sum[t * w.groups], Lanes);
+        }
+        block += blocks * block_bytes(bits);
+        q += blocks * block_columns;
+    }
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, w.n - row);
+    const Lanes bias = integer_tiled::load_bias(p.bias, row, count);
+    for (int t = 0; t < tokens; t++) {
+        Lanes result = y[t] * p.q_scale[from + t];
+        if (p.bias) result += bias;
+        integer_tiled::store_result(p.out, p.out_type, (from + t) * w.n + row, result, count);
+    }
+}
+
+template <int bits>
+void quantized_of(const Quantized& p, int64_t first, int64_t last) {
+    const Bytes<bits> bytes(*p.w.element);
+    integer_tiled::over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
+        quantized_tile<bits, tokens>(p, bytes, tile, t);
+    });
+}
+
+void quantized(const Quantized& p, int64_t first, int64_t last) {
+    constexpr decltype(&quantized_of<4>) of[] = {quantized_of<4>, quantized_of<5>, quantized_of<6>, quantized_of<7>};
+    of[p.w.element->bits - 4](p, first, last);
+}
+
+}  // namespace
+}  // namespace ptq::minifloat_tiled
+
+#include "minifloat_tiled/decode_floats.h"
+#include "minifloat_tiled/panels.h"
+
+namespace ptq::minifloat_tiled {
+
+const Kernels PTQ_LEVEL{sums, quantized, spread, floats, unpack_floats, unpack_pairs, unpack_bytes};
+
+}  // namespace ptq::minifloat_tiled

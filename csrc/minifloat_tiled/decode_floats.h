@@ -1,0 +1,153 @@
+// Few tokens of floating-point numbers. With AVX-512 BF16 one instruction adds the products of two columns; a float32 x
+// is cut into three bfloat16 numbers whose sum it is, exactly. Included once per level, by decode.h.
+#pragma once
+
+#include "minifloat_tiled/lookup.h"
+
+namespace ptq::minifloat_tiled {
+namespace {
+
+#if defined(__AVX512BF16__)
+constexpr bool in_pairs = true;
+#else
+constexpr bool in_pairs = false;
+#endif
+using integer_tiled::part_bytes;
+
+void spread(const Floats& p, int64_t first, int64_t last) {
+    const int64_t k = p.w.k;
+    const int parts = p.x_type == Number::float32 ? 3 : 1;
+    for (int64_t t = first; t < last; t++)
+        for (int64_t i = 0; i < p.w.blocks * block_columns; i += tile_rows) {
+            const Lanes x = integer_tiled::read(p.x, p.x_type, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
+            uint8_t* to = p.spread + t * p.spread_stride;
+            if (in_pairs)
+                integer_tiled::store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x,
+                                           parts);
+            else
+                std::memcpy(to + i * sizeof(float), &x, sizeof x);
+        }
+}
+
+template <int bits, int tokens>
+inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+                            const Values<bits>& values, Lanes total[tokens]) {
+    constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
+    Lanes acc[tokens][chains] = {};
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
+        integer_tiled::fetch(block, block_bytes(bits));
+        over_quads<bits>(block, [&]<int i>(Dwords codes) {
+            const auto column = [&]<int j>() {
+                const Lanes w = values.template at<j>(codes);
+#pragma GCC unroll 4
+                for (int t = 0; t < tokens; t++) {
+                    float number;
+                    std::memcpy(&number, x + t * stride + (4 * i + j) * sizeof number, sizeof number);
+                    acc[t][j % chains] = fma(w, fill(number), acc[t][j % chains]);
+                }
+            };
+            column.template operator()<0>(), column.template operator()<1>();
+            column.template operator()<2>(), column.template operator()<3>();
+        });
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = acc[t][0];
+        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
+    }
+}
+
+#if defined(__AVX512BF16__)
+inline __m512bh two(const uint8_t* pair) {
+    int32_t x;
+    std::memcpy(&x, pair, sizeof x);
+    return (__m512bh)_mm512_set1_epi32(x);
+}
+
+template <int bits, int tokens, int parts>
+inline void multiply_pairs(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+                           const Pairs<bits>& pairs, Lanes total[tokens]) {
+    // A product takes six cycles, and two begin in each: about twelve independent sums.
+    constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
+    __m512 acc[tokens][parts][chains];
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 3
+        for (int c = 0; c < parts; c++)
+#pragma GCC unroll 8
+            for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
+        integer_tiled::fetch(block, block_bytes(bits));
+        over_quads<bits>(block, [&]<int i>(Dwords codes) {
+            const __m512bh even = pairs.template at<false>(codes), odd = pairs.template at<true>(codes);
+#pragma GCC unroll 4
+            for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 3
+                for (int c = 0; c < parts; c++) {
+                    const uint8_t* from = x + t * stride + c * part_bytes + 8 * i;
+                    __m512 &first = acc[t][c][2 * i % chains], &second = acc[t][c][(2 * i + 1) % chains];
+                    first = _mm512_dpbf16_ps(first, even, two(from));
+                    second = _mm512_dpbf16_ps(second, odd, two(from + 4));
+                }
+        });
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < tokens; t++) {
+        total[t] = Lanes{};
+#pragma GCC unroll 3
+        for (int c = parts - 1; c >= 0; c--)
+#pragma GCC unroll 8
+            for (int i = 0; i < chains; i++) total[t] += (Lanes)acc[t][c][i];
+    }
+}
+#else
+template <int bits>
+using Pairs = Values<bits>;
+#endif
+
+template <int bits, int tokens, int parts>
+void floats_tile(const Floats& p, const Pairs<bits>& table, int64_t tile, int64_t from) {
+    const Weight& w = p.w;
+    const uint8_t* block = tile_of(w, tile);
+    const uint8_t* x = p.spread + from * p.spread_stride;
+    Lanes y[tokens] = {};
+    for (int64_t g = 0; g < w.groups; g++) {
+        const Lanes scale = scale_of(w, tile, g);
+        const int64_t blocks = blocks_of(w, g);
+        Lanes total[tokens];
+#if defined(__AVX512BF16__)
+        multiply_pairs<bits, tokens, parts>(block, blocks, x, p.spread_stride, table, total);
+#else
+        multiply_floats<bits, tokens>(block, blocks, x, p.spread_stride, table, total);
+#endif
+        for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
+        block += blocks * block_bytes(bits);
+        x += blocks * (in_pairs ? parts * part_bytes : block_columns * static_cast<int64_t>(sizeof(float)));
+    }
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, w.n - row);
+    const Lanes bias = integer_tiled::load_bias(p.bias, row, count);
+    for (int t = 0; t < tokens; t++) {
+        if (p.token_scale) y[t] *= p.token_scale[from + t];
+        if (p.bias) y[t] += bias;
+        integer_tiled::store_result(p.out, p.out_type, (from + t) * w.n + row, y[t], count);
+    }
+}
+
+template <int bits>
+void floats_of(const Floats& p, int64_t first, int64_t last) {
+    const Pairs<bits> table(*p.w.element);
+    integer_tiled::over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
+        if (in_pairs && p.x_type == Number::float32)
+            floats_tile<bits, tokens, in_pairs ? 3 : 1>(p, table, tile, t);
+        else
+            floats_tile<bits, tokens, 1>(p, table, tile, t);
+    });
+}
+
+void floats(const Floats& p, int64_t first, int64_t last) {
+    constexpr decltype(&floats_of<4>) of[] = {floats_of<4>, floats_of<5>, floats_of<6>, floats_of<7>};
+    of[p.w.element->bits - 4](p, first, last);
+}
+
+}  // namespace
+}  // namespace ptq::minifloat_tiled

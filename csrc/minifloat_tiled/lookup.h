@@ -1,0 +1,200 @@
+// From tiles to numbers. Included once per level, into an anonymous namespace.
+//
+// A look-up needs no mask: the tables are repeated, so that bits above a code change nothing. So two planes are joined
+// by one bit select, and one permutation turns 64 codes into bytes, or 32 into bfloat16 numbers.
+#pragma once
+
+#include "integer_tiled/decode_lanes.h"
+#include "minifloat_tiled/kernels.h"
+
+namespace ptq::minifloat_tiled {
+namespace {
+
+using integer::Lanes;
+using integer::SignedInts;
+using integer_tiled::block_bytes;
+using integer_tiled::block_columns;
+using integer_tiled::Dwords;
+using integer_tiled::quads;
+using integer_tiled::tile_rows;
+
+// --- codes -----------------------------------------------------------------------------------------------------------
+
+// Bits of a where `mask` has them, else those of b.
+inline Dwords select(uint32_t mask, Dwords a, Dwords b) {
+#if defined(__AVX512F__)
+    return (Dwords)_mm512_ternarylogic_epi32((__m512i)(Dwords{} + mask), (__m512i)a, (__m512i)b, 0xca);
+#else
+    return (a & mask) | (b & ~mask);
+#endif
+}
+
+template <int by>
+inline Dwords shifted(Dwords x) {
+    return by >= 0 ? x << (by & 31) : x >> (-by & 31);
+}
+
+template <int bits>
+inline void load_planes(const uint8_t* block, Dwords planes[bits]) {
+#pragma GCC unroll 8
+    for (int v = 0; v < bits; v++) planes[v] = integer_tiled::load_dwords(block + 64 * v);
+}
+
+// The codes of quad i in the lowest bits of the bytes; above them is anything.
+template <int bits, int i>
+inline Dwords codes_of(const Dwords planes[bits]) {
+    const Dwords low = shifted<-4 * (i % 2)>(planes[i / 2]);
+    if constexpr (bits == 4) {
+        return low;
+    } else if constexpr (bits == 5) {
+        return select(0x0f0f0f0fu, low, shifted<4 - i>(planes[4]));
+    } else {
+        const Dwords six = select(0x0f0f0f0fu, low, shifted<4 - 2 * (i % 4)>(planes[4 + i / 4]));
+        if constexpr (bits == 6) return six;
+        return select(0x3f3f3f3fu, six, shifted<6 - i>(planes[6]));
+    }
+}
+
+// Calls f.operator()<i>(codes of quad i) for the quads of a super-block.
+template <int bits, class F>
+inline void over_quads(const uint8_t* block, const F& f) {
+    Dwords planes[bits];
+    load_planes<bits>(block, planes);
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+        (f.template operator()<i>(codes_of<bits, i>(planes)), ...);
+    }(std::make_integer_sequence<int, quads>{});
+}
+
+// --- bytes -----------------------------------------------------------------------------------------------------------
+
+// Codes to `Element::byte`.
+template <int bits>
+struct Bytes {
+#if defined(__AVX512VBMI__)
+    __m512i low, high;
+    explicit Bytes(const Element& e) : low(_mm512_loadu_si512(e.byte)), high(_mm512_loadu_si512(e.byte + 64)) {}
+    Dwords operator()(Dwords codes) const {
+        if constexpr (bits <= 6) return (Dwords)_mm512_permutexvar_epi8((__m512i)codes, low);
+        return (Dwords)_mm512_permutex2var_epi8(low, (__m512i)codes, high);
+    }
+#elif defined(__AVX2__)
+    // Sixteen codes at a time: those of others look up a zero, because bit 7 of their index is set.
+    static constexpr int parts = 1 << (bits - 4);
+    uint8_t table[parts][16];
+    explicit Bytes(const Element& e) { std::memcpy(table, e.byte, sizeof table); }
+    Dwords operator()(Dwords codes) const {
+        codes &= 0x01010101u * ((1u << bits) - 1);
+        __m256i in[2], out[2] = {};
+        std::memcpy(in, &codes, sizeof in);
+#pragma GCC unroll 8
+        for (int part = 0; part < parts; part++) {
+            const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table[part]));
+            const __m256i here = _mm256_set1_epi8(16 * part), rest = _mm256_set1_epi8(0x70);
+#pragma GCC unroll 2
+            for (int h = 0; h < 2; h++) {
+                const __m256i at = _mm256_adds_epu8(_mm256_xor_si256(in[h], here), rest);
+                out[h] = _mm256_or_si256(out[h], _mm256_shuffle_epi8(entries, at));
+            }
+        }
+        Dwords result;
+        std::memcpy(&result, out, sizeof result);
+        return result;
+    }
+#else
+    const uint8_t* table;
+    explicit Bytes(const Element& e) : table(e.byte) {}
+    Dwords operator()(Dwords codes) const {
+        uint8_t bytes[64];
+        std::memcpy(bytes, &codes, sizeof bytes);
+        for (uint8_t& byte : bytes) byte = table[byte % most_codes];
+        return integer_tiled::load_dwords(bytes);
+    }
+#endif
+};
+
+// --- floats ----------------------------------------------------------------------------------------------------------
+
+// Byte j of the dwords of codes to numbers.
+template <int bits>
+struct Values {
+#if defined(__AVX512F__)
+    __m512 table[bits == 7 ? 4 : 2];  // with six and seven bits: of the positive codes
+    explicit Values(const Element& e) {
+        for (int i = 0; i < (bits == 7 ? 4 : 2); i++) table[i] = _mm512_loadu_ps(e.value + 16 * i);
+    }
+    template <int j>
+    Lanes at(Dwords codes) const {
+        const __m512i code = (__m512i)(codes >> 8 * j);
+        if constexpr (bits == 4) return (Lanes)_mm512_maskz_permutexvar_ps(0xffff, code, table[0]);
+        __m512 x = _mm512_permutex2var_ps(table[0], code, table[1]);
+        if constexpr (bits == 5) return (Lanes)x;
+        if constexpr (bits == 7) {
+            const __mmask16 upper = _mm512_test_epi32_mask(code, _mm512_set1_epi32(32));
+            x = _mm512_mask_mov_ps(x, upper, _mm512_permutex2var_ps(table[2], code, table[3]));
+        }
+        const __m512i sign = (__m512i)((Dwords)code << (32 - bits)), mask = _mm512_set1_epi32(INT32_MIN);
+        return (Lanes)_mm512_ternarylogic_epi32(_mm512_castps_si512(x), sign, mask, 0xf8);  // x | (sign & mask)
+    }
+#elif defined(__AVX2__)
+    // A float16 number with the same bits, and a factor for its other bias; its subnormal numbers are ours.
+    __m128i left, up;
+    __m256i sign, rest;
+    __m256 factor;
+    explicit Values(const Element& e)
+        : left(_mm_cvtsi32_si128(10 - e.mantissa)),
+          up(_mm_cvtsi32_si128(16 - bits)),
+          sign(_mm256_set1_epi32(1 << (bits - 1))),
+          rest(_mm256_set1_epi32((1 << (bits - 1)) - 1)),
+          factor(_mm256_set1_ps(std::ldexp(1.0f, 16 - (1 << (e.exponent - 1))))) {}
+    template <int j>
+    Lanes at(Dwords codes) const {
+        __m256i in[2];
+        std::memcpy(in, &codes, sizeof in);
+#pragma GCC unroll 2
+        for (int h = 0; h < 2; h++) {
+            const __m256i code = _mm256_srli_epi32(in[h], 8 * j);
+            in[h] = _mm256_or_si256(_mm256_sll_epi32(_mm256_and_si256(code, rest), left),
+                                    _mm256_sll_epi32(_mm256_and_si256(code, sign), up));
+        }
+        const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(in[0], in[1]), 0xd8);
+        __m256 out[2] = {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(words)), factor),
+                         _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(words, 1)), factor)};
+        Lanes result;
+        std::memcpy(&result, out, sizeof result);
+        return result;
+    }
+#else
+    const float* table;
+    explicit Values(const Element& e) : table(e.value) {}
+    template <int j>
+    Lanes at(Dwords codes) const {
+        Lanes x;
+        for (int r = 0; r < tile_rows; r++) x[r] = table[codes[r] >> 8 * j & (most_codes - 1)];
+        return x;
+    }
+#endif
+};
+
+#if defined(__AVX512BF16__)
+// Bytes 0 and 2, or 1 and 3, of the dwords of codes to pairs of bfloat16 numbers.
+template <int bits>
+struct Pairs {
+    __m512i low, high;  // with seven bits: of the positive codes
+    static __m512i words(const float* from) {
+        return (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(from + 16), _mm512_loadu_ps(from));
+    }
+    explicit Pairs(const Element& e) : low(words(e.value)), high(words(e.value + 32)) {}
+    template <bool odd>
+    __m512bh at(Dwords codes) const {
+        const __m512i code = odd ? _mm512_srli_epi16((__m512i)codes, 8) : (__m512i)codes;
+        if constexpr (bits <= 5) return (__m512bh)_mm512_permutexvar_epi16(code, low);
+        const __m512i x = _mm512_permutex2var_epi16(low, code, high);
+        if constexpr (bits == 6) return (__m512bh)x;
+        const __m512i sign = _mm512_slli_epi16(code, 9), mask = _mm512_set1_epi16(INT16_MIN);
+        return (__m512bh)_mm512_ternarylogic_epi32(x, sign, mask, 0xf8);
+    }
+};
+#endif
+
+}  // namespace
+}  // namespace ptq::minifloat_tiled

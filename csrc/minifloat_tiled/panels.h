@@ -1,0 +1,85 @@
+// Numbers of a few row tiles side by side, in the steps of gemm/panels_kernels.h. Included once per level, by decode.h.
+#pragma once
+
+#include "minifloat_tiled/lookup.h"
+
+namespace ptq::minifloat_tiled {
+namespace {
+
+// Calls f.operator()<bits>().
+template <class F>
+inline void with_bits(const Element& e, const F& f) {
+    switch (e.bits) {
+        case 4:
+            return f.template operator()<4>();
+        case 5:
+            return f.template operator()<5>();
+        case 6:
+            return f.template operator()<6>();
+        default:
+            return f.template operator()<7>();
+    }
+}
+
+// The super-block of a row tile that begins at a column.
+inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
+    return tile_of(w, tile) + column / block_columns * block_bytes(w.element->bits);
+}
+
+inline void store(void* to, Dwords x) {
+    std::memcpy(to, &x, sizeof x);
+}
+
+void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+    const auto& w = *static_cast<const Weight*>(weight);
+    with_bits(*w.element, [&]<int bits>() {
+        const Values<bits> values(*w.element);
+        for (int64_t r = 0; r < tiles; r++) {
+            const uint8_t* block = block_at(w, tile + r, column);
+            auto* to = static_cast<float*>(panel) + r * tile_rows;
+            for (int64_t c = column; c < end; c += block_columns, block += block_bytes(bits))
+                over_quads<bits>(block, [&]<int i>(Dwords codes) {
+                    store(to, (Dwords)values.template at<0>(codes)), to += tiles * tile_rows;
+                    store(to, (Dwords)values.template at<1>(codes)), to += tiles * tile_rows;
+                    store(to, (Dwords)values.template at<2>(codes)), to += tiles * tile_rows;
+                    store(to, (Dwords)values.template at<3>(codes)), to += tiles * tile_rows;
+                });
+        }
+    });
+}
+
+#if defined(__AVX512BF16__)
+void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+    const auto& w = *static_cast<const Weight*>(weight);
+    with_bits(*w.element, [&]<int bits>() {
+        const Pairs<bits> pairs(*w.element);
+        for (int64_t r = 0; r < tiles; r++) {
+            const uint8_t* block = block_at(w, tile + r, column);
+            auto* to = static_cast<uint32_t*>(panel) + r * tile_rows;
+            for (int64_t c = column; c < end; c += block_columns, block += block_bytes(bits))
+                over_quads<bits>(block, [&]<int i>(Dwords codes) {
+                    store(to, (Dwords)pairs.template at<false>(codes)), to += tiles * tile_rows;
+                    store(to, (Dwords)pairs.template at<true>(codes)), to += tiles * tile_rows;
+                });
+        }
+    });
+}
+#else
+constexpr gemm::Unpack unpack_pairs = nullptr;
+#endif
+
+void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+    const auto& w = *static_cast<const Weight*>(weight);
+    with_bits(*w.element, [&]<int bits>() {
+        const Bytes<bits> bytes(*w.element);
+        for (int64_t r = 0; r < tiles; r++) {
+            const uint8_t* block = block_at(w, tile + r, column);
+            auto* to = static_cast<uint32_t*>(panel) + r * tile_rows;
+            for (int64_t c = column; c < end; c += block_columns, block += block_bytes(bits))
+                over_quads<bits>(block, [&]<int i>(Dwords codes) { store(to, bytes(codes)), to += tiles * tile_rows; });
+        }
+    });
+}
+
+}  // namespace
+}  // namespace ptq::minifloat_tiled

@@ -1,0 +1,64 @@
+"""`quantize fp6`."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from fp6.element import ELEMENTS
+from fp6.minifloat import Scale, Search
+from fp6.plan import Fp6Recipe
+from ptq import cli
+from ptq.recipe import RunOptions
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this method."""
+    app.command()(cli.command(fp6))
+
+
+def fp6(
+    model: cli.Model,
+    out: cli.Out,
+    element: Annotated[
+        str, typer.Option(help=f"{', '.join(ELEMENTS)}; or auto: e3m2 or e2m3, per layer, by their error.")
+    ] = "e2m3",
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Input channels that share a scale; 0: one scale per output channel. Default: 0, with e8m0 scales 32."
+        ),
+    ] = None,
+    scale: Annotated[
+        Scale, typer.Option(help="e8m0: powers of two, as in the OCP Microscaling Formats (MXFP6, MXFP4).")
+    ] = "bfloat16",
+    scale_search: Annotated[
+        Search, typer.Option(help="mse: the scale with the least squared error, of several; slower.")
+    ] = "absmax",
+    rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "nearest",
+    rotate: Annotated[
+        bool, typer.Option("--rotate/--no-rotate", help="QuaRot's rotations that vanish into the weights.")
+    ] = False,
+    activation_bits: Annotated[
+        int, typer.Option(help="Of the inputs of the quantised linears, per token: 8; 16 leaves them alone.")
+    ] = 16,
+    calibration: cli.Calibration = None,
+    samples: cli.Samples = 128,
+    sequence_length: cli.SequenceLength = None,
+    damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
+    seed: cli.Seed = 0,
+    device: cli.Device = "auto",
+    work: cli.Work = None,
+    restart: cli.Restart = False,
+    show_plan: cli.ShowPlan = False,
+    report: cli.Report = True,
+    skip: cli.Skip = None,
+    debug: cli.Debug = False,
+) -> None:
+    """FP6: weights as small floats of 4 to 7 bits, without calibration."""
+    default = 32 if scale == "e8m0" else 0
+    recipe = Fp6Recipe(
+        rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
+        seed=seed, skip=tuple(skip or ()), element=element, group_size=default if group_size is None else group_size,
+        scale=scale, scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
+    )  # fmt: skip
+    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

@@ -1,0 +1,272 @@
+"""Weights as small floats of 4 to 7 bits: the codebook, the bytes, the linear layer. Format `fp6/minifloat`, version 1.
+
+**Numbers.** A code of an element (`fp6.element`) stands for scale * value(code). Group i of a row is its columns
+[i * group_size, (i + 1) * group_size); group_size 0: the whole row is one group.
+
+**Bytes**, for W[n, k] with g groups in a row and codes of b bits:
+
+- `codes`, U8 [n, ceil(k b / 8)]: each row is one little-endian bit stream (`ptq.bitstream`). The bits of a code are,
+  from the highest down, sign, exponent, mantissa.
+- `scale`, I16 [n, g]: the bits of a bfloat16 number, little-endian; or, with scale `e8m0`, U8 [n, g]: e stands for
+  2^(e - 127), and 255 for NaN, which is never written. With groups of 32 and an element of the OCP specification that
+  is MXFP6 or MXFP4 data. Integer dtypes, because loaders cast floating-point tensors to the model's dtype.
+
+Weights are rounded with exactly the stored scale. True bits per weight: b + 16 / group_size, or b + 8 / group_size.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
+from torch import Tensor
+
+from fp6 import minifloat_ops, tiled_ops  # noqa: F401  (their imports declare the ops)
+from fp6.element import Element, element_of
+from ptq import bitstream, tiles
+from ptq.errors import InputError
+from ptq.formats import Parts, Scales, describe
+from ptq.rounding import Rounded
+
+Scale = Literal["bfloat16", "e8m0"]
+Search = Literal["absmax", "mse"]
+SCALES, SEARCHES = ("bfloat16", "e8m0"), ("absmax", "mse")
+
+
+@dataclass(frozen=True)
+class MinifloatGrid:
+    """Codebook of dimension 1. Scales: `scale` float32 [n, g], bfloat16 numbers or powers of two."""
+
+    element: str = "e2m3"
+    group_size: int = 0
+    scale: str = "bfloat16"
+    search: str = "absmax"
+    """`mse`: of several scales around absmax / largest, the one with the least squared error; ten times slower."""
+
+    dim: ClassVar[int] = 1
+    per_row: ClassVar[bool] = True
+
+    @property
+    def code(self) -> Element:
+        return element_of(self.element)
+
+    def groups(self, k: int, name: str = "weight") -> int:
+        """Groups of a row of k weights. Raises InputError where the group size does not divide k."""
+        if self.group_size and k % self.group_size:
+            raise InputError(
+                f"{name}: {k} columns do not divide into groups of {self.group_size}; "
+                "choose a group size that divides them, or 0 for one scale per output channel"
+            )
+        return k // self.group_size if self.group_size else 1
+
+    def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
+        """The scale of every group. Raises InputError for NaN, infinity or a wrong width."""
+        self.groups(w.shape[1], name)
+        scale = torch.ops.ptq.minifloat_fit(w.contiguous(), *self._options)
+        return {"scale": _checked(scale, name)}
+
+    def nearest(
+        self, w: Float[Tensor, "n k"], *, name: str = "weight"
+    ) -> tuple[UInt8[Tensor, "n k"], Scales, float, float]:
+        """`fit` and `round` in one pass over a weight of any dtype: codes, scales, |W - Ŵ|² and |W|²."""
+        self.groups(w.shape[1], name)
+        codes, scale, error, energy = torch.ops.ptq.minifloat_nearest(w, *self._options)
+        return codes, {"scale": _checked(scale, name)}, float(error.sum()), float(energy.sum())
+
+    def round(
+        self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
+    ) -> UInt8[Tensor, "n c"]:
+        scale, size = self._expanded(scales, columns)
+        return torch.ops.ptq.minifloat_encode(w.contiguous(), scale, *self._bits, size)
+
+    def decode(
+        self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
+    ) -> Float32[Tensor, "n c"]:
+        scale, size = self._expanded(scales, columns)
+        return torch.ops.ptq.minifloat_decode(codes, scale, *self._bits, size)
+
+    def round_block(
+        self,
+        target: Float32[Tensor, "c n"],
+        w: Float32[Tensor, "c n"],
+        factor: Float32[Tensor, "c c"],
+        scales: Scales,
+        columns: Int64[Tensor, " c"],
+    ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
+        """`rounding.round_block` in one op."""
+        groups, group = torch.unique(self._group(columns), return_inverse=True)  # only the scales of these columns
+        scale = scales["scale"][:, groups].t().contiguous()
+        return torch.ops.ptq.minifloat_ldlq(target, w, factor, scale, group, *self._bits)
+
+    @property
+    def _bits(self) -> tuple[int, int]:
+        return self.code.exponent, self.code.mantissa
+
+    @property
+    def _options(self) -> tuple[int, int, int, bool, bool]:
+        return *self._bits, self.group_size, self.scale == "e8m0", self.search == "mse"
+
+    def _group(self, columns: Int64[Tensor, " c"]) -> Int64[Tensor, " c"]:
+        return columns // self.group_size if self.group_size else torch.zeros_like(columns)
+
+    def _expanded(self, scales: Scales, columns: Tensor | None) -> tuple[Tensor, int]:
+        """Scale and group size of all columns, or one group for each of the given ones."""
+        if columns is None:
+            return scales["scale"], self.group_size
+        return scales["scale"][:, self._group(columns)], 1
+
+
+def _checked(scale: Float32[Tensor, "n g"], name: str) -> Float32[Tensor, "n g"]:
+    bad = scale.isnan().any(1)
+    if bad.any():
+        raise InputError(f"{name}: NaN or infinity in row {int(bad.nonzero()[0])}; the weight cannot be quantised")
+    return scale
+
+
+@dataclass(frozen=True)
+class MinifloatFormat:
+    """The bytes described above, and the ops that multiply with them. Raises InputError for values out of range."""
+
+    element: str = "e2m3"
+    group_size: int = 0
+    scale: str = "bfloat16"
+
+    name: ClassVar[str] = "fp6/minifloat"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        try:
+            element_of(self.element)
+        except InputError as error:
+            raise InputError(f"{self.name}: {error}") from None
+        if type(self.group_size) is not int or self.group_size < 0:
+            raise InputError(
+                f"{self.name}: group_size must be 0 (per output channel) or more, found {self.group_size!r}"
+            )
+        if self.scale not in SCALES:
+            raise InputError(f"{self.name}: scale must be bfloat16 or e8m0, found {self.scale!r}")
+
+    @property
+    def code(self) -> Element:
+        """The element that the codes are of."""
+        return element_of(self.element)
+
+    @property
+    def codebook(self) -> MinifloatGrid:
+        return MinifloatGrid(self.element, self.group_size, self.scale)
+
+    def options(self) -> dict[str, Any]:
+        return {"element": self.element, "group_size": self.group_size, "scale": self.scale}
+
+    def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        scale = torch.int16 if self.scale == "bfloat16" else torch.uint8
+        return {
+            "codes": ((n, (k * self.code.bits + 7) // 8), torch.uint8),
+            "scale": ((n, self.codebook.groups(k)), scale),
+        }
+
+    def pack(self, rounded: Rounded) -> Parts:
+        return {
+            "codes": torch.ops.ptq.integer_pack(rounded.codes, self.code.bits),
+            "scale": pack_scale(rounded.scales["scale"], self.scale),
+        }
+
+    def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
+        parts = self.unprepack(parts)
+        self._check(parts, n, k)
+        return bitstream.unpack(parts["codes"], self.code.bits, k), {"scale": unpack_scale(parts["scale"])}
+
+    def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
+        return self.codebook.decode(*self.unpack(parts, n, k))
+
+    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
+        """x Wᵀ + bias. With tiles and bfloat16 x, products are exact and sums float32 (`fp6.tiled_ops`): W6A16."""
+        if "tiles" in parts:
+            n = parts["shape"].shape[0]
+            return torch.ops.ptq.minifloat_linear_tiled(
+                x, parts["tiles"], parts["scale"], bias, n, *self._bits, self.group_size
+            )
+        w = self.dequantize(parts, parts["codes"].shape[0], x.shape[-1])
+        return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
+
+    def linear_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Parts,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "*t n"]:
+        """The same on quantised tokens: W6A8, with exact integer sums where the element's numbers fit int8. Made for
+        tiles; where there can be none, the tokens go as the numbers that they stand for."""
+        parts = parts if "tiles" in parts else self.prepack(parts, q.device)
+        if "tiles" not in parts:
+            return self.linear(q.float() * q_scale[..., None], parts, bias).to(dtype)
+        n = parts["shape"].shape[0]
+        return torch.ops.ptq.minifloat_linear_quantized(
+            q, q_scale, parts["tiles"], parts["scale"], bias, n, *self._bits, self.group_size, dtype
+        )
+
+    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
+        """On the CPU tiles (`ptq.tiles`) and scales as bfloat16, and an empty part `shape` [n, k, 0]; where tiles don't
+        fit the groups, the same parts."""
+        if "tiles" in parts:
+            return parts
+        parts = {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
+        if torch.device(device).type != "cpu" or not tiles.applies(self.group_size):
+            return parts
+        n, size = parts["codes"].shape
+        k = size * 8 // self.code.bits  # maybe one too many: the zeros that fill the last byte count as a code here
+        tiled = torch.ops.ptq.integer_prepack(parts["codes"], self.code.bits, k)
+        scale = tiles.tile_scales(as_bfloat16(parts["scale"]))
+        return {"tiles": tiled, "scale": scale, "shape": tiled.new_empty(n, k, 0)}
+
+    def unprepack(self, parts: Parts) -> Parts:
+        if "tiles" not in parts:
+            return parts
+        n, k = parts["shape"].shape[:2]
+        scale = tiles.untile_scales(parts["scale"], n)
+        return {
+            "codes": torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.code.bits, k),
+            "scale": scale if self.scale == "bfloat16" else as_e8m0(scale),
+        }
+
+    @property
+    def _bits(self) -> tuple[int, int]:
+        return self.code.exponent, self.code.mantissa
+
+    def _check(self, parts: Parts, n: int, k: int) -> None:
+        expected = self.buffers(n, k)
+        if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
+            want = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
+            raise InputError(f"{self.name} [{n}, {k}]: expected the parts {want}; found {describe(parts)}")
+
+
+def pack_scale(scale: Float32[Tensor, "n g"], kind: str) -> Tensor:
+    """The stored scale."""
+    if kind == "bfloat16":
+        stored = scale.bfloat16()
+        assert torch.equal(stored.float(), scale), "scales must be bfloat16 numbers"
+        return stored.view(torch.int16)
+    bits = scale.view(torch.int32)
+    assert not (bits & 0x807FFFFF).any(), "scales must be powers of two"
+    return (bits >> 23).to(torch.uint8)
+
+
+def unpack_scale(stored: Tensor) -> Float32[Tensor, "n g"]:
+    """The scale as a number; e8m0 where it is stored in bytes."""
+    return as_bfloat16(stored).view(torch.bfloat16).float()
+
+
+def as_bfloat16(stored: Tensor) -> Tensor:
+    """A stored scale as the bits of bfloat16, which hold every e8m0 number: the kernels know one kind only."""
+    if stored.dtype == torch.int16:
+        return stored
+    bits = stored.to(torch.int16) << 7
+    bits = torch.where(stored == 0, 0x40, bits)  # 2^-127 is subnormal
+    return torch.where(stored == 255, 0x7FC0, bits).to(torch.int16)  # NaN
+
+
+def as_e8m0(bits: Tensor) -> Tensor:
+    """Inverse of `as_bfloat16` for powers of two."""
+    return ((bits >> 7) & 0xFF).to(torch.uint8)

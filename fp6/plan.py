@@ -1,0 +1,70 @@
+"""The plan of FP6: every linear in small floats, without calibration; rotations that vanish into the weights, if asked
+for (Xia et al. 2024, arXiv:2401.14112, for the idea; the formats are those of `fp6.element`)."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from fp6.choice import AutoFormat, SearchedFormat
+from fp6.element import ELEMENTS, element_of
+from fp6.minifloat import SCALES, SEARCHES, Scale, Search
+from ptq.activations import Activation
+from ptq.errors import InputError
+from ptq.families import Family, ModelShape
+from ptq.outline import Dtypes, check_groups, chosen, outline
+from ptq.plan import LinearPlan, Plan
+from ptq.recipe import Recipe, Rounding
+from ptq.rotations import rotated
+
+
+@dataclass(frozen=True)
+class Fp6Recipe(Recipe):
+    """Recipe of `quantize fp6`."""
+
+    method: ClassVar[str] = "fp6"
+
+    rounding: Rounding = "nearest"
+    element: str = "e2m3"
+    """A name of `fp6.element.ELEMENTS`, or `auto`: per layer, whichever of e3m2 and e2m3 has the smaller error."""
+    group_size: int = 0
+    """Columns that share a scale; 0: one scale per output channel."""
+    scale: Scale = "bfloat16"
+    """`e8m0`: powers of two in one byte; with groups of 32 as in the OCP Microscaling Formats."""
+    scale_search: Search = "absmax"
+    rotate: bool = False
+    """QuaRot's rotations that vanish into the weights, R1 and R2."""
+    activation_bits: int = 16
+    """Bits of the inputs of the quantised linears, per token: 8, or 16 to leave them alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.element != "auto" and self.element not in ELEMENTS:
+            raise InputError(f"unknown element {self.element!r}; known elements: {', '.join(ELEMENTS)}, auto")
+        if self.group_size < 0:
+            raise InputError(f"group size must be 0 (per output channel) or positive, found {self.group_size}")
+        if self.scale not in SCALES:
+            raise InputError(f"scale must be bfloat16 or e8m0, found {self.scale!r}")
+        if self.scale_search not in SEARCHES:
+            raise InputError(f"scale search must be absmax or mse, found {self.scale_search!r}")
+        if self.activation_bits not in (8, 16):
+            raise InputError(f"activation bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
+
+    @property
+    def format(self) -> SearchedFormat | AutoFormat:
+        """How every linear is stored."""
+        if self.element == "auto":
+            return AutoFormat(group_size=self.group_size, scale=self.scale, search=self.scale_search)
+        return SearchedFormat(element_of(self.element).name, self.group_size, self.scale, self.scale_search)
+
+
+def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, dtypes: Dtypes) -> Plan:
+    """The plan of a model whose tensors have these dtypes. Raises InputError where groups do not fit a layer."""
+    made = outline(recipe.method, shape, family, dtypes)
+    if recipe.rotate:
+        made = rotated(made, shape, family, online=False)
+    activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
+
+    def rounded(linear: LinearPlan) -> LinearPlan:
+        check_groups(linear, made, recipe.group_size)
+        return replace(linear, activation=activation, format=recipe.format)
+
+    return replace(made, linears=chosen(made, recipe.skip, dtypes, rounded))

@@ -1,0 +1,127 @@
+"""Small-float weights in the layout that the CPU kernels read: ops, with references in PyTorch. Not on disk.
+
+**Tiles** (`ptq.tiles`) of the codes, and beside them `scale` int16 [row tiles, g, 16]: bits of bfloat16. Group i of a row
+is its columns [i * group_size, (i + 1) * group_size), the last one may have fewer; group_size 0: one group per row, else
+a multiple of 32. A code stands for scale * value (`fp6.element`).
+
+**W6A16**, `minifloat_linear_tiled`: floating-point x. The values of all elements are exact in bfloat16, so products with
+bfloat16 x are exact; sums are in float32, and the scale comes once in a group. Subnormal bfloat16 x may count as zero.
+
+**W6A8**, `minifloat_linear_quantized`: tokens x = q_scale * q, q int8. Where all values of the element times 2^s are
+integers that int8 holds (`Element.int8_shift`), it is defined to the bit: per output and group I = sum of q (value 2^s),
+an exact integer; in float32, group after group, acc = acc + scale * I, each operation rounded; y = acc * (q_scale 2^-s),
+then + bias, then the cast to the dtype asked for. For the other elements q is multiplied as bfloat16, exactly, and summed
+as in W6A16; then * q_scale, + bias.
+"""
+
+import torch
+from jaxtyping import Float, Float32, Int8, Int16, UInt8
+from torch import Tensor
+
+from fp6.element import Element, decode
+from ptq import native
+from ptq.tiles import unpack, untile_scales
+
+SCHEMAS = {
+    "minifloat_linear_tiled": "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, int n, int exponent, int mantissa, "
+    "int group_size) -> Tensor",
+    "minifloat_linear_quantized": "(Tensor q, Tensor q_scale, Tensor tiles, Tensor scale, Tensor? bias, int n, "
+    "int exponent, int mantissa, int group_size, ScalarType dtype) -> Tensor",
+}
+
+
+def dequantize(
+    tiles: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    n: int,
+    exponent: int,
+    mantissa: int,
+    group_size: int,
+    k: int | torch.SymInt,
+) -> Float32[Tensor, "n k"]:
+    """The weight that tiles stand for."""
+    element = Element(exponent, mantissa)
+    value = decode(unpack(tiles, n, element.bits, k), element)
+    number = untile_scales(scale, n).view(torch.bfloat16).float()
+    return value * _spread(number, group_size, k)
+
+
+def _spread(number: Float32[Tensor, "n g"], group_size: int, k: int | torch.SymInt) -> Tensor:
+    """The scale of every column, or the one of all of them."""
+    return number.repeat_interleave(group_size, 1)[:, :k] if group_size else number
+
+
+def linear_tiled(
+    x: Float[Tensor, "*t k"],
+    tiles: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    bias: Float[Tensor, " n"] | None,
+    n: int,
+    exponent: int,
+    mantissa: int,
+    group_size: int,
+) -> Float[Tensor, "*t n"]:
+    """x Wᵀ + bias; float32 inside, the result in x's dtype. Native kernels differ from it in the last bits."""
+    w = dequantize(tiles, scale, n, exponent, mantissa, group_size, x.shape[-1])
+    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
+
+
+def linear_quantized(
+    q: Int8[Tensor, "*t k"],
+    q_scale: Float32[Tensor, "*t"],
+    tiles: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    bias: Float[Tensor, " n"] | None,
+    n: int,
+    exponent: int,
+    mantissa: int,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*t n"]:
+    """The product of quantised tokens, as the module docstring defines it. Float64 holds the integers."""
+    element, k = Element(exponent, mantissa), q.shape[-1]
+    tokens, factor = q.reshape(-1, k).double(), q_scale.reshape(-1, 1)
+    shift = element.int8_shift
+    value = decode(unpack(tiles, n, element.bits, k), element).double()
+    if shift is not None:
+        value, factor = value * 2**shift, factor * 2.0**-shift
+    number = untile_scales(scale, n).view(torch.bfloat16).float()
+    acc = q_scale.new_zeros(tokens.shape[0], n, dtype=torch.float32)
+    for g in range(number.shape[1]):
+        columns = slice(g * group_size, (g + 1) * group_size) if group_size else slice(None)
+        acc = acc + number[:, g] * (tokens[:, columns] @ value[:, columns].t()).float()
+    y = acc * factor
+    return (y if bias is None else y + bias.float()).to(dtype).view(*q.shape[:-1], n)
+
+
+def _linear_setup(ctx, inputs, output) -> None:
+    x, tiles, scale, bias, n, exponent, mantissa, group_size = inputs
+    ctx.save_for_backward(tiles, scale)
+    ctx.weight = (n, exponent, mantissa, group_size, x.shape[-1])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_backward(ctx, grad: Tensor):
+    """Weights are frozen: gradients of x and of the bias only."""
+    w = dequantize(*ctx.saved_tensors, *ctx.weight)
+    to_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
+    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+    return to_x, None, None, to_bias, None, None, None, None
+
+
+REFERENCES = {"minifloat_linear_tiled": linear_tiled, "minifloat_linear_quantized": linear_quantized}
+FAKES = {
+    "minifloat_linear_tiled": lambda x, tiles, scale, bias, n, exponent, mantissa, group_size: x.new_empty(
+        *x.shape[:-1], n
+    ),
+    "minifloat_linear_quantized": lambda q, q_scale, tiles, scale, bias, n, exponent, mantissa, group_size, dtype: (
+        q.new_empty(*q.shape[:-1], n, dtype=dtype)
+    ),
+}
+
+for op, schema in SCHEMAS.items():
+    torch.library.define(f"ptq::{op}", schema)
+    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
+    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
+torch.library.register_autograd("ptq::minifloat_linear_tiled", _linear_backward, setup_context=_linear_setup)
+native.load()

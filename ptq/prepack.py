@@ -1,0 +1,116 @@
+"""`quantize prepack`: a packed checkpoint with its weights in the tiles of a target, so that loading makes none."""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptq.checkpoint import Checkpoint
+from ptq.contents import linear_shapes, read_config
+from ptq.errors import InputError, RunError
+from ptq.formats import Parts
+from ptq.hf import PtqConfig
+from ptq.linear import NOT_OF_THE_FORMAT
+from ptq.prepacked import LAYOUTS, PrepackedFormat, check_target
+from ptq.shards import Shards, Specs, layout, write_bytes, write_json
+from ptq.verify import check_integrity
+from ptq.work import RECORD
+from ptq.writer import COPIED, LOG, MAX_SHARD_BYTES, file_hashes, partial_folder, put_in_place
+
+KEPT = (*COPIED, LOG, "report.html", "report.json")
+
+
+def prepack(checkpoint: Path, out: Path, target: str) -> int:
+    """Write `checkpoint`, made by `quantize`, to the folder `out`, every weight that has tiles for `target` in them.
+
+    Every weight is proven to come back from its tiles to the bit. Returns the number of linears in tiles. Raises
+    InputError for a target without tiles, a damaged or a plain checkpoint, one that is prepacked, a folder that exists.
+    """
+    check_target(target)
+    source = Checkpoint.open(checkpoint)
+    packed = PtqConfig.parse(source.config)
+    if packed is None:
+        raise InputError(f"{checkpoint}: is not quantised; run `quantize quarot`, `quip-sharp` or `fp6` first")
+    if any(entry.get("format") == PrepackedFormat.name for entry in packed.schemes.values()):
+        raise InputError(f"{checkpoint}: is prepacked already; pass the checkpoint that it was made from")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
+    check_integrity(checkpoint)
+    shapes = linear_shapes(read_config(source), packed)
+    linears = [linear for name in packed.linears if (linear := _tiled(name, shapes[name], packed, target)) is not None]
+    gone = {tensor for linear in linears for tensor in linear.stored}
+    kept = {name: info for name, info in source.tensors.items() if name not in gone}
+    specs: Specs = {name: (info.dtype, tuple(info.shape)) for name, info in kept.items()}
+    for linear in linears:
+        specs |= linear.specs()
+    shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out.absolute()))
+    shards.begin()
+    for linear in linears:
+        shards.place(_tiles(source, linear))
+    for name in kept:
+        shards.place({name: source.read(name)})
+    _complete(source, packed.entries() | {linear.name: linear.entry for linear in linears}, shards, target)
+    put_in_place(shards.folder, out.absolute())
+    return len(linears)
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear whose weight has tiles."""
+
+    name: str
+    shape: tuple[int, int]
+    format: PrepackedFormat
+    entry: dict[str, Any]
+    """The new one of config.json."""
+
+    @property
+    def stored(self) -> dict[str, str]:
+        """The part that every tensor of the plain checkpoint is."""
+        return {f"{self.name}.weight_{part}": part for part in self.format.inner.buffers(*self.shape)}
+
+    def specs(self) -> Specs:
+        """The tensors of the result."""
+        buffers = self.format.buffers(*self.shape).items()
+        return {f"{self.name}.weight_{part}": (dtype, shape) for part, (shape, dtype) in buffers}
+
+
+def _tiled(name: str, shape: tuple[int, int], packed: PtqConfig, target: str) -> _Linear | None:
+    """A linear of a plain checkpoint; None where its format makes no tiles for its shape."""
+    entry = packed.entries()[name]
+    rest = {key: value for key, value in entry.items() if key in NOT_OF_THE_FORMAT}
+    of = {key: value for key, value in entry.items() if key in ("format", "version") or key not in rest}
+    format = PrepackedFormat(target, LAYOUTS[target], of)
+    if format.buffers(*shape) == format.inner.buffers(*shape):
+        return None
+    return _Linear(name, shape, format, {**rest, "format": format.name, "version": format.version, **format.options()})
+
+
+def _tiles(source: Checkpoint, linear: _Linear) -> dict[str, Tensor]:
+    """The tiles of a linear. Raises RunError where they do not give the stored bytes again."""
+    inner = linear.format.inner
+    stored: Parts = {part: source.read(tensor) for tensor, part in linear.stored.items()}
+    tiles = inner.prepack(stored, linear.format.target)
+    again = inner.unprepack(tiles)
+    if any(not torch.equal(stored[part], again[part]) for part in stored):
+        raise RunError(f"{linear.name}: its tiles do not give its bytes again, so there is no result; please report it")
+    return {f"{linear.name}.weight_{part}": tensor for part, tensor in tiles.items()}
+
+
+def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], shards: Shards, target: str) -> None:
+    """Config, record and whatever else a checkpoint has."""
+    shards.finish()
+    kv_cache = source.config["quantization_config"].get("kv_cache")
+    config = source.config | {"quantization_config": PtqConfig.listing(entries, kv_cache).to_dict()}
+    write_bytes(shards.folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
+    for pattern in KEPT:
+        for path in sorted(source.folder.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, shards.folder / path.name)
+    record = json.loads((source.folder / RECORD).read_bytes())
+    prepacked = {"target": target, "layout": LAYOUTS[target]}
+    write_json(shards.folder / RECORD, {**record, "prepacked": prepacked, "files": file_hashes(shards.folder)})

@@ -1,0 +1,52 @@
+"""The tables of the report's page."""
+
+from collections.abc import Iterator
+from html import escape
+
+from ptq.report_schema import Report
+
+
+def layers(report: Report) -> str:
+    """Every weight matrix."""
+    names = ["layer", "n × k", "stored as", "rotated", "input", "bits", "weight error", "output error", "nearest"]
+    cells = [
+        [
+            escape(layer.name), f"{layer.n} × {layer.k}", escape(layer.storage), escape(layer.rotation),
+            f"{layer.activation_bits} bits" if layer.activation_bits else "", f"{layer.bits_per_weight:.2f}",
+            *(value(number, ".3g", "") for number in (layer.error, layer.loss, layer.nearest_loss)),
+        ]
+        for layer in report.layers
+    ]  # fmt: skip
+    return f"<h2>Layers</h2>{rows(names, cells, 5)}"
+
+
+def trainings(report: Report) -> Iterator[str]:
+    """What fine-tuning has done to the loss on held-out rows."""
+    if not report.trainings:
+        return
+    cells = []
+    for training in report.trainings:
+        known = [loss for loss in training.losses if loss is not None]
+        start, best = (value(known[0], ".4g"), value(min(known), ".4g")) if known else ("", "")
+        cells.append([escape(training.name), start, best, str(len(training.losses) - 1)])
+    yield (
+        "<h2>Fine-tuning</h2><p>Losses on rows of the calibration text that were held out. Of a block: the squared "
+        "difference from what the original gives, relative to that; of the whole model: the KL divergence from the "
+        "original, in nats per token.</p>" + rows(["what", "before", "after", "epochs"], cells, 1)
+    )
+
+
+def rows(names: list[str], cells: list[list[str]], first_number: int) -> str:
+    """A table; `cells` are HTML, those from column `first_number` on are numbers."""
+
+    def row(tag: str, content: list[str]) -> str:
+        kinds = (' class="n"' if index >= first_number else "" for index in range(len(content)))
+        return "<tr>" + "".join(f"<{tag}{k}>{c}</{tag}>" for k, c in zip(kinds, content, strict=True)) + "</tr>"
+
+    body = "".join(row("td", line) for line in cells)
+    return f"<table><thead>{row('th', [escape(name) for name in names])}</thead><tbody>{body}</tbody></table>"
+
+
+def value(number: float | None, form: str, missing: str = "n/a") -> str:
+    """A number that may be missing."""
+    return missing if number is None else format(number, form)

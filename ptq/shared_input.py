@@ -1,0 +1,175 @@
+"""Linears that are given the same tensor: q, k and v, or gate and up. What is done to it is done once, for few tokens.
+
+Nothing says beforehand which linears belong together. `attach` gives those of one parent module that treat their input
+alike a `SharedInput`, which watches them: where several in a row are called with the very same tensor object, the
+first of them from then on transforms, quantises and multiplies for all, in one call if the format can
+(`formats.Together`), and the others find their product ready. Each product is that of the linear alone, to the bit.
+
+Products wait in an entry of their own input: they are gone when they are taken, when the input is freed or changed in
+place, or when the linears are given another. A first linear whose followers do not come is not believed again. Inside
+`torch.inference_mode` tensors have no version: there, changing an input in place between two linears goes unnoticed.
+"""
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ptq.formats import IntegerInput, Together
+
+if TYPE_CHECKING:
+    from ptq.linear import QuantLinear
+
+FEW_TOKENS = 4
+"""Up to so many tokens. For more, the products take longest, and waiting ones would take memory."""
+
+SOLO = 3
+"""A linear that was called alone so many times is not watched any more."""
+
+
+@dataclass
+class _Call:
+    """The input that was seen last: who was given it, and what was computed for those that will be."""
+
+    x: "weakref.ref[Tensor]"
+    version: int
+    called: list["QuantLinear"]
+    ready: dict["QuantLinear", Tensor] = field(default_factory=dict)
+
+
+class SharedInput:
+    """Watches the linears of one parent that treat their input alike, and shares the work between them."""
+
+    def __init__(self) -> None:
+        self._last: _Call | None = None
+        self._together: dict[QuantLinear, tuple[tuple[QuantLinear, ...], tuple[Any, ...]]] = {}
+        self._alone: dict[QuantLinear, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # copies and pickles learn anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        SharedInput.__init__(self)
+
+    def product(self, linear: "QuantLinear", x: Tensor) -> Tensor | None:
+        """The product of a linear before what it does to its output; None: compute it alone."""
+        last = self._last
+        if last is not None and last.x() is x:
+            found = last.ready.pop(linear, None)
+            if found is not None and last.version == _version(x):
+                return found
+            last.called.append(linear)
+            return None
+        if not _is_eligible(x):
+            return None
+        if last is not None:
+            self._learn(last)
+        call = _Call(weakref.ref(x, self._forget), _version(x), [linear])
+        members, signs = self._together.get(linear, ((), ()))
+        products = _products(members, x) if members and _signs_of(members) == signs else None
+        if products is not None:
+            call.ready = dict(zip(members, products, strict=True))
+        self._last = call
+        return call.ready.pop(linear, None)
+
+    def _forget(self, gone: "weakref.ref[Tensor]") -> None:
+        last = self._last
+        if last is not None and last.x is gone:
+            self._last = None
+            self._learn(last)
+
+    def _learn(self, last: _Call) -> None:
+        first, *others = last.called
+        if last.ready:
+            self._together.pop(first, None)
+            self._alone[first] = SOLO
+        elif others and first not in self._together and self._alone.get(first, 0) < SOLO:
+            if len(set(last.called)) == len(last.called) and all(_is_here(linear) for linear in last.called):
+                members = tuple(last.called)
+                self._together[first] = members, _signs_of(members)
+        elif not others and first not in self._together:
+            self._alone[first] = self._alone.get(first, 0) + 1
+            if self._alone[first] >= SOLO:
+                first.shared = None
+
+
+def attach(model: nn.Module) -> None:
+    """Let the packed linears of a model share their inputs, parent by parent."""
+    from ptq.linear import QuantLinear
+
+    for parent in model.modules():
+        left = [child for child in parent.children() if isinstance(child, QuantLinear)]
+        while left:
+            alike = [linear for linear in left if _is_alike(left[0], linear)]
+            left = [linear for linear in left if linear not in alike]
+            if len(alike) > 1:
+                shared = SharedInput()
+                for linear in alike:
+                    linear.shared = shared
+
+
+def _is_alike(a: "QuantLinear", b: "QuantLinear") -> bool:
+    """Whether two linears do the same to an input."""
+    if a.in_features != b.in_features or a.online != b.online:
+        return False
+    if not (_is_here(a) and _is_here(b)):
+        return False
+    if a.takes_integers != b.takes_integers:
+        return False
+    return not a.online.signs or torch.equal(a.get_parameter("weight_su"), b.get_parameter("weight_su"))
+
+
+def _signs_of(members: Sequence["QuantLinear"]) -> tuple[Any, ...]:
+    """What tells whether sign vectors have changed since they were compared."""
+    if not members[0].online.signs:
+        return ()
+    held = [linear._parameters["weight_su"] for linear in members]
+    return tuple((id(signs), _version(signs)) for signs in held if signs is not None)
+
+
+def _is_here(linear: "QuantLinear") -> bool:
+    """Whether the weight stays on the CPU: nothing brings it here for a call and takes it away after."""
+    parts = linear.parts().values()
+    return all(part.device.type == "cpu" for part in parts) and not hasattr(linear, "_hf_hook")
+
+
+def _is_eligible(x: Tensor) -> bool:
+    if not 0 < x.numel() <= FEW_TOKENS * x.shape[-1] or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not (torch.is_grad_enabled() and x.requires_grad) and not torch.is_autocast_enabled("cpu")
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _products(members: Sequence["QuantLinear"], x: Tensor) -> Sequence[Tensor] | None:
+    """The product of each linear; None where a weight has left."""
+    first = members[0]
+    parts = [linear.parts() for linear in members]
+    if any(next(iter(part.values())).is_meta for part in parts):
+        return None
+    plain = first.online.output is None
+    dtype = x.dtype if plain else torch.float32
+    biases = [linear._parameters["bias"] if plain else None for linear in members]
+    one = all(linear.format == first.format for linear in members)
+    together = first.format if one and isinstance(first.format, Together) else None
+    if first.online.activation is not None and first.takes_integers:
+        q, scale = first.quantized_input(x)
+        found = None if together is None else together.linears_quantized(q, scale, parts, biases, dtype)
+        if found is not None:
+            return found
+        return [
+            cast(IntegerInput, linear.format).linear_quantized(q, scale, part, bias, dtype)
+            for linear, part, bias in zip(members, parts, biases, strict=True)
+        ]
+    seen = first.transform(x)
+    found = None if together is None else together.linears(seen, parts, biases)
+    if found is None:
+        found = [
+            linear.format.linear(seen, part, bias) for linear, part, bias in zip(members, parts, biases, strict=True)
+        ]
+    return found if found[0].dtype == dtype else [y.to(dtype) for y in found]

@@ -1,0 +1,53 @@
+"""`quantize quip-sharp`."""
+
+from typing import Annotated, Literal
+
+import typer
+
+from ptq import cli
+from ptq.recipe import RunOptions
+from quip_sharp.plan import QuipSharpRecipe
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this method."""
+    app.command("quip-sharp")(cli.command(quip_sharp))
+
+
+def quip_sharp(
+    model: cli.Model,
+    out: cli.Out,
+    bits: Annotated[int, typer.Option(help="2, 3 or 4 per weight.")] = 2,
+    rounding: Annotated[Literal["nearest", "ldlq"], typer.Option(help="ldlq needs calibration text.")] = "ldlq",
+    finetune: Annotated[
+        Literal["none", "blocks", "full"],
+        typer.Option(
+            help="blocks: norms, sign vectors and what is not rounded yet follow each block's own output; full: then "
+            "norms, sign vectors and head follow the original's logits. Needs calibration text."
+        ),
+    ] = "none",
+    rotate: Annotated[
+        bool, typer.Option("--rotate/--no-rotate", help="The transforms; without them quality suffers.")
+    ] = True,
+    activation_bits: Annotated[
+        int, typer.Option(help="Of the inputs of the quantised linears, per token: 8, or 16 to leave them alone.")
+    ] = 8,
+    calibration: cli.Calibration = None,
+    samples: cli.Samples = 128,
+    sequence_length: cli.SequenceLength = None,
+    damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
+    seed: cli.Seed = 0,
+    device: cli.Device = "auto",
+    work: cli.Work = None,
+    restart: cli.Restart = False,
+    show_plan: cli.ShowPlan = False,
+    report: cli.Report = True,
+    skip: cli.Skip = None,
+    debug: cli.Debug = False,
+) -> None:
+    """QuIP#: weights of 2, 3 or 4 bits on the E8 lattice, after a random Hadamard transform on both of their sides."""
+    recipe = QuipSharpRecipe(
+        rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
+        seed=seed, skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits, finetune=finetune,
+    )  # fmt: skip
+    cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

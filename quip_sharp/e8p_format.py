@@ -1,0 +1,131 @@
+"""E8 lattice weights of 2, 3 and 4 bits: the bytes and the linear layer. Format `quip_sharp/e8p`, version 1.
+
+**Numbers.** Eight neighbouring weights of a row share one code of 16, 24 or 32 bits: an E8P code (a, m), at 3 bits with
+an entry r of the residual codebook, at 4 bits with a second E8P code. W = scale[0] P0 + scale[1] P1: P0 and P1 are the
+integer points of `quip_sharp.e8p` (four times the points of E8P, twice those of the residual codebook), each operation
+rounded to float32. Columns that fill the last code of a row are not part of W.
+
+**Bytes**, for W[n, k] with c = ceil(k / 8):
+
+- `abs`, U8 [n, c]: a of each code. `signs`, U8 [n, c]: m of each code.
+- 3 bits: `residual`, U8 [n, c]: r of each code. 4 bits: `residual_abs` and `residual_signs`, U8 [n, c].
+- `scale`, I32 [1], for 3 and 4 bits [2]: the bits of float32 numbers, zero or positive, little-endian. An integer
+  dtype, because loaders cast floating-point tensors to the model's dtype.
+
+True bits per weight: 2, 3 or 4, and 32 or 64 for the whole weight.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float, Float32, Int8, Int32, UInt8
+from torch import Tensor
+
+from ptq.errors import InputError
+from ptq.formats import Parts, Scales, describe
+from ptq.rounding import Rounded
+from quip_sharp import tiled_ops
+from quip_sharp.codebook import E8Codebook
+
+PLANES = {2: ("abs", "signs"), 3: ("abs", "signs", "residual"), 4: ("abs", "signs", "residual_abs", "residual_signs")}
+SHIFTS = {"abs": 8, "signs": 0, "residual": 16, "residual_abs": 24, "residual_signs": 16}
+"""Where the byte of a plane lies in a code (`e8p_ops`)."""
+
+
+@dataclass(frozen=True)
+class E8PFormat:
+    """The bytes described above, and the ops that multiply with them. Raises InputError for values out of range."""
+
+    bits: int = 2
+
+    name: ClassVar[str] = "quip_sharp/e8p"
+    version: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if type(self.bits) is not int or self.bits not in PLANES:
+            raise InputError(f"{self.name}: bits must be 2, 3 or 4, found {self.bits!r}")
+
+    @property
+    def codebook(self) -> E8Codebook:
+        return E8Codebook(self.bits)
+
+    def options(self) -> dict[str, Any]:
+        return {"bits": self.bits}
+
+    def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        planes = {plane: ((n, -(-k // 8)), torch.uint8) for plane in PLANES[self.bits]}
+        return {**planes, "scale": ((1 if self.bits == 2 else 2,), torch.int32)}
+
+    def pack(self, rounded: Rounded) -> Parts:
+        planes = {
+            plane: (rounded.codes >> SHIFTS[plane]).bitwise_and_(0xFF).to(torch.uint8) for plane in PLANES[self.bits]
+        }
+        return {**planes, "scale": rounded.scales["scale"].view(torch.int32)}
+
+    def unpack(self, parts: Parts, n: int, k: int) -> tuple[Int32[Tensor, "n c"], Scales]:
+        parts = self.unprepack(parts)
+        self._check(parts, n, k)
+        codes = torch.zeros_like(parts["abs"], dtype=torch.int32)
+        for plane in PLANES[self.bits]:
+            codes |= parts[plane].int() << SHIFTS[plane]
+        return codes, {"scale": parts["scale"].view(torch.float32)}
+
+    def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
+        w = self.codebook.decode(*self.unpack(parts, n, k))
+        return w if w.shape[1] == k else w[:, :k].contiguous()
+
+    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
+        if "tiles" in parts:
+            n = parts["shape"].shape[0]
+            return torch.ops.ptq.e8p_linear_tiled(x, parts["tiles"], parts["scale"], bias, n, self.bits)
+        w = self.dequantize(parts, parts["abs"].shape[0], x.shape[-1])
+        return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
+
+    def linear_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Parts,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "*t n"]:
+        """The same on quantised tokens, with exact integer sums. Made for tiles; other parts go a slow way."""
+        parts = parts if "tiles" in parts else self.prepack(parts, q.device)
+        if "tiles" not in parts:
+            return tiled_ops.product(q, q_scale, self._planes(parts), parts["scale"], bias, dtype)
+        n = parts["shape"].shape[0]
+        return torch.ops.ptq.e8p_linear_quantized(q, q_scale, parts["tiles"], parts["scale"], bias, n, self.bits, dtype)
+
+    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
+        """On the CPU tiles (`tiled_ops`), and an empty part `shape` [n, 8 c, 0]; elsewhere the same parts."""
+        if "tiles" in parts:
+            return parts
+        parts = {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
+        if torch.device(device).type != "cpu":
+            return parts
+        n, c = parts["abs"].shape
+        tiles = torch.ops.ptq.e8p_prepack(self._planes(parts))
+        return {"tiles": tiles, "scale": parts["scale"], "shape": tiles.new_empty(n, 8 * c, 0)}
+
+    def unprepack(self, parts: Parts) -> Parts:
+        if "tiles" not in parts:
+            return parts
+        n, k = parts["shape"].shape[:2]
+        planes = torch.ops.ptq.e8p_unprepack(parts["tiles"], n, self.bits, k)
+        return {**dict(zip(PLANES[self.bits], planes.unbind(), strict=True)), "scale": parts["scale"]}
+
+    def _planes(self, parts: Parts) -> UInt8[Tensor, "bits n c"]:
+        return torch.stack([parts[plane] for plane in PLANES[self.bits]])
+
+    def _check(self, parts: Parts, n: int, k: int) -> None:
+        expected = self.buffers(n, k)
+        if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
+            want = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
+            raise InputError(f"{self.name} [{n}, {k}]: expected the parts {want}; found {describe(parts)}")
+        scale = parts["scale"].view(torch.float32)
+        if not bool((scale.isfinite() & (scale >= 0)).all()):
+            raise InputError(
+                f"{self.name} [{n}, {k}]: `scale` must hold the bits of finite float32 numbers, not negative; "
+                f"found {scale.tolist()}"
+            )

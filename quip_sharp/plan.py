@@ -1,0 +1,78 @@
+"""The plan of QuIP# (Tseng et al. 2024, arXiv:2402.04396): a randomised Hadamard transform of its own on both sides of
+every linear (section 3), weights on the E8 lattice.
+
+W̃ = H_n diag(sv) W diag(su) H_kᵀ is what is rounded. Signs and Hadamard matrices of both sides run with the model, so
+norms, residual stream and cache stay as they are. Linears that read the same input have the same su.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from ptq import formats, hadamard
+from ptq.activations import Activation
+from ptq.errors import InputError
+from ptq.families import Family, ModelShape
+from ptq.outline import Dtypes, chosen, outline
+from ptq.plan import Finetune, LinearPlan, Plan, Rotation
+from ptq.recipe import Recipe, Rounding
+from ptq.rotations import block_notes
+
+
+@dataclass(frozen=True)
+class QuipSharpRecipe(Recipe):
+    """Recipe of `quantize quip-sharp`."""
+
+    method: ClassVar[str] = "quip_sharp"
+
+    rounding: Rounding = "ldlq"
+    bits: int = 2
+    rotate: bool = True
+    """Whether there are transforms at all; without them only to see what they are worth."""
+    activation_bits: int = 8
+    """Bits of the inputs of the quantised linears after their transform, per token; 16 leaves them alone. The points
+    of the lattice are integers too, so at 8 bits products are exact (docs/math.md)."""
+    finetune: Finetune = "none"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bits not in (2, 3, 4):
+            raise InputError(f"bits must be 2, 3 or 4, found {self.bits}")
+        if self.activation_bits not in (8, 16):
+            raise InputError(f"activation bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
+        if self.finetune not in ("none", "blocks", "full"):
+            raise InputError(f"finetune must be none, blocks or full, found {self.finetune!r}")
+        if self.finetune != "none" and not self.rotate:
+            raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs them: finetune or rotate")
+
+
+def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dtypes) -> Plan:
+    """The plan of a model whose tensors have these dtypes."""
+    made = outline(recipe.method, shape, family, dtypes)
+    format = formats.get("quip_sharp/e8p", bits=recipe.bits)
+    activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
+
+    def transformed(linear: LinearPlan) -> LinearPlan:
+        if not recipe.rotate:
+            return replace(linear, activation=activation, format=format)
+        sides = {
+            "input": Rotation(linear.k, hadamard.largest_block(linear.k), f"SU.{linear.statistics}"),
+            "output": Rotation(linear.n, hadamard.largest_block(linear.n), f"SV.{linear.name}"),
+        }
+        online = {"online": sides["input"], "online_output": sides["output"]}
+        return replace(linear, **sides, **online, activation=activation, format=format)
+
+    linears = chosen(made, recipe.skip, dtypes, transformed)
+    rotations = [side for linear in linears for side in (linear.input, linear.output) if side is not None]
+    widths = {
+        "hidden_size": shape.hidden,
+        "query width": shape.heads * shape.head_dim,
+        "value width": shape.kv_heads * shape.head_dim,
+        "intermediate_size": shape.intermediate,
+    }
+    return replace(
+        made,
+        linears=linears,
+        signs={rotation.signs: rotation.size for rotation in rotations if rotation.signs is not None},
+        finetune=recipe.finetune,
+        notes=tuple(block_notes(widths)) if recipe.rotate else (),
+    )

@@ -1,0 +1,213 @@
+"""E8P weights in the layout that the CPU kernels read: ops, with references in PyTorch. Not on disk.
+
+**Codes**: uint8 [bits, n, c] with c = ceil(k / 8), the parts of the stored weight one upon the other: the entries and
+the signs of the first book; at 3 bits the entries of the residual book, at 4 bits the entries and signs of a second
+E8P. Column 8 i + j of W is coordinate j of code i; what lies beyond k counts as zero. With the integer points P0, P1 of
+`e8p` and float32 scales, W = scale[0] P0 + scale[1] P1; `scale` holds their bits, int32 [1] or [2].
+
+**Tiles**, layout version 1 (`csrc/e8p_tiled/layout.h`): uint8 [row tiles, bits * blocks, 64]. W is padded to blocks of
+16 rows and 32 columns, four codes of each row; padding codes are zeros. A book is stored as vectors of 64 bytes: byte
+4 r + i belongs to row r, code i of the block. Each row tile holds the first book, for all its blocks in turn (a vector
+of entries, then one of signs), then all blocks of the second book (3 bits: entries only). Two bytes are renumbered:
+
+- signs: bits 0 .. 6 are the true signs (m' of `e8p`) of coordinates 4, 5, 2, 3, 0, 1, 6, bit 7 is p. The sign of
+  coordinate 7 follows, as m' has an even number of ones.
+- entries of the residual book: the 128 with odd coordinates and the 128 others are counted separately, in order; bit 5
+  is set for the first kind, the other seven bits, from the lowest up, are the count.
+
+So a look-up of 128 entries gives the last sign, and one of 64 a weight: two shuffles with AVX-512 VBMI.
+
+**Quantised tokens.** q int8 [*, k] and q_scale float32 [*] stand for x = q_scale * q. `e8p_linear_quantized` is defined
+to the bit: I0 = sum of q P0 and I1 = sum of q P1, exact integers; in float32, each operation rounded,
+acc = scale[0] * I0, then acc + scale[1] * I1; y = acc * q_scale, then + bias, then the cast to the dtype asked for.
+"""
+
+import functools
+
+import torch
+from jaxtyping import Float, Float32, Int8, Int32, UInt8
+from torch import Tensor
+
+from ptq import native
+from quip_sharp import e8p
+
+ROWS, COLUMNS = 16, 32
+PLACES = (4, 5, 2, 3, 0, 1, 6)
+"""Which coordinate's sign is bit i of a tile's sign byte."""
+
+SCHEMAS = {
+    "e8p_prepack": "(Tensor codes) -> Tensor",
+    "e8p_unprepack": "(Tensor tiles, int n, int bits, int k) -> Tensor",
+    "e8p_linear_tiled": "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, int n, int bits) -> Tensor",
+    "e8p_linear_quantized": "(Tensor q, Tensor q_scale, Tensor tiles, Tensor scale, Tensor? bias, int n, int bits, "
+    "ScalarType dtype) -> Tensor",
+}
+
+
+@functools.cache
+def _tile_signs() -> UInt8[Tensor, "256"]:
+    """The byte in a tile of each sign byte m."""
+    m = torch.arange(256)
+    p = ((m[:, None] >> torch.arange(8)) & 1).sum(1) % 2
+    true = m ^ p
+    return (sum(((true >> place) & 1) << bit for bit, place in enumerate(PLACES)) | p << 7).to(torch.uint8)
+
+
+@functools.cache
+def _tile_residual() -> UInt8[Tensor, "256"]:
+    """The byte in a tile of each entry of the residual book."""
+    odd = e8p.residual_table()[:, 0] % 2 != 0
+    count = torch.where(odd, odd.cumsum(0), (~odd).cumsum(0)) - 1
+    return ((count & 31) | odd.long() << 5 | (count >> 5) << 6).to(torch.uint8)
+
+
+def _renumbered(codes: UInt8[Tensor, "bits n c"], inverse: bool) -> UInt8[Tensor, "bits n c"]:
+    bits = codes.shape[0]
+    tables = [None, _tile_signs(), _tile_residual() if bits == 3 else None, _tile_signs()]
+    planes = []
+    for plane, table in zip(codes, tables[:bits], strict=True):
+        if table is not None:
+            plane = (table.argsort().to(torch.uint8) if inverse else table)[plane.long()]
+        planes.append(plane)
+    return torch.stack(planes)
+
+
+def prepack(codes: UInt8[Tensor, "bits n c"]) -> UInt8[Tensor, "tiles vectors 64"]:
+    """Tiles from codes."""
+    (bits, n, c), codes = codes.shape, _renumbered(codes, inverse=False)
+    tiles, blocks = -(-n // ROWS), -(-c * 8 // COLUMNS)
+    # The byte of a padding code is zero as it is: entry 0, all signs +, p = 0.
+    codes = torch.nn.functional.pad(codes, (0, blocks * 4 - c, 0, tiles * ROWS - n))
+    vectors = codes.view(bits, tiles, ROWS, blocks, 4).permute(1, 3, 0, 2, 4).reshape(tiles, blocks, bits, 64)
+    return torch.cat([vectors[:, :, :2].flatten(1, 2), vectors[:, :, 2:].flatten(1, 2)], 1)
+
+
+def unprepack(
+    tiles: UInt8[Tensor, "tiles vectors 64"], n: int, bits: int, k: int | torch.SymInt
+) -> UInt8[Tensor, "bits n c"]:
+    """Exact inverse of `prepack`, for k columns."""
+    count, blocks = tiles.shape[0], -(-k // COLUMNS)
+    books = [
+        tiles[:, : 2 * blocks].view(count, blocks, 2, 64),
+        tiles[:, 2 * blocks :].view(count, blocks, bits - 2, 64),
+    ]
+    vectors = torch.cat(books, 2).view(count, blocks, bits, ROWS, 4)
+    codes = vectors.permute(2, 0, 3, 1, 4).reshape(bits, count * ROWS, blocks * 4)
+    return _renumbered(codes[:, :n, : -(-k // 8)], inverse=True)
+
+
+def points(codes: UInt8[Tensor, "bits n c"], k: int | torch.SymInt) -> tuple[Int8[Tensor, "n k"], ...]:
+    """The integer points that codes stand for: P0, or P0 and P1."""
+    books = [_e8p_points(codes[0], codes[1])]
+    if codes.shape[0] == 3:
+        books.append(e8p.residual_table()[codes[2].long()])
+    if codes.shape[0] == 4:
+        books.append(_e8p_points(codes[2], codes[3]))
+    return tuple(book.flatten(1)[:, :k] for book in books)
+
+
+def _e8p_points(entry: UInt8[Tensor, "n c"], signs: UInt8[Tensor, "n c"]) -> Int8[Tensor, "n c 8"]:
+    bit = (signs[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    p = bit.sum(2, keepdim=True, dtype=torch.uint8) & 1
+    bit[..., :1] ^= p
+    return e8p.table()[entry.long()] * (1 - 2 * bit.to(torch.int8)) + (1 - 2 * p.to(torch.int8))
+
+
+def dequantize(
+    tiles: UInt8[Tensor, "tiles vectors 64"],
+    scale: Int32[Tensor, " books"],
+    n: int,
+    bits: int,
+    k: int | torch.SymInt,
+) -> Float32[Tensor, "n k"]:
+    """The weight that tiles stand for."""
+    books = points(unprepack(tiles, n, bits, k), k)
+    w, *rest = (number * book for number, book in zip(scale.view(torch.float32), books, strict=True))
+    return w.add_(rest[0]) if rest else w
+
+
+def linear_tiled(
+    x: Float[Tensor, "*t k"],
+    tiles: UInt8[Tensor, "tiles vectors 64"],
+    scale: Int32[Tensor, " books"],
+    bias: Float[Tensor, " n"] | None,
+    n: int,
+    bits: int,
+) -> Float[Tensor, "*t n"]:
+    """x Wᵀ + bias; float32 inside, the result in x's dtype. Native kernels differ from it in the last bits."""
+    w = dequantize(tiles, scale, n, bits, x.shape[-1])
+    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
+
+
+def product(
+    q: Int8[Tensor, "*t k"],
+    q_scale: Float32[Tensor, "*t"],
+    codes: UInt8[Tensor, "bits n c"],
+    scale: Int32[Tensor, " books"],
+    bias: Float[Tensor, " n"] | None,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*t n"]:
+    """The product of quantised tokens with codes, as the module docstring defines it. Float64 holds the integers."""
+    n, tokens = codes.shape[1], q.reshape(-1, q.shape[-1]).double()
+    books = points(codes, q.shape[-1])
+    acc, *rest = (
+        number * (tokens @ book.double().t()).float()
+        for number, book in zip(scale.view(torch.float32), books, strict=True)
+    )
+    y = (acc + rest[0] if rest else acc) * q_scale.reshape(-1, 1)
+    y = y if bias is None else y + bias.float()
+    return y.to(dtype).view(*q.shape[:-1], n)
+
+
+def linear_quantized(
+    q: Int8[Tensor, "*t k"],
+    q_scale: Float32[Tensor, "*t"],
+    tiles: UInt8[Tensor, "tiles vectors 64"],
+    scale: Int32[Tensor, " books"],
+    bias: Float[Tensor, " n"] | None,
+    n: int,
+    bits: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*t n"]:
+    """`product` with a tiled weight."""
+    return product(q, q_scale, unprepack(tiles, n, bits, q.shape[-1]), scale, bias, dtype)
+
+
+def _linear_setup(ctx, inputs, output) -> None:
+    x, tiles, scale, bias, n, bits = inputs
+    ctx.save_for_backward(tiles, scale)
+    ctx.weight = (n, bits, x.shape[-1])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _linear_backward(ctx, grad: Tensor):
+    """Weights are frozen: gradients of x and of the bias only."""
+    w = dequantize(*ctx.saved_tensors, *ctx.weight) if ctx.needs_input_grad[0] else None
+    to_x = None if w is None else (grad.float() @ w).to(grad.dtype)
+    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
+    return to_x, None, None, to_bias, None, None
+
+
+REFERENCES = {
+    "e8p_prepack": prepack,
+    "e8p_unprepack": unprepack,
+    "e8p_linear_tiled": linear_tiled,
+    "e8p_linear_quantized": linear_quantized,
+}
+FAKES = {
+    "e8p_prepack": lambda codes: codes.new_empty(
+        -(-codes.shape[1] // ROWS), -(-codes.shape[2] // 4) * codes.shape[0], 64
+    ),
+    "e8p_unprepack": lambda tiles, n, bits, k: tiles.new_empty(bits, n, -(-k // 8)),
+    "e8p_linear_tiled": lambda x, tiles, scale, bias, n, bits: x.new_empty(*x.shape[:-1], n),
+    "e8p_linear_quantized": lambda q, q_scale, tiles, scale, bias, n, bits, dtype: q.new_empty(
+        *q.shape[:-1], n, dtype=dtype
+    ),
+}
+
+for op, schema in SCHEMAS.items():
+    torch.library.define(f"ptq::{op}", schema)
+    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
+    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
+torch.library.register_autograd("ptq::e8p_linear_tiled", _linear_backward, setup_context=_linear_setup)
+native.load()

@@ -1,0 +1,290 @@
+"""The CUDA kernels without a GPU: g++ compiles the same sources, and every thread runs as a fiber (csrc/cuda/device.h).
+
+Forwards and backwards, with late and with early copies: a missing barrier shows in one of them. Buffers are poisoned
+and guarded. What a GPU adds (timing, real tensor cores) is left to tests/cuda.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ptq import activations, fragments, hadamard, tiles
+from quarot import fragment_ops, tiled_ops
+
+ROOT = Path(__file__).resolve().parents[1]
+ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+FLAGS = ["-std=c++20", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-shared", "-fPIC"]
+SCHEDULES = pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+    """tests/cuda/host/NAME.cpp as a library."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ here: the CUDA kernels cannot be compiled for the CPU")
+    folder = tmp_path_factory.mktemp("cuda_host")
+
+    def build(name: str) -> ctypes.CDLL:
+        source, library = ROOT / "tests/cuda/host" / f"{name}.cpp", folder / f"{name}.so"
+        if not library.exists():
+            include = [f"-I{ROOT / 'csrc'}", f"-I{source.parent}"]
+            subprocess.run(["g++", *FLAGS, *include, str(source), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+    return build
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def pointer(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def check(error: bytes | None) -> None:
+    assert error is None, error.decode()
+
+
+def grid8(bits: int, clip: float) -> Tensor:
+    middle = 2 ** (bits - 1)
+    return torch.tensor([-middle, middle - 1, clip / (middle - 1)], dtype=torch.float32)
+
+
+# --- Hadamard -------------------------------------------------------------------------------------------------------
+
+FAST, GENERAL, QUANTISE, QUANTISE_GENERAL = range(4)
+
+
+def run_hadamard(
+    library: ctypes.CDLL, mode: int, x: Tensor, order: int, signs: Tensor | None = None, transpose: bool = False,
+    dim: int = -1, backwards: bool = False, bits: int = 8, clip: float = 1.0, processors: int = 2, misalign: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What the kernel makes of x, and the scales of its tokens where it quantises."""
+    library.test_hadamard.restype = ctypes.c_char_p
+    dim %= x.dim()
+    factors, _ = hadamard.dense_factors(order, x.device)
+    orders = [f.shape[2] for f in factors]
+    doublings = order
+    for k in orders:
+        doublings //= k
+    outer, inner = x.shape[:dim].numel(), x.shape[dim + 1 :].numel()
+    sizes = torch.tensor([outer, x.shape[dim] // order, order, inner])
+    codes = (ctypes.c_void_p * 8)(*(f[int(transpose)].data_ptr() for f in factors))
+    out = torch.empty_like(x, dtype=torch.int8 if mode >= QUANTISE else x.dtype)
+    scale = torch.full(x.shape[:-1], -7.0)
+    grid, factor_orders = grid8(bits, clip), torch.tensor(orders or [0])
+    check(
+        library.test_hadamard(
+            mode, int(backwards), pointer(x), pointer(out), pointer(scale), ELEMENTS[x.dtype], pointer(sizes),
+            pointer(signs), int(transpose), len(factors), pointer(factor_orders), codes,
+            ctypes.c_int64(doublings), ctypes.c_double(order**-0.5), pointer(grid), processors, int(misalign),
+        )
+    )  # fmt: skip
+    return out, scale
+
+
+def expected(x: Tensor, order: int, signs: Tensor | None, transpose: bool, dim: int = -1) -> Tensor:
+    factors, _ = hadamard.dense_factors(order, x.device)
+    signs = None if signs is None else signs.double()
+    return hadamard.reference(x.double(), signs, factors, order, dim, transpose)
+
+
+def close(found: Tensor, wanted: Tensor) -> bool:
+    tolerance = {torch.float64: 1e-14, torch.float32: 3e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[found.dtype]
+    error = (found.double() - wanted).abs().amax() if wanted.numel() else torch.tensor(0.0)
+    return bool(error <= tolerance * wanted.abs().amax().clamp(min=1)) if wanted.numel() else True
+
+
+@SCHEDULES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "order", [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048, 4096, 12, 20, 40, 100, 144, 448, 704, 896, 1728, 7168]
+)
+def test_hadamard_fast(compiled, order: int, dtype: torch.dtype, backwards: bool) -> None:
+    library = compiled("hadamard_host")
+    blocks, tokens = (3, 5) if order < 300 else (1, 2)
+    if order >= 2048 and dtype == torch.float16:
+        pytest.skip("covered by bfloat16")
+    x = random(tokens, blocks * order, dtype=dtype, seed=order)
+    signs = random(blocks * order, seed=1).float()
+    found, _ = run_hadamard(library, FAST, x, order, signs, backwards=backwards)
+    assert close(found, expected(x, order, signs, False))
+    found, _ = run_hadamard(library, FAST, x, order, signs, transpose=True, backwards=backwards, misalign=True)
+    assert close(found, expected(x, order, signs, True))
+
+
+@pytest.mark.parametrize("order", [8192, 14336, 16384, 28672, 32768])
+def test_hadamard_long_vectors_are_fetched_ahead(compiled, order: int) -> None:
+    x = random(3, order, dtype=torch.bfloat16, seed=order)
+    found, _ = run_hadamard(compiled("hadamard_host"), FAST, x, order, processors=1)
+    factors, _ = hadamard.dense_factors(order, x.device)
+    assert close(found, torch.ops.ptq.hadamard(x.double(), None, factors, order, -1, False))
+
+
+@pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
+@pytest.mark.parametrize("order, dim", [(1, 0), (12, 0), (128, 1), (24, -1), (240, 0), (444, 1), (1024, -1)])
+def test_hadamard_general(compiled, order: int, dim: int, dtype: torch.dtype) -> None:
+    shape = [2, 2, 2]
+    shape[dim] = 2 * order
+    x = random(*shape, dtype=dtype, seed=order)
+    signs = random(2 * order, seed=1).to(hadamard.compute_dtype(dtype))
+    for transpose in (False, True):
+        found, _ = run_hadamard(compiled("hadamard_host"), GENERAL, x, order, signs, transpose, dim)
+        assert close(found, expected(x, order, signs, transpose, dim))
+
+
+# --- quantised tokens -----------------------------------------------------------------------------------------------
+
+
+def damage(x: Tensor) -> Tensor:
+    """A token of zeros, one with a NaN, one with an infinity, a tiny one, one with halves."""
+    x[1] = 0
+    x[2, -1] = torch.nan
+    x[3, 0] = -torch.inf
+    x[4] *= 1e-38
+    x[5, :4] = torch.tensor([4.0, 0.5, -1.5, -4.0])
+    x[5, 4:] = 0
+    return x
+
+
+def same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
+    scales = [torch.where(scale.isnan(), -1.0, scale) for scale in (found[1], wanted[1])]
+    return torch.equal(found[0], wanted[0]) and torch.equal(*scales)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("bits, clip", [(8, 1.0), (4, 0.9), (3, 1.0), (2, 0.3), (6, 1e-3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_quantize_tokens_to_the_bit(compiled, dtype: torch.dtype, bits: int, clip: float, backwards: bool) -> None:
+    library = compiled("hadamard_host")
+    library.test_quantize.restype = ctypes.c_char_p
+    for k, misalign in ((5, False), (37, False), (64, True), (512, False), (2080, False), (0, False)):
+        x = random(7, k, dtype=dtype, seed=k)
+        x = damage(x) if k else x
+        q, scale = torch.empty_like(x, dtype=torch.int8), torch.full((7,), -7.0)
+        grid = grid8(bits, clip)
+        arguments = (ctypes.c_int64(7), k, pointer(grid), int(misalign))
+        check(library.test_quantize(int(backwards), pointer(x), pointer(q), pointer(scale), ELEMENTS[x.dtype], *arguments))
+        assert same((q, scale), activations.reference(x, bits, clip))
+
+
+@SCHEDULES
+@pytest.mark.parametrize("mode", [QUANTISE, QUANTISE_GENERAL], ids=["fast", "general"])
+@pytest.mark.parametrize("order, blocks", [(1, 5), (1, 32), (64, 1), (12, 3), (256, 2), (448, 1), (2048, 2)])
+def test_hadamard_quantize(compiled, order: int, blocks: int, mode: int, backwards: bool) -> None:
+    """Powers of four have exact scales and sums of small integers are exact: then the integers must be the same."""
+    library = compiled("hadamard_host")
+    x = random(6, blocks * order, seed=order).mul(8).round().to(torch.bfloat16)
+    signs = random(blocks * order, seed=1).sign().float()
+    q, scale = run_hadamard(library, mode, x, order, signs, backwards=backwards, bits=4, clip=0.9)
+    y = expected(x, order, signs, False).float()
+    wanted, wanted_scale = activations.reference(y, 4, 0.9)
+    if order in (1, 64, 256):
+        assert same((q, scale), (wanted, wanted_scale))
+    assert torch.allclose(scale, wanted_scale, rtol=1e-5)
+    assert (q - wanted).abs().max() <= 1 and (q != wanted).float().mean() < 0.01
+
+
+# --- integer weights ------------------------------------------------------------------------------------------------
+
+LINEAR, QUANTISED, DEQUANTISE = range(3)
+
+
+def weight(n: int, k: int, bits: int, group_size: int, symmetric: bool, seed: int = 0) -> dict[str, Tensor | None]:
+    """Random codes, scales and zeros, plain and in fragments."""
+    g = k // group_size if group_size else 1
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 2**bits, (n, k), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(n, g, generator=generator).add(0.5).bfloat16().view(torch.int16)
+    zero = None if symmetric else torch.randint(0, 2**bits, (n, g), generator=generator, dtype=torch.uint8)
+    tiled = None if zero is None else tiles.tile_scales(zero)
+    return {
+        "codes": codes, "flat_scale": scale, "flat_zero": zero, "fragments": fragments.pack(codes, bits),
+        "scale": tiles.tile_scales(scale), "zero": tiled,
+    }  # fmt: skip
+
+
+def run_integer(
+    library: ctypes.CDLL, mode: int, x: Tensor, w: dict[str, Tensor | None], bits: int, dtype: torch.dtype,
+    q_scale: Tensor | None = None, bias: Tensor | None = None, splits: int = 1, backwards: bool = False,
+    misalign: bool = False,
+) -> Tensor:  # fmt: skip
+    library.test_integer.restype = ctypes.c_char_p
+    (n, k), groups, tokens = w["codes"].shape, w["flat_scale"].shape[1], x.shape[0]
+    out = torch.empty((n, k) if mode == DEQUANTISE else (tokens, n), dtype=dtype)
+    check(
+        library.test_integer(
+            mode, int(backwards), ELEMENTS[dtype], pointer(x), pointer(q_scale), pointer(w["fragments"]),
+            pointer(w["scale"]), pointer(w["zero"]), pointer(bias), pointer(out), tokens, n, k, bits, groups, splits,
+            int(misalign),
+        )
+    )  # fmt: skip
+    return out
+
+
+SHAPES = [(16, 64, 0), (33, 128, 128), (70, 608, 32), (5, 96, 96), (48, 1344, 0), (130, 2112, 64), (17, 37, 0)]
+
+
+@SCHEDULES
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("tokens, dtype, splits", [(1, torch.bfloat16, 1), (7, torch.float16, 3), (19, torch.bfloat16, 2)])
+def test_linear(compiled, tokens: int, dtype: torch.dtype, splits: int, bits: int, backwards: bool) -> None:
+    library = compiled("integer_host")
+    for i, (n, k, group_size) in enumerate(SHAPES):
+        w = weight(n, k, bits, group_size, symmetric=i % 2 == 0, seed=bits)
+        x, bias = random(tokens, k, dtype=dtype, seed=i), random(n, seed=i) if i % 3 else None
+        found = run_integer(library, LINEAR, x, w, bits, dtype, None, bias, splits, backwards, misalign=i == 3)
+        scale, flat_zero = w["flat_scale"].view(torch.bfloat16).double(), w["flat_zero"]
+        zero = 2 ** (bits - 1) if flat_zero is None else flat_zero[..., None].double()
+        exact = (w["codes"].double().view(*scale.shape, -1) - zero) * scale[..., None]
+        wanted = x.double() @ exact.view(n, k).T + (0 if bias is None else bias.double())
+        error = (found.double() - wanted).norm() / wanted.norm()
+        assert error < (4e-4 if dtype == torch.float16 else 3e-3), (n, k, group_size, error)
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65])
+def test_linear_of_four_bits_for_every_number_of_tokens(compiled, tokens: int) -> None:
+    n, k, group_size = 150, 448, 64
+    w = weight(n, k, 4, group_size, symmetric=False, seed=tokens)
+    x = random(tokens, k, dtype=torch.float16, seed=tokens)
+    found = run_integer(compiled("integer_host"), LINEAR, x, w, 4, torch.float16)
+    wanted = fragment_ops.linear(x, w["fragments"], w["scale"], w["zero"], None, n, 4, group_size)
+    assert torch.allclose(found, wanted, rtol=2e-3, atol=2e-2)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("tokens, dtype", [(1, torch.float32), (8, torch.bfloat16), (13, torch.float16), (65, torch.float32)])
+def test_quantised_tokens_to_the_bit(compiled, tokens: int, dtype: torch.dtype, bits: int, backwards: bool) -> None:
+    library = compiled("integer_host")
+    for i, (n, k, group_size) in enumerate(SHAPES if tokens < 65 else SHAPES[2:4]):
+        w = weight(n, k, bits, group_size, symmetric=i % 2 == 1, seed=bits)
+        q = torch.randint(-128, 128, (tokens, k), generator=torch.Generator().manual_seed(i), dtype=torch.int8)
+        q_scale, bias = torch.rand(tokens) + 0.1, random(n, seed=i) if i % 3 else None
+        found = run_integer(library, QUANTISED, q, w, bits, dtype, q_scale, bias, 1, backwards, misalign=i == 2)
+        arguments = (w["codes"], w["flat_scale"], w["flat_zero"], bias, bits, group_size, dtype)
+        assert torch.equal(found, tiled_ops.product(q, q_scale, *arguments)), (n, k, group_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_dequantise(compiled, bits: int, dtype: torch.dtype) -> None:
+    for i, (n, k, group_size) in enumerate(SHAPES):
+        w = weight(n, k, bits, group_size, symmetric=i % 2 == 0, seed=bits)
+        found = run_integer(compiled("integer_host"), DEQUANTISE, torch.empty(0, k), w, bits, dtype)
+        wanted = fragment_ops.dequantize(w["fragments"], w["scale"], w["zero"], n, bits, group_size, k)
+        assert torch.equal(found, wanted.to(dtype))
+
+
+def test_splits_fill_the_device(compiled) -> None:
+    library = compiled("integer_host")
+    assert library.test_splits(1, 4096, 4096, 4, 132) > 1
+    assert library.test_splits(1, 128256, 4096, 4, 132) == 1
+    assert library.test_splits(1, 64, 64, 4, 132) == 1  # one chunk of columns is not split

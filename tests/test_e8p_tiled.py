@@ -1,0 +1,309 @@
+"""E8P tiles: exact, golden, and every native kernel against the references, on quantised tokens to the bit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from ptq import native
+from quip_sharp import e8p, tiled_ops
+
+BITS = (2, 3, 4)
+SHAPES = [(1, 1), (16, 32), (17, 45), (33, 256), (50, 392), (40, 1004)]  # n, k: few are multiples of 16, 32, 8
+
+
+@pytest.fixture(params=("reference", *native.CPU_LEVELS))
+def implementation(request):
+    """The ops of one implementation: the reference, or the native kernels at one instruction set."""
+    if request.param == "reference":
+        yield tiled_ops.REFERENCES
+        return
+    if not native.available():
+        pytest.skip("native kernels are not built")
+    try:
+        if native.set_cpu_level(request.param) != request.param:
+            pytest.skip(f"this machine has no {request.param}")
+        yield {name: getattr(torch.ops.ptq, name) for name in tiled_ops.REFERENCES}
+    finally:
+        native.set_cpu_level(None)
+
+
+def draw(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_codes(bits: int, n: int, k: int) -> torch.Tensor:
+    return torch.randint(0, 256, (bits, n, -(-k // 8)), dtype=torch.uint8, generator=draw(n * k + bits))
+
+
+def scales(bits: int) -> torch.Tensor:
+    return torch.tensor([0.137, 0.0371][: 1 if bits == 2 else 2]).view(torch.int32)
+
+
+def random_tokens(t: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantised tokens; the first two hold the extreme values only."""
+    q = torch.randint(-128, 128, (t, k), dtype=torch.int8, generator=draw(t + k))
+    if t > 1:
+        q[0], q[1] = -128, 127
+    return q, torch.rand(t, generator=draw(t))
+
+
+def e8p_points(entry: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The definition of `e8p`, coordinate by coordinate: [n, c, 8]."""
+    m = signs.long()
+    p = sum((m >> j) & 1 for j in range(8)) % 2
+    true = m ^ p
+    columns = [e8p.table()[:, j].long()[entry.long()] * (-1) ** ((true >> j) & 1) + 1 - 2 * p for j in range(8)]
+    return torch.stack(columns, 2)
+
+
+def books(codes: torch.Tensor, k: int) -> list[torch.Tensor]:
+    """The integer points [n, k] of one or two books."""
+    found = [e8p_points(codes[0], codes[1])]
+    if len(codes) == 3:
+        found.append(e8p.residual_table().long()[codes[2].long()])
+    if len(codes) == 4:
+        found.append(e8p_points(codes[2], codes[3]))
+    return [book.flatten(1)[:, :k] for book in found]
+
+
+def exact_product(q, q_scale, codes, scale, bias) -> torch.Tensor:
+    """The definition: integers, then float32 steps."""
+    first, *second = (
+        number * (q[:, None].long() * book[None]).sum(2).to(torch.float32)
+        for number, book in zip(scale.view(torch.float32), books(codes, q.shape[1]), strict=True)
+    )
+    y = first + second[0] if second else first
+    return y * q_scale[:, None] + bias
+
+
+# --- the layout -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_unpack_inverts_pack(bits, implementation):
+    for n, k in [*SHAPES, (15, 31), (48, 33)]:
+        codes = random_codes(bits, n, k)
+        tiles = implementation["e8p_prepack"](codes)
+        assert tiles.shape == (-(-n // 16), -(-k // 32) * bits, 64)
+        assert torch.equal(tiles, tiled_ops.prepack(codes))
+        assert torch.equal(implementation["e8p_unprepack"](tiles, n, bits, k), codes)
+
+
+def test_a_strided_weight_is_packed_as_it_is(implementation):
+    codes = random_codes(4, 21, 72)
+    strided = torch.stack([codes, codes + 1], 3)[..., 0]
+    tiles = implementation["e8p_prepack"](strided)
+    assert torch.equal(tiles, tiled_ops.prepack(codes))
+    strided = torch.stack([tiles, tiles + 1], 3)[..., 0]
+    assert torch.equal(implementation["e8p_unprepack"](strided, 21, 4, 72), codes)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_every_byte_is_where_the_layout_says(bits, implementation):
+    """Golden bytes from the text of `tiled_ops`: one code at a time."""
+    blocks = 2
+    for row, column in [(0, 0), (3, 8), (15, 31), (19, 39), (7, 63), (16, 2)]:
+        codes = torch.zeros(bits, 20, 8, dtype=torch.uint8)
+        # m = 0b10110001 has four ones: p = 0, and the signs are those of coordinates 0, 4, 5, 7. Bits 0, 1, 4 are
+        # coordinates 4, 5, 0. With bit 1 too, p = 1: the true signs are those of 1, 4, 5, 7.
+        values = [7, 0b10110001, *((9,) if bits == 3 else (200, 0b10110011))][:bits]
+        codes[:, row, column // 8] = torch.tensor(values, dtype=torch.uint8)
+        tiles = implementation["e8p_prepack"](codes)
+        expected = torch.zeros(2, blocks * bits, 64, dtype=torch.uint8)
+        block, byte = column // 32, 4 * (row % 16) + column % 32 // 8
+        expected[row // 16, 2 * block, byte] = 7
+        expected[row // 16, 2 * block + 1, byte] = 0b0010011
+        if bits == 3:
+            table = e8p.residual_table()[:, 0] % 2 == 1
+            count = int((table[:9] == table[9]).sum())
+            assert table[9] and count == 8
+            expected[row // 16, 2 * blocks + block, byte] = 8 | 32
+        if bits == 4:
+            expected[row // 16, 2 * blocks + 2 * block, byte] = 200
+            expected[row // 16, 2 * blocks + 2 * block + 1, byte] = 0b10100011
+        assert torch.equal(tiles, expected)
+
+
+def test_true_bytes():
+    for bits in BITS:
+        assert tiled_ops.prepack(random_codes(bits, 64, 1024)).numel() * 8 == bits * 64 * 1024
+
+
+# --- quantised tokens -------------------------------------------------------------------------------------------------
+
+
+def test_all_codes(implementation):
+    """Every code of E8P, and every entry of the residual book, as the definition has it."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    codes = torch.stack([byte.repeat_interleave(256), byte.repeat(256), byte.flip(0).repeat(256)]).view(3, 256, 256)
+    assert torch.cat(books(codes[:2], 2048)).view(-1, 8).unique(dim=0).shape[0] == 65536
+    q, q_scale = random_tokens(3, 2048)
+    for bits, all_codes in ((2, codes[:2]), (3, codes), (4, codes[[0, 1, 1, 0]])):
+        tiles = implementation["e8p_prepack"](all_codes)
+        y = implementation["e8p_linear_quantized"](q, q_scale, tiles, scales(bits), None, 256, bits, torch.float32)
+        assert torch.equal(y, exact_product(q, q_scale, all_codes, scales(bits), 0.0))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_quantised_tokens_to_the_bit(bits, implementation):
+    for n, k in SHAPES:
+        codes, bias = random_codes(bits, n, k), torch.randn(n, generator=draw(n))
+        tiles, scale = tiled_ops.prepack(codes), scales(bits)
+        for t in (0, 1, 2, 3, 4, 7, 8, 9, 14):
+            q, q_scale = random_tokens(t, k)
+            y = implementation["e8p_linear_quantized"](q, q_scale, tiles, scale, bias, n, bits, torch.float32)
+            assert torch.equal(y, exact_product(q, q_scale, codes, scale, bias)), (n, k, t)
+        for dtype in (torch.bfloat16, torch.float16):
+            short = implementation["e8p_linear_quantized"](q, q_scale, tiles, scale, bias, n, bits, dtype)
+            assert torch.equal(short, y.to(dtype))
+
+
+@pytest.mark.parametrize("t", [2, 13])
+def test_the_largest_sums(t, implementation):
+    """Points of 11 in all columns times -128: sums beyond 2^24, which float32 rounds once."""
+    largest = e8p_points(torch.arange(256)[:, None], torch.zeros(256, 1)).flatten(1).abs().sum(1).argmax()
+    codes = torch.full((4, 17, 8200), int(largest), dtype=torch.uint8)
+    codes[1::2], codes[1::2, 1] = 0, 255
+    q, q_scale = random_tokens(t, 65600)
+    tiles = tiled_ops.prepack(codes)
+    for bits in (2, 4):
+        tiles = tiled_ops.prepack(codes[:bits])
+        y = implementation["e8p_linear_quantized"](q, q_scale, tiles, scales(bits), None, 17, bits, torch.float32)
+        assert torch.equal(y, tiled_ops.product(q, q_scale, codes[:bits], scales(bits), None, torch.float32))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_tokens_do_not_depend_on_the_others_nor_on_threads(bits, implementation):
+    """More tokens than a unit takes; each one alone, and in any number of threads."""
+    threads, n, k = torch.get_num_threads(), 100, 1100
+    codes, (q, q_scale) = random_codes(bits, n, k), random_tokens(530, k)
+    tiles, scale = tiled_ops.prepack(codes), scales(bits)
+    expected = tiled_ops.product(q, q_scale, codes, scale, None, torch.float32)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            for t in (530, 1, 5, 8, 9, 67):
+                y = implementation["e8p_linear_quantized"](
+                    q[-t:], q_scale[-t:], tiles, scale, None, n, bits, torch.float32
+                )
+                assert torch.equal(y, expected[-t:]), t
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_strides_and_batch_axes(implementation):
+    n, k = 35, 100
+    codes, bias, (q, q_scale) = random_codes(3, n, k), torch.randn(n, generator=draw(1)), random_tokens(24, k)
+    tiles, scale = tiled_ops.prepack(codes), scales(3)
+    expected = tiled_ops.product(q, q_scale, codes, scale, bias, torch.float32)
+    strided = torch.stack([q, q + 1], 2)[..., 0].view(2, 12, k)
+    op = implementation["e8p_linear_quantized"]
+    y = op(strided, q_scale.view(2, 12), tiles, scale, bias, n, 3, torch.float32)
+    assert torch.equal(y, expected.view(2, 12, n))
+    q_scale[3] = float("nan")
+    assert op(q, q_scale, tiles, scale, bias, n, 3, torch.bfloat16)[3].isnan().all()
+    x = torch.randn(3, 2, k, generator=draw(2))
+    strided = torch.stack([x, x + 1], 3)[..., 0]
+    op = implementation["e8p_linear_tiled"]
+    assert torch.equal(op(strided, tiles, scale, bias, n, 3), op(x.view(6, k), tiles, scale, bias, n, 3).view(3, 2, n))
+
+
+def test_nothing(implementation):
+    """No token, no row, no column."""
+    tiles, scale = tiled_ops.prepack(random_codes(4, 20, 64)), scales(4)
+    q, q_scale = random_tokens(12, 64)
+    quantized, floats = implementation["e8p_linear_quantized"], implementation["e8p_linear_tiled"]
+    assert quantized(q[:0], q_scale[:0], tiles, scale, None, 20, 4, torch.float32).shape == (0, 20)
+    assert floats(torch.zeros(0, 64), tiles, scale, None, 20, 4).shape == (0, 20)
+    for t in (1, 12):
+        assert quantized(q[:t], q_scale[:t], tiles[:0], scale, None, 0, 4, torch.float32).shape == (t, 0)
+        assert floats(torch.zeros(t, 64), tiles[:0], scale, None, 0, 4).shape == (t, 0)
+        bias = torch.randn(20, generator=draw(3))
+        y = quantized(q[:t, :0], q_scale[:t], tiles[:, :0], scale, bias, 20, 4, torch.float32)
+        assert torch.equal(y, bias.expand(t, 20))
+        assert torch.equal(floats(torch.zeros(t, 0), tiles[:, :0], scale, bias, 20, 4), bias.expand(t, 20))
+    assert implementation["e8p_prepack"](torch.zeros(2, 0, 4, dtype=torch.uint8)).shape == (0, 2, 64)
+
+
+# --- floats -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", BITS)
+def test_floats_against_float64(bits, dtype, implementation):
+    for n, k in SHAPES:
+        codes = random_codes(bits, n, k)
+        tiles, scale, bias = tiled_ops.prepack(codes), scales(bits), torch.randn(n, generator=draw(n))
+        w = sum(s * book for s, book in zip(scale.view(torch.float32).double(), books(codes, k), strict=True))
+        assert isinstance(w, torch.Tensor)
+        for t in (1, 2, 3, 5, 9, 37):
+            x = torch.randn(t, k, generator=draw(k + t)).to(dtype)
+            y = implementation["e8p_linear_tiled"](x, tiles, scale, bias, n, bits)
+            exact, size = x.double() @ w.t() + bias.double(), x.double().abs() @ w.abs().t() + bias.double().abs()
+            rounding_error = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+            assert y.dtype == dtype
+            assert ((y.double() - exact).abs() <= 4e-6 * size + rounding_error * exact.abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_floats_do_not_depend_on_threads(dtype, implementation):
+    threads, n, k = torch.get_num_threads(), 200, 1100
+    tiles, x = tiled_ops.prepack(random_codes(3, n, k)), torch.randn(40, k, generator=draw(0)).to(dtype)
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append([implementation["e8p_linear_tiled"](x[:t], tiles, scales(3), None, n, 3) for t in (1, 4, 40)])
+    finally:
+        torch.set_num_threads(threads)
+    if implementation is not tiled_ops.REFERENCES:  # whose sums are torch's
+        assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_gradients(bits):
+    n, k = 19, 45
+    codes = random_codes(bits, n, k)
+    tiles, scale = tiled_ops.prepack(codes), scales(bits)
+    w = tiled_ops.dequantize(tiles, scale, n, bits, k)
+    x, bias = torch.randn(2, 3, k, generator=draw(0)), torch.randn(n, generator=draw(1))
+    grad = torch.randn(2, 3, n, generator=draw(2))
+    x.requires_grad_(), bias.requires_grad_()
+    torch.ops.ptq.e8p_linear_tiled(x, tiles, scale, bias, n, bits).backward(grad)
+    assert x.grad is not None and bias.grad is not None
+    torch.testing.assert_close(x.grad, grad @ w)
+    torch.testing.assert_close(bias.grad, grad.sum((0, 1)))
+
+
+# --- the ops ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_ops_are_well_formed(bits):
+    codes = random_codes(bits, 18, 40)
+    tiles, (q, q_scale) = tiled_ops.prepack(codes), random_tokens(3, 40)
+    x, bias = torch.randn(2, 40, requires_grad=True), torch.randn(18)
+    ops: Any = torch.ops.ptq
+    torch.library.opcheck(ops.e8p_prepack.default, (codes,))
+    torch.library.opcheck(ops.e8p_unprepack.default, (tiles, 18, bits, 40))
+    torch.library.opcheck(ops.e8p_linear_tiled.default, (x, tiles, scales(bits), bias, 18, bits))
+    arguments = (q, q_scale, tiles, scales(bits), bias, 18, bits, torch.bfloat16)
+    torch.library.opcheck(ops.e8p_linear_quantized.default, arguments)
+
+
+def test_what_does_not_fit_is_refused():
+    if not native.available():
+        pytest.skip("native kernels are not built")
+    tiles, (q, q_scale) = tiled_ops.prepack(random_codes(4, 18, 64)), random_tokens(2, 64)
+    good: list[Any] = [q, q_scale, tiles, scales(4), None, 18, 4, torch.float32]
+    wrong = {0: q[:, :32], 1: q_scale[:1], 2: tiles[:1], 3: scales(2), 4: torch.ones(17), 5: 40, 6: 3}
+    for place, value in wrong.items():
+        with pytest.raises(RuntimeError, match="e8p"):
+            torch.ops.ptq.e8p_linear_quantized(*good[:place], value, *good[place + 1 :])
+    with pytest.raises(RuntimeError, match="more than 524288 columns"):
+        wide = torch.zeros(1, 524296, dtype=torch.int8)
+        torch.ops.ptq.e8p_linear_quantized(wide, q_scale[:1], tiles, scales(4), None, 18, 4, torch.float32)
+    for codes in (torch.zeros(5, 2, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(2, 2, 4)):
+        with pytest.raises(RuntimeError, match="e8p"):
+            torch.ops.ptq.e8p_prepack(codes)

@@ -1,0 +1,221 @@
+"""Fine-tuning in whole runs: what moves, what does not, and that nothing is lost when a run is interrupted."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, check_refused, quantize, save_model
+from safetensors.torch import load_file
+from test_engine import finish, start
+from test_resume import QUIET, check_all_continue, contents, photographed
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import finetune, pipeline, preflight, report_schema, tasks
+from ptq.demo import demo_path
+from ptq.families import FAMILIES
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, loaded_signs
+from quip_sharp.plan import QuipSharpRecipe
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick(fast: None) -> Iterator[None]:
+    """Two epochs, and one row in a chunk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "CHUNK_TOKENS", 32)
+        patch.setattr(finetune, "BLOCK_EPOCHS", 2)
+        patch.setattr(finetune, "FULL_EPOCHS", 2)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("source") / "model", **TINY)
+
+
+def recipe(model: Path, **changes: Any) -> QuipSharpRecipe:
+    text = model.parent / "text.txt"
+    text.write_text("".join(random.Random(0).choices("abcdefghij klmnop", k=800)))
+    return QuipSharpRecipe(
+        **{**dict(calibration=str(text), samples=16, sequence_length=32, finetune="full"), **changes}
+    )
+
+
+@pytest.fixture(scope="module")
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Results without fine-tuning, by blocks and in full."""
+    folder, kinds = tmp_path_factory.mktemp("results"), ("none", "blocks", "full")
+    for kind in kinds:
+        ptq.quantize(model, folder / kind, recipe(model, finetune=kind), QUIET)
+    return {kind: folder / kind for kind in kinds}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def differing(one: Path, other: Path) -> set[str]:
+    """The last two parts of the names of tensors that differ."""
+    ours, theirs = tensors(one), tensors(other)
+    assert ours.keys() == theirs.keys()
+    return {".".join(name.split(".")[-2:]) for name in ours if not torch.equal(ours[name], theirs[name])}
+
+
+def losses(folder: Path) -> dict[str, list[float]]:
+    return json.loads((folder / "ptq.json").read_text())["finetuning"]
+
+
+def test_no_loss_ends_above_its_start_and_the_whole_falls(results: dict[str, Path]) -> None:
+    found = losses(results["full"])
+    turns = [
+        f"block {index} after {role}" for index in (0, 1) for role in ("query", "attention_output", "gate", "down")
+    ]
+    assert list(found) == [*turns, "whole model"]
+    assert all(min(curve) <= curve[0] for curve in found.values())
+    assert min(found["whole model"]) < 0.95 * found["whole model"][0]
+    assert sum(min(found[turn]) < found[turn][0] for turn in turns) >= 6
+    assert losses(results["blocks"]) == {turn: found[turn] for turn in turns}
+    assert "finetuning" not in json.loads((results["none"] / "ptq.json").read_text())
+
+
+def test_the_second_stage_changes_no_code(results: dict[str, Path]) -> None:
+    """Sign vectors, norms, and the head, which is the embedding here."""
+    vectors = {f"{linear}_proj.{leaf}" for leaf in (INPUT_SIGNS, OUTPUT_SIGNS)
+               for linear in ("q", "k", "v", "o", "gate", "up", "down")}  # fmt: skip
+    norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
+    assert differing(results["blocks"], results["full"]) == vectors | norms | {"embed_tokens.weight"}
+
+
+def test_what_is_rounded_first_has_the_codes_of_a_run_without(results: dict[str, Path]) -> None:
+    plain, tuned = tensors(results["none"]), tensors(results["blocks"])
+    names = [
+        name for name in plain if ".0.self_attn." in name and name.rpartition(".")[2] in ("weight_abs", "weight_signs")
+    ]
+    same = {name for name in names if torch.equal(plain[name], tuned[name])}
+    assert same == {name for name in names if "o_proj" not in name}
+
+
+def test_linears_with_one_input_share_its_vector(results: dict[str, Path]) -> None:
+    for kind in ("blocks", "full"):
+        found = tensors(results[kind])
+        for index in (0, 1):
+            for group in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
+                first, *others = (found[f"model.layers.{index}.{name}_proj.{INPUT_SIGNS}"] for name in group)
+                assert all(torch.equal(first, other) for other in others)
+                assert loaded_signs(first).abs().unique().numel() > 1
+
+
+def test_a_loaded_model_gives_the_logits_of_the_run_and_saves_its_file(
+    results: dict[str, Path], tmp_path: Path
+) -> None:
+    """The run itself has compared its logits with those of the written files, to the bit; here transformers loads."""
+    loaded = AutoModelForCausalLM.from_pretrained(results["full"], dtype=torch.float32)
+    loaded.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (results["full"] / "model.safetensors").read_bytes()
+
+
+def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> None:
+    found = report_schema.read(results["full"] / report_schema.JSON)
+    assert [training.name for training in found.trainings] == list(losses(results["full"]))
+    assert "<h2>Fine-tuning</h2>" in (results["full"] / "report.html").read_text()
+    assert "<h2>Fine-tuning</h2>" not in (results["none"] / "report.html").read_text()
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False)
+    asked = recipe(source, skip=("*.1.mlp.gate_proj",), rounding="nearest", sequence_length=16)
+    ptq.quantize(source, tmp_path / "out", asked, QUIET)
+    found, original = tensors(tmp_path / "out"), load_file(source / "model.safetensors")
+    for name in ("lm_head.weight", "model.norm.weight"):
+        assert not torch.equal(found[name], original[name])
+    for name in ("model.layers.1.mlp.gate_proj.weight", "model.embed_tokens.weight"):
+        assert torch.equal(found[name], original[name])
+    biases = [name for name in original if name.endswith(".bias") and ".1.mlp.gate_proj" not in name]
+    assert all(not torch.equal(found[name], original[name]) for name in biases)
+
+
+# --- interrupted, repeated, shared ----------------------------------------------------------------------------------
+
+
+def test_a_crash_at_any_moment_costs_nothing(model: Path, results: dict[str, Path], tmp_path: Path) -> None:
+    """Also a proof that two runs give the same bytes."""
+    pictures, expected = photographed(model, tmp_path, recipe(model))
+    assert expected == contents(results["full"])
+    changes = [{str(path.relative_to(picture / "out.work")) for path in (picture / "out.work").rglob("tuned/*")}
+               for picture in pictures]  # fmt: skip
+    moments = [index for index in range(1, len(pictures)) if changes[index] != changes[index - 1]]
+    assert len(moments) > 30
+    check_all_continue([pictures[index] for index in moments[::3]], expected, model, recipe(model))
+
+
+def test_two_processes_give_the_bytes_of_one(model: Path, tmp_path: Path) -> None:
+    asked = recipe(model, samples=8, sequence_length=16)
+    for count in (1, 2):
+        assert finish(start(count, model, tmp_path / str(count), asked)) == [0] * count
+    assert contents(tmp_path / "1") == contents(tmp_path / "2")
+
+
+# --- refused --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--samples", "7"], "needs at least 8 calibration rows"),
+        (["--samples", "800"], "lower --samples"),
+        (["--rounding", "nearest", "--calibration", "none.txt"], "none.txt"),
+    ],
+)
+def test_too_little_text_is_refused(options: list[str], message: str, model: Path, tmp_path: Path) -> None:
+    given = ["--calibration", recipe(model).calibration, "--sequence-length", 32, "--finetune", "blocks"]
+    check_refused(quantize("quip-sharp", model, tmp_path / "out", *given, *options), message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_text_at_all_is_refused(model: Path, tmp_path: Path) -> None:
+    result = quantize("quip-sharp", model, tmp_path / "out", "--finetune", "blocks", "--rounding", "nearest")
+    check_refused(result, "fine-tuning needs text")
+
+
+def test_memory_is_asked_for_before_anything_is_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, needs = torch.zeros(16, 2048), {}
+    for kind in ("none", "blocks", "full"):
+        asked = recipe(model, finetune=kind)
+        target = pipeline.plan(str(model), asked)
+        large = replace(pipeline.shape_of(target.config), vocab=1 << 18, hidden=4096)
+        sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
+        needs[kind] = preflight.estimate(target.plan, large, asked, rows, sizes)
+    for less, more in (("none", "blocks"), ("blocks", "full")):
+        assert needs[less].memory < needs[more].memory
+        assert needs[less].work < needs[more].work
+        assert needs[less].seconds < needs[more].seconds
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("M", (), {"available": 1 << 20}))
+    with pytest.raises(ptq.InputError, match="fine-tune less"):
+        ptq.quantize(model, tmp_path / "out", recipe(model), QUIET)
+    assert not list(tmp_path.iterdir())
+
+
+# --- a real model ---------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_comes_closer_to_its_original_on_text_that_it_was_not_tuned_on(tmp_path: Path) -> None:
+    """The probe's rows belong to no set of calibration rows; one epoch, 16 rows."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "CHUNK_TOKENS", 128)
+        patch.setattr(finetune, "BLOCK_EPOCHS", 1)
+        patch.setattr(finetune, "FULL_EPOCHS", 1)
+        for kind in ("none", "blocks", "full"):
+            asked = QuipSharpRecipe(
+                finetune=kind, samples=16, sequence_length=128, calibration=str(demo_path() / "calibration.txt")
+            )
+            found[kind] = ptq.quantize(demo_path(), tmp_path / kind, asked, QUIET).kl
+    assert found["full"] < found["blocks"] < 0.9 * found["none"]

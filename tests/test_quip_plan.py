@@ -1,0 +1,113 @@
+"""QuIP#'s plan: transforms on both sides of every linear leave every family's function as it was, through packing,
+saving and loading."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_model, tiny_config, tiny_model
+from test_families import IDS, exact, relative, rewritten
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import hadamard, pipeline, rewrite
+from ptq.families import FAMILIES, shape_of
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear, loaded_signs
+from ptq.plan import LinearPlan, Plan, check_claims
+from quip_sharp.plan import QuipSharpRecipe, plan
+
+NEAREST = QuipSharpRecipe(rounding="nearest")
+QUIET = ptq.RunOptions(progress=False, report=False)
+
+
+def make(config: Any, recipe: QuipSharpRecipe = NEAREST) -> Plan:
+    names = tiny_model(config).state_dict().keys() - {"lm_head.weight"}  # tied
+    return plan(shape_of(config), FAMILIES[config.model_type], recipe, dict.fromkeys(names, torch.float32))
+
+
+def add_online(model: nn.Module, made: Plan) -> None:
+    """Both transforms of every linear, as hooks around a plain one."""
+    signs = {name: rewrite.draw_signs(name, length, 0) for name, length in made.signs.items()}
+
+    def wrap(module: nn.Module, linear: LinearPlan) -> None:
+        assert linear.online is not None and linear.online_output is not None
+        into, out = linear.online, linear.online_output
+        su, sv = rewrite.signs_of(into, signs), rewrite.signs_of(out, signs)
+
+        def after(module: nn.Module, _: Any, y: Tensor) -> Tensor:
+            bias = 0 if module.bias is None else module.bias
+            return hadamard.apply(y - bias, sv, out.order, transpose=True) + bias
+
+        module.register_forward_pre_hook(lambda _, inputs: (hadamard.apply(inputs[0], su, into.order),))
+        module.register_forward_hook(after)
+
+    for linear in made.rounded():
+        wrap(model.get_submodule(linear.name), linear)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_transforms_keep_the_function_in_float64(model_type: str) -> None:
+    config = tiny_config(model_type)
+    source = {name: tensor for name, tensor in tiny_model(config).state_dict().items() if name != "lm_head.weight"}
+    made = make(config)
+    check_claims(made, {name: tuple(tensor.shape) for name, tensor in source.items()})
+    original = exact(config, {**source, "lm_head.weight": source["model.embed_tokens.weight"]})
+    tensors = rewritten(made, source)
+    assert all(relative(tensors[linear.source], source[linear.source]) > 0.5 for linear in made.rounded())
+    turned = exact(config, {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors})
+    add_online(turned, made)
+    assert relative(turned(IDS).logits, original(IDS).logits) < 1e-9
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+@torch.no_grad()
+def test_every_family_is_packed_and_loaded(model_type: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", model_type)
+    result = ptq.quantize(model, tmp_path / "out", QuipSharpRecipe(rounding="nearest", bits=4), QUIET)
+    assert result.rotation_error < 1e-5
+    original, packed = (AutoModelForCausalLM.from_pretrained(folder) for folder in (model, tmp_path / "out"))
+    assert 1e-4 < relative(packed(IDS).logits, original(IDS).logits) < 0.5
+    assert packed.config.tie_word_embeddings  # nothing has to be untied: the residual stream is not rotated
+    packed.save_pretrained(tmp_path / "again")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_linears_that_share_an_input_share_its_signs(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "llama")
+    ptq.quantize(model, tmp_path / "out", NEAREST, QUIET)
+    attention = AutoModelForCausalLM.from_pretrained(tmp_path / "out").model.layers[1].self_attn
+    layers = (attention.q_proj, attention.k_proj, attention.v_proj)
+    assert all(isinstance(layer, QuantLinear) for layer in layers)
+    su = [loaded_signs(layer.get_parameter(INPUT_SIGNS)) for layer in layers]
+    assert torch.equal(su[0], su[1]) and torch.equal(su[0], su[2]) and set(su[0].tolist()) == {1.0, -1.0}
+    k, v = (loaded_signs(layer.get_parameter(OUTPUT_SIGNS)) for layer in layers[1:])
+    assert not torch.equal(k, v)
+
+
+def test_a_skipped_linear_stays_and_the_others_do_not_use_its_statistics() -> None:
+    made = make(tiny_config("llama"), QuipSharpRecipe(rounding="nearest", skip=("*.q_proj",)))
+    found = {linear.role: linear for linear in made.block(0)}
+    query, key, value = (found[role] for role in ("query", "key", "value"))
+    assert (query.format, query.online, query.statistics) == (None, None, None)
+    assert key.statistics == value.statistics == key.name
+    assert key.input == value.input
+
+
+def test_no_rotate_leaves_the_weights_where_they_are() -> None:
+    made = make(tiny_config("llama"), QuipSharpRecipe(rounding="nearest", rotate=False))
+    assert not made.signs and not any(linear.input or linear.output for linear in made.linears)
+
+
+@pytest.mark.parametrize("wrong", [dict(bits=5), dict(activation_bits=4)])
+def test_recipes_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ptq.InputError):
+        QuipSharpRecipe(**wrong)
+
+
+def test_the_plan_needs_no_weight(tmp_path: Path) -> None:
+    made = pipeline.plan(str(save_model(tmp_path / "model", "llama")), NEAREST).plan
+    assert len(made.signs) == len(list(made.rounded())) * 11 // 7  # one of an output each, four inputs to seven linears
