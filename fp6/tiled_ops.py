@@ -1,17 +1,18 @@
 """Small-float weights in the layout that the CPU kernels read: ops, with references in PyTorch. Not on disk.
 
-**Tiles** (`ptq.tiles`) of the codes, and beside them `scale` int16 [row tiles, g, 16]: bits of bfloat16. Group i of a row
-is its columns [i * group_size, (i + 1) * group_size), the last one may have fewer; group_size 0: one group per row, else
-a multiple of 32. A code stands for scale * value (`fp6.element`).
+**Tiles** (`ptq.tiles`) of the codes, and beside them `scale` int16 [row tiles, g, 16]: bits of bfloat16. Group i of a
+row is its columns [i * group_size, (i + 1) * group_size), the last one may have fewer; group_size 0: one group per
+row, else a multiple of 32. A code stands for scale * value (`fp6.element`).
 
-**W6A16**, `minifloat_linear_tiled`: floating-point x. The values of all elements are exact in bfloat16, so products with
-bfloat16 x are exact; sums are in float32, and the scale comes once in a group. Subnormal bfloat16 x may count as zero.
+**W6A16**, `minifloat_linear_tiled`: floating-point x. The values of all elements are exact in bfloat16, so products
+with bfloat16 x are exact; sums are in float32, and the scale comes once in a group. Subnormal bfloat16 x may count as
+zero.
 
 **W6A8**, `minifloat_linear_quantized`: tokens x = q_scale * q, q int8. Where all values of the element times 2^s are
-integers that int8 holds (`Element.int8_shift`), it is defined to the bit: per output and group I = sum of q (value 2^s),
-an exact integer; in float32, group after group, acc = acc + scale * I, each operation rounded; y = acc * (q_scale 2^-s),
-then + bias, then the cast to the dtype asked for. For the other elements q is multiplied as bfloat16, exactly, and summed
-as in W6A16; then * q_scale, + bias.
+integers that int8 holds (`Element.int8_shift`), it is defined to the bit: per output and group I = sum of q (value
+2^s), an exact integer; in float32, group after group, acc = acc + scale * I, each operation rounded; y = acc *
+(q_scale 2^-s), then + bias, then the cast to the dtype asked for. For the other elements q is multiplied as bfloat16,
+exactly, and summed as in W6A16; then * q_scale, + bias.
 """
 
 import torch

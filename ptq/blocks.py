@@ -68,13 +68,15 @@ class Part:
         assert self.splice.block is not None
         return self.splice.block
 
-    def load(self, tensors: dict[str, Tensor]) -> None:
-        """Put tensors, named as in the whole model, into the part; floating ones in float32, in which it computes."""
+    def load(self, tensors: dict[str, Tensor], as_stored: bool = False) -> None:
+        """Put tensors, named as in the whole model, into the part; floating ones in float32, in which it computes.
+        `as_stored`: plain linears keep their weight's dtype, which saves memory and time where tokens are few."""
         for name, tensor in tensors.items():
             owner, _, leaf = name.rpartition(".")
             module = self.module(owner)
             assert leaf in module._parameters, name
-            tensor = tensor.float() if tensor.is_floating_point() else tensor
+            kept = as_stored and leaf == "weight" and isinstance(module, _FastLinear)
+            tensor = tensor.float() if tensor.is_floating_point() and not kept else tensor
             module._parameters[leaf] = frozen(tensor.to(self.device))
         for owner in {name.rpartition(".")[0] for name in tensors}:
             if isinstance(module := self.module(owner), QuantLinear):

@@ -203,12 +203,12 @@ def verify_command(
 def prepack_command(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
     out: Out,
-    target: Annotated[str, typer.Option(help="What runs it: cpu.")] = "cpu",
+    target: Annotated[str, typer.Option(help="What runs it: cpu, sm_80 or sm_90.")] = "cpu",
     debug: Debug = False,
 ) -> None:
     """Put the weights of a checkpoint into the order in which the kernels read them, so that loading need not."""
     count = prepack.prepack(pipeline.source.resolve(checkpoint), out, target)
-    typer.echo(f"{out}: {count} linears in tiles for {target}; each gives its bytes again")
+    typer.echo(f"{out}: {count} linears in the layout of {target}; each gives its bytes again")
 
 
 for register in methods.commands():

@@ -54,7 +54,7 @@ def _words(code: UInt8[Tensor, "tiles 16 columns"], bits: int) -> UInt8[Tensor, 
         field = ((fields >> low) & (2**width - 1)) << _bit(width, code.device)
         dims = {4: (6, 7, 8), 2: (5, 6, 7, 8), 1: (4, 5, 6, 7, 8)}[width]
         words = field.sum(dims, dtype=torch.int32)  # disjoint bits: the sum wraps where it reaches the sign
-        planes.append(words.reshape(tiles, blocks, -1).contiguous().view(torch.uint8))
+        planes.append(words.reshape(tiles, blocks, 32 * width).contiguous().view(torch.uint8))
         low += width
     return torch.cat(planes, 2)
 

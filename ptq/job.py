@@ -13,6 +13,7 @@ from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.families import Family
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, guard, stored_signs
+from ptq.matmul import FEW_TOKENS
 from ptq.plan import Balance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
 
@@ -67,13 +68,13 @@ class Job:
             found[f"{linear.name}.{leaf}"] = stored_signs(torch.ones(rotation.size) if vector is None else vector)
         return found
 
-    def original_block(self, index: int) -> Part:
-        """A decoder block with the source's weights in float32."""
+    def original_block(self, index: int, as_stored: bool = False) -> Part:
+        """A decoder block with the source's weights, in float32 or `as_stored`: see `Part.load`."""
         part = self._part(index)
         unused = set(self.plan.unused)
         for name in self.checkpoint.tensors:
             if name.startswith(part.prefix) and name not in unused:
-                part.load({name: self.tensor(name)})
+                part.load({name: self.tensor(name)}, as_stored)
         return part
 
     def rotate_block(self, index: int, part: Part) -> None:
@@ -153,8 +154,8 @@ class Job:
     ) -> list[Float[Tensor, "1 t v"]]:
         """Logits of every row from the hidden states that leave the last block, a head matrix and a norm gain."""
         part = self._part(None)
-        part.load({self.lm_head: weight, self.final_norm: norm})
-        del weight  # the largest tensor of the model; the part has it in float32
+        part.load({self.lm_head: weight, self.final_norm: norm}, as_stored=False and hidden.shape[1] <= FEW_TOKENS)
+        del weight  # the largest tensor of the model; the part may have it in float32
         return [part.logits(row) for row in hidden.split(1)]
 
     def rewritten_norm(self) -> Tensor:

@@ -34,9 +34,10 @@ def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Ten
 def linear(
     x: Float[Tensor, "*batch k"], w: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
 ) -> Float[Tensor, "*batch n"]:
-    """x Wᵀ + b; torch's own where nothing faster applies: other devices and dtypes."""
+    """x Wᵀ + b; torch's own where nothing faster applies: other devices and dtypes. A bfloat16 W may meet float32 x."""
     if is_decode(x, w, bias):
         return torch.ops.ptq.dense_linear(x, w, bias)
+    w = w.to(x.dtype)
     if x.numel() < FEW_ROWS * w.shape[1] or not _placed(x, w):
         return torch.nn.functional.linear(x, w, bias)
     if _differentiated(x, w, bias):
@@ -54,11 +55,14 @@ def linear(
 
 
 def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
-    """Whether `ptq::dense_linear` is made for this: few tokens, on the CPU, one dtype, no gradients."""
+    """Whether `ptq::dense_linear` is made for this: few tokens, on the CPU, one dtype (W may be bfloat16 in any case),
+    no gradients."""
     if not 0 < x.numel() <= FEW_TOKENS * w.shape[1] or x.dtype not in (torch.float32, torch.bfloat16):
         return False
     tensors = (x, w) if bias is None else (x, w, bias)
-    if any(tensor.dtype != x.dtype or tensor.device.type != "cpu" for tensor in tensors):
+    if w.dtype not in (x.dtype, torch.bfloat16) or (bias is not None and bias.dtype != x.dtype):
+        return False
+    if any(tensor.device.type != "cpu" for tensor in tensors):
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
@@ -97,6 +101,8 @@ def _differentiated(*tensors: Tensor | None) -> bool:
 
 
 torch.library.define("ptq::dense_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-torch.library.impl("ptq::dense_linear", "CompositeExplicitAutograd")(torch.nn.functional.linear)
+torch.library.impl("ptq::dense_linear", "CompositeExplicitAutograd")(
+    lambda x, weight, bias: torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+)
 torch.library.register_fake("ptq::dense_linear")(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
 native.load()

@@ -15,7 +15,7 @@ from ptq.errors import InputError, RunError
 from ptq.formats import Parts
 from ptq.hf import PtqConfig
 from ptq.linear import NOT_OF_THE_FORMAT
-from ptq.prepacked import LAYOUTS, PrepackedFormat, check_target
+from ptq.prepacked import PrepackedFormat, target_of
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.verify import check_integrity
 from ptq.work import RECORD
@@ -30,7 +30,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     Every weight is proven to come back from its tiles to the bit. Returns the number of linears in tiles. Raises
     InputError for a target without tiles, a damaged or a plain checkpoint, one that is prepacked, a folder that exists.
     """
-    check_target(target)
+    target_of(target)
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None:
@@ -42,6 +42,12 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     check_integrity(checkpoint)
     shapes = linear_shapes(read_config(source), packed)
     linears = [linear for name in packed.linears if (linear := _tiled(name, shapes[name], packed, target)) is not None]
+    if not linears:
+        formats = ", ".join(sorted({str(entry.get("format")) for entry in packed.schemes.values()}))
+        raise InputError(
+            f"{checkpoint}: no weight of it has a layout for {target} (its formats: {formats}); such weights are read "
+            "as they are stored, so load it as it is"
+        )
     gone = {tensor for linear in linears for tensor in linear.stored}
     kept = {name: info for name, info in source.tensors.items() if name not in gone}
     specs: Specs = {name: (info.dtype, tuple(info.shape)) for name, info in kept.items()}
@@ -84,7 +90,10 @@ def _tiled(name: str, shape: tuple[int, int], packed: PtqConfig, target: str) ->
     entry = packed.entries()[name]
     rest = {key: value for key, value in entry.items() if key in NOT_OF_THE_FORMAT}
     of = {key: value for key, value in entry.items() if key in ("format", "version") or key not in rest}
-    format = PrepackedFormat(target, LAYOUTS[target], of)
+    try:
+        format = PrepackedFormat(target, target_of(target).version, of)
+    except InputError:  # the checkpoint is sound, so this format has no layout for the target
+        return None
     if format.buffers(*shape) == format.inner.buffers(*shape):
         return None
     return _Linear(name, shape, format, {**rest, "format": format.name, "version": format.version, **format.options()})
@@ -94,7 +103,7 @@ def _tiles(source: Checkpoint, linear: _Linear) -> dict[str, Tensor]:
     """The tiles of a linear. Raises RunError where they do not give the stored bytes again."""
     inner = linear.format.inner
     stored: Parts = {part: source.read(tensor) for tensor, part in linear.stored.items()}
-    tiles = inner.prepack(stored, linear.format.target)
+    tiles = linear.format.lay_out(stored)
     again = inner.unprepack(tiles)
     if any(not torch.equal(stored[part], again[part]) for part in stored):
         raise RunError(f"{linear.name}: its tiles do not give its bytes again, so there is no result; please report it")
@@ -112,5 +121,5 @@ def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], shards: Sh
             if path.is_file():
                 shutil.copyfile(path, shards.folder / path.name)
     record = json.loads((source.folder / RECORD).read_bytes())
-    prepacked = {"target": target, "layout": LAYOUTS[target]}
+    prepacked = {"target": target, "layout": target_of(target).version}
     write_json(shards.folder / RECORD, {**record, "prepacked": prepacked, "files": file_hashes(shards.folder)})

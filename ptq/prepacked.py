@@ -1,28 +1,51 @@
 """Weights in the layout of a kernel, on disk: format `prepacked`, version 1, written by `quantize prepack`.
 
-It stands for another format, `of`: its stored parts are what that format's `prepack` makes for a target, so loading has
-nothing left to do. `layout` is the version of the tiles of that target; where the kernels' tiles change, it is raised,
-and older files are refused, since only the plain bytes of a format are kept readable for ever.
+It stands for another format, `of`: its stored parts are what that format makes of its bytes for a target, so loading
+has nothing left to do. `layout` is the version of that layout; where the kernels' layout changes, it is raised, and
+older files are refused, since only the plain bytes of a format are kept readable for ever.
 """
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptq import formats
+from ptq import formats, fragments
 from ptq.errors import InputError
 from ptq.formats import Codebook, Format, IntegerInput, Parts, Scales
 from ptq.rounding import Rounded
 
-LAYOUTS = {"cpu": 1}
-"""Targets that there are tiles for, and the version of these (`ptq.tiles`, `quip_sharp.tiled_ops`)."""
-PLANNED = ("sm_80", "sm_90")
-"""Targets whose kernels read the plain bytes."""
+
+@dataclass(frozen=True)
+class Target:
+    """What runs the model."""
+
+    device: str
+    """Type of the torch device."""
+    layout: str
+    version: int
+    """Of the layout; a checkpoint records it, and another one is refused."""
+
+
+TARGETS = {
+    "cpu": Target("cpu", "tiles", 1),
+    "sm_80": Target("cuda", "fragments", 1),
+    "sm_90": Target("cuda", "fragments", 1),
+}
+"""The layouts are in `ptq.tiles`, `quip_sharp.tiled_ops` and `ptq.fragments`."""
+
+
+@runtime_checkable
+class LaidOut(Protocol):
+    """A format that makes the layout of another device too."""
+
+    def lay_out(self, parts: Parts, layout: str) -> Parts:
+        """Stored parts in a layout, on the device where they are."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -30,18 +53,18 @@ class PrepackedFormat:
     """The format that `of` describes ({"format", "version", options...}), as the kernels of `target` read it."""
 
     target: str = "cpu"
-    layout: int = LAYOUTS["cpu"]
+    layout: int = TARGETS["cpu"].version
     of: dict[str, Any] = field(default_factory=lambda: {"format": "dense", "version": 1, "dtype": "float32"})
 
     name: ClassVar[str] = "prepacked"
     version: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        check_target(self.target)
-        if self.layout != LAYOUTS[self.target]:
+        version = target_of(self.target).version
+        if self.layout != version:
             raise InputError(
-                f"prepacked for {self.target} in layout version {self.layout!r}, this package reads version "
-                f"{LAYOUTS[self.target]}; run `quantize prepack` again on the checkpoint that it was made from"
+                f"prepacked for {self.target} in layout version {self.layout!r}, this package reads version {version}; "
+                "run `quantize prepack` again on the checkpoint that it was made from"
             )
         if not isinstance(self.of, dict) or self.of.get("format") in (None, self.name):
             raise InputError(f"{self.name}: `of` must describe another format, found {str(self.of)[:80]}")
@@ -49,6 +72,11 @@ class PrepackedFormat:
             raise InputError(
                 f"{self.inner.name} has layout version {self.of.get('version')!r}, this package reads version "
                 f"{self.inner.version}; install the version of ptq that wrote the checkpoint"
+            )
+        if target_of(self.target).device != "cpu" and not isinstance(self.inner, LaidOut):
+            raise InputError(
+                f"{self.inner.name} has no layout for {self.target}, where its weights are read as they are stored; "
+                "load the plain checkpoint"
             )
 
     @cached_property
@@ -68,10 +96,18 @@ class PrepackedFormat:
         stored = self.inner.buffers(n, k)
         with FakeTensorMode():  # shapes alone, through the same code
             parts = {part: torch.empty(shape, dtype=dtype, device="cpu") for part, (shape, dtype) in stored.items()}
-            return {part: (tuple(t.shape), t.dtype) for part, t in self.inner.prepack(parts, self.target).items()}
+            return {part: (tuple(t.shape), t.dtype) for part, t in self.lay_out(parts).items()}
+
+    def lay_out(self, stored: Parts) -> Parts:
+        """The inner format's stored parts as this one stores them; where the layout does not fit them, as they are."""
+        target = target_of(self.target)
+        if target.device == "cpu":
+            return self.inner.prepack(stored, "cpu")
+        fits = fragments.applies(self.of.get("group_size", 0))
+        return cast(LaidOut, self.inner).lay_out(stored, target.layout) if fits else stored
 
     def pack(self, rounded: Rounded) -> Parts:
-        return self.inner.prepack(self.inner.pack(rounded), self.target)
+        return self.lay_out(self.inner.pack(rounded))
 
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[Tensor, Scales]:
         return self.inner.unpack(parts, n, k)
@@ -96,23 +132,21 @@ class PrepackedFormat:
         return self.inner.linear((q.float() * q_scale[..., None]).to(dtype), parts, bias)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """The parts as they are on the target; on another device as that one wants them."""
-        if torch.device(device).type == self.target:
-            return {part: tensor.to(device) for part, tensor in parts.items()}
-        return self.inner.prepack(self.inner.unprepack(parts), device)
+        """The parts as they are. Raises InputError on a device that is not the target's."""
+        kind = torch.device(device).type
+        if kind != target_of(self.target).device:
+            raise InputError(
+                f"the checkpoint is prepacked for {self.target}, but the model is on {kind}; load the checkpoint that "
+                "it was made from"
+            )
+        return {part: tensor.to(device) for part, tensor in parts.items()}
 
     def unprepack(self, parts: Parts) -> Parts:
-        if next(iter(parts.values())).device.type in (self.target, "meta"):
-            return parts
-        return self.inner.prepack(self.inner.unprepack(parts), self.target)
+        return parts
 
 
-def check_target(target: object) -> None:
-    """Raise InputError for a target that has no tiles."""
-    if target in PLANNED:
-        raise InputError(
-            f"target {target}: there is no prepacked layout for it, its kernels read the plain bytes; load the "
-            f"checkpoint as it is, or choose {' or '.join(LAYOUTS)}"
-        )
-    if not isinstance(target, str) or target not in LAYOUTS:
-        raise InputError(f"unknown target {str(target)[:80]!r}; known targets: {', '.join((*LAYOUTS, *PLANNED))}")
+def target_of(name: object) -> Target:
+    """The target of that name. Raises InputError where there is none."""
+    if not isinstance(name, str) or name not in TARGETS:
+        raise InputError(f"unknown target {str(name)[:80]!r}; known targets: {', '.join(TARGETS)}")
+    return TARGETS[name]

@@ -25,12 +25,15 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
-from ptq import bitstream
+from ptq import bitstream, fragments
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
 from ptq.tiles import applies, tile_scales, untile_scales
-from quarot import integer_ops, tiled_ops
+from quarot import fragment_ops, integer_ops, tiled_ops
+
+LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
+"""What the kernels of a device read."""
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
@@ -163,6 +166,10 @@ class IntegerFormat:
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         tiles, n = parts.get("tiles"), parts["shape"].shape[0] if "shape" in parts else 0
         scale, zero = parts["scale"], parts.get("zero")
+        if "fragments" in parts:
+            return torch.ops.ptq.integer_linear_fragments(
+                x, parts["fragments"], scale, zero, bias, n, self.bits, self.group_size
+            )
         if tiles is None:
             return torch.ops.ptq.integer_linear(x, parts["codes"], scale, zero, bias, self.bits, self.group_size)
         return torch.ops.ptq.integer_linear_tiled(x, tiles, scale, zero, bias, n, self.bits, self.group_size)
@@ -175,13 +182,18 @@ class IntegerFormat:
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Float[Tensor, "*t n"]:
-        """The same on quantised tokens, with exact integer sums. Made for tiles; other parts go a slow way."""
-        parts = parts if "tiles" in parts else self.prepack(parts, q.device)
+        """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; other parts go a slow
+        way."""
+        parts = parts if "shape" in parts else self.prepack(parts, q.device)
         scale, zero = parts["scale"], parts.get("zero")
-        if "tiles" not in parts:
+        if "shape" not in parts:
             codes = bitstream.unpack(parts["codes"], self.bits, q.shape[-1])
             return tiled_ops.product(q, q_scale, codes, scale, zero, bias, self.bits, self.group_size, dtype)
         n = parts["shape"].shape[0]
+        if "fragments" in parts:
+            return torch.ops.ptq.integer_quantized_fragments(
+                q, q_scale, parts["fragments"], scale, zero, bias, n, self.bits, self.group_size, dtype
+            )
         return torch.ops.ptq.integer_linear_quantized(
             q, q_scale, parts["tiles"], scale, zero, bias, n, self.bits, self.group_size, dtype
         )
@@ -212,23 +224,30 @@ class IntegerFormat:
         )
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """On the CPU tiles (`ptq.tiles`), and an empty part `shape` [n, k, 0]; where they don't fit, the same parts."""
-        if "tiles" in parts:
+        """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a
+        GPU fragments (`ptq.fragments`). Where they don't fit, the stored parts."""
+        layout = LAYOUTS.get(torch.device(device).type)
+        if layout in parts:
             return parts
-        parts = {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
-        if torch.device(device).type != "cpu" or not applies(self.group_size):
-            return parts
+        parts = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
+        return parts if layout is None or not applies(self.group_size) else self.lay_out(parts, layout)
+
+    def lay_out(self, parts: Parts, layout: str) -> Parts:
+        """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, size = parts["codes"].shape
         k = size * 8 // self.bits  # or up to three too many: the zeros that fill the last byte count as codes here
-        tiles = torch.ops.ptq.integer_prepack(parts["codes"], self.bits, k)
+        make = torch.ops.ptq.integer_prepack if layout == "tiles" else fragments.prepack
         scales = {part: tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
-        return {"tiles": tiles, **scales, "shape": tiles.new_empty(n, k, 0)}
+        return {layout: make(parts["codes"], self.bits, k), **scales, "shape": parts["codes"].new_empty(n, k, 0)}
 
     def unprepack(self, parts: Parts) -> Parts:
-        if "tiles" not in parts:
+        if "shape" not in parts:
             return parts
         n, k = parts["shape"].shape[:2]
-        codes = torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.bits, k)
+        if "tiles" in parts:
+            codes = torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.bits, k)
+        else:
+            codes = fragments.unprepack(parts["fragments"], n, self.bits, k)
         scales = {part: untile_scales(parts[part], n) for part in ("scale", "zero") if part in parts}
         return {"codes": codes, **scales}
 

@@ -38,6 +38,7 @@ PLACES = (4, 5, 2, 3, 0, 1, 6)
 SCHEMAS = {
     "e8p_prepack": "(Tensor codes) -> Tensor",
     "e8p_unprepack": "(Tensor tiles, int n, int bits, int k) -> Tensor",
+    "e8p_dequantize": "(Tensor tiles, Tensor scale, int n, int bits, int k) -> Tensor",
     "e8p_linear_tiled": "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, int n, int bits) -> Tensor",
     "e8p_linear_quantized": "(Tensor q, Tensor q_scale, Tensor tiles, Tensor scale, Tensor? bias, int n, int bits, "
     "ScalarType dtype) -> Tensor",
@@ -148,7 +149,7 @@ def product(
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
     """The product of quantised tokens with codes, as the module docstring defines it. Float64 holds the integers."""
-    n, tokens = codes.shape[1], q.reshape(-1, q.shape[-1]).double()
+    n, tokens = codes.shape[1], q.reshape(q_scale.numel(), q.shape[-1]).double()
     books = points(codes, q.shape[-1])
     acc, *rest = (
         number * (tokens @ book.double().t()).float()
@@ -182,8 +183,10 @@ def _linear_setup(ctx, inputs, output) -> None:
 
 def _linear_backward(ctx, grad: Tensor):
     """Weights are frozen: gradients of x and of the bias only."""
-    w = dequantize(*ctx.saved_tensors, *ctx.weight) if ctx.needs_input_grad[0] else None
-    to_x = None if w is None else (grad.float() @ w).to(grad.dtype)
+    to_x = None
+    if ctx.needs_input_grad[0]:
+        w = torch.ops.ptq.e8p_dequantize(*ctx.saved_tensors, *ctx.weight)
+        to_x = (grad.float() @ w).to(grad.dtype)
     to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
     return to_x, None, None, to_bias, None, None
 
@@ -191,6 +194,7 @@ def _linear_backward(ctx, grad: Tensor):
 REFERENCES = {
     "e8p_prepack": prepack,
     "e8p_unprepack": unprepack,
+    "e8p_dequantize": dequantize,
     "e8p_linear_tiled": linear_tiled,
     "e8p_linear_quantized": linear_quantized,
 }
@@ -199,6 +203,7 @@ FAKES = {
         -(-codes.shape[1] // ROWS), -(-codes.shape[2] // 4) * codes.shape[0], 64
     ),
     "e8p_unprepack": lambda tiles, n, bits, k: tiles.new_empty(bits, n, -(-k // 8)),
+    "e8p_dequantize": lambda tiles, scale, n, bits, k: tiles.new_empty(n, k, dtype=torch.float32),
     "e8p_linear_tiled": lambda x, tiles, scale, bias, n, bits: x.new_empty(*x.shape[:-1], n),
     "e8p_linear_quantized": lambda q, q_scale, tiles, scale, bias, n, bits, dtype: q.new_empty(
         *q.shape[:-1], n, dtype=dtype

@@ -22,13 +22,14 @@ from typing import Annotated
 import bench_e8p
 import bench_hadamard
 import bench_integer
+import bench_minifloat
 import torch
 import typer
 from bench_case import measure
 
 from ptq import native
 
-MODULES = (bench_hadamard, bench_integer, bench_e8p)
+MODULES = (bench_hadamard, bench_integer, bench_e8p, bench_minifloat)
 """Each has `tables()`: what it can measure."""
 
 

@@ -1,19 +1,33 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source for sm_80 and sm_90a, without a GPU. Says so where there is nothing to compile, or no nvcc.
+# Compiles every CUDA source for sm_80 and sm_90a, without a GPU, and fails where a kernel spills registers. Says so
+# where there is no nvcc. PTQ_NVCC_JOBS: how many at once (all processors).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 shopt -s nullglob
 sources=(csrc/*/*.cu)
 if [ ${#sources[@]} -eq 0 ]; then
-    echo "CUDA: there are no CUDA sources yet; CUDA tensors run on the reference ops"
+    echo "CUDA: there are no CUDA sources; CUDA tensors run on the reference ops"
+    exit
 elif ! command -v nvcc >/dev/null; then
     echo "CUDA: no nvcc here, ${#sources[@]} sources not compiled"
-else
-    include=$(.venv/bin/python -c 'import torch; print(torch.__path__[0])')/include
-    for source in "${sources[@]}"; do
-        nvcc -std=c++20 -O3 -DNDEBUG -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020b000000000000 -Icsrc -I"$include" -Xcompiler -fPIC \
-            -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90a,code=sm_90a -c "$source" -o /dev/null
-        echo "CUDA: $source compiles for sm_80 and sm_90a"
-    done
+    exit
 fi
+python=.venv/bin/python
+[ -x "$python" ] || python=${PYTHON:-python3}
+export INCLUDE=$("$python" -c 'import torch; print(torch.__path__[0])')/include
+compile() {
+    log=$(mktemp)
+    nvcc -std=c++20 -O3 -DNDEBUG -DUSE_CUDA -DTORCH_TARGET_VERSION=0x020b000000000000 -Icsrc -I"$INCLUDE" \
+        -Xcompiler -fPIC -Xptxas -v -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90a,code=sm_90a \
+        -c "$1" -o /dev/null >"$log" 2>&1 || { cat "$log"; exit 1; }
+    kernels=$(grep -c 'bytes spill stores' "$log" || true)
+    if grep -B1 'bytes spill stores' "$log" | grep -v '^--' | paste - - | grep -v ' 0 bytes spill stores, 0 bytes spill loads'; then
+        echo "CUDA: $1: the kernels above spill registers" >&2
+        exit 1
+    fi
+    rm "$log"
+    echo "CUDA: $1 compiles for sm_80 and sm_90a, $kernels kernels, no spills"
+}
+export -f compile
+printf '%s\n' "${sources[@]}" | xargs -P "${PTQ_NVCC_JOBS:-$(nproc)}" -I{} bash -euo pipefail -c 'compile {}'

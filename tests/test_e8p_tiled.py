@@ -90,6 +90,15 @@ def test_unpack_inverts_pack(bits, implementation):
         assert torch.equal(implementation["e8p_unprepack"](tiles, n, bits, k), codes)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_weights_to_the_bit(bits, implementation):
+    for n, k in SHAPES:
+        codes, scale = random_codes(bits, n, k), scales(bits)
+        w, *second = (s * book for s, book in zip(scale.view(torch.float32), books(codes, k), strict=True))
+        w = w + second[0] if second else w
+        assert torch.equal(implementation["e8p_dequantize"](tiled_ops.prepack(codes), scale, n, bits, k), w)
+
+
 def test_a_strided_weight_is_packed_as_it_is(implementation):
     codes = random_codes(4, 21, 72)
     strided = torch.stack([codes, codes + 1], 3)[..., 0]
@@ -107,18 +116,15 @@ def test_every_byte_is_where_the_layout_says(bits, implementation):
         codes = torch.zeros(bits, 20, 8, dtype=torch.uint8)
         # m = 0b10110001 has four ones: p = 0, and the signs are those of coordinates 0, 4, 5, 7. Bits 0, 1, 4 are
         # coordinates 4, 5, 0. With bit 1 too, p = 1: the true signs are those of 1, 4, 5, 7.
-        values = [7, 0b10110001, *((9,) if bits == 3 else (200, 0b10110011))][:bits]
+        values = [7, 0b10110001, *((50,) if bits == 3 else (200, 0b10110011))][:bits]
         codes[:, row, column // 8] = torch.tensor(values, dtype=torch.uint8)
         tiles = implementation["e8p_prepack"](codes)
         expected = torch.zeros(2, blocks * bits, 64, dtype=torch.uint8)
         block, byte = column // 32, 4 * (row % 16) + column % 32 // 8
         expected[row // 16, 2 * block, byte] = 7
         expected[row // 16, 2 * block + 1, byte] = 0b0010011
-        if bits == 3:
-            table = e8p.residual_table()[:, 0] % 2 == 1
-            count = int((table[:9] == table[9]).sum())
-            assert table[9] and count == 8
-            expected[row // 16, 2 * blocks + block, byte] = 8 | 32
+        if bits == 3:  # entry 50 is number 35 of those with odd coordinates: 0 and 14 others come before them
+            expected[row // 16, 2 * blocks + block, byte] = 3 | 32 | 1 << 6
         if bits == 4:
             expected[row // 16, 2 * blocks + 2 * block, byte] = 200
             expected[row // 16, 2 * blocks + 2 * block + 1, byte] = 0b10100011
@@ -287,6 +293,7 @@ def test_ops_are_well_formed(bits):
     ops: Any = torch.ops.ptq
     torch.library.opcheck(ops.e8p_prepack.default, (codes,))
     torch.library.opcheck(ops.e8p_unprepack.default, (tiles, 18, bits, 40))
+    torch.library.opcheck(ops.e8p_dequantize.default, (tiles, scales(bits), 18, bits, 40))
     torch.library.opcheck(ops.e8p_linear_tiled.default, (x, tiles, scales(bits), bias, 18, bits))
     arguments = (q, q_scale, tiles, scales(bits), bias, 18, bits, torch.bfloat16)
     torch.library.opcheck(ops.e8p_linear_quantized.default, arguments)

@@ -59,6 +59,20 @@ def test_same_bits_for_any_number_of_tokens_and_threads(dtype: torch.dtype, leve
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("n, k", SHAPES)
+def test_a_bfloat16_weight_meets_float32_tokens(n: int, k: int, level: None) -> None:
+    x, w, bias = draw(n, k, 5, torch.float32)
+    w = w.bfloat16()
+    y, exact = torch.ops.ptq.dense_linear(x, w, bias), x.double() @ w.double().t() + bias.double()
+    size = x.double().abs() @ w.double().abs().t() + bias.double().abs()
+    assert y.dtype == torch.float32 and ((y.double() - exact).abs() <= size * 2**-20).all()
+    assert torch.equal(torch.cat([matmul.linear(row[None], w, bias) for row in x]), y)
+    torch.testing.assert_close(matmul.linear(x, w, bias), y)
+    for wrong in ((x.bfloat16(), w.float(), None), (x, w, bias.bfloat16())):
+        with pytest.raises(RuntimeError):
+            torch.ops.ptq.dense_linear(*wrong)
+
+
 def test_damage_shows(level: None) -> None:
     x, w, _ = draw(5, 70, 1, torch.bfloat16)
     x[0, 69] = torch.nan

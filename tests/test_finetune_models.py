@@ -25,10 +25,10 @@ from quip_sharp.plan import QuipSharpRecipe
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(fast: None) -> Iterator[None]:
-    """Two epochs, and one row in a chunk."""
+    """One epoch, or two, and one row in a chunk."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "CHUNK_TOKENS", 32)
-        patch.setattr(finetune, "BLOCK_EPOCHS", 2)
+        patch.setattr(finetune, "BLOCK_EPOCHS", 1)
         patch.setattr(finetune, "FULL_EPOCHS", 2)
         yield
 
@@ -41,9 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(model: Path, **changes: Any) -> QuipSharpRecipe:
     text = model.parent / "text.txt"
     text.write_text("".join(random.Random(0).choices("abcdefghij klmnop", k=800)))
-    return QuipSharpRecipe(
-        **{**dict(calibration=str(text), samples=16, sequence_length=32, finetune="full"), **changes}
-    )
+    return QuipSharpRecipe(**{**dict(calibration=str(text), samples=8, sequence_length=32, finetune="full"), **changes})
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +73,7 @@ def test_no_loss_ends_above_its_start_and_the_whole_falls(results: dict[str, Pat
     turns = [
         f"block {index} after {role}" for index in (0, 1) for role in ("query", "attention_output", "gate", "down")
     ]
-    assert list(found) == [*turns, "whole model"]
+    assert found.keys() == {*turns, "whole model"}
     assert all(min(curve) <= curve[0] for curve in found.values())
     assert min(found["whole model"]) < 0.95 * found["whole model"][0]
     assert sum(min(found[turn]) < found[turn][0] for turn in turns) >= 6
@@ -84,8 +82,8 @@ def test_no_loss_ends_above_its_start_and_the_whole_falls(results: dict[str, Pat
 
 
 def test_the_second_stage_changes_no_code(results: dict[str, Path]) -> None:
-    """Sign vectors, norms, and the head, which is the embedding here."""
-    vectors = {f"{linear}_proj.{leaf}" for leaf in (INPUT_SIGNS, OUTPUT_SIGNS)
+    """But sign vectors, biases, norms, and the head, which is the embedding here."""
+    vectors = {f"{linear}_proj.{leaf}" for leaf in (INPUT_SIGNS, OUTPUT_SIGNS, "bias")
                for linear in ("q", "k", "v", "o", "gate", "up", "down")}  # fmt: skip
     norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "norm.weight"}
     assert differing(results["blocks"], results["full"]) == vectors | norms | {"embed_tokens.weight"}
@@ -121,41 +119,49 @@ def test_a_loaded_model_gives_the_logits_of_the_run_and_saves_its_file(
 
 def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> None:
     found = report_schema.read(results["full"] / report_schema.JSON)
-    assert [training.name for training in found.trainings] == list(losses(results["full"]))
+    assert [training.name for training in found.trainings[:4]] == [
+        f"block 0 after {role}" for role in ("query", "attention_output", "gate", "down")
+    ]
+    assert {training.name: list(training.losses) for training in found.trainings} == losses(results["full"])
     assert "<h2>Fine-tuning</h2>" in (results["full"] / "report.html").read_text()
     assert "<h2>Fine-tuning</h2>" not in (results["none"] / "report.html").read_text()
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_path: Path) -> None:
-    source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False)
-    asked = recipe(source, skip=("*.1.mlp.gate_proj",), rounding="nearest", sequence_length=16)
+    source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False, num_hidden_layers=1)
+    asked = recipe(source, skip=("*.mlp.gate_proj",), rounding="nearest", sequence_length=16)
     ptq.quantize(source, tmp_path / "out", asked, QUIET)
     found, original = tensors(tmp_path / "out"), load_file(source / "model.safetensors")
     for name in ("lm_head.weight", "model.norm.weight"):
         assert not torch.equal(found[name], original[name])
-    for name in ("model.layers.1.mlp.gate_proj.weight", "model.embed_tokens.weight"):
+    for name in ("model.layers.0.mlp.gate_proj.weight", "model.embed_tokens.weight"):
         assert torch.equal(found[name], original[name])
-    biases = [name for name in original if name.endswith(".bias") and ".1.mlp.gate_proj" not in name]
+    biases = [name for name in original if name.endswith(".bias") and "mlp.gate_proj" not in name]
     assert all(not torch.equal(found[name], original[name]) for name in biases)
 
 
 # --- interrupted, repeated, shared ----------------------------------------------------------------------------------
 
 
-def test_a_crash_at_any_moment_costs_nothing(model: Path, results: dict[str, Path], tmp_path: Path) -> None:
-    """Also a proof that two runs give the same bytes."""
-    pictures, expected = photographed(model, tmp_path, recipe(model))
-    assert expected == contents(results["full"])
+def test_a_crash_at_any_moment_costs_nothing(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", **TINY, num_hidden_layers=1)
+    pictures, expected = photographed(model, tmp_path, recipe(model, sequence_length=16))
     changes = [{str(path.relative_to(picture / "out.work")) for path in (picture / "out.work").rglob("tuned/*")}
                for picture in pictures]  # fmt: skip
     moments = [index for index in range(1, len(pictures)) if changes[index] != changes[index - 1]]
-    assert len(moments) > 30
-    check_all_continue([pictures[index] for index in moments[::3]], expected, model, recipe(model))
+    assert len(moments) > 12
+    some = [pictures[index] for index in moments[::2]]
+    check_all_continue(some, expected, model, recipe(model, sequence_length=16))
+
+
+def test_twice_the_same_bytes(results: dict[str, Path], model: Path, tmp_path: Path) -> None:
+    ptq.quantize(model, tmp_path / "again", recipe(model), QUIET)
+    assert contents(tmp_path / "again") == contents(results["full"])
 
 
 def test_two_processes_give_the_bytes_of_one(model: Path, tmp_path: Path) -> None:
-    asked = recipe(model, samples=8, sequence_length=16)
+    asked = recipe(model, sequence_length=16)
     for count in (1, 2):
         assert finish(start(count, model, tmp_path / str(count), asked)) == [0] * count
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
@@ -186,7 +192,7 @@ def test_no_text_at_all_is_refused(model: Path, tmp_path: Path) -> None:
 def test_memory_is_asked_for_before_anything_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, needs = torch.zeros(16, 2048), {}
+    rows, needs = torch.zeros(16, 2048, dtype=torch.int64), {}
     for kind in ("none", "blocks", "full"):
         asked = recipe(model, finetune=kind)
         target = pipeline.plan(str(model), asked)
@@ -207,7 +213,7 @@ def test_memory_is_asked_for_before_anything_is_written(
 
 
 def test_the_demo_comes_closer_to_its_original_on_text_that_it_was_not_tuned_on(tmp_path: Path) -> None:
-    """The probe's rows belong to no set of calibration rows; one epoch, 16 rows."""
+    """The probe's rows belong to no set of calibration rows; one epoch, 8 rows."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "CHUNK_TOKENS", 128)
@@ -215,7 +221,7 @@ def test_the_demo_comes_closer_to_its_original_on_text_that_it_was_not_tuned_on(
         patch.setattr(finetune, "FULL_EPOCHS", 1)
         for kind in ("none", "blocks", "full"):
             asked = QuipSharpRecipe(
-                finetune=kind, samples=16, sequence_length=128, calibration=str(demo_path() / "calibration.txt")
+                finetune=kind, samples=8, sequence_length=128, calibration=str(demo_path() / "calibration.txt")
             )
             found[kind] = ptq.quantize(demo_path(), tmp_path / kind, asked, QUIET).kl
     assert found["full"] < found["blocks"] < 0.9 * found["none"]

@@ -50,7 +50,7 @@ def both(request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert quantize(command, model, folder / "plain", "--no-report", *options).exit_code == 0
     done = quantize("prepack", folder / "plain", folder / "tiles")
     assert done.exit_code == 0, done.output
-    assert "14 linears in tiles for cpu" in done.stdout
+    assert "14 linears in the layout of cpu" in done.stdout
     assert sorted(os.listdir(folder)) == ["plain", "tiles"]
     return folder / "plain", folder / "tiles"
 
@@ -134,14 +134,41 @@ def test_the_format_is_the_inner_one_in_tiles(inner: formats.Format) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("sm_80", "target sm_80: there is no prepacked layout for it, its kernels read the plain bytes"),
-        ("sm_90", "target sm_90: there is no prepacked layout for it"),
+        ("sm_75", "unknown target 'sm_75'; known targets: cpu, sm_80, sm_90"),
         ("tpu", "unknown target 'tpu'; known targets: cpu, sm_80, sm_90"),
     ],
 )
 def test_targets_without_tiles(target: str, message: str, model: Path, tmp_path: Path) -> None:
     check_refused(quantize("prepack", model, tmp_path / "out", "--target", target), message)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("group", [0, 32])
+def test_fragments_for_a_gpu_are_proven_and_refused_on_a_cpu(
+    target: str, group: int, model: Path, tmp_path: Path
+) -> None:
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    assert quantize("quarot", model, plain, "--rounding", "nearest", "--group-size", group).exit_code == 0
+    done = quantize("prepack", plain, out, "--target", target)
+    assert done.exit_code == 0 and f"14 linears in the layout of {target}" in done.stdout
+    stored = load_file(out / "model.safetensors")
+    assert sum(name.endswith("weight_fragments") for name in stored) == 14
+    assert quantize("inspect", out).exit_code == 0
+    with pytest.raises(ptq.InputError, match=f"prepacked for {target}, but the model is on cpu; load the checkpoint"):
+        logits(out)
+
+
+def test_formats_without_a_layout_for_a_gpu_are_said(model: Path, tmp_path: Path) -> None:
+    assert quantize("fp6", model, tmp_path / "plain", "--no-report").exit_code == 0
+    done = quantize("prepack", tmp_path / "plain", tmp_path / "out", "--target", "sm_90")
+    check_refused(done, "no weight of it has a layout for sm_90 (its formats: fp6/minifloat)")
+    assert os.listdir(tmp_path) == ["plain"]
+    of = {"format": "fp6/minifloat", "version": 1}
+    with pytest.raises(ptq.InputError, match="fp6/minifloat has no layout for sm_90"):
+        formats.get("prepacked", target="sm_90", of=of)
+    with pytest.raises(ptq.InputError, match="prepacked for cpu, but the model is on cuda"):
+        formats.get("prepacked", of=of).prepack({"tiles": torch.empty(0)}, "cuda")
 
 
 def test_what_is_no_packed_checkpoint(model: Path, both: tuple[Path, Path], tmp_path: Path) -> None:
@@ -162,7 +189,6 @@ def test_what_is_no_packed_checkpoint(model: Path, both: tuple[Path, Path], tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"target": "sm_90"}, "target sm_90: there is no prepacked layout for it"),
         ({"target": "abacus"}, "unknown target 'abacus'"),
         ({"layout": 2}, "prepacked for cpu in layout version 2, this package reads version 1"),
         ({"version": 2}, "prepacked has layout version 2, this package reads version 1"),

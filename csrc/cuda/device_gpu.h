@@ -133,8 +133,11 @@ PTQ_DEVICE int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {
 PTQ_DEVICE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     return __byte_perm(a, b, selector);
 }
-PTQ_DEVICE uint32_t umulhi(uint32_t a, uint32_t b) {
-    return __umulhi(a, b);
+// The compiler alone makes two instructions of it, because an instruction can hold one of the two constants only.
+PTQ_DEVICE uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+    return d;
 }
 
 template <class T>

@@ -337,8 +337,8 @@ inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; i++) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
     return out;
 }
-inline uint32_t umulhi(uint32_t a, uint32_t b) {
-    return static_cast<uint32_t>(static_cast<uint64_t>(a) * b >> 32);
+inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
+    return (a & mask) | bits;
 }
 
 }  // namespace ptq::cuda

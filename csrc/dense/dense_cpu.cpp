@@ -30,8 +30,10 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     const ScalarType type = x.scalar_type();
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
                     "dense_linear: x must be float32 or bfloat16");
-    STD_TORCH_CHECK(weight.dim() == 2 && x.dim() > 0 && x.size(-1) == weight.size(1) && weight.scalar_type() == type,
-                    "dense_linear: the weight must be [n, k] for x [*, k], in the same dtype");
+    const ScalarType weight_type = weight.scalar_type();
+    STD_TORCH_CHECK(weight.dim() == 2 && x.dim() > 0 && x.size(-1) == weight.size(1) &&
+                        (weight_type == type || weight_type == ScalarType::BFloat16),
+                    "dense_linear: the weight must be [n, k] for x [*, k], in the same dtype or bfloat16");
     const int64_t n = weight.size(0), k = weight.size(1);
     STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == type), "dense_linear: bias must have ", n,
                     " elements of the dtype of x");
@@ -45,6 +47,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     const Tensor out = fresh(sizes, type);
     const std::unique_ptr<float[]> spread(new float[t * spread_size(k)]);
     const Linear p{type == ScalarType::Float ? Number::float32 : Number::bfloat16,
+                   weight_type == ScalarType::Float ? Number::float32 : Number::bfloat16,
                    in.const_data_ptr(),
                    spread.get(),
                    w.const_data_ptr(),

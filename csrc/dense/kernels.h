@@ -15,7 +15,8 @@ inline int64_t spread_size(int64_t k) {
 
 // y[t, n] = x Wᵀ + bias: sums in float32, the same for any number of tokens, of threads, and at every level.
 struct Linear {
-    Number type;         // of x, the weight, the bias and the result
+    Number type;         // of x, the bias and the result
+    Number weight_type;  // the same, or bfloat16
     const void* x;       // [t, k]
     float* spread;       // [t, spread_size(k)]: x as `rows` wants it, made by `spread`
     const void* weight;  // [n, k]

@@ -32,7 +32,7 @@ void spread(const Linear& p) {
         float* to = p.spread + t * size;
         std::fill(to, to + size, 0.0f);
         for (int64_t i = 0; i < p.k; i++) {
-            const int64_t place = p.type == Number::float32 ? i : i / 32 * 32 + i % 2 * 16 + i % 32 / 2;
+            const int64_t place = p.weight_type == Number::float32 ? i : i / 32 * 32 + i % 2 * 16 + i % 32 / 2;
             to[place] = widened(p.x, t * p.k + i, p.type);
         }
     }
@@ -64,7 +64,7 @@ inline void multiply_step(const Lanes w[chains], const float* x, int64_t stride,
             acc[t][c] = fma(w[c], integer::load(x + t * stride + c * integer::lanes), acc[t][c]);
 }
 
-template <Number type, int tokens>
+template <Number type, int tokens>  // `type` of the weight
 inline void row(const Linear& p, int64_t n, int64_t from) {
     constexpr int64_t bytes = type == Number::float32 ? 4 : 2;
     const uint8_t* weight = static_cast<const uint8_t*>(p.weight) + n * p.k * bytes;
@@ -87,9 +87,9 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++) {
         float y = integer::sum((acc[t][0] + acc[t][1]) + (acc[t][2] + acc[t][3]));
-        if (p.bias) y += widened(p.bias, n, type);
+        if (p.bias) y += widened(p.bias, n, p.type);
         const int64_t at = (from + t) * p.n + n;
-        if constexpr (type == Number::float32) {
+        if (p.type == Number::float32) {
             static_cast<float*>(p.out)[at] = y;
         } else {
             const float nearest = y == y ? integer::bfloat16(y) : integer::from_bits(0x7fc00000u);
@@ -110,7 +110,7 @@ void rows_of(const Linear& p, int64_t first, int64_t last) {
 }
 
 void rows(const Linear& p, int64_t first, int64_t last) {
-    (p.type == Number::float32 ? rows_of<Number::float32> : rows_of<Number::bfloat16>)(p, first, last);
+    (p.weight_type == Number::float32 ? rows_of<Number::float32> : rows_of<Number::bfloat16>)(p, first, last);
 }
 
 }  // namespace

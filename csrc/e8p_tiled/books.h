@@ -38,8 +38,8 @@ constexpr __mmask64 every_byte = ~__mmask64{0};
 inline __m512i load_table(const uint8_t* from) {
     return _mm512_loadu_si512(from);
 }
-// 0x0f in `mask`: the lower four bits of a, the upper ones of b. Whole words are shifted: what moves into a byte from its
-// neighbour ends where it is not looked at.
+// 0x0f in `mask`: the lower four bits of a, the upper ones of b. Whole words are shifted: what moves into a byte from
+// its neighbour ends where it is not looked at.
 inline __m512i join(__m512i mask, __m512i a, __m512i b) {
     return _mm512_ternarylogic_epi32(mask, a, b, 0xca);
 }

@@ -1,7 +1,7 @@
 // The kernels for few tokens, of one level: included after PTQ_LEVEL, the name of its table, is defined. A row tile is
 // read once, for up to four tokens at a time.
-#include "e8p_tiled/books.h"
 #include "e8p_tiled/kernels.h"
+#include "e8p_tiled/numbers.h"
 #include "integer_tiled/decode_lanes.h"
 
 namespace ptq::e8p_tiled {
@@ -109,6 +109,6 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 
 namespace ptq::e8p_tiled {
 
-const Kernels PTQ_LEVEL{arrange, quantized, spread, floats};
+const Kernels PTQ_LEVEL{arrange, quantized, spread, floats, dequantize, in_pairs};
 
 }  // namespace ptq::e8p_tiled

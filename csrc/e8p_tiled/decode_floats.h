@@ -1,5 +1,5 @@
-// Few tokens of floating-point numbers. Points are exact numbers, multiplied with x in float32; a scale comes once for a
-// book. Included once per level, by decode.h.
+// Few tokens of floating-point numbers. Points are exact numbers, multiplied with x in float32; a scale comes once for
+// a book. Included once per level, by decode.h.
 //
 // With AVX-512 BF16, a table turns two weights of a row into a pair of bfloat16 numbers, and one instruction adds both
 // products. A float32 x is cut into three bfloat16 numbers whose sum it is, exactly.
@@ -11,27 +11,16 @@ namespace {
 using integer::fma;
 using integer_tiled::read;
 
-#if defined(__AVX512BF16__)
-constexpr bool in_pairs = true;
-#else
-constexpr bool in_pairs = false;
-#endif
-
 // --- x ---------------------------------------------------------------------------------------------------------------
 
 // Bytes of a block's 32 columns as bfloat16: of one part. The parts of a block follow each other.
 constexpr int64_t part_bytes = block_columns * 2;
 
-// Place of x's column in a block. In pairs: quad q has (column_of(q, 0), column_of(q, 2)), then (.. 1), (.. 3)), as
-// weights lie in the words of a dword.
-constexpr int place_of(int quad, int i) {
-    return 4 * quad + (in_pairs ? i % 2 * 2 + i / 2 : i);
-}
-
+// In the order of the steps: see `place_of`.
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int parts = p.x_type == Number::float32 ? 3 : 1;
     int places[block_columns];
-    for (int i = 0; i < block_columns; i++) places[column_of(i / 4, i % 4)] = place_of(i / 4, i % 4);
+    for (int i = 0; i < block_columns; i++) places[column_of(i / 4, i % 4)] = place_of(i / 4, i % 4, p.pairs);
     for (int64_t t = first; t < last; t++)
         for (int64_t b = 0; b < blocks_in(p.w.k); b++) {
             float x[block_columns];
@@ -39,7 +28,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
                 const int64_t c = b * block_columns + i;
                 integer::store(x + i, read(p.x, p.x_type, t * p.w.k + c, std::clamp(p.w.k - c, int64_t{0}, tile_rows)));
             }
-            if (!in_pairs) {
+            if (!p.pairs) {
                 auto* to = reinterpret_cast<float*>(p.spread + t * p.spread_stride) + b * block_columns;
                 for (int i = 0; i < block_columns; i++) to[places[i]] = x[i];
                 continue;
@@ -49,12 +38,9 @@ void spread(const Floats& p, int64_t first, int64_t last) {
                 for (int i = 0; i < block_columns; i++) {
                     uint32_t number;
                     std::memcpy(&number, &x[i], sizeof number);
-                    const uint32_t high = number & 0xffff0000u;
-                    const auto word = static_cast<uint16_t>(high >> 16);
+                    const auto word = static_cast<uint16_t>(number >> 16);
                     std::memcpy(to + 2 * places[i], &word, sizeof word);
-                    float rounded;
-                    std::memcpy(&rounded, &high, sizeof rounded);
-                    x[i] -= rounded;  // exact
+                    x[i] -= integer::from_bits(number & 0xffff0000u);  // exact
                 }
         }
 }
@@ -62,18 +48,6 @@ void spread(const Floats& p, int64_t first, int64_t last) {
 // --- products --------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512BF16__)
-// Weights (+ `offset`) in the lower five bits of words to bfloat16.
-inline __m512i exact_numbers() {
-    uint16_t words[32];
-    for (int i = 0; i < 32; i++) {
-        const float value = static_cast<float>(i - offset);
-        uint32_t pattern;
-        std::memcpy(&pattern, &value, sizeof pattern);
-        words[i] = static_cast<uint16_t>(pattern >> 16);
-    }
-    return _mm512_loadu_si512(words);
-}
-
 inline __m512bh two(const uint8_t* pair) {
     int32_t x;
     std::memcpy(&x, pair, sizeof x);
@@ -85,7 +59,6 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
                      Lanes total[tokens]) {
     // A product takes six cycles, and two begin in each: about twelve independent sums.
     constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
-    const __m512i numbers = exact_numbers();
     __m512 acc[tokens][parts][chains];
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
@@ -99,9 +72,9 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
         points.unpack(block, weights);
 #pragma GCC unroll 16
         for (int i = 0; i < 2 * quads; i++) {
-            const __m512i bytes = (__m512i)weights[i / 2];
-            const __m512i words = i % 2 ? _mm512_srli_epi16(bytes, 8) : bytes;
-            const __m512bh pair = (__m512bh)_mm512_maskz_permutexvar_epi16(~__mmask32{0}, words, numbers);
+            Dwords pairs[2];
+            to_pairs(weights[i / 2], pairs);
+            const __m512bh pair = (__m512bh)pairs[i % 2];
 #pragma GCC unroll 4
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 3
@@ -124,7 +97,6 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
 template <Book book, int tokens, int parts>
 inline void multiply(const Points<book>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                      Lanes total[tokens]) {
-    typedef int8_t SignedBytes __attribute__((vector_size(64)));
     constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
     Lanes acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), x += block_columns * sizeof(float)) {
@@ -133,15 +105,15 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
         points.unpack(block, weights);
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++) {
-            const Dwords point = (Dwords)((SignedBytes)weights[i] - static_cast<int8_t>(offset));
+            Dwords numbers[4];
+            to_floats(weights[i], numbers);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
-                const Lanes w = __builtin_convertvector((SignedInts)(point << (24 - 8 * j)) >> 24, Lanes);
 #pragma GCC unroll 4
                 for (int t = 0; t < tokens; t++) {
                     float value;
                     std::memcpy(&value, x + t * stride + (4 * i + j) * sizeof(float), sizeof value);
-                    acc[t][j % chains] = fma(w, fill(value), acc[t][j % chains]);
+                    acc[t][j % chains] = fma((Lanes)numbers[j], fill(value), acc[t][j % chains]);
                 }
             }
         }
@@ -189,6 +161,38 @@ void floats_of(const Floats& p, int64_t first, int64_t last) {
 void floats(const Floats& p, int64_t first, int64_t last) {
     constexpr decltype(&floats_of<2>) of[] = {floats_of<2>, floats_of<3>, floats_of<4>};
     of[p.w.bits - 2](p, first, last);
+}
+
+// --- the weight as it is ---------------------------------------------------------------------------------------------
+
+template <Book book, bool add>
+void write_book(const Dequantize& p, const uint8_t* block, float scale, int64_t tile) {
+    const Points<book> points(tables());
+    const int64_t rows = std::min(tile_rows, p.w.n - tile * tile_rows);
+    for (int64_t c = 0; c < p.w.k; c += block_columns, block += block_bytes(book)) {
+        Dwords weights[quads];
+        points.unpack(block, weights);
+        const auto* bytes = reinterpret_cast<const uint8_t*>(weights);
+        for (int64_t r = 0; r < rows; r++) {
+            float* to = p.out + (tile * tile_rows + r) * p.w.k + c;
+            float numbers[block_columns];
+            for (int i = 0; i < block_columns; i++)
+                numbers[column_of(i / 4, i % 4)] =
+                    scale * static_cast<float>(bytes[i / 4 * 64 + 4 * r + i % 4] - offset);
+            const int64_t count = std::min(block_columns, p.w.k - c);
+            for (int64_t i = 0; i < count; i++) to[i] = add ? to[i] + numbers[i] : numbers[i];
+        }
+    }
+}
+
+void dequantize(const Dequantize& p, int64_t first, int64_t last) {
+    for (int64_t tile = first; tile < last; tile++) {
+        const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, p.w.bits);
+        const uint8_t* second = block + second_book(p.w.k);
+        write_book<Book::e8p, false>(p, block, p.w.scale[0], tile);
+        if (p.w.bits == 3) write_book<Book::residual, true>(p, second, p.w.scale[1], tile);
+        if (p.w.bits == 4) write_book<Book::e8p, true>(p, second, p.w.scale[1], tile);
+    }
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// ptq::e8p_prepack, _unprepack, _linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels, references and
-// gradients are in quip_sharp/tiled_ops.py.
+// ptq::e8p_prepack, _unprepack, _dequantize, _linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels,
+// references and gradients are in quip_sharp/tiled_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -94,8 +94,7 @@ Number number_of(ScalarType type) {
     return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
 }
 
-constexpr int64_t few_tokens = 8;     // more go to `many_quantized`
-constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
+constexpr int64_t few_tokens = 8;  // more go to `many_tokens`
 
 Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
                         const std::optional<Tensor>& bias, int64_t n, int64_t bits, ScalarType dtype) {
@@ -104,23 +103,19 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
     STD_TORCH_CHECK(q_scale.numel() == t, "e8p_linear_quantized: q_scale must have ", t, " elements");
     const Held h = hold(tiles, scale, bias, n, k, bits);
     const Tensor tokens = compact(q), token_scale = as_float(q_scale);
-    const std::unique_ptr<int8_t[]> arranged(new int8_t[t * width]);
-    const std::unique_ptr<int32_t[]> offsets(new int32_t[t]);
-    run(kernels().arrange,
-        Arrange{static_cast<const int8_t*>(tokens.const_data_ptr()), t, k, arranged.get(), offsets.get()}, t, k / 4);
+    const std::unique_ptr<int32_t[]> arranged(new int32_t[t * width / 4]), offsets(new int32_t[t]);
+    auto* rows = reinterpret_cast<int8_t*>(arranged.get());
+    run(kernels().arrange, Arrange{static_cast<const int8_t*>(tokens.const_data_ptr()), t, k, rows, offsets.get()}, t,
+        k / 4);
     const Tensor out = empty_result(q, n, kernel_type(dtype));
-    const Quantized p{h.w,
-                      arranged.get(),
-                      offsets.get(),
-                      static_cast<const float*>(token_scale.const_data_ptr()),
-                      h.bias_data(),
-                      out.mutable_data_ptr(),
-                      number_of(dtype),
-                      t};
-    if (t > few_tokens)
-        many_quantized(p);
+    const auto* scales = static_cast<const float*>(token_scale.const_data_ptr());
+    if (t > few_tokens && k)
+        many_tokens({h.w, Kind::bytes, arranged.get(), width / 4, t, offsets.get(), scales, h.bias_data(),
+                     out.mutable_data_ptr(), number_of(dtype), nullptr, 0});
     else
-        run(kernels().quantized, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4) / 2);
+        run(kernels().quantized,
+            Quantized{h.w, rows, offsets.get(), scales, h.bias_data(), out.mutable_data_ptr(), number_of(dtype), t},
+            t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4) / 2);
     return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
 }
 
@@ -132,23 +127,33 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     const Tensor out = empty_result(x, n, inside);
-    const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
-    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
-    for (int64_t from = 0; from < t; from += most) {
-        const int64_t tokens = std::min(most, t - from);
-        const Floats p{h.w,
-                       static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
-                       number_of(inside),
-                       spread.get(),
-                       spread_bytes(k),
-                       h.bias_data(),
-                       static_cast<uint8_t*>(out.mutable_data_ptr()) + from * n * size,
-                       number_of(inside),
-                       tokens};
-        run(kernels().spread, p, tokens, k);
-        run(kernels().floats, p, row_tiles(n), tile_rows * k * std::max(int64_t{1}, tokens / 4));
-    }
+    const bool many = t > few_tokens && k, pairs = kernels().pairs && (!many || inside == ScalarType::BFloat16);
+    const std::unique_ptr<int32_t[]> spread(new int32_t[t * spread_bytes(k) / 4]);
+    const Floats p{h.w,
+                   in.const_data_ptr(),
+                   number_of(inside),
+                   reinterpret_cast<uint8_t*>(spread.get()),
+                   spread_bytes(k),
+                   pairs,
+                   h.bias_data(),
+                   out.mutable_data_ptr(),
+                   number_of(inside),
+                   t};
+    run(kernels().spread, p, t, k);
+    if (many)
+        many_tokens({h.w, pairs ? Kind::pairs : Kind::floats, spread.get(), spread_bytes(k) / 4, t, nullptr, nullptr,
+                     p.bias, p.out, p.out_type, nullptr, 0});
+    else
+        run(kernels().floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
     return inside == dtype ? out : torch::stable::to(out, dtype);
+}
+
+Tensor dequantize(const Tensor& tiles, const Tensor& scale, int64_t n, int64_t bits, int64_t k) {
+    const Held h = hold(tiles, scale, std::nullopt, n, k, bits);
+    const Tensor out = empty({n, k}, ScalarType::Float);
+    run(kernels().dequantize, Dequantize{h.w, static_cast<float*>(out.mutable_data_ptr())}, k ? row_tiles(n) : 0,
+        tile_rows * k);
+    return out;
 }
 
 Tensor prepack(const Tensor& codes) {
@@ -182,6 +187,7 @@ Tensor unprepack(const Tensor& tiles, int64_t n, int64_t bits, int64_t k) {
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("e8p_prepack", TORCH_BOX(&ptq::e8p_tiled::prepack));
     m.impl("e8p_unprepack", TORCH_BOX(&ptq::e8p_tiled::unprepack));
+    m.impl("e8p_dequantize", TORCH_BOX(&ptq::e8p_tiled::dequantize));
     m.impl("e8p_linear_tiled", TORCH_BOX(&ptq::e8p_tiled::linear_tiled));
     m.impl("e8p_linear_quantized", TORCH_BOX(&ptq::e8p_tiled::linear_quantized));
 }

@@ -1,14 +1,25 @@
-// The same product as `Kernels::quantized`, to the bit, for many tokens: weights are unpacked once for all of them.
+// Many tokens: weights are unpacked once for all of them. Quantised ones give the bits of `Kernels::quantized`.
 #pragma once
 
 #include "e8p_tiled/kernels.h"
-#include "gemm/sizes.h"
 
 namespace ptq::e8p_tiled {
 
+// What x and the weights are multiplied as; columns in a dword.
+enum class Kind { bytes = 4, pairs = 2, floats = 1 };
+
 struct Gemm {
-    Quantized p;
-    int32_t* x;      // [panel, block of tokens, column / 4, token]: q, four columns in a number; zeros for no token
+    Weight w;
+    Kind kind;
+    const int32_t* rows;  // [t, steps]: x in the order of the level, as `arrange` or `spread` has left it
+    int64_t row_steps;    // from row to row
+    int64_t t;
+    const int32_t* offsets;  // [t], bytes only
+    const float* q_scale;    // [t], bytes only
+    const float* bias;       // [n], or null
+    void* out;               // [t, n]
+    Number out_type;
+    int32_t* x;      // [panel, block of tokens, step, token]: made by `pack`
     int64_t tokens;  // that a unit of `multiply` takes at most, a multiple of four
 };
 
@@ -18,9 +29,9 @@ struct GemmKernels {
     void (*multiply)(const Gemm&, int64_t first, int64_t last);
 };
 
-extern const GemmKernels gemm_portable, gemm_avx2, gemm_avx512, gemm_avx512vnni;
+extern const GemmKernels gemm_portable, gemm_avx2, gemm_avx512, gemm_avx512vnni, gemm_avx512bf16;
 
-// All of it: packs and multiplies in parallel.
-void many_quantized(const Quantized& p);
+// All of it: packs and multiplies in parallel. `x` and `tokens` are set here.
+void many_tokens(Gemm g);
 
 }  // namespace ptq::e8p_tiled

@@ -44,6 +44,7 @@ struct Floats {
     Number x_type;
     uint8_t* spread;        // [t, spread_bytes(k)]: x as `floats` wants it, made by `spread`
     int64_t spread_stride;  // bytes
+    bool pairs;             // spread it as bfloat16, in three parts if x is float32
     const float* bias;
     void* out;  // [t, n]
     Number out_type;
@@ -52,12 +53,20 @@ struct Floats {
 
 using integer_tiled::spread_bytes;
 
+// W[n, k] itself, as float32.
+struct Dequantize {
+    Weight w;
+    float* out;
+};
+
 // Each works on units [first, last): row tiles; `arrange` and `spread` on tokens.
 struct Kernels {
     void (*arrange)(const Arrange&, int64_t first, int64_t last);
     void (*quantized)(const Quantized&, int64_t first, int64_t last);
     void (*spread)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
+    void (*dequantize)(const Dequantize&, int64_t first, int64_t last);
+    bool pairs;  // whether `floats` takes x in pairs of bfloat16
 };
 
 extern const Kernels portable, avx2, avx512, avx512vnni, avx512bf16;

@@ -34,7 +34,7 @@ constexpr Book book_of(int bits, int i) {
     return bits == 3 && i == 1 ? Book::residual : Book::e8p;
 }
 
-constexpr int offset = 12;  // weights are bytes: an integer point, -11 .. 11, and this
+constexpr int offset = 12;                          // weights are bytes: an integer point, -11 .. 11, and this
 constexpr int64_t most_columns = int64_t{1} << 19;  // (11 + 12) * 128 * most_columns is below 2^31
 
 }  // namespace ptq::e8p_tiled

@@ -7,18 +7,19 @@
 namespace ptq::e8p_tiled {
 
 struct alignas(64) Tables {
-    // Two stages, for instructions that look up bytes among 64 to 256. A pair of coordinates, 2 i and 2 i + 1, takes one
-    // of at most 16 values (residual book: at most 16 for each value of the entry's bit 5): its number is a nibble.
+    // Two stages, for instructions that look up bytes among 64 to 256. A pair of coordinates, 2 i and 2 i + 1, takes
+    // one of at most 16 values (residual book: at most 16 for each value of the entry's bit 5): its number is a nibble.
     uint8_t pairs[2][2][256];  // [book][which byte][entry]: pairs 0 and 1, pairs 2 and 3, the even one in bits 0 .. 3
-    // [book][even or odd coordinate][nibble, bits 4 and 5: E8P: signs of both coordinates; residual: bits of the entry]:
-    // point + `offset`; for E8P with p = 0
+    // [book][even or odd coordinate][nibble, bits 4 and 5: E8P: signs of both coordinates; residual: bits of the
+    // entry]: point + `offset`; for E8P with p = 0
     uint8_t values[2][2][64];
     uint8_t last_signs[128];  // [the seven true signs]: in bits 4 and 5 those of coordinates 6 and 7
 
     // One stage to a nibble for each coordinate, for instructions that look up dwords, and bytes among 16: nibble 2 i
-    // (the lower one) is coordinate 2 i, nibble 2 i + 1 coordinate 2 i + 1. For E8P, those of entry and signs are xored.
-    uint32_t nibbles[2][256];     // [book][entry]
-    uint32_t sign_nibbles[256];   // [signs]
+    // (the lower one) is coordinate 2 i, nibble 2 i + 1 coordinate 2 i + 1. For E8P, those of entry and signs are
+    // xored.
+    uint32_t nibbles[2][256];      // [book][entry]
+    uint32_t sign_nibbles[256];    // [signs]
     uint8_t nibble_values[2][16];  // [book][nibble]: point + `offset`
 
     // Bytes of the stored parts to those of tiles, and back.

@@ -125,6 +125,12 @@ inline Sum<mode> product(Sum<mode> sum, SignedInts w, uint32_t x) {
     }
 }
 
+inline SignedInts load_step(const int32_t* from) {
+    SignedInts x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
 // total + scale * sum. Integers: each operation rounded, as it is defined.
 inline Lanes scaled(Lanes total, Lanes scale, Lanes sum) {
     return integer::fma(scale, sum, total);
@@ -170,7 +176,8 @@ void multiply_block(const Panels& w, const Step& s) {
             for (const uint8_t* end = ahead + s.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
             for (int i = 0; i < steps; i++, panel += tiles * tile_rows, x += block_tokens) {
                 SignedInts number[tiles];
-                std::memcpy(number, panel, sizeof number);
+#pragma GCC unroll 3
+                for (int r = 0; r < tiles; r++) number[r] = load_step(panel + r * tile_rows);
                 PTQ_EACH_SUM sum[t][r] = product<mode>(sum[t][r], number[r], x[t]);
             }
         }

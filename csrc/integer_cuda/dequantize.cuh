@@ -12,6 +12,11 @@ struct Dequantize {
 };
 constexpr int dequantize_warps = 8;
 
+PTQ_DEVICE int group_of(const Weights& w, int half) {
+    const int group = half / w.halves;
+    return group < w.groups ? group : w.groups - 1;
+}
+
 // A warp makes one block of 16 x 64; number = scale * (code - zero), rounded to T once.
 template <class T, int bits>
 PTQ_KERNEL(32 * dequantize_warps, 2) void dequantize_kernel(const Dequantize p) {

@@ -26,16 +26,10 @@ struct Weights {
     const uint16_t* scale;     // [row tiles, groups, 16], bits of bfloat16
     const uint8_t* zero;       // likewise, or null: 2^(bits - 1)
     int n, k, groups;
-    uint32_t per_group;  // ceil(2^31 / (group size / 32)): the group of 32 columns by a multiplication
+    int halves;  // of 32 columns, in a group (rounded up, where a row is one group)
 };
-inline uint32_t groups_divisor(int k, int groups) {
-    const uint32_t halves = k > groups ? static_cast<uint32_t>((k / groups + half_columns - 1) / half_columns) : 1;
-    return ((1u << 31) + halves - 1) / halves;
-}
-// The group that columns 32 half .. + 31 belong to. (half < 2^16, so the quotient is exact.)
-PTQ_DEVICE int group_of(const Weights& w, int half) {
-    const int group = static_cast<int>(static_cast<uint64_t>(half) * w.per_group >> 31);
-    return group < w.groups ? group : w.groups - 1;
+inline int halves_of(int k, int groups) {
+    return k > groups ? (k / groups + half_columns - 1) / half_columns : 1;
 }
 
 // One block: where the planes of a lane begin, and a lane's words out of shared memory.
@@ -66,36 +60,49 @@ PTQ_DEVICE void load_block(const uint8_t* from, uint32_t (&words)[bits]) {
 
 // Pair j of step s: j = 0: row g, columns 0 and 1 of the step's four; 1: row g + 8; 2: row g, columns 2 and 3; 3: row
 // g + 8. The first column in the low 16 bits, the other one in the high.
+// `base` is or-ed to it.
 template <int bits, int low = 0>
-PTQ_DEVICE uint32_t code_pair(const uint32_t (&words)[bits], int s, int j) {
+PTQ_DEVICE uint32_t code_pair(const uint32_t (&words)[bits], int s, int j, uint32_t base = 0) {
     constexpr int width = plane_width(bits, low);
     constexpr uint32_t mask = ((1u << width) - 1) * 0x00010001u << low;
     const uint32_t word = words[low + (width == 4 ? s : width == 2 ? s / 2 : 0)];
     const int bit = width == 4 ? 4 * j : width == 2 ? 2 * (4 * (s % 2) + j) : 4 * s + j;
-    uint32_t codes = (bit >= low ? word >> (bit - low) : word << (low - bit)) & mask;
-    if constexpr (low + width < bits) codes |= code_pair<bits, low + width>(words, s, j);
-    return codes;
+    const uint32_t codes = and_or(bit >= low ? word >> (bit - low) : word << (low - bit), mask, base);
+    if constexpr (low + width < bits)
+        return code_pair<bits, low + width>(words, s, j, codes);
+    else
+        return codes;
 }
 
 // What turns codes into code - zero, exactly, in packed halves. The bits of a code are put into the fraction of 1024
 // (float16) or 128 (bfloat16), and that number and the zero subtracted. Eight bits do not fit behind 128: there the
-// highest bit is a number of its own.
+// highest bit is a number of its own. Four bits in float16 may stay 4 places higher, which saves a shift.
 template <class T, int bits>
-PTQ_DEVICE uint32_t offset_of(int zero) {
-    constexpr int base = std::is_same_v<T, Half> ? 1024 : bits == 8 ? 0 : 128;
-    const float offset = -static_cast<float>(base + zero);
-    return pack<T>(offset, offset);
-}
+struct Offset {
+    uint32_t offset, raised;
+
+    PTQ_DEVICE void set(int zero) {
+        constexpr int base = std::is_same_v<T, Half> ? 1024 : bits == 8 ? 0 : 128;
+        offset = pack<T>(-static_cast<float>(base + zero), -static_cast<float>(base + zero));
+        raised = pack<T>(-static_cast<float>(64 + zero), -static_cast<float>(64 + zero));
+    }
+};
+// Pair j of step s as numbers.
 template <class T, int bits>
-PTQ_DEVICE uint32_t numbers_of(uint32_t codes, uint32_t offset) {
-    if constexpr (std::is_same_v<T, Half>) {
-        return fma2<T>(codes | 0x64006400u, 0x3c003c00u, offset);
+PTQ_DEVICE uint32_t number_pair(const uint32_t (&words)[bits], int s, int j, const Offset<T, bits>& o) {
+    if constexpr (std::is_same_v<T, Half> && bits == 4) {
+        const uint32_t word = j < 2 ? words[s] : words[s] >> 8;
+        if (j % 2) return fma2<T>(and_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, o.raised);  // / 16
+        return fma2<T>(and_or(word, 0x000f000fu, 0x64006400u), 0x3c003c00u, o.offset);
+    } else if constexpr (std::is_same_v<T, Half>) {
+        return fma2<T>(code_pair(words, s, j, 0x64006400u), 0x3c003c00u, o.offset);
     } else if constexpr (bits < 8) {
-        return fma2<T>(codes | 0x43004300u, 0x3f803f80u, offset);
+        return fma2<T>(code_pair(words, s, j, 0x43004300u), 0x3f803f80u, o.offset);
     } else {
+        const uint32_t codes = code_pair(words, s, j);
         const uint32_t low = fma2<T>((codes & 0x007f007fu) | 0x43004300u, 0x3f803f80u, 0xc300c300u);  // - 128
         const uint32_t high = (codes & 0x00800080u) * 0x86u;  // 0x4300 is 128
-        return fma2<T>(low, 0x3f803f80u, fma2<T>(high, 0x3f803f80u, offset));
+        return fma2<T>(low, 0x3f803f80u, fma2<T>(high, 0x3f803f80u, o.offset));
     }
 }
 

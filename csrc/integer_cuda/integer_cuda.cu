@@ -11,7 +11,8 @@ using torch::stable::Tensor;
 Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, const Tensor& scale,
                 const std::optional<Tensor>& zero, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(bits >= 2 && bits <= 8, op, ": bits must be 2 to 8, found ", bits);
-    STD_TORCH_CHECK(n < int64_t{1} << 27 && k < int64_t{1} << 20, op, ": the weight is too large: ", n, " x ", k);
+    STD_TORCH_CHECK(n < int64_t{1} << 27 && k < int64_t{1} << 20 && (n + 15) * (k / half_columns + 1) < int64_t{1} << 31,
+                    op, ": the weight is too large: ", n, " x ", k);
     STD_TORCH_CHECK(group_size >= 0 && group_size % half_columns == 0 && (group_size == 0 || k % group_size == 0), op,
                     ": groups of ", group_size, " do not fit fragments of ", k, " columns; they must be multiples of ",
                     half_columns, " that divide them");
@@ -39,7 +40,7 @@ Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, c
             static_cast<int>(n),
             static_cast<int>(k),
             static_cast<int>(groups),
-            groups_divisor(static_cast<int>(k), static_cast<int>(groups))};
+            halves_of(static_cast<int>(k), static_cast<int>(groups))};
 }
 
 Number kind_of(const char* op, const char* name, ScalarType type) {

@@ -19,20 +19,20 @@ struct Device {
 // keeps the time to compile short.
 template <int bits, class Run>
 auto with_linear_shape(int tokens, Run run) {
-    if (tokens <= 8) return run.template operator()<Shape<bits, 1, 1, 4, 2, 5>>();
+    if (tokens <= 8) return run.template operator()<Shape<bits, 1, 2, 4, 2>>();
     if constexpr (bits == 4) {
-        if (tokens <= 16) return run.template operator()<Shape<bits, 2, 2, 4, 2, 4>>();
-        if (tokens <= 32) return run.template operator()<Shape<bits, 4, 1, 8, 1, 4>>();
+        if (tokens <= 16) return run.template operator()<Shape<bits, 2, 2, 4, 2>>();
+        if (tokens <= 32) return run.template operator()<Shape<bits, 4, 1, 8, 1>>();
     }
-    return run.template operator()<Shape<bits, 8, 1, 8, 1, 4>>();
+    return run.template operator()<Shape<bits, 8, 1, 8, 1>>();
 }
 template <int bits, class Run>
 auto with_quantized_shape(int tokens, Run run) {
-    if (tokens <= 8) return run.template operator()<Shape<bits, 1, 1, 4, 1, 5>>();
+    if (tokens <= 8) return run.template operator()<Shape<bits, 1, 1, 4, 1>>();
     if constexpr (bits == 4) {
-        if (tokens <= 16) return run.template operator()<Shape<bits, 2, 1, 4, 1, 5>>();
+        if (tokens <= 16) return run.template operator()<Shape<bits, 2, 1, 4, 1>>();
     }
-    return run.template operator()<Shape<bits, 8, 1, 4, 1, 4>>();
+    return run.template operator()<Shape<bits, 8, 1, 4, 1>>();
 }
 template <class Run>
 auto with_bits(int bits, Run run) {
@@ -64,7 +64,7 @@ int splits_of(const Weights& w, int tokens, const Device& device) {
     const int columns = (w.k + block_columns - 1) / block_columns;
     int best = 1;
     double best_share = 0;
-    for (int s = 1; s <= std::min(most, columns / S::chunk_blocks); s++) {
+    for (int s = 1; s <= std::min(most, columns / (S::along * S::steps)); s++) {
         const int count = blocks * s, waves = (count + at_once - 1) / at_once;
         const double share = static_cast<double>(count) / (static_cast<double>(waves) * at_once);
         if (share > best_share + 1e-9) best = s, best_share = share;

@@ -18,13 +18,13 @@ struct Linear {
     bool aligned;  // x is a multiple of 16 and k of 8
 };
 
-// A step of 64 columns: numbers of the warp's tiles times the tokens in shared memory.
+// What a warp adds up: `sum` in the group that it is in, `total` over the groups before.
 template <class T, class S>
 struct Sums {
+    Scales<S> scales;
     float sum[S::tiles][S::token_tiles][4] = {}, total[S::tiles][S::token_tiles][4] = {};
     float scale[S::tiles][2] = {};
-    uint32_t offset[S::tiles][2] = {};
-    int group = -1;
+    Offset<T, S::bits> offset[S::tiles][2] = {};
 
     PTQ_DEVICE void flush() {
         PTQ_UNROLL
@@ -37,46 +37,34 @@ struct Sums {
             sum[r][m][i] = 0;
         }
     }
-    PTQ_DEVICE void enter(const Walk<S>& walk, int i, int h) {
-        const int next = group_of(walk.w, 2 * walk.block(i) + h);
-        if (next == group) return;
-        if (group >= 0) flush();
-        group = next;
+    PTQ_DEVICE void enter() {
+        flush();
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++)
             PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
-            if (!walk.there(i, r)) continue;
-            scale[r][second] = walk.scale(i, r, h, second);
-            offset[r][second] = offset_of<T, S::bits>(walk.zero(i, r, h, second));
+            scale[r][second] = widen(Bfloat16{scales.scale[r][second]});
+            if (scales.zero_from) offset[r][second].set(scales.zero[r][second]);
         }
+        scales.advance();
     }
-    PTQ_DEVICE void multiply(const Walk<S>& walk, int i, const uint8_t* tokens, int count) {
+    PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
         uint32_t words[S::tiles][S::bits];
-        PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++)
-            if (walk.there(i, r)) load_block<S::bits>(walk.stage(i, r), words[r]);
-        const int column = (walk.block(i) - walk.range.first) % S::chunk_blocks * block_columns;
+        walk.load_words(stage, words);
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
-            enter(walk, i, h);
+            if (scales.enters(2 * walk.block + h)) enter();
             Words4 b[S::token_tiles];
             PTQ_UNROLL
-            for (int m = 0; m < S::token_tiles; m++) {
-                const int row = 8 * m + lane() / 4;
-                const uint8_t* at =
-                    tokens + row * Buffers<S, 2>::row_bytes + 2 * (column + half_columns * h + 8 * (lane() % 4));
-                b[m] = row < count ? load<Words4>(at) : Words4{};
-            }
+            for (int m = 0; m < S::token_tiles; m++)
+                b[m] = load<Words4>(tokens + 8 * m * Buffers<S, 2>::row_bytes + 2 * half_columns * h);
             PTQ_UNROLL
             for (int u = 0; u < 2; u++)
                 PTQ_UNROLL
             for (int r = 0; r < S::tiles; r++) {
-                if (!walk.there(i, r)) continue;
                 uint32_t a[4];
                 PTQ_UNROLL
-                for (int j = 0; j < 4; j++)
-                    a[j] = numbers_of<T, S::bits>(code_pair(words[r], 2 * h + u, j), offset[r][j % 2]);
+                for (int j = 0; j < 4; j++) a[j] = number_pair<T, S::bits>(words[r], 2 * h + u, j, offset[r][j % 2]);
                 PTQ_UNROLL
                 for (int m = 0; m < S::token_tiles; m++) mma<T>(sum[r][m], a, b[m].word[2 * u], b[m].word[2 * u + 1]);
             }
@@ -96,47 +84,30 @@ PTQ_DEVICE void write_out(const Linear& p, float y, int row, int token) {
 
 template <class T, class S>
 PTQ_KERNEL(S::threads, 1) void linear_kernel(const Linear p) {
-    using B = Buffers<S, 2>;
-    uint8_t* tokens = shared();
     const int across = warp() % S::across, along = warp() / S::across;
-    const int first_token = block_z() * S::tokens;
+    const int tile = (block_x() * S::across + across) * S::tiles, first_token = block_z() * S::tokens;
     const int count = p.tokens - first_token < S::tokens ? p.tokens - first_token : S::tokens;
     const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(first_token) * p.w.k;
-    const Walk<S> walk{p.w,
-                       range_of(p.w.k, block_y(), p.splits),
-                       (block_x() * S::across + across) * S::tiles,
-                       along,
-                       (p.w.n + tile_rows - 1) / tile_rows,
-                       tokens + 2 * B::token_bytes + warp() * S::stages * S::stage_bytes};
-    const int chunks = walk.chunks(), iterations = chunks * S::steps;
-    copy_tokens<S>(x, p.w.k, count, p.aligned, walk.range.first, 0, tokens);
-    for (int i = 0; i < S::stages - 1; i++) {
-        if (i < iterations) walk.copy(i);
-        copy_commit();
-    }
-    Sums<T, S> sums;
-    for (int i = 0; i < iterations; i++) {
-        const int chunk = i / S::steps;
-        copy_wait<S::stages - 2>();
-        if (i % S::steps == 0) {
-            block_barrier();  // this chunk is there for all; the one before it is not used any more
-            if (chunk + 1 < chunks) copy_tokens<S>(x, p.w.k, count, p.aligned, walk.range.first, chunk + 1, tokens);
-        } else {
-            warp_barrier();
-        }
-        if (i + S::stages - 1 < iterations) walk.copy(i + S::stages - 1);
-        copy_commit();
-        if (walk.block(i) < walk.range.last) sums.multiply(walk, i, tokens + chunk % 2 * B::token_bytes, count);
-    }
+    Sums<T, S> sums{
+        Scales<S>(p.w, 2 * range_of(p.w.k, block_y() * S::along + along, p.splits * S::along).first, tile)};
+    PTQ_UNROLL
+    for (int r = 0; r < S::tiles; r++)
+        PTQ_UNROLL
+    for (int second = 0; second < 2; second++) sums.offset[r][second].set(1 << (S::bits - 1));
+    stream<S>(p.w, x, count, p.aligned, block_y(), p.splits, tile, along, shared(), sums);
     sums.flush();
-    copy_wait<0>();
     if constexpr (S::along > 1) {  // the warps that share columns, added in their order
         constexpr int numbers = S::tiles * S::token_tiles * 4;
         float* exchange = reinterpret_cast<float*>(shared());
         block_barrier();
         if (along > 0) {
             float* to = exchange + ((along - 1) * S::across + across) * numbers * 32 + lane();
-            for (int i = 0; i < numbers; i++) to[32 * i] = (&sums.total[0][0][0])[i];
+            PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++)
+                PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++)
+                PTQ_UNROLL
+            for (int i = 0; i < 4; i++) to[32 * ((r * S::token_tiles + m) * 4 + i)] = sums.total[r][m][i];
         }
         block_barrier();
         if (along > 0) return;
@@ -157,7 +128,7 @@ PTQ_KERNEL(S::threads, 1) void linear_kernel(const Linear p) {
     for (int m = 0; m < S::token_tiles; m++)
         PTQ_UNROLL
     for (int i = 0; i < 4; i++)
-        write_out<T, S>(p, sums.total[r][m][i], tile_rows * (walk.tile + r) + lane() / 4 + 8 * (i / 2),
+        write_out<T, S>(p, sums.total[r][m][i], tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2),
                         first_token + 8 * m + 2 * (lane() % 4) + i % 2);
 }
 

@@ -26,7 +26,7 @@ extern "C" const char* test_integer(int mode, int backwards, int type, const voi
                     n,
                     k,
                     groups,
-                    groups_divisor(k, groups)};
+                    halves_of(k, groups)};
     const Number kind = bias ? Number::float32 : Number::none;
     const bool aligned = !misalign && k * x_width % 16 == 0;
     const char* error = nullptr;
