@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ptq import matmul, shared_input
+from ptq import fast_steps, matmul, shared_input
 
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa"."""
@@ -38,6 +38,7 @@ def install(model: PreTrainedModel) -> None:
         if type(module) is nn.Linear:
             module.__class__ = FewTokensLinear
     shared_input.attach(model)
+    fast_steps.install(model)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
 

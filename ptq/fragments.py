@@ -1,4 +1,4 @@
-"""Codes of 2 to 8 bits in the order in which the tensor cores of a GPU take them: fragments, layout version 1. Not on disk.
+"""Codes of 2 to 8 bits in the order in which the tensor cores of a GPU take them: fragments, version 1. Not on disk.
 
 W[n, k] is padded with zeros to blocks of 16 rows and 64 columns. Of a block, lane l of a warp (g = l // 4, t = l % 4)
 holds rows g and g + 8, columns 32 h + 8 t + 4 u + e for h, u in 0..1 and e in 0..3: 32 codes, `bits` words of 32 bits.
@@ -15,8 +15,6 @@ so that a mask gives two neighbouring columns in the two halves of a register. F
 8 neighbours: 16-byte loads on both sides (`csrc/integer_cuda/fragments.cuh`). In memory: uint8 [row tiles, blocks,
 128 bits].
 """
-
-from functools import cache
 
 import torch
 from jaxtyping import Int32, UInt8
@@ -36,7 +34,6 @@ def applies(group_size: int) -> bool:
     return group_size % HALF == 0
 
 
-@cache
 def _bit(width: int, device: torch.device) -> Int32[Tensor, "h u p r i"]:
     """The first bit of a field in its word, by h, u, e // 2, row // 8 and e % 2."""
     h, u, p, r, i = (torch.arange(2).view([2 if axis == a else 1 for a in range(5)]) for axis in range(5))

@@ -41,7 +41,7 @@ def load() -> bool:
 
     A library that is there and cannot be loaded is an error (`OSError`): the build does not fit this torch.
     """
-    cpu, cuda = _find(_CPU), _find(_CUDA)
+    cpu, gpu = _find(_CPU), _find(_CUDA)
     if cpu is None:
         warnings.warn(
             "ptq: the native kernels are not built, so everything runs on slow references; "
@@ -50,9 +50,14 @@ def load() -> bool:
         )
         return False
     torch.ops.load_library(str(cpu))
-    if cuda is not None and torch.version.cuda is not None and torch.cuda.is_available():
-        torch.ops.load_library(str(cuda))
+    if gpu is not None and torch.version.cuda is not None and torch.cuda.is_available():
+        torch.ops.load_library(str(gpu))
     return True
+
+
+def cuda() -> Path | None:
+    """The library of CUDA kernels, where it is built and torch has CUDA and a device (loads it); else None."""
+    return _find(_CUDA) if load() and torch.version.cuda is not None and torch.cuda.is_available() else None
 
 
 def available() -> bool:

@@ -25,12 +25,15 @@ SCHEMAS = {
     "Tensor? bias, int n, int bits, int group_size, ScalarType dtype) -> Tensor",
 }
 
-_Fragments = UInt8[Tensor, "tiles blocks size"]
-_Scale, _Zero = Int16[Tensor, "tiles g 16"], UInt8[Tensor, "tiles g 16"] | None
-
 
 def dequantize(
-    fragments: _Fragments, scale: _Scale, zero: _Zero, n: int, bits: int, group_size: int, k: int | torch.SymInt
+    fragments: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    zero: UInt8[Tensor, "tiles g 16"] | None,
+    n: int,
+    bits: int,
+    group_size: int,
+    k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
     """The weight that fragments stand for."""
     number = untile_scales(scale, n).view(torch.bfloat16).float()
@@ -41,9 +44,9 @@ def dequantize(
 
 def linear(
     x: Float[Tensor, "*t k"],
-    fragments: _Fragments,
-    scale: _Scale,
-    zero: _Zero,
+    fragments: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    zero: UInt8[Tensor, "tiles g 16"] | None,
     bias: Float[Tensor, " n"] | None,
     n: int,
     bits: int,
@@ -57,9 +60,9 @@ def linear(
 def quantized(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
-    fragments: _Fragments,
-    scale: _Scale,
-    zero: _Zero,
+    fragments: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    zero: UInt8[Tensor, "tiles g 16"] | None,
     bias: Float[Tensor, " n"] | None,
     n: int,
     bits: int,

@@ -30,7 +30,8 @@ from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
 from ptq.tiles import applies, tile_scales, untile_scales
-from quarot import fragment_ops, integer_ops, tiled_ops
+from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
+from quarot import integer_ops, tiled_ops
 
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """What the kernels of a device read."""
@@ -219,9 +220,7 @@ class IntegerFormat:
         weights = _weights(parts, biases)
         if weights is None:
             return None
-        return torch.ops.ptq.integer_linears_quantized.default(
-            q, q_scale, *weights, self.bits, self.group_size, dtype
-        )
+        return torch.ops.ptq.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 import typer
@@ -37,6 +37,7 @@ FORMATS = [
       for bits in (2, 3, 4)],
     *[(f"{element} per channel", "fp6/minifloat", {"element": element}) for element in (
         "e2m1", "e2m2", "e3m1", "e2m3", "e3m2", "e3m3", "e4m2")],
+    ("e2m3 in groups of 128", "fp6/minifloat", {"element": "e2m3", "group_size": 128}),
     *[(f"{element} in groups of 32, e8m0", "fp6/minifloat", {"element": element, "group_size": 32, "scale": "e8m0"})
       for element in ("e2m1", "e2m3", "e3m2")],
 ]  # fmt: skip
@@ -138,7 +139,8 @@ def assured(codebook: Codebook | None) -> Codebook:
 class BestUniform:
     """The grid of 2^bits half-integers with the best step for a Gaussian, one step for the whole weight."""
 
-    dim, per_row = 1, False
+    dim: ClassVar[int] = 1
+    per_row: ClassVar[bool] = False
 
     def __init__(self, bits: int) -> None:
         self.half = 2 ** (bits - 1) - 0.5

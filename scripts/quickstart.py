@@ -1,6 +1,6 @@
-"""The end of quickstart.sh: load a packed demo checkpoint like any other model, generate, measure, print one table.
+"""The end of quickstart.sh: load packed demo checkpoints like any other model, generate, measure, print one table.
 
-python scripts/quickstart.py CHECKPOINT
+python scripts/quickstart.py CHECKPOINT...
 """
 
 import sys
@@ -21,31 +21,35 @@ from ptq.evaluate import compare, context_for, tokens_per_second, windows_from_t
 PROMPT = "def __init__(self, "
 
 
-def main(checkpoint: str) -> None:
-    folders = {"original (bf16)": Path(demo_path()), "QuaRot INT4": Path(checkpoint)}
-    models: list[Any] = [AutoModelForCausalLM.from_pretrained(folder) for folder in folders.values()]
-    original, packed = models
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+def main(checkpoints: list[str]) -> None:
+    original: Any = AutoModelForCausalLM.from_pretrained(demo_path())
+    tokenizer = AutoTokenizer.from_pretrained(checkpoints[0])
     prompt = tokenizer(PROMPT, return_tensors="pt")
-    written = packed.generate(**prompt, max_new_tokens=40, do_sample=False)
-    print(f"\nThe packed model goes on from {PROMPT!r}:\n\n{tokenizer.decode(written[0], skip_special_tokens=True)}\n")
-
     windows = windows_from_text(tokenizer, (demo_path() / "heldout.txt").read_text(), context_for(original.config))
     windows = type(windows)(windows.tokens[:64], windows.found, windows.tokenizer, windows.bos)
-    agreement = compare(packed, original, windows)
-    table = Table("", "MB", "bits per weight", "perplexity", "tokens/s", title="demo, on its held-out text")
-    rows = zip(folders.items(), models, (agreement.original, agreement.model), strict=True)
-    for (name, folder), model, measured in rows:
+    table = Table(
+        "", "MB", "bits per weight", "perplexity", "KL, nats", "tokens/s", title="demo, on its held-out text"
+    )
+
+    def add(name: str, folder: Path, model: Any, perplexity: float, kl: str) -> None:
         contents = summary(Checkpoint.open(folder))
         bits = "16" if contents.bits_per_weight is None else f"{contents.bits_per_weight:.2f}"
         speed = tokens_per_second(model, prompt["input_ids"][0])
-        table.add_row(name, f"{contents.nbytes / 1e6:.2f}", bits, f"{measured.perplexity:.3f}", f"{speed:.0f}")
+        table.add_row(name, f"{contents.nbytes / 1e6:.2f}", bits, f"{perplexity:.3f}", kl, f"{speed:.0f}")
+
+    for checkpoint in checkpoints:
+        packed: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+        agreement = compare(packed, original, windows)
+        if checkpoint == checkpoints[0]:
+            add("original (bf16)", Path(demo_path()), original, agreement.original.perplexity, "")
+        name, perplexity = Path(checkpoint).name, agreement.model.perplexity
+        add(name, Path(checkpoint), packed, perplexity, f"{agreement.kl:.4f}")
+    written = packed.generate(**prompt, max_new_tokens=40, do_sample=False)
+    text = tokenizer.decode(written[0], skip_special_tokens=True)
+    print(f"\nThe model of the last row goes on from {PROMPT!r}:\n\n{text}\n")
     Console().print(table)
-    print(
-        f"KL divergence from the original: {agreement.kl:.4f} nats per token; same first choice: {agreement.top1:.1%}"
-    )
 
 
 if __name__ == "__main__":
     torch.set_grad_enabled(False)
-    main(sys.argv[1])
+    main(sys.argv[1:])

@@ -151,7 +151,7 @@ def test_a_crash_at_any_moment_costs_nothing(tmp_path: Path) -> None:
                for picture in pictures]  # fmt: skip
     moments = [index for index in range(1, len(pictures)) if changes[index] != changes[index - 1]]
     assert len(moments) > 12
-    some = [pictures[index] for index in moments[::2]]
+    some = [pictures[index] for index in moments[::3]]
     check_all_continue(some, expected, model, recipe(model, sequence_length=16))
 
 

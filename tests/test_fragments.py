@@ -120,8 +120,6 @@ def test_references_are_the_definition() -> None:
     found = fragment_ops.quantized(
         q, q_scale, p["fragments"], p["scale"], p["zero"], None, n, bits, group_size, torch.float32
     )
-    wanted = tiled_ops.product(
-        q, q_scale, codes, parts["scale"], parts["zero"], None, bits, group_size, torch.float32
-    )
+    wanted = tiled_ops.product(q, q_scale, codes, parts["scale"], parts["zero"], None, bits, group_size, torch.float32)
     assert torch.equal(found, wanted)
     assert torch.equal(tiles.untile_scales(p["scale"], n), parts["scale"])

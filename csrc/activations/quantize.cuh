@@ -40,9 +40,7 @@ struct Scale {
 PTQ_DEVICE Scale scale_of(const Grid8& grid, uint32_t top) {
     const bool finite = top < 0x7f800000u;
     const float magnitude = float_of(top);
-    const float scale = !finite              ? float_of(0x7fc00000u)
-                        : magnitude < 1e-30f ? 1.0f
-                                             : multiply(magnitude, grid.share);
+    const float scale = !finite ? float_of(0x7fc00000u) : magnitude < 1e-30f ? 1.0f : multiply(magnitude, grid.share);
     return {scale, finite ? divide(1.0f, scale) : 0.0f, finite};
 }
 PTQ_DEVICE int8_t integer(const Grid8& grid, const Scale& s, float x) {
@@ -106,7 +104,8 @@ struct Tokens {
 };
 
 template <class In>
-PTQ_KERNEL(256, 4) void quantize_kernel(const Tokens p) {
+PTQ_KERNEL(256, 4)
+void quantize_kernel(const Tokens p) {
     uint32_t* reduce = reinterpret_cast<uint32_t*>(shared());
     const int64_t token = block_x();
     const In* in = static_cast<const In*>(p.in) + token * p.k;

@@ -2,9 +2,8 @@
 // the tests. Under nvcc each is one intrinsic or one line of PTX (device_gpu.h); under a host compiler it is emulated
 // (device_host.h). Both headers define, in ptq::cuda:
 //
-//   PTQ_KERNEL(threads, blocks)   before `void name(Parameters p)`: at most `threads` in a block, `blocks` per SM wanted
-//   PTQ_DEVICE, PTQ_BOTH          before a function of the device; of device and host
-//   PTQ_UNROLL                    before a loop
+//   PTQ_KERNEL(threads, blocks)   before `void name(Parameters p)`: at most `threads` in a block, `blocks` per SM
+//   wanted PTQ_DEVICE, PTQ_BOTH          before a function of the device; of device and host PTQ_UNROLL before a loop
 //   thread(), lane(), warp(), block_x(), block_y(), block_z(), shared()
 //   block_barrier(), warp_barrier(), shuffle(value, from lane), shuffle_xor(value, mask)
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory

@@ -25,7 +25,8 @@ inline float widen(Half x) {
     if (exponent == 31)
         magnitude = mantissa ? std::numeric_limits<float>::quiet_NaN() : std::numeric_limits<float>::infinity();
     else
-        magnitude = std::ldexp(static_cast<float>(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
+        magnitude =
+            std::ldexp(static_cast<float>(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
     return x.bits >> 15 ? -magnitude : magnitude;
 }
 

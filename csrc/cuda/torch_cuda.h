@@ -31,7 +31,7 @@ inline cudaStream_t current_stream(int device) {
     }();
     STD_TORCH_CHECK(get, "ptq: this torch has no CUDA");
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(get(device, &stream));
+    STD_TORCH_CHECK(get(device, &stream) == 0, "ptq: no current stream on device ", device);
     return static_cast<cudaStream_t>(stream);
 }
 
@@ -53,11 +53,10 @@ inline const Properties& properties(int device) {
         };
         const int major = attribute(cudaDevAttrComputeCapabilityMajor);
         const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
-        STD_TORCH_CHECK(major == 8 || (major == 9 && minor == 0), "ptq: the CUDA kernels are built for compute capability ",
-                        "8.x and 9.0, device ", device, " has ", major, ".", minor,
-                        "; build them for it (CMakeLists.txt), or run on the CPU");
-        known[device] = {attribute(cudaDevAttrMultiProcessorCount),
-                         attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+        STD_TORCH_CHECK(major == 8 || (major == 9 && minor == 0),
+                        "ptq: the CUDA kernels are built for compute capability ", "8.x and 9.0, device ", device,
+                        " has ", major, ".", minor, "; build them for it (CMakeLists.txt), or run on the CPU");
+        known[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
                          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
     });
     return known[device];
@@ -76,7 +75,8 @@ inline bool is_aligned(const void* pointer) {
 }
 
 // Of every tensor that a kernel reads besides its first: the same device, contiguous.
-inline void check_tensor(const char* op, const char* name, const Tensor& tensor, const Tensor& beside, ScalarType type) {
+inline void check_tensor(const char* op, const char* name, const Tensor& tensor, const Tensor& beside,
+                         ScalarType type) {
     STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == beside.get_device_index(), op, ": ", name,
                     " is on another device than the input; move it there");
     STD_TORCH_CHECK(tensor.scalar_type() == type, op, ": ", name, " has the wrong dtype");

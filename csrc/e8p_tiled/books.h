@@ -71,32 +71,36 @@ struct Points {
           nibble(_mm512_set1_epi8(15)),
           shift(_mm512_set1_epi8(2)) {}
 
-    void unpack(const uint8_t* block, Dwords out[quads]) const {
+    // The weights of a block come in two steps, so that a loop can begin a block before it ends the one before it.
+    struct Begun {
+        __m512i index[4], p;
+    };
+    Begun begin(const uint8_t* block) const {
         const __m512i entry = _mm512_loadu_si512(block);
         const __mmask64 upper = _mm512_movepi8_mask(entry);
         const __m512i a = low.at(entry, upper), b = high.at(entry, upper);
         const __m512i pair[4] = {a, _mm512_srli_epi16(a, 4), b, _mm512_srli_epi16(b, 4)};
-        if constexpr (book == Book::residual) {
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) put(join(nibble, pair[i], entry), out + 2 * i);
-        } else {
+        __m512i signs[4] = {entry, entry, entry, entry}, p = entry;
+        if constexpr (book == Book::e8p) {
             const __m512i s = _mm512_loadu_si512(block + 64);
-            const __m512i signs[4] = {s, _mm512_slli_epi16(s, 2), _mm512_slli_epi16(s, 4),
-                                      _mm512_permutex2var_epi8(last[0], s, last[1])};
-            const __m512i p = _mm512_and_si512(_mm512_srli_epi16(s, 6), shift);
+            signs[0] = s, signs[1] = _mm512_slli_epi16(s, 2), signs[2] = _mm512_slli_epi16(s, 4);
+            signs[3] = _mm512_permutex2var_epi8(last[0], s, last[1]);
+            p = _mm512_and_si512(_mm512_srli_epi16(s, 6), shift);
+        }
+        Begun begun;
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) {
-                put(join(nibble, pair[i], signs[i]), out + 2 * i);
-#pragma GCC unroll 2
-                for (int h = 0; h < 2; h++) out[2 * i + h] = (Dwords)_mm512_sub_epi8((__m512i)out[2 * i + h], p);
-            }
+        for (int i = 0; i < 4; i++) begun.index[i] = join(nibble, pair[i], signs[i]);
+        begun.p = p;
+        return begun;
+    }
+    void end(const Begun& begun, Dwords out[quads]) const {
+#pragma GCC unroll 8
+        for (int i = 0; i < quads; i++) {
+            const __m512i w = _mm512_maskz_permutexvar_epi8(every_byte, begun.index[i / 2], i % 2 ? odd : even);
+            out[i] = (Dwords)(book == Book::e8p ? _mm512_sub_epi8(w, begun.p) : w);
         }
     }
-
-    void put(__m512i index, Dwords out[2]) const {
-        out[0] = (Dwords)_mm512_maskz_permutexvar_epi8(every_byte, index, even);
-        out[1] = (Dwords)_mm512_maskz_permutexvar_epi8(every_byte, index, odd);
-    }
+    void unpack(const uint8_t* block, Dwords out[quads]) const { end(begin(block), out); }
 };
 
 #else
@@ -143,6 +147,9 @@ struct Points {
     const Tables& t;
     explicit Points(const Tables& tables) : t(tables) {}
 
+    using Begun = const uint8_t*;
+    Begun begin(const uint8_t* block) const { return block; }
+    void end(Begun block, Dwords out[quads]) const { unpack(block, out); }
     void unpack(const uint8_t* block, Dwords out[quads]) const {
         constexpr int number = static_cast<int>(book);
         Dwords entry, signs;

@@ -16,6 +16,12 @@ using integer_tiled::load_int;
 using integer_tiled::over_tokens;
 using integer_tiled::store_result;
 
+constexpr int64_t ahead = 8192;  // bytes that are fetched before they are needed: measured on Zen 5
+
+inline void fetch(const uint8_t* block, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i, 0, 3);
+}
+
 // --- quantised tokens ------------------------------------------------------------------------------------------------
 
 typedef int8_t Columns __attribute__((vector_size(32)));
@@ -47,10 +53,14 @@ inline void integers(const Points<book>& points, const uint8_t* block, int64_t b
                      SignedInts total[tokens]) {
     constexpr int chains = tokens > 2 ? 2 : 4;  // independent sums hide the latency of `dot`
     SignedInts acc[tokens][chains] = {};
-    for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), q += block_columns) {
-        integer_tiled::fetch(block, block_bytes(book));
+    if (blocks == 0) return static_cast<void>(std::fill_n(total, tokens, SignedInts{}));
+    auto begun = points.begin(block);
+    for (int64_t b = 0; b < blocks; b++, q += block_columns) {
+        fetch(block, block_bytes(book));
         Dwords weights[quads];
-        points.unpack(block, weights);
+        points.end(begun, weights);
+        block += b + 1 < blocks ? block_bytes(book) : 0;
+        begun = points.begin(block);
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++)
 #pragma GCC unroll 4

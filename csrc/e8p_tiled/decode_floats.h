@@ -67,7 +67,7 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
 #pragma GCC unroll 8
             for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), x += parts * part_bytes) {
-        integer_tiled::fetch(block, block_bytes(book));
+        fetch(block, block_bytes(book));
         Dwords weights[quads];
         points.unpack(block, weights);
 #pragma GCC unroll 16
@@ -100,7 +100,7 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
     constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
     Lanes acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), x += block_columns * sizeof(float)) {
-        integer_tiled::fetch(block, block_bytes(book));
+        fetch(block, block_bytes(book));
         Dwords weights[quads];
         points.unpack(block, weights);
 #pragma GCC unroll 8

@@ -148,8 +148,9 @@ struct Step {
     float* total;           // [token, tile, 16]: of the groups before, times their scales
     int32_t* open;          // the same: sums of a group that began in a panel before
     int64_t column, end;
-    const uint8_t* ahead;  // what to fetch meanwhile
-    int64_t ahead_bytes;   // of it for every 32 columns
+    const uint8_t* ahead;  // what to fetch meanwhile: `ahead_count` streams, so many bytes of each for every 32 columns
+    int64_t ahead_bytes, ahead_step, ahead_count;
+    const void* sums;  // the sums of the block that comes next, likewise
 };
 
 #define PTQ_EACH_SUM \
@@ -160,7 +161,7 @@ void multiply_block(const Panels& w, const Step& s) {
     constexpr int steps = column_step / columns_of(mode);
     const int32_t* panel = s.panel;
     const uint32_t* x = s.x;
-    const uint8_t* ahead = s.ahead;
+    const uint8_t *ahead = s.ahead, *sums = static_cast<const uint8_t*>(s.sums);
     for (int64_t column = s.column, group = column / w.group_columns; column < s.end; group++) {
         const int64_t whole = std::min(w.columns, (group + 1) * w.group_columns), stop = std::min(s.end, whole);
         Sum<mode> sum[tokens][tiles];
@@ -173,7 +174,12 @@ void multiply_block(const Panels& w, const Step& s) {
                 sum[t][r] = Lanes{};
         }
         for (; column < stop; column += column_step) {
-            for (const uint8_t* end = ahead + s.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            for (int64_t i = 0; i < s.ahead_count; i++)
+                for (int64_t at = 0; at < s.ahead_bytes; at += 64)
+                    __builtin_prefetch(ahead + i * s.ahead_step + at, 0, 3);
+            ahead += s.ahead_bytes;
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; i++, sums += 64) __builtin_prefetch(sums, 1, 3);
             for (int i = 0; i < steps; i++, panel += tiles * tile_rows, x += block_tokens) {
                 SignedInts number[tiles];
 #pragma GCC unroll 3
@@ -232,7 +238,7 @@ inline void multiply_tokens(const Panels& w, Step s, int64_t tokens) {
     if (most_tokens == 8 && tokens > 4) return multiply_block<mode, tiles, most_tokens>(w, s);
     for (; tokens > 0; tokens -= 4) {
         (tokens > 2 ? multiply_block<mode, tiles, 4> : multiply_block<mode, tiles, 2>)(w, s);
-        s.x += 4, s.offset += 4, s.total += 4 * tiles * tile_rows, s.open += 4 * tiles * tile_rows, s.ahead_bytes = 0;
+        s.x += 4, s.offset += 4, s.total += 4 * tiles * tile_rows, s.open += 4 * tiles * tile_rows, s.ahead_count = 0;
     }
 }
 
@@ -241,6 +247,8 @@ template <Mode mode, int tiles>
 void multiply_strip(const Product& p, const Scratch& scratch, int64_t tile, int64_t first, int64_t last) {
     const Panels& w = p.w;
     const int64_t blocks = (last - first + block_tokens - 1) / block_tokens;
+    const int64_t a_time = (tiles + blocks - 1) / blocks;  // row tiles that are fetched during a block
+    const bool whole_groups = w.group_columns <= panel_steps * columns_of(mode);
     std::memset(scratch.total, 0, blocks * block_tokens * tiles * tile_rows * sizeof(float));
     for (int64_t column = 0, end; column < w.columns; column = end) {
         end = panel_end(p, column);
@@ -249,20 +257,26 @@ void multiply_strip(const Product& p, const Scratch& scratch, int64_t tile, int6
         const uint8_t* ahead =
             w.codes + (done ? (tile + tiles) * w.tile_bytes : tile * w.tile_bytes + end / column_step * w.step_bytes);
         const uint16_t* scale = w.scale + tile * w.groups * tile_rows;
-        Step s{scratch.panel, nullptr, nullptr, scale, scratch.total, scratch.open, column, end, nullptr, 0};
+        Step s{scratch.panel, nullptr, nullptr,      scale, scratch.total, scratch.open, column, end,
+               nullptr,       0,       w.tile_bytes, 0,     nullptr};
         for (int64_t t = first, at = 0; t < last; t += block_tokens, at++) {
             const int64_t b = t / block_tokens, tokens = std::min(block_tokens, last - t);
             s.x = p.packed + place(p, column, end, b), s.offset = p.offset + b * w.groups * block_tokens;
-            // The row tiles of the panel that comes next with each of the first blocks, then the x that comes next.
-            if (at < tiles)
-                s.ahead = ahead + at * w.tile_bytes, s.ahead_bytes = w.step_bytes;
+            // The row tiles of the panel that comes next during the first blocks, then the x that comes next.
+            const int64_t first_tile = std::min<int64_t>(tiles, at * a_time),
+                          last_tile = std::min<int64_t>(tiles, (at + 1) * a_time);
+            s.ahead_count = last_tile - first_tile;
+            if (s.ahead_count > 0)
+                s.ahead = ahead + first_tile * w.tile_bytes, s.ahead_bytes = w.step_bytes;
             else
-                s.ahead = reinterpret_cast<const uint8_t*>(p.packed + place(p, column, end, b + 1)),
+                s.ahead = reinterpret_cast<const uint8_t*>(p.packed + place(p, column, end, b + 1)), s.ahead_count = 1,
                 s.ahead_bytes = column_step / columns_of(mode) * block_tokens * 4;
+            constexpr int64_t sums = block_tokens * tiles * tile_rows;
+            s.sums = whole_groups ? static_cast<const void*>(s.total + sums) : s.open + sums;
             if (done) fetch_results<tiles>(p, tile, t);
             multiply_tokens<mode, tiles>(w, s, tokens);
             if (done) finish<tiles>(p, s.total, tile, t, tokens);
-            s.total += block_tokens * tiles * tile_rows, s.open += block_tokens * tiles * tile_rows;
+            s.total += sums, s.open += sums;
         }
     }
 }

@@ -10,7 +10,7 @@ namespace ptq::hadamard {
 
 using namespace ptq::cuda;
 
-constexpr int max_dense = 8;        // factors
+constexpr int max_dense = 8;          // factors
 constexpr int max_dense_order = 128;  // of a factor here: 8 tiles of 16
 
 struct Factors {

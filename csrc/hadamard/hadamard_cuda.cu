@@ -48,8 +48,7 @@ Task task(const Tensor& x, const std::optional<Tensor>& signs, const std::vector
                             t.doublings % f.size(2) == 0,
                         "hadamard: a dense factor must be [2, K / 4, K] with K dividing the order");
         t.factor_order.push_back(static_cast<int>(f.size(2)));
-        t.codes.push_back(static_cast<const uint8_t*>(f.const_data_ptr()) +
-                          (transpose ? f.size(1) * f.size(2) : 0));
+        t.codes.push_back(static_cast<const uint8_t*>(f.const_data_ptr()) + (transpose ? f.size(1) * f.size(2) : 0));
         t.doublings /= f.size(2);
     }
     STD_TORCH_CHECK((t.doublings & (t.doublings - 1)) == 0, "hadamard: the factors leave ", t.doublings,
@@ -125,8 +124,9 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
     if (scale.numel() == 0) return {q, scale};
     const Stream stream = cuda::current_stream(x.get_device_index());
     const auto quantize = [&](const void* numbers) {
-        const activations::Tokens tokens{numbers, static_cast<int8_t*>(t.out), t.token_scale, scale.numel(),
-                                         static_cast<int>(in.size(-1)), 0, true, t.grid8};
+        const activations::Tokens tokens{
+            numbers, static_cast<int8_t*>(t.out), t.token_scale, scale.numel(), static_cast<int>(in.size(-1)), 0, true,
+            t.grid8};
         cuda::check_launch("hadamard_quantize", activations::quantize(tokens, 4, false, stream));
     };
     if (in.numel() == 0) {  // tokens of nothing have a scale too

@@ -30,10 +30,10 @@ struct Transform {
     int per_block;       // vectors of a chunk; for quantised tokens whole tokens
     int chunks, grid, threads;
     float scale;
-    bool signs_last;  // signs multiply the output (the transposed transform)
-    bool vectorised;  // all pointers are multiples of 16
-    bool prefetch;    // the next chunk is fetched while this one is transformed
-    int log2;         // m
+    bool signs_last;                 // signs multiply the output (the transposed transform)
+    bool vectorised;                 // all pointers are multiples of 16
+    bool prefetch;                   // the next chunk is fetched while this one is transformed
+    int log2;                        // m
     int first, later[later_passes];  // log2 of the radix of each pass, 0: none
     Factors factors;
     activations::Grid8 grid8;
@@ -42,7 +42,8 @@ struct Transform {
 // Bytes of shared memory: the chunk, the signs of the dense factors, the next chunk as it is in memory.
 inline size_t shared_bytes(const Transform& p, int element) {
     const int elements = p.per_block * p.order;
-    return static_cast<size_t>(padded_size(elements, p.log2)) * 4 + factor_bytes(p.factors) + activations::reduce_bytes +
+    return static_cast<size_t>(padded_size(elements, p.log2)) * 4 + factor_bytes(p.factors) +
+           activations::reduce_bytes +
            (p.prefetch ? static_cast<size_t>((elements + line - 1) / line * line) * element : 0);
 }
 
@@ -215,7 +216,8 @@ PTQ_DEVICE void transform_chunk(const Transform& p, Sink<Out> sink, Out* out, co
 
 // From elements In to elements Out: In itself, or int8 for quantised tokens. Without dense factors 85 registers do.
 template <class In, class Out, bool dense>
-PTQ_KERNEL(dense ? 512 : 384, dense ? 1 : 2) void transform_kernel(const Transform p) {
+PTQ_KERNEL(dense ? 512 : 384, dense ? 1 : 2)
+void transform_kernel(const Transform p) {
     float* buffer = reinterpret_cast<float*>(shared());
     const int most = p.per_block * p.order;
     uint8_t* signs_of_factors = shared() + static_cast<size_t>(padded_size(most, p.log2)) * 4;

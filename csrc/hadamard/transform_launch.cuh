@@ -87,8 +87,8 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     if (p.prefetch && shared_bytes(p, element) > static_cast<size_t>(device.shared_per_block)) p.prefetch = false;
     const size_t bytes = shared_bytes(p, element);
     if (bytes > static_cast<size_t>(device.shared_per_block)) return false;
-    const int resident = std::max(1, std::min(static_cast<int>(device.shared_per_processor / (bytes + 1024)),
-                                              2048 / p.threads));
+    const int resident =
+        std::max(1, std::min(static_cast<int>(device.shared_per_processor / (bytes + 1024)), 2048 / p.threads));
     p.grid = std::min(p.chunks, device.processors * resident);
     return true;
 }
@@ -125,8 +125,8 @@ template <class X, class Number>
 const char* run_general(const Task& t, void* first, void* second, Stream stream, void* number) {
     const int64_t count = t.outer * t.blocks * t.order * t.inner, size = t.blocks * t.order;
     const bool after = t.signs && t.transpose;
-    const char* error = run_copy<X, Number, Number>(
-        {t.in, first, after ? nullptr : t.signs, count, size, t.inner, t.scale}, stream);
+    const char* error =
+        run_copy<X, Number, Number>({t.in, first, after ? nullptr : t.signs, count, size, t.inner, t.scale}, stream);
     Step step{first, second, count, t.inner, 0, nullptr};
     const auto next = [&](int order, const uint8_t* codes) {
         step.order = order;

@@ -19,7 +19,8 @@ PTQ_DEVICE int group_of(const Weights& w, int half) {
 
 // A warp makes one block of 16 x 64; number = scale * (code - zero), rounded to T once.
 template <class T, int bits>
-PTQ_KERNEL(32 * dequantize_warps, 2) void dequantize_kernel(const Dequantize p) {
+PTQ_KERNEL(32 * dequantize_warps, 2)
+void dequantize_kernel(const Dequantize p) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns, tile = block_y();
     const int block = block_x() * dequantize_warps + warp();
     if (block >= blocks) return;

@@ -101,7 +101,7 @@ PTQ_DEVICE uint32_t number_pair(const uint32_t (&words)[bits], int s, int j, con
     } else {
         const uint32_t codes = code_pair(words, s, j);
         const uint32_t low = fma2<T>((codes & 0x007f007fu) | 0x43004300u, 0x3f803f80u, 0xc300c300u);  // - 128
-        const uint32_t high = (codes & 0x00800080u) * 0x86u;  // 0x4300 is 128
+        const uint32_t high = (codes & 0x00800080u) * 0x86u;                                          // 0x4300 is 128
         return fma2<T>(low, 0x3f803f80u, fma2<T>(high, 0x3f803f80u, o.offset));
     }
 }

@@ -11,8 +11,9 @@ using torch::stable::Tensor;
 Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, const Tensor& scale,
                 const std::optional<Tensor>& zero, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(bits >= 2 && bits <= 8, op, ": bits must be 2 to 8, found ", bits);
-    STD_TORCH_CHECK(n < int64_t{1} << 27 && k < int64_t{1} << 20 && (n + 15) * (k / half_columns + 1) < int64_t{1} << 31,
-                    op, ": the weight is too large: ", n, " x ", k);
+    STD_TORCH_CHECK(
+        n < int64_t{1} << 27 && k < int64_t{1} << 20 && (n + 15) * (k / half_columns + 1) < int64_t{1} << 31, op,
+        ": the weight is too large: ", n, " x ", k);
     STD_TORCH_CHECK(group_size >= 0 && group_size % half_columns == 0 && (group_size == 0 || k % group_size == 0), op,
                     ": groups of ", group_size, " do not fit fragments of ", k, " columns; they must be multiples of ",
                     half_columns, " that divide them");
@@ -31,7 +32,8 @@ Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, c
     STD_TORCH_CHECK(fits(scale), op, ": scale must be [", tiles, ", ", groups, ", 16] and begin at a multiple of 16");
     if (zero) {
         cuda::check_tensor(op, "zero", *zero, beside, ScalarType::Byte);
-        STD_TORCH_CHECK(fits(*zero), op, ": zero must be [", tiles, ", ", groups, ", 16] and begin at a multiple of 16");
+        STD_TORCH_CHECK(fits(*zero), op, ": zero must be [", tiles, ", ", groups,
+                        ", 16] and begin at a multiple of 16");
     }
     STD_TORCH_CHECK(cuda::is_aligned(fragments.const_data_ptr()), op, ": fragments must begin at a multiple of 16");
     return {static_cast<const uint8_t*>(fragments.const_data_ptr()),
@@ -85,7 +87,8 @@ Tensor dense_linear(const Tensor& x, const Weights& w, const std::optional<Tenso
     if (bias) same = bias->scalar_type() == type ? *bias : torch::stable::to(*bias, type);
     std::array<StableIValue, 3> stack{torch::stable::detail::from(x), torch::stable::detail::from(plain),
                                       torch::stable::detail::from(same)};
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+    STD_TORCH_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION) == 0, op,
+                    ": torch's own product failed");
     return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
@@ -134,11 +137,13 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::Char, op, ": q must be int8");
     const std::vector<int64_t> sizes = out_sizes(op, q, n);
     const Weights w = weights(op, q, fragments, scale, zero, n, q.size(-1), bits, group_size);
-    STD_TORCH_CHECK((group_size ? group_size : w.k) <= 65536, op, ": sums of more than 65536 products do not fit int32");
+    STD_TORCH_CHECK((group_size ? group_size : w.k) <= 65536, op,
+                    ": sums of more than 65536 products do not fit int32");
     const Tensor in = torch::stable::contiguous(q), in_scale = torch::stable::contiguous(q_scale);
     const int64_t tokens = tokens_of(in);
     cuda::check_tensor(op, "q_scale", in_scale, q, ScalarType::Float);
-    STD_TORCH_CHECK(in_scale.numel() == tokens, op, ": q_scale has ", in_scale.numel(), " numbers for ", tokens, " tokens");
+    STD_TORCH_CHECK(in_scale.numel() == tokens, op, ": q_scale has ", in_scale.numel(), " numbers for ", tokens,
+                    " tokens");
     STD_TORCH_CHECK(tokens < int64_t{1} << 21, op, ": at most 2^21 tokens at once");
     const Number kind = bias_kind(op, bias, q, n);
     const Tensor out = cuda::empty_like_device({sizes.data(), sizes.size()}, type, in);

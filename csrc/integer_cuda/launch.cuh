@@ -37,13 +37,20 @@ auto with_quantized_shape(int tokens, Run run) {
 template <class Run>
 auto with_bits(int bits, Run run) {
     switch (bits) {
-        case 2: return run.template operator()<2>();
-        case 3: return run.template operator()<3>();
-        case 5: return run.template operator()<5>();
-        case 6: return run.template operator()<6>();
-        case 7: return run.template operator()<7>();
-        case 8: return run.template operator()<8>();
-        default: return run.template operator()<4>();
+        case 2:
+            return run.template operator()<2>();
+        case 3:
+            return run.template operator()<3>();
+        case 5:
+            return run.template operator()<5>();
+        case 6:
+            return run.template operator()<6>();
+        case 7:
+            return run.template operator()<7>();
+        case 8:
+            return run.template operator()<8>();
+        default:
+            return run.template operator()<4>();
     }
 }
 
@@ -83,8 +90,8 @@ template <class T>
 const char* run_linear(const Linear& p, int bits, Stream stream) {
     const char* error = with_bits(bits, [&]<int b>() {
         return with_linear_shape<b>(p.tokens, [&]<class S>() {
-            return launch<linear_kernel<T, S>>(grid_of<S, 2>(p.w, p.tokens, p.splits), S::threads,
-                                               Buffers<S, 2>::bytes, stream, p);
+            return launch<linear_kernel<T, S>>(grid_of<S, 2>(p.w, p.tokens, p.splits), S::threads, Buffers<S, 2>::bytes,
+                                               stream, p);
         });
     });
     if (error || p.splits == 1) return error;
@@ -97,7 +104,7 @@ inline const char* run_quantized(const Quantized& p, int bits, Stream stream) {
     return with_bits(bits, [&]<int b>() {
         return with_quantized_shape<b>(p.tokens, [&]<class S>() {
             return launch<quantized_kernel<S>>(grid_of<S, 1>(p.w, p.tokens, 1), S::threads, Buffers<S, 1>::bytes,
-                                                  stream, p);
+                                               stream, p);
         });
     });
 }
@@ -107,9 +114,8 @@ const char* run_dequantize(const Dequantize& p, int bits, Stream stream) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns;
     const Grid grid{static_cast<unsigned>((blocks + dequantize_warps - 1) / dequantize_warps),
                     static_cast<unsigned>((p.w.n + tile_rows - 1) / tile_rows)};
-    return with_bits(bits, [&]<int b>() {
-        return launch<dequantize_kernel<T, b>>(grid, 32 * dequantize_warps, 0, stream, p);
-    });
+    return with_bits(
+        bits, [&]<int b>() { return launch<dequantize_kernel<T, b>>(grid, 32 * dequantize_warps, 0, stream, p); });
 }
 
 }  // namespace ptq::integer_cuda

@@ -1,6 +1,7 @@
 // y = x W^T + bias for a few tokens x in float16 or bfloat16, with W in fragments: decoded in registers, multiplied on
 // the tensor cores with W as operand A. Codes minus zeros are exact in both types; a group's sum is float32 and is
-// multiplied with the group's scale in float32. Sums over splits of the columns are added in their order. No torch here.
+// multiplied with the group's scale in float32. Sums over splits of the columns are added in their order. No torch
+// here.
 #pragma once
 
 #include "integer_cuda/stream.cuh"
@@ -28,10 +29,8 @@ struct Sums {
 
     PTQ_DEVICE void flush() {
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++)
-            PTQ_UNROLL
-        for (int m = 0; m < S::token_tiles; m++)
-            PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
         for (int i = 0; i < 4; i++) {
             total[r][m][i] += scale[r][i / 2] * sum[r][m][i];
             sum[r][m][i] = 0;
@@ -40,8 +39,7 @@ struct Sums {
     PTQ_DEVICE void enter() {
         flush();
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++)
-            PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
             scale[r][second] = widen(Bfloat16{scales.scale[r][second]});
             if (scales.zero_from) offset[r][second].set(scales.zero[r][second]);
@@ -59,8 +57,7 @@ struct Sums {
             for (int m = 0; m < S::token_tiles; m++)
                 b[m] = load<Words4>(tokens + 8 * m * Buffers<S, 2>::row_bytes + 2 * half_columns * h);
             PTQ_UNROLL
-            for (int u = 0; u < 2; u++)
-                PTQ_UNROLL
+            for (int u = 0; u < 2; u++) PTQ_UNROLL
             for (int r = 0; r < S::tiles; r++) {
                 uint32_t a[4];
                 PTQ_UNROLL
@@ -83,16 +80,15 @@ PTQ_DEVICE void write_out(const Linear& p, float y, int row, int token) {
 }
 
 template <class T, class S>
-PTQ_KERNEL(S::threads, 1) void linear_kernel(const Linear p) {
+PTQ_KERNEL(S::threads, 1)
+void linear_kernel(const Linear p) {
     const int across = warp() % S::across, along = warp() / S::across;
     const int tile = (block_x() * S::across + across) * S::tiles, first_token = block_z() * S::tokens;
     const int count = p.tokens - first_token < S::tokens ? p.tokens - first_token : S::tokens;
     const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(first_token) * p.w.k;
-    Sums<T, S> sums{
-        Scales<S>(p.w, 2 * range_of(p.w.k, block_y() * S::along + along, p.splits * S::along).first, tile)};
+    Sums<T, S> sums{Scales<S>(p.w, 2 * range_of(p.w.k, block_y() * S::along + along, p.splits * S::along).first, tile)};
     PTQ_UNROLL
-    for (int r = 0; r < S::tiles; r++)
-        PTQ_UNROLL
+    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
     for (int second = 0; second < 2; second++) sums.offset[r][second].set(1 << (S::bits - 1));
     stream<S>(p.w, x, count, p.aligned, block_y(), p.splits, tile, along, shared(), sums);
     sums.flush();
@@ -103,10 +99,8 @@ PTQ_KERNEL(S::threads, 1) void linear_kernel(const Linear p) {
         if (along > 0) {
             float* to = exchange + ((along - 1) * S::across + across) * numbers * 32 + lane();
             PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++)
-                PTQ_UNROLL
-            for (int m = 0; m < S::token_tiles; m++)
-                PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
             for (int i = 0; i < 4; i++) to[32 * ((r * S::token_tiles + m) * 4 + i)] = sums.total[r][m][i];
         }
         block_barrier();
@@ -115,18 +109,14 @@ PTQ_KERNEL(S::threads, 1) void linear_kernel(const Linear p) {
         for (int other = 1; other < S::along; other++) {
             const float* from = exchange + ((other - 1) * S::across + across) * numbers * 32 + lane();
             PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++)
-                PTQ_UNROLL
-            for (int m = 0; m < S::token_tiles; m++)
-                PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
             for (int i = 0; i < 4; i++) sums.total[r][m][i] += from[32 * ((r * S::token_tiles + m) * 4 + i)];
         }
     }
     PTQ_UNROLL
-    for (int r = 0; r < S::tiles; r++)
-        PTQ_UNROLL
-    for (int m = 0; m < S::token_tiles; m++)
-        PTQ_UNROLL
+    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+    for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
     for (int i = 0; i < 4; i++)
         write_out<T, S>(p, sums.total[r][m][i], tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2),
                         first_token + 8 * m + 2 * (lane() % 4) + i % 2);
@@ -135,9 +125,10 @@ PTQ_KERNEL(S::threads, 1) void linear_kernel(const Linear p) {
 // The sum over the splits, in their order, and the bias.
 constexpr int reduce_threads = 256;
 template <class T>
-PTQ_KERNEL(reduce_threads, 2) void reduce_kernel(const Linear p) {
-    const int64_t i = static_cast<int64_t>(block_x()) * reduce_threads + thread(), count =
-        static_cast<int64_t>(p.tokens) * p.w.n;
+PTQ_KERNEL(reduce_threads, 2)
+void reduce_kernel(const Linear p) {
+    const int64_t i = static_cast<int64_t>(block_x()) * reduce_threads + thread(),
+                  count = static_cast<int64_t>(p.tokens) * p.w.n;
     if (i >= count) return;
     float y = p.partial[i];
     for (int s = 1; s < p.splits; s++) y += p.partial[s * count + i];

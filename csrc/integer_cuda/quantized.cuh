@@ -40,8 +40,7 @@ struct IntegerSums {
             PTQ_UNROLL
             for (int i = 0; i < 2; i++) of_column[i] = shuffle(of_token, 8 * (lane() % 4) + 4 * i);
             PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++)
-                PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
             for (int i = 0; i < 4; i++) {
                 const int32_t exact = sum[r][m][i] - zero[r][i / 2] * of_column[i % 2];
                 total[r][m][i] = add(total[r][m][i], cuda::multiply(scale[r][i / 2], static_cast<float>(exact)));
@@ -53,8 +52,7 @@ struct IntegerSums {
     PTQ_DEVICE void enter() {
         flush();
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++)
-            PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
             scale[r][second] = widen(Bfloat16{scales.scale[r][second]});
             zero[r][second] = scales.zero[r][second];
@@ -90,7 +88,8 @@ struct IntegerSums {
 };
 
 template <class S>
-PTQ_KERNEL(S::threads, 1) void quantized_kernel(const Quantized p) {
+PTQ_KERNEL(S::threads, 1)
+void quantized_kernel(const Quantized p) {
     static_assert(S::along == 1);
     const int tile = (block_x() * S::across + warp()) * S::tiles, first_token = block_z() * S::tokens;
     const int count = p.tokens - first_token < S::tokens ? p.tokens - first_token : S::tokens;
@@ -99,10 +98,8 @@ PTQ_KERNEL(S::threads, 1) void quantized_kernel(const Quantized p) {
     stream<S>(p.w, q, count, p.aligned, 0, 1, tile, 0, shared(), sums);
     sums.flush();
     PTQ_UNROLL
-    for (int r = 0; r < S::tiles; r++)
-        PTQ_UNROLL
-    for (int m = 0; m < S::token_tiles; m++)
-        PTQ_UNROLL
+    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+    for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
     for (int i = 0; i < 4; i++) {
         const int row = tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2);
         const int token = first_token + 8 * m + 2 * (lane() % 4) + i % 2;

@@ -1,7 +1,7 @@
 // How weights and tokens reach a warp: both products (linear.cuh, quantized.cuh) share it. No torch here.
 //
-// A block of threads has `across` x `along` warps: each computes `tiles` tiles of 16 rows, and each of the `along` warps
-// a stretch of the columns, in blocks of 64, four blocks ("steps") for each chunk of the tokens.
+// A block of threads has `across` x `along` warps: each computes `tiles` tiles of 16 rows, and each of the `along`
+// warps a stretch of the columns, in blocks of 64, four blocks ("steps") for each chunk of the tokens.
 //   weights  every warp has its own ring of `stages` blocks, filled by cp.async; a lane reads only what it copied
 //            itself, so no barrier is needed
 //   scales   of the next group are loaded into registers while this one is multiplied
@@ -150,13 +150,11 @@ struct Scales {
     }
     PTQ_DEVICE void fetch() {
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++)
-            PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) scale[r][second] = scale_from[at[r] + 8 * second];
         if (!zero_from) return;
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++)
-            PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) zero[r][second] = zero_from[at[r] + 8 * second];
     }
     // Whether half `half` begins the group that was loaded. Beyond the last group there are only zero columns.
@@ -185,7 +183,8 @@ PTQ_DEVICE void stream(const Weights& w, const X* x, int count, bool aligned, in
     PTQ_UNROLL
     for (int i = 0; i < S::stages - 1; i++) walk.copy(i, i);
     clear_tokens<S, sizeof(X)>(count, memory);
-    const uint8_t* part = memory + lane() / 4 * B::row_bytes + static_cast<int>(sizeof(X)) * (along * S::step_columns + 8 * (lane() % 4));
+    const uint8_t* part =
+        memory + lane() / 4 * B::row_bytes + static_cast<int>(sizeof(X)) * (along * S::step_columns + 8 * (lane() % 4));
     for (int chunk = 0; chunk < chunks; chunk++) {
         const uint8_t* tokens = part + chunk % 2 * B::token_bytes;
         PTQ_UNROLL

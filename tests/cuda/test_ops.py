@@ -1,12 +1,15 @@
 """The CUDA kernels on a GPU, against the references on the CPU: odd shapes, strides, dtypes, poisoned memory."""
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
 
 import ptq  # noqa: F401 (the ops)
-from ptq import activations, hadamard, native
+from ptq import activations, bitstream, hadamard, native
 from ptq.activations import Activation
+from quarot import tiled_ops
 from quarot.integer import IntegerFormat
 
 if not torch.cuda.is_available():
@@ -32,7 +35,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def error(found: Tensor, wanted: Tensor) -> float:
     """Of the result relative to the reference; infinite for NaNs."""
-    difference = (found.double().cpu() - wanted.double()).norm() / wanted.double().norm().clamp(min=1e-30)
+    wanted = wanted.double().to(found.device)
+    difference = (found.double() - wanted).norm() / wanted.norm().clamp(min=1e-30)
     return float(difference.nan_to_num(nan=torch.inf))
 
 
@@ -111,14 +115,19 @@ def test_hadamard_quantize_is_the_transform_and_the_grid(order: int, blocks: int
 # --- integer weights ------------------------------------------------------------------------------------------------
 
 
-def weight(n: int, k: int, form: IntegerFormat) -> dict[str, Tensor]:
+@functools.lru_cache(maxsize=64)
+def weight(n: int, k: int, form: IntegerFormat) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
+    """Stored parts of a random weight, on the GPU; fragments; the float64 weight."""
     generator = torch.Generator().manual_seed(n + k)
     g = form.codebook.groups(k)
     codes = torch.randint(0, 2**form.bits, (n, k), generator=generator, dtype=torch.uint8)
     scale = torch.rand(n, g, generator=generator).add(0.5).bfloat16().view(torch.int16)
-    parts = {"codes": torch.ops.ptq.integer_pack(codes, form.bits), "scale": scale}
-    zero = torch.randint(0, 2**form.bits, (n, g), generator=generator, dtype=torch.uint8)
-    return parts if form.symmetric else {**parts, "zero": zero}
+    parts = {"codes": bitstream.pack(codes.to(GPU), form.bits), "scale": scale.to(GPU)}
+    if not form.symmetric:
+        parts["zero"] = torch.randint(0, 2**form.bits, (n, g), generator=generator, dtype=torch.uint8).to(GPU)
+    packed = form.prepack(parts, GPU)
+    assert "fragments" in packed
+    return parts, packed, form.dequantize(parts, n, k).double()
 
 
 SHAPES = [(16, 64, 0), (33, 128, 128), (70, 608, 32), (5, 96, 96), (4096, 4096, 128), (1000, 11008, 0), (17, 37, 0)]
@@ -130,25 +139,23 @@ SHAPES = [(16, 64, 0), (33, 128, 128), (70, 608, 32), (5, 96, 96), (4096, 4096, 
 def test_linear(bits: int, tokens: int, dtype: torch.dtype) -> None:
     for i, (n, k, group_size) in enumerate(SHAPES):
         form = IntegerFormat(bits, group_size, symmetric=i % 2 == 0)
-        parts = weight(n, k, form)
-        packed = form.prepack(parts, GPU)
-        assert "fragments" in packed
-        x, bias = random(tokens, k, dtype=dtype, seed=i), random(n, dtype=dtype, seed=i) if i % 3 else None
-        found = form.linear(x.to(GPU), packed, None if bias is None else bias.to(GPU))
-        wanted = x.double() @ form.dequantize(parts, n, k).double().T + (0 if bias is None else bias.double())
+        _, packed, w = weight(n, k, form)
+        x, bias = random(tokens, k, dtype=dtype, seed=i).to(GPU), None
+        if i % 3:
+            bias = random(n, dtype=dtype, seed=i).to(GPU)
+        found = form.linear(x, packed, bias)
+        wanted = x.double() @ w.T + (0 if bias is None else bias.double())
         assert error(found, wanted) < (1e-3 if dtype == torch.float16 else 6e-3), (n, k, group_size)
-        again = form.linear(x.to(GPU), packed, None if bias is None else bias.to(GPU))
-        assert torch.equal(found, again)
+        assert torch.equal(found, form.linear(x, packed, bias))
 
 
 def test_linear_of_float32_and_strides() -> None:
     form = IntegerFormat(4, 64, False)
-    parts = weight(100, 320, form)
-    packed, w = form.prepack(parts, GPU), form.dequantize(parts, 100, 320).double()
-    x = random(4, 6, 640)
-    assert error(form.linear(x[..., :320].to(GPU), packed), x[..., :320].double() @ w.T) < 1e-5
-    halves = x.half().to(GPU)
-    assert error(form.linear(halves[..., 1:321], packed), x.half()[..., 1:321].double() @ w.T) < 1e-3
+    _, packed, w = weight(100, 320, form)
+    x = random(4, 6, 640).to(GPU)
+    assert error(form.linear(x[..., :320], packed), x[..., :320].double() @ w.T) < 1e-5
+    halves = x.half()
+    assert error(form.linear(halves[..., 1:321], packed), halves[..., 1:321].double() @ w.T) < 1e-3
     assert form.linear(halves[:0, :, :320], packed).shape == (0, 6, 100)
 
 
@@ -157,28 +164,26 @@ def test_linear_of_float32_and_strides() -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_quantised_tokens_to_the_bit(bits: int, tokens: int, dtype: torch.dtype) -> None:
     for i, (n, k, group_size) in enumerate(SHAPES):
-        if n * k * tokens > 1 << 27:
-            continue  # the reference works in float64
         form = IntegerFormat(bits, group_size, symmetric=i % 2 == 1)
-        parts = weight(n, k, form)
-        q = torch.randint(-128, 128, (tokens, k), generator=torch.Generator().manual_seed(i), dtype=torch.int8)
-        q_scale, bias = torch.rand(tokens) + 0.1, random(n, seed=i) if i % 3 else None
-        gpu_bias = None if bias is None else bias.to(GPU)
-        found = form.linear_quantized(q.to(GPU), q_scale.to(GPU), form.prepack(parts, GPU), gpu_bias, dtype)
-        wanted = form.linear_quantized(q, q_scale, form.lay_out(parts, "fragments"), bias, dtype)
-        assert torch.equal(found.cpu(), wanted), (n, k, group_size)
+        parts, packed, _ = weight(n, k, form)
+        q = torch.randint(-128, 128, (tokens, k), generator=torch.Generator().manual_seed(i), dtype=torch.int8).to(GPU)
+        q_scale, bias = torch.rand(tokens, device=GPU) + 0.1, random(n, seed=i).to(GPU) if i % 3 else None
+        found = form.linear_quantized(q, q_scale, packed, bias, dtype)
+        codes = bitstream.unpack(parts["codes"], bits, k)
+        rest = (parts["scale"], parts.get("zero"), bias, bits, group_size, dtype)
+        assert torch.equal(found, tiled_ops.product(q, q_scale, codes, *rest)), (n, k, group_size)
 
 
 def test_stored_parts_come_back_from_the_gpu() -> None:
     form = IntegerFormat(3, 32, False)
-    parts = weight(70, 640, form)
-    back = form.unprepack(form.prepack(parts, GPU))
-    assert all(torch.equal(back[part].cpu(), parts[part]) for part in parts)
+    parts, packed, _ = weight(70, 640, form)
+    back = form.unprepack(packed)
+    assert all(torch.equal(back[part], parts[part]) for part in parts)
 
 
 def test_wrong_weights_are_refused() -> None:
     form = IntegerFormat(4, 32, True)
-    packed = form.prepack(weight(32, 64, form), GPU)
+    _, packed, _ = weight(32, 64, form)
     with pytest.raises(RuntimeError, match="prepack it again"):
         form.linear(torch.zeros(1, 128, device=GPU, dtype=torch.half), packed)
     with pytest.raises(RuntimeError, match="another device"):
@@ -189,7 +194,7 @@ def test_wrong_weights_are_refused() -> None:
 def test_graphs_and_compile() -> None:
     """Hadamard, quantisation and both products, captured once and replayed on other tokens; and in one graph."""
     form = IntegerFormat(4, 128, True)
-    packed = form.prepack(weight(512, 1024, form), GPU)
+    _, packed, _ = weight(512, 1024, form)
     construction = hadamard.construction(1024)
     x = random(4, 1024, dtype=torch.bfloat16).to(GPU)
 

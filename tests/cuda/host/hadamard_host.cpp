@@ -18,7 +18,8 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
     const int width = size_of(e), compute = e == Element::float64 ? 8 : 4;
     const bool quantised = mode >= 2;
     const int off = misalign ? width : 0;
-    Buffer x(in, count * width, off), y(nullptr, count * (quantised ? 1 : width), misalign ? (quantised ? 1 : width) : 0);
+    Buffer x(in, count * width, off),
+        y(nullptr, count * (quantised ? 1 : width), misalign ? (quantised ? 1 : width) : 0);
     Buffer s(signs, signs ? blocks * order * compute : 0), scales(nullptr, outer * 4);
     std::vector<Buffer> code_buffers;
     Task t{};
@@ -63,10 +64,15 @@ extern "C" const char* test_quantize(int backwards, const void* in, int8_t* q, f
     const Element e = static_cast<Element>(element);
     Buffer x(in, tokens * k * size_of(e), misalign ? size_of(e) : 0), y(nullptr, tokens * k, misalign ? 1 : 0);
     Buffer s(nullptr, tokens * 4);
-    const char* error = ptq::activations::quantize(
-        {x.data(), static_cast<int8_t*>(y.data()), static_cast<float*>(s.data()), tokens, k, 0, !misalign,
-         {grid8[0], grid8[1], grid8[2]}},
-        size_of(e), e == Element::float16, nullptr);
+    const char* error = ptq::activations::quantize({x.data(),
+                                                    static_cast<int8_t*>(y.data()),
+                                                    static_cast<float*>(s.data()),
+                                                    tokens,
+                                                    k,
+                                                    0,
+                                                    !misalign,
+                                                    {grid8[0], grid8[1], grid8[2]}},
+                                                   size_of(e), e == Element::float16, nullptr);
     y.give(q);
     s.give(scale);
     return error ? error : y.damaged() ? "written in front of a buffer" : nullptr;

@@ -1,0 +1,144 @@
+"""RMSNorm and rotary embedding of a loaded model as one op each, for few tokens.
+
+No family is named. `install` looks for modules that could be an RMSNorm, and for attention modules whose forward calls
+`apply_rotary_pos_emb`; each kind is tried on random numbers first, and where the op's reference does not give the same
+bits as the model's own code, that code is left alone. With more tokens, gradients, other devices or dtypes, or under
+torch.compile, the model's own code runs.
+
+Norms and attention modules get a `forward` of their own in the instance, as accelerate does it. The one of attention is
+the family's own function, with another `apply_rotary_pos_emb` among its globals: nothing in transformers is changed.
+"""
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptq import steps
+from ptq.matmul import FEW_TOKENS
+
+ROTARY = "apply_rotary_pos_emb"
+EPSILON = ("variance_epsilon", "eps")
+"""What families call the number that RMSNorm adds to the mean."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def install(model: nn.Module) -> None:
+    """Make the norms and rotary embeddings of a model fast where they are what the ops compute."""
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue  # somebody has put another one there
+        kind = _norm_kind(module)
+        if kind is not None:
+            module.forward = functools.partial(_norm_forward, module, *kind)
+        elif with_fast_rotary(type(module).forward) is not None:
+            module.forward = functools.partial(_attention_forward, module)
+
+
+def _is_few(tokens: int, *tensors: Tensor) -> bool:
+    first = tensors[0]
+    if not 0 < tokens <= FEW_TOKENS or first.dtype not in DTYPES or torch.compiler.is_compiling():
+        return False
+    if any(x.dtype != first.dtype or x.device.type != "cpu" for x in tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+# --- norms ----------------------------------------------------------------------------------------------------------
+
+
+def _norm_forward(module: nn.Module, eps: float, offset: float, round_first: bool, *args: Any, **kwargs: Any) -> Tensor:
+    gain = module._parameters["weight"]
+    if len(args) == 1 and not kwargs and gain is not None:
+        x = args[0]
+        if x.dim() > 2 and _is_few(x.shape[0] * x.shape[1], x, gain):
+            return torch.ops.ptq.rms_norm.default(x, gain, eps, offset, round_first)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
+    """eps, offset and round_first of a module that is an RMSNorm; None for any other."""
+    gain = module._parameters.get("weight")
+    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    eps = next((value for name in EPSILON if isinstance(value := getattr(module, name, None), float)), None)
+    if not alone or gain is None or gain.dim() != 1 or gain.device.type != "cpu" or eps is None or not eps > 0:
+        return None
+    return _tried(type(module), gain.shape[0], eps, module)
+
+
+_KINDS: dict[tuple[type, int, float], tuple[float, float, bool] | None] = {}
+
+
+def _tried(cls: type[nn.Module], k: int, eps: float, module: nn.Module) -> tuple[float, float, bool] | None:
+    key = (cls, k, eps)
+    if key not in _KINDS:
+        required = [p for p in inspect.signature(cls.forward).parameters.values() if p.default is p.empty]
+        kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if len(required) == 2 else []
+        _KINDS[key] = next((kind for kind in kinds if _gives_its_numbers(module, *kind)), None)
+    return _KINDS[key]
+
+
+@torch.no_grad()
+def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        alone = copy.deepcopy(module).to(dtype)
+        gain = alone.get_parameter("weight")
+        gain.copy_(torch.randn(gain.shape, generator=generator))
+        x = torch.randn(1, 3, len(gain), generator=generator) * torch.tensor([eps**0.5, 1.0, 30.0])[:, None]
+        x = x.to(dtype)
+        found = type(module).forward(alone, x)
+        if not isinstance(found, Tensor) or not torch.equal(found, steps.rms_norm(x, gain, eps, offset, round_first)):
+            return False
+    return True
+
+
+# --- rotary embedding -----------------------------------------------------------------------------------------------
+
+
+def _attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    return (with_fast_rotary(own) or own)(module, *args, **kwargs)
+
+
+@functools.cache
+def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A forward function that differs in its rotary embedding alone; None where it has none that the op computes."""
+    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
+        return None
+    own = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
+    if not isinstance(own, types.FunctionType) or not _turns_alike(own):
+        return None
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
+            tokens = q.shape[0] * q.shape[2]
+            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and _is_few(tokens, q, k, cos, sin):
+                return torch.ops.ptq.rotary.default(q, k, cos, sin)
+        return own(q, k, cos, sin, *args, **kwargs)
+
+    names = {**forward.__globals__, ROTARY: rotary}
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+@torch.no_grad()
+def _turns_alike(own: types.FunctionType) -> bool:
+    required = [p for p in inspect.signature(own).parameters.values() if p.default is p.empty]
+    if len(required) != 4:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16))
+        q, k, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        found, wanted = own(q, k, cos, sin), steps.rotary(q, k, cos, sin)
+        if len(found) != 2 or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+            return False
+    return True
