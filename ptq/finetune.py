@@ -26,8 +26,9 @@ HELD_OUT = 8
 """One chunk of so many is held out."""
 LEAST_GAIN = 0.005
 """An epoch that lowers the held-out loss by less than this share of it was no success."""
-PATIENCE = 3
-"""After an epoch without success, training goes on from the best so far at half the rate; after so many, it ends."""
+PATIENCE = 4
+"""After an epoch without success, training goes on from the best so far at half the rate; after so many, it ends. The
+rate also falls in a straight line, towards zero at the end of the last epoch."""
 BETAS, EPSILON = (0.9, 0.999), 1e-8
 """Of Adam."""
 
@@ -100,8 +101,9 @@ def fit(task: Task, tell: Tell) -> tuple[Values, list[float]]:
     while len(state.losses) <= task.epochs and state.failures < PATIENCE:
         epoch = len(state.losses)
         order = torch.randperm(task.batches, generator=rewrite.generator(f"{task.name}/{epoch}", task.seed))
-        for number in order.tolist():
-            loss = _step(state, task, number)
+        for count, number in enumerate(order.tolist()):
+            left = 1 - (epoch - 1 + count / task.batches) / task.epochs
+            loss = _step(state, task, number, left / 2**state.failures)
             tell(
                 f"{task.name}: epoch {epoch} of {task.epochs}, loss {loss:.4g}, held out {min(state.losses):.4g}", share
             )
@@ -132,8 +134,8 @@ def _written(values: Values, task: Task) -> Values:
     return {name: value.to(task.trained[name].dtype).float() for name, value in values.items()}
 
 
-def _step(state: _State, task: Task, number: int) -> float:
-    """One step of Adam (Kingma and Ba 2015, algorithm 1)."""
+def _step(state: _State, task: Task, number: int, share: float) -> float:
+    """One step of Adam (Kingma and Ba 2015, algorithm 1), at a share of the rates."""
     leaves = {name: value.detach().requires_grad_() for name, value in _written(state.values, task).items()}
     loss = task.gradients(leaves, number)
     state.steps += 1
@@ -144,7 +146,7 @@ def _step(state: _State, task: Task, number: int) -> float:
         mean.lerp_(leaf.grad, 1 - BETAS[0])
         square.mul_(BETAS[1]).addcmul_(leaf.grad, leaf.grad, value=1 - BETAS[1])
         size = (square / second).sqrt_().add_(EPSILON)
-        state.values[name].addcdiv_(mean, size, value=-task.trained[name].rate / 2**state.failures / first)
+        state.values[name].addcdiv_(mean, size, value=-share * task.trained[name].rate / first)
     return loss
 
 

@@ -183,10 +183,11 @@ def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> Part:
 
 
 def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str, Trained]:
-    found = tuned.vectors(turn.tasks.job, rounded, values)
+    share = turn.tasks.rounding_error(turn.group)
+    found = tuned.vectors(turn.tasks.job, rounded, values, share)
     for linear in turn.left:
         name = f"{linear.name}.weight"
-        found[name] = tuned.matrix(values[name], torch.float32)
+        found[name] = tuned.matrix(values[name], torch.float32, share)
     return found
 
 

@@ -32,6 +32,8 @@ from ptq.tuned import Trained, Values
 if TYPE_CHECKING:
     from ptq.tasks import Tasks
 
+RATE = 0.2
+"""Adam's steps, as a share of those within a block: errors of all blocks add up here."""
 LOGITS = 1 << 22
 """Logits of a model that are made at a time."""
 
@@ -90,6 +92,7 @@ class _Model:
         self.tasks, self.job = tasks, (job := tasks.job)
         self.ids = tasks.chunks_of(rows)
         self.linears = [linear for linear in job.plan.linears if linear.statistics]
+        self.share = RATE * tasks.rounding_error(self.linears)
         self.embedding, self.head = (f"{linear.name}.weight" for linear in (job.embedding, job.head))
         self.teacher = Part(job.config, job.family, None, job.device)
         self.teacher.load({job.lm_head: job.tensor(job.head.source), job.final_norm: job.tensor(job.final_norm)})
@@ -104,9 +107,9 @@ class _Model:
         for linear in self.linears:
             names |= {*job.sign_tensors(linear), f"{linear.name}.bias"} & self.tasks.shards.layout.tensors.keys()
         values = tuned.read(job, {name: self.tasks.shards.read(name) for name in sorted(names)})
-        found = tuned.vectors(job, self.linears, values)
+        found = tuned.vectors(job, self.linears, values, self.share)
         head = self.tasks.shards.read(self.head)
-        return {**found, self.head: tuned.matrix(head.float().to(job.device), head.dtype)}
+        return {**found, self.head: tuned.matrix(head.float().to(job.device), head.dtype, self.share)}
 
     def loss(self, values: Values, number: int) -> float:
         """Mean KL divergence of a chunk's tokens, nats."""

@@ -154,7 +154,7 @@ class Job:
     ) -> list[Float[Tensor, "1 t v"]]:
         """Logits of every row from the hidden states that leave the last block, a head matrix and a norm gain."""
         part = self._part(None)
-        part.load({self.lm_head: weight, self.final_norm: norm}, as_stored=False and hidden.shape[1] <= FEW_TOKENS)
+        part.load({self.lm_head: weight, self.final_norm: norm}, as_stored=hidden.shape[1] <= FEW_TOKENS)
         del weight  # the largest tensor of the model; the part may have it in float32
         return [part.logits(row) for row in hidden.split(1)]
 

@@ -34,7 +34,10 @@ def rms_norm(
 
 
 def rotary(
-    q: Float[Tensor, "b q_heads t d"], k: Float[Tensor, "b h t d"], cos: Float[Tensor, "_ t d"], sin: Float[Tensor, "_ t d"]
+    q: Float[Tensor, "b q_heads t d"],
+    k: Float[Tensor, "b h t d"],
+    cos: Float[Tensor, "_ t d"],
+    sin: Float[Tensor, "_ t d"],
 ) -> tuple[Float[Tensor, "b q_heads t d"], Float[Tensor, "b h t d"]]:
     """`ptq::rotary` in plain torch."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

@@ -15,6 +15,7 @@ and several processes can share the tasks of a step.
 """
 
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -32,6 +33,7 @@ from ptq.formats import Choice
 from ptq.hessian import Hessians
 from ptq.job import Job, dense_weight
 from ptq.linear import guard
+from ptq.matmul import FEW_TOKENS
 from ptq.plan import LinearPlan
 from ptq.probe import Probe, row_by_row
 from ptq.progress import Progress
@@ -95,7 +97,8 @@ class Tasks:
             if calibrated:
                 memory.give_back()
             states = self.probe.states(index) if self.workers.first else {}
-            part = self.job.original_block(index)
+            few = not calibrated and (not states or states["original"].shape[1] <= FEW_TOKENS)
+            part = self.job.original_block(index, as_stored=few)
             original, before = self.probe.run(index, part, states.get("original"))
             if self.job.plan.finetune != "none":
                 self._teach(index, part)
@@ -266,6 +269,11 @@ class Tasks:
     def log(self) -> list[dict[str, object]]:
         """Name, seconds and error statistics of every linear."""
         return [{"name": linear.name, **json.loads(self.mark(linear).read_bytes())} for linear in self.job.plan.linears]
+
+    def rounding_error(self, linears: Iterable[LinearPlan]) -> float:
+        """Root of the mean relative squared error of rounded weights."""
+        errors = [json.loads(self.mark(linear).read_bytes()).get("error", 0.0) for linear in linears]
+        return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
     def trainings(self) -> dict[str, list[float | None]]:
         """The losses on held-out rows of everything that was fine-tuned, by name, those of the starts first."""

@@ -17,11 +17,12 @@ from ptq.job import Job
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, describe, frozen, loaded_signs, online_of, stored_signs
 from ptq.plan import LinearPlan
 
-VECTOR_RATE = 5e-3
-"""Adam's steps for sign vectors, norms and biases, all of them near 1. Tseng et al. take 5e-4 for sign vectors and 5e-5
-for the rest, of models of 7 to 70 billion weights; steps that are too long are halved (`finetune.PATIENCE`)."""
-WEIGHT_RATE = 0.03
-"""Adam's steps for weight matrices, relative to the root of their mean square."""
+VECTOR_RATE = 0.016
+"""Adam's steps for sign vectors, norms and biases, all of them near 1, times the relative error of the rounded weights:
+0.005 at 2 bits, less at 4, where there is less to make up for. Tseng et al. take 5e-4 for sign vectors and 5e-5 for the
+rest, of models of 7 to 70 billion weights; steps that are too long are halved (`finetune.PATIENCE`)."""
+WEIGHT_RATE = 0.1
+"""Adam's steps for weight matrices, relative to the root of their mean square, times the same."""
 
 Values = dict[str, Tensor]
 """Tensors by the name that they have in the model; an su that linears share has the name of the first of them."""
@@ -82,22 +83,23 @@ def shared(linears: Iterable[LinearPlan], values: Values) -> Values:
     return values | {name: values[source] for name, source in others.items() if source in values}
 
 
-def vectors(job: Job, linears: Iterable[LinearPlan], values: Values) -> dict[str, Trained]:
-    """How the norms and biases among `values`, and the sign vectors of these linears, are trained."""
+def vectors(job: Job, linears: Iterable[LinearPlan], values: Values, share: float) -> dict[str, Trained]:
+    """How the norms and biases among `values`, and the sign vectors of these linears, are trained: at this share of
+    VECTOR_RATE."""
     dtypes = {name: info.dtype for name, info in job.checkpoint.tensors.items()}
     for linear in linears:
         dtypes |= {f"{linear.statistics}.{INPUT_SIGNS}": torch.float16, f"{linear.name}.{OUTPUT_SIGNS}": torch.float16}
     moving = (f".{INPUT_SIGNS}", f".{OUTPUT_SIGNS}", ".bias")
     return {
-        name: Trained(value, dtypes[name], VECTOR_RATE)
+        name: Trained(value, dtypes[name], share * VECTOR_RATE)
         for name, value in values.items()
         if name in dtypes and (name.endswith(moving) or name in job.plan.kept)
     }
 
 
-def matrix(w: Float[Tensor, "n k"], dtype: torch.dtype) -> Trained:
-    """How a weight matrix is trained."""
-    return Trained(w, dtype, WEIGHT_RATE * float(w.square().mean(dtype=torch.float64).sqrt()))
+def matrix(w: Float[Tensor, "n k"], dtype: torch.dtype, share: float) -> Trained:
+    """How a weight matrix is trained: at this share of WEIGHT_RATE."""
+    return Trained(w, dtype, share * WEIGHT_RATE * float(w.square().mean(dtype=torch.float64).sqrt()))
 
 
 def written(job: Job, values: Values) -> Values:

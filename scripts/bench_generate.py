@@ -28,11 +28,13 @@ RECIPES: dict[str, dict[str, Any]] = {
     "W4A4KV4": {"activation_bits": 4, "key_bits": 4, "value_bits": 4},
 }
 """Rounded to nearest: speed does not depend on how codes were chosen."""
+PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
+"""The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast_decode` installs."""
 READ_BYTES = 1 << 30
 
 
 @app.command(hidden=True)
-def measured(model: str, context: int, new_tokens: int, rounds: int) -> None:
+def measured(model: str, context: int, new_tokens: int, rounds: int, linears: str) -> None:
     """Load a model, decode greedily behind `context` tokens, and print what it took as JSON."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -42,6 +44,8 @@ def measured(model: str, context: int, new_tokens: int, rounds: int) -> None:
     started = time.perf_counter()
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     load = time.perf_counter() - started
+    read = sum(p.nbytes for name, p in loaded.named_parameters() if "embed_tokens" not in name)
+    _change(loaded, linears)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(loaded.config.vocab_size, (1, context), generator=generator)
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
@@ -62,13 +66,37 @@ def measured(model: str, context: int, new_tokens: int, rounds: int) -> None:
     nbytes = cache.memory() if hasattr(cache, "memory") else sum(
         layer.keys.nbytes + layer.values.nbytes for layer in cache.layers
     )  # fmt: skip
-    read = sum(p.nbytes for name, p in loaded.named_parameters() if "embed_tokens" not in name)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - READ_BYTES
     share = median(read / token / bandwidth for token, bandwidth in zip(seconds[1:], reads[1:], strict=True))
     print(json.dumps({
         "load": load, "token": median(seconds[1:]), "prefill": median(prefill[1:]), "bytes": read, "cache": nbytes,
         "bandwidth": median(reads[1:]), "share": share, "peak": peak,
     }))  # fmt: skip
+
+
+def _change(model: Any, linears: str) -> None:
+    """Give the plain linears of a model another way to multiply, see `PLAIN`."""
+    import torch
+    from torch import nn
+
+    from ptq import fast_decode
+
+    class Prepacked(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.bias = linear.bias
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+
+    if linears == "ptq":
+        fast_decode.install(model)
+    if linears == "onednn":
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    setattr(parent, name, Prepacked(child))
 
 
 def _read(data: Any) -> float:
@@ -112,13 +140,14 @@ def main(
         model = str(folder)
     from ptq import source
 
-    folders = {"bf16": source.resolve(model), **{name: packed(model, name, r) for name, r in RECIPES.items()}}
+    folders = {name: (source.resolve(model), linears) for name, linears in PLAIN.items()}
+    folders |= {name: (packed(model, name, recipe), "transformers") for name, recipe in RECIPES.items()}
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     print(f"| {threads} threads, {context} tokens before | tokens/s | times bf16 | of bandwidth / bytes per token | "
           "prefill, s | cache, MB | peak, MB |\n|---|---|---|---|---|---|---|")  # fmt: skip
     base = None
-    for name, folder in folders.items():
-        arguments = ["measured", str(folder), str(context), str(new_tokens), str(rounds)]
+    for name, (folder, linears) in folders.items():
+        arguments = ["measured", str(folder), str(context), str(new_tokens), str(rounds), linears]
         done = subprocess.run(
             [sys.executable, __file__, *arguments], env=environment, stdout=subprocess.PIPE, check=True
         )

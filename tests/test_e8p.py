@@ -187,15 +187,15 @@ def test_two_stages_find_the_best_of_their_candidates(bits, points, implementati
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_level_finds_the_codes_of_the_reference(bits, implementation):
-    scale = torch.tensor([0.03, 0.008])[: 1 if bits == 2 else 2]
-    for shape in [(1, 8), (3, 40), (0, 16), (5, 0), (67, 24)]:
-        w = randn(shape[0], 2 * shape[1], seed=bits)[:, ::2] * 0.1
+    """Odd sizes and strides; and numbers on a grid, among which are ties of every kind."""
+    some, even = torch.tensor([0.03, 0.008]), torch.tensor([1.0, 0.5])
+    cases = [(randn(n, 2 * k, seed=bits)[:, ::2] * 0.1, some) for n, k in [(1, 8), (3, 40), (0, 16), (5, 0), (67, 24)]]
+    for w, scale in [*cases, (on_a_grid()[2500:2700], even), (on_a_grid()[-6:], even)]:
+        scale = scale[: 1 if bits == 2 else 2]
         expected = e8p_ops.round_nearest(w, scale, e8p_ops.tables(bits), bits, 4)
         assert torch.equal(implementation["e8p_round"](w, scale, e8p_ops.tables(bits), bits, 4), expected)
-        assert torch.equal(
-            implementation["e8p_decode"](expected, scale, e8p_ops.tables(bits), bits),
-            e8p_ops.decode(expected, scale, e8p_ops.tables(bits), bits),
-        )
+        decoded = implementation["e8p_decode"](expected, scale, e8p_ops.tables(bits), bits)
+        assert torch.equal(decoded, e8p_ops.decode(expected, scale, e8p_ops.tables(bits), bits))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -260,8 +260,10 @@ def test_the_chosen_scales_are_near_the_best():
 
 def test_zeros_stay_zeros():
     for bits in BITS:
-        found = rounding.nearest(torch.zeros(3, 16), E8Codebook(bits))
-        assert not found.scales["scale"].any() and found.error == 0
+        for tiny in (0.0, 1e-38):  # the inverse of a scale for the second would be infinite
+            found = rounding.nearest(torch.full((3, 16), tiny), E8Codebook(bits))
+            assert not found.scales["scale"].any()
+        assert rounding.nearest(torch.zeros(3, 16), E8Codebook(bits)).error == 0
         assert not E8Codebook(bits).decode(found.codes, found.scales).any()
 
 

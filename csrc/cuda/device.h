@@ -10,7 +10,7 @@
 //   copy_async<bytes>(shared, global), copy_commit(), copy_wait<pending>()
 //   mma<T>(c, a, b0, b1)          m16n8k16, T = Half or Bfloat16, float32 sums
 //   mma_u8s8(c, a, b0, b1)        m16n8k32, A unsigned, B signed bytes, int32 sums
-//   dp4a(a, b, c), byte_permute(a, b, selector), and_or(a, mask, bits)
+//   dp4a(a, b, c), byte_permute(a, b, selector), and_or(a, mask, bits), keep(x)
 //   fma2<T>(a, b, c)              two packed halves, each rounded once
 //   widen(T), narrow<T>(float), pack<T>(low, high), float_of(bits), bits_of(float)
 //   multiply, add, divide, round_to_int: rounded to the nearest, never contracted

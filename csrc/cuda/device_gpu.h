@@ -150,6 +150,11 @@ PTQ_DEVICE uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
     return d;
 }
 
+// Keeps a number in its register, where the compiler would rather compute it again.
+PTQ_DEVICE void keep(int& x) {
+    asm volatile("" : "+r"(x));
+}
+
 PTQ_DEVICE float float_of(uint32_t bits) {
     return __uint_as_float(bits);
 }

@@ -172,6 +172,7 @@ inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; i++) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
     return out;
 }
+inline void keep(int&) {}
 inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
     return (a & mask) | bits;
 }

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "gemm/panels_kernels.h"
+#include "gemm/panels_pack.h"
 #include "integer_tiled/decode_lanes.h"
 
 namespace ptq::gemm {
@@ -13,7 +14,6 @@ namespace {
 
 using integer::Lanes;
 using integer::SignedInts;
-typedef uint32_t Eight __attribute__((vector_size(32)));
 template <Mode mode>
 using Sum = std::conditional_t<mode == Mode::quads, SignedInts, Lanes>;
 
@@ -22,92 +22,6 @@ constexpr int strip = panel_tiles, most_tokens = 8;
 #else
 constexpr int strip = 1, most_tokens = 4;  // their sums fit into sixteen registers
 #endif
-
-// Where the panel that begins at a column ends: panels are whole groups, or a part of one.
-inline int64_t panel_end(const Product& p, int64_t column) {
-    const int64_t most = panel_steps * columns_of(p.mode), group = p.w.group_columns;
-    if (group <= most) return std::min(p.w.columns, column + most / group * group);
-    return std::min({p.w.columns, column + most, (column / group + 1) * group});
-}
-
-inline int64_t token_blocks(const Product& p) {
-    return (p.t + block_tokens - 1) / block_tokens;
-}
-// Where block b of tokens begins in a panel.
-inline int64_t place(const Product& p, int64_t column, int64_t end, int64_t b) {
-    return (column * token_blocks(p) + b * (end - column)) / columns_of(p.mode) * block_tokens;
-}
-
-// --- x ---------------------------------------------------------------------------------------------------------------
-
-// Eight steps of a token, from a column on; zeros where there is none.
-inline Eight eight_steps(const Product& p, int64_t token, int64_t column) {
-    const int64_t left = std::clamp(p.k - column, int64_t{0}, 8 * columns_of(p.mode));
-    Eight x{};
-    if (token >= p.t || left == 0) return x;
-    const int64_t at = token * p.k + column;
-    if (p.mode == Mode::quads) {
-        std::memcpy(&x, static_cast<const int8_t*>(p.x) + at, left);
-    } else if (p.mode == Mode::pairs) {
-        typedef uint16_t Words __attribute__((vector_size(32)));
-        Words words{};
-        std::memcpy(&words, static_cast<const uint16_t*>(p.x) + at, left * sizeof(uint16_t));
-        x = (Eight)__builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-    } else if (p.x_type == Number::float32) {
-        std::memcpy(&x, static_cast<const float*>(p.x) + at, left * sizeof(float));
-    } else {
-        for (int64_t i = 0; i < left; i++)
-            x[i] = static_cast<uint32_t>(static_cast<const uint16_t*>(p.x)[at + i]) << 16;
-    }
-    return x;
-}
-
-inline void transpose(Eight x[8]) {
-    Eight y[8];
-    for (int i = 0; i < 8; i += 2) {
-        y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-        y[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            x[i + j] = __builtin_shufflevector(y[i + j], y[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            x[i + j + 2] = __builtin_shufflevector(y[i + j], y[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    for (int i = 0; i < 4; i++) {
-        y[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        y[i + 4] = __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-    for (int i = 0; i < 8; i++) x[i] = y[i];
-}
-
-void offsets(const Product& p, int64_t b) {
-    for (int64_t g = 0; g < p.w.groups; g++)
-        for (int64_t j = 0; j < block_tokens; j++) {
-            const int64_t token = b * block_tokens + j;
-            const int8_t* q = static_cast<const int8_t*>(p.x) + token * p.k;
-            int32_t sum = 0;
-            if (token < p.t)
-                for (int64_t i = g * p.w.group_columns; i < std::min(p.k, (g + 1) * p.w.group_columns); i++)
-                    sum += q[i];
-            p.offset[(b * p.w.groups + g) * block_tokens + j] = -byte_offset * sum;
-        }
-}
-
-void pack(const Product& p, int64_t first, int64_t last) {
-    for (int64_t b = first; b < last; b++) {
-        if (p.mode == Mode::quads) offsets(p, b);
-        for (int64_t column = 0; column < p.w.columns;) {
-            const int64_t end = panel_end(p, column);
-            uint32_t* to = p.packed + place(p, column, end, b);
-            for (; column < end; column += 8 * columns_of(p.mode), to += 8 * block_tokens) {
-                Eight x[block_tokens];
-                for (int64_t j = 0; j < block_tokens; j++) x[j] = eight_steps(p, b * block_tokens + j, column);
-                transpose(x);
-                std::memcpy(to, x, sizeof x);
-            }
-        }
-    }
-}
 
 // --- sums ------------------------------------------------------------------------------------------------------------
 
@@ -150,7 +64,6 @@ struct Step {
     int64_t column, end;
     const uint8_t* ahead;  // what to fetch meanwhile: `ahead_count` streams, so many bytes of each for every 32 columns
     int64_t ahead_bytes, ahead_step, ahead_count;
-    const void* sums;  // the sums of the block that comes next, likewise
 };
 
 #define PTQ_EACH_SUM \
@@ -161,7 +74,7 @@ void multiply_block(const Panels& w, const Step& s) {
     constexpr int steps = column_step / columns_of(mode);
     const int32_t* panel = s.panel;
     const uint32_t* x = s.x;
-    const uint8_t *ahead = s.ahead, *sums = static_cast<const uint8_t*>(s.sums);
+    const uint8_t* ahead = s.ahead;
     for (int64_t column = s.column, group = column / w.group_columns; column < s.end; group++) {
         const int64_t whole = std::min(w.columns, (group + 1) * w.group_columns), stop = std::min(s.end, whole);
         Sum<mode> sum[tokens][tiles];
@@ -178,8 +91,6 @@ void multiply_block(const Panels& w, const Step& s) {
                 for (int64_t at = 0; at < s.ahead_bytes; at += 64)
                     __builtin_prefetch(ahead + i * s.ahead_step + at, 0, 3);
             ahead += s.ahead_bytes;
-#pragma GCC unroll 4
-            for (int i = 0; i < 4; i++, sums += 64) __builtin_prefetch(sums, 1, 3);
             for (int i = 0; i < steps; i++, panel += tiles * tile_rows, x += block_tokens) {
                 SignedInts number[tiles];
 #pragma GCC unroll 3
@@ -248,7 +159,6 @@ void multiply_strip(const Product& p, const Scratch& scratch, int64_t tile, int6
     const Panels& w = p.w;
     const int64_t blocks = (last - first + block_tokens - 1) / block_tokens;
     const int64_t a_time = (tiles + blocks - 1) / blocks;  // row tiles that are fetched during a block
-    const bool whole_groups = w.group_columns <= panel_steps * columns_of(mode);
     std::memset(scratch.total, 0, blocks * block_tokens * tiles * tile_rows * sizeof(float));
     for (int64_t column = 0, end; column < w.columns; column = end) {
         end = panel_end(p, column);
@@ -257,8 +167,8 @@ void multiply_strip(const Product& p, const Scratch& scratch, int64_t tile, int6
         const uint8_t* ahead =
             w.codes + (done ? (tile + tiles) * w.tile_bytes : tile * w.tile_bytes + end / column_step * w.step_bytes);
         const uint16_t* scale = w.scale + tile * w.groups * tile_rows;
-        Step s{scratch.panel, nullptr, nullptr,      scale, scratch.total, scratch.open, column, end,
-               nullptr,       0,       w.tile_bytes, 0,     nullptr};
+        Step s{scratch.panel, nullptr, nullptr, scale, scratch.total, scratch.open,
+               column,        end,     nullptr, 0,     w.tile_bytes,  0};
         for (int64_t t = first, at = 0; t < last; t += block_tokens, at++) {
             const int64_t b = t / block_tokens, tokens = std::min(block_tokens, last - t);
             s.x = p.packed + place(p, column, end, b), s.offset = p.offset + b * w.groups * block_tokens;
@@ -271,12 +181,10 @@ void multiply_strip(const Product& p, const Scratch& scratch, int64_t tile, int6
             else
                 s.ahead = reinterpret_cast<const uint8_t*>(p.packed + place(p, column, end, b + 1)), s.ahead_count = 1,
                 s.ahead_bytes = column_step / columns_of(mode) * block_tokens * 4;
-            constexpr int64_t sums = block_tokens * tiles * tile_rows;
-            s.sums = whole_groups ? static_cast<const void*>(s.total + sums) : s.open + sums;
             if (done) fetch_results<tiles>(p, tile, t);
             multiply_tokens<mode, tiles>(w, s, tokens);
             if (done) finish<tiles>(p, s.total, tile, t, tokens);
-            s.total += sums, s.open += sums;
+            s.total += block_tokens * tiles * tile_rows, s.open += block_tokens * tiles * tile_rows;
         }
     }
 }

@@ -1,7 +1,7 @@
 // Dense +-1 factors of a Hadamard matrix on the tensor cores, in place in shared memory. A float32 number is the sum of
 // three bfloat16 numbers, the products with +-1 are exact, the sums float32: as exact as float32 additions.
 //
-// One warp takes 8 columns at a time: it reads all K numbers of each into registers before it writes any.
+// One warp takes 8 columns at a time: up to K = 128 it reads all K numbers of each into registers before it writes any.
 #pragma once
 
 #include "cuda/device.h"
@@ -10,8 +10,8 @@ namespace ptq::hadamard {
 
 using namespace ptq::cuda;
 
-constexpr int max_dense = 8;          // factors
-constexpr int max_dense_order = 128;  // of a factor here: 8 tiles of 16
+constexpr int max_dense = 8;       // factors
+constexpr int max_in_place = 128;  // order of a factor that a warp can hold: 8 tiles of 16
 
 struct Factors {
     int count;
@@ -65,9 +65,19 @@ PTQ_DEVICE void split(float x, float y, uint32_t (&parts)[3]) {
     }
 }
 
+// A byte of `load_factors` as operand A: (g, first half), (g + 8, first half), (g, second half), (g + 8, second half).
+PTQ_DEVICE void expand_signs(uint32_t byte, uint32_t (&a)[4]) {
+    PTQ_UNROLL
+    for (int i = 0; i < 4; i++) {
+        const uint32_t bits = byte >> (i % 2 * 4 + i / 2 * 2);
+        a[i] = 0x3f803f80u | (bits & 1) << 15 | (bits & 2) << 30;
+    }
+}
+
 // Columns c = first_column .. + 7 of [., K, inner]; sink.emit(element, value) for each output.
 template <int tiles, class Sink>
-PTQ_DEVICE void dense_columns(const Sink& sink, int first_column, int columns, int k, int inner, const uint8_t* signs) {
+PTQ_DEVICE void dense_columns(const Sink& sink, const float* in, int first_column, int columns, int k, int inner,
+                              const uint8_t* signs) {
     const int g = lane() / 4, t = lane() % 4, used = tiles_of(k);
     const auto base = [&](int c) { return c / inner * (k * inner) + c % inner; };
     uint32_t b[tiles][2][3];
@@ -79,7 +89,7 @@ PTQ_DEVICE void dense_columns(const Sink& sink, int first_column, int columns, i
         for (int i = 0; i < 4; i++) {  // rows t, t + 4, ...: neighbouring lanes reach different banks
             const int row = 16 * kt + 4 * i + t;
             const bool there = row < k && first_column + g < columns;
-            x[i] = there ? sink.buffer[padded(from + row * inner, sink.log2)] : 0.0f;
+            x[i] = there ? in[padded(from + row * inner, sink.log2)] : 0.0f;
         }
         split(x[0], x[1], b[kt][0]);
         split(x[2], x[3], b[kt][1]);
@@ -92,12 +102,8 @@ PTQ_DEVICE void dense_columns(const Sink& sink, int first_column, int columns, i
         for (int kt = 0; kt < tiles; kt++) {
             if (kt >= used) continue;
             const uint32_t byte = signs[(rt * used + kt) * 32 + lane()];
-            uint32_t a[4];  // (g, first half), (g + 8, first half), (g, second half), (g + 8, second half)
-            PTQ_UNROLL
-            for (int i = 0; i < 4; i++) {
-                const uint32_t bits = byte >> (i % 2 * 4 + i / 2 * 2);
-                a[i] = 0x3f803f80u | (bits & 1) << 15 | (bits & 2) << 30;
-            }
+            uint32_t a[4];
+            expand_signs(byte, a);
             PTQ_UNROLL
             for (int part = 2; part >= 0; part--) mma<Bfloat16>(c, a, b[kt][0][part], b[kt][1][part]);
         }
@@ -110,17 +116,60 @@ PTQ_DEVICE void dense_columns(const Sink& sink, int first_column, int columns, i
     warp_barrier();
 }
 
-// One factor on the whole chunk.
+// The same for any K, out of place: from `from` to sink.buffer, four row tiles at a time.
 template <class Sink>
-PTQ_DEVICE void dense_pass(const Sink& sink, int elements, int k, int inner, const uint8_t* signs, int threads) {
+PTQ_DEVICE void wide_columns(const Sink& sink, const float* from, int first_column, int columns, int k, int inner,
+                             const uint8_t* signs) {
+    constexpr int together = 4;
+    const int g = lane() / 4, t = lane() % 4, tiles = tiles_of(k);
+    const auto base = [&](int c) { return c / inner * (k * inner) + c % inner; };
+    const int in = base(first_column + g);
+    const int to[2] = {base(first_column + 2 * t), base(first_column + 2 * t + 1)};
+    for (int first = 0; first < tiles; first += together) {
+        float c[together][4] = {};
+        for (int kt = 0; kt < tiles; kt++) {
+            float x[4];
+            PTQ_UNROLL
+            for (int i = 0; i < 4; i++) {
+                const int row = 16 * kt + 4 * i + t;
+                const bool there = row < k && first_column + g < columns;
+                x[i] = there ? from[padded(in + row * inner, sink.log2)] : 0.0f;
+            }
+            uint32_t b[2][3];
+            split(x[0], x[1], b[0]);
+            split(x[2], x[3], b[1]);
+            PTQ_UNROLL
+            for (int r = 0; r < together; r++) {
+                if (first + r >= tiles) continue;
+                uint32_t a[4];
+                expand_signs(signs[((first + r) * tiles + kt) * 32 + lane()], a);
+                PTQ_UNROLL
+                for (int part = 2; part >= 0; part--) mma<Bfloat16>(c[r], a, b[0][part], b[1][part]);
+            }
+        }
+        PTQ_UNROLL
+        for (int r = 0; r < together; r++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) {
+            const int row = 16 * (first + r) + g + (i >= 2 ? 8 : 0);
+            if (row < k && first_column + 2 * t + i % 2 < columns) sink.emit(to[i % 2] + row * inner, c[r][i]);
+        }
+    }
+}
+
+// One factor on the whole chunk, in place where `from` is sink.buffer.
+template <class Sink>
+PTQ_DEVICE void dense_pass(const Sink& sink, const float* from, int elements, int k, int inner, const uint8_t* signs,
+                           int threads) {
     const int columns = elements / k;
     for (int first = warp() * 8; first < columns; first += threads / 4) {
         if (k <= 32)
-            dense_columns<2>(sink, first, columns, k, inner, signs);
+            dense_columns<2>(sink, from, first, columns, k, inner, signs);
         else if (k <= 64)
-            dense_columns<4>(sink, first, columns, k, inner, signs);
+            dense_columns<4>(sink, from, first, columns, k, inner, signs);
+        else if (k <= max_in_place)
+            dense_columns<8>(sink, from, first, columns, k, inner, signs);
         else
-            dense_columns<8>(sink, first, columns, k, inner, signs);
+            wide_columns(sink, from, first, columns, k, inner, signs);
     }
 }
 

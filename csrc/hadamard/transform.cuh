@@ -32,6 +32,7 @@ struct Transform {
     float scale;
     bool signs_last;                 // signs multiply the output (the transposed transform)
     bool vectorised;                 // all pointers are multiples of 16
+    bool wide;                       // a dense factor is too large to be applied in place: there are two buffers
     bool prefetch;                   // the next chunk is fetched while this one is transformed
     int log2;                        // m
     int first, later[later_passes];  // log2 of the radix of each pass, 0: none
@@ -42,7 +43,7 @@ struct Transform {
 // Bytes of shared memory: the chunk, the signs of the dense factors, the next chunk as it is in memory.
 inline size_t shared_bytes(const Transform& p, int element) {
     const int elements = p.per_block * p.order;
-    return static_cast<size_t>(padded_size(elements, p.log2)) * 4 + factor_bytes(p.factors) +
+    return static_cast<size_t>(padded_size(elements, p.log2)) * (p.wide ? 8 : 4) + factor_bytes(p.factors) +
            activations::reduce_bytes +
            (p.prefetch ? static_cast<size_t>((elements + line - 1) / line * line) * element : 0);
 }
@@ -186,9 +187,10 @@ PTQ_DEVICE void fetch(const Transform& p, const In* in, In* fetched, int element
     copy_commit();
 }
 
+// Returns the buffer that the result is in, if it is in one.
 template <class In, bool dense, class Out>
-PTQ_DEVICE void transform_chunk(const Transform& p, Sink<Out> sink, Out* out, const uint8_t* signs_of_factors,
-                                int elements) {
+PTQ_DEVICE float* transform_chunk(const Transform& p, Sink<Out> sink, Out* out, const uint8_t* signs_of_factors,
+                                  int elements) {
     const auto last = [&](bool is_last) { sink.out = is_last && !p.token_scale ? out : nullptr; };
     block_barrier();
     if (p.first) {
@@ -204,14 +206,21 @@ PTQ_DEVICE void transform_chunk(const Transform& p, Sink<Out> sink, Out* out, co
         block_barrier();
     }
     if constexpr (dense) {
+        float* other = sink.buffer + padded_size(p.per_block * p.order, p.log2);
         int inner = 1 << p.log2;
         for (int f = p.factors.count - 1; f >= 0; f--) {
             last(f == 0);
-            dense_pass(sink, elements, p.factors.order[f], inner, signs_of_factors + p.factors.at[f], p.threads);
+            const float* from = sink.buffer;
+            if (p.factors.order[f] > max_in_place) {
+                sink.buffer = other;
+                other = const_cast<float*>(from);
+            }
+            dense_pass(sink, from, elements, p.factors.order[f], inner, signs_of_factors + p.factors.at[f], p.threads);
             inner *= p.factors.order[f];
             block_barrier();
         }
     }
+    return sink.buffer;
 }
 
 // From elements In to elements Out: In itself, or int8 for quantised tokens. Without dense factors 85 registers do.
@@ -220,7 +229,7 @@ PTQ_KERNEL(dense ? 512 : 384, dense ? 1 : 2)
 void transform_kernel(const Transform p) {
     float* buffer = reinterpret_cast<float*>(shared());
     const int most = p.per_block * p.order;
-    uint8_t* signs_of_factors = shared() + static_cast<size_t>(padded_size(most, p.log2)) * 4;
+    uint8_t* signs_of_factors = shared() + static_cast<size_t>(padded_size(most, p.log2)) * (p.wide ? 8 : 4);
     uint32_t* reduce = reinterpret_cast<uint32_t*>(signs_of_factors + factor_bytes(p.factors));
     In* fetched = p.prefetch ? reinterpret_cast<In*>(reduce + activations::reduce_bytes / 4) : nullptr;
     if constexpr (dense) load_factors(p.factors, signs_of_factors, p.threads);
@@ -242,10 +251,10 @@ void transform_kernel(const Transform p) {
         load_pass(p, sink, in + start, fetched, elements);
         if (fetched && chunk + p.grid < p.chunks)
             fetch(p, in + start_of(chunk + p.grid), fetched, size_of(chunk + p.grid));
-        transform_chunk<In, dense>(p, sink, out, signs_of_factors, elements);
+        [[maybe_unused]] const float* result = transform_chunk<In, dense>(p, sink, out, signs_of_factors, elements);
         if constexpr (sizeof(Out) == 1) {
             const int token = p.order * p.blocks;
-            const auto number = [&](int i) { return buffer[padded(i, p.log2)]; };
+            const auto number = [&](int i) { return result[padded(i, p.log2)]; };
             activations::quantize_tokens_in_block(p.grid8, number, elements / token, token, out,
                                                   p.token_scale + start / token, p.vectorised, reduce, p.threads);
             block_barrier();

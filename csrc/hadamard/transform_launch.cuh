@@ -50,7 +50,7 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     if (t.token_scale && token > most) return false;
     p = Transform{};
     for (size_t f = 0; f < t.codes.size(); f++) {
-        if (t.factor_order[f] > max_dense_order) return false;
+        p.wide |= t.factor_order[f] > max_in_place;
         p.factors.order[f] = t.factor_order[f];
         p.factors.codes[f] = t.codes[f];
         const int tiles = tiles_of(t.factor_order[f]);

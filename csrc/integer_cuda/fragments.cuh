@@ -32,12 +32,12 @@ inline int halves_of(int k, int groups) {
     return k > groups ? (k / groups + half_columns - 1) / half_columns : 1;
 }
 
-// One block: where the planes of a lane begin, and a lane's words out of shared memory.
+// One block: its planes into shared memory, and a lane's words out of it. `from` is this lane's part of the first
+// plane.
 template <int bits, int low = 0>
 PTQ_DEVICE void copy_block(uint8_t* to, const uint8_t* from) {
-    constexpr int width = plane_width(bits, low);
-    const int at = 128 * low + 4 * width * lane();
-    copy_async<4 * width>(to + at, from + at);
+    constexpr int width = plane_width(bits, low), first = plane_width(bits, 0);
+    copy_async<4 * width>(to + 128 * low + 4 * width * lane(), from + 128 * low + 4 * (width - first) * lane());
     if constexpr (low + width < bits) copy_block<bits, low + width>(to, from);
 }
 template <int bits, int low = 0>

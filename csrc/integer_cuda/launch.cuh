@@ -19,9 +19,9 @@ struct Device {
 // keeps the time to compile short.
 template <int bits, class Run>
 auto with_linear_shape(int tokens, Run run) {
-    if (tokens <= 8) return run.template operator()<Shape<bits, 1, 2, 4, 2>>();
+    if (tokens <= 8) return run.template operator()<Shape<bits, 1, 4, 2, 2>>();
     if constexpr (bits == 4) {
-        if (tokens <= 16) return run.template operator()<Shape<bits, 2, 2, 4, 2>>();
+        if (tokens <= 16) return run.template operator()<Shape<bits, 2, 4, 2, 2>>();
         if (tokens <= 32) return run.template operator()<Shape<bits, 4, 1, 8, 1>>();
     }
     return run.template operator()<Shape<bits, 8, 1, 8, 1>>();

@@ -41,7 +41,7 @@ struct Sums {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
-            scale[r][second] = widen(Bfloat16{scales.scale[r][second]});
+            scale[r][second] = float_of(scales.scale[r][second]);
             if (scales.zero_from) offset[r][second].set(scales.zero[r][second]);
         }
         scales.advance();

@@ -98,7 +98,7 @@ struct Walk {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) {
             const int64_t t = tile + r < row_tiles ? tile + r : row_tiles - 1;
-            from[r] = w.fragments + (t * blocks + block) * block_bytes(S::bits);
+            from[r] = w.fragments + (t * blocks + block) * block_bytes(S::bits) + 4 * plane_width(S::bits, 0) * lane();
         }
     }
     // The block that is `ahead` blocks after the next one, into place `stage` of the ring.
@@ -128,7 +128,7 @@ struct Scales {
     int left;                  // groups from that one on
     int begins;                // its first half of 32 columns
     int halves;
-    uint16_t scale[S::tiles][2];
+    uint32_t scale[S::tiles][2];  // bits of float32
     int zero[S::tiles][2];
 
     PTQ_DEVICE Scales(const Weights& w, int first_half, int tile) {
@@ -151,7 +151,8 @@ struct Scales {
     PTQ_DEVICE void fetch() {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-        for (int second = 0; second < 2; second++) scale[r][second] = scale_from[at[r] + 8 * second];
+        for (int second = 0; second < 2; second++)
+            scale[r][second] = static_cast<uint32_t>(scale_from[at[r] + 8 * second]) << 16;
         if (!zero_from) return;
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
@@ -183,10 +184,10 @@ PTQ_DEVICE void stream(const Weights& w, const X* x, int count, bool aligned, in
     PTQ_UNROLL
     for (int i = 0; i < S::stages - 1; i++) walk.copy(i, i);
     clear_tokens<S, sizeof(X)>(count, memory);
-    const uint8_t* part =
-        memory + lane() / 4 * B::row_bytes + static_cast<int>(sizeof(X)) * (along * S::step_columns + 8 * (lane() % 4));
+    int part = lane() / 4 * B::row_bytes + static_cast<int>(sizeof(X)) * (along * S::step_columns + 8 * (lane() % 4));
+    keep(part);
     for (int chunk = 0; chunk < chunks; chunk++) {
-        const uint8_t* tokens = part + chunk % 2 * B::token_bytes;
+        const uint8_t* tokens = memory + part + chunk % 2 * B::token_bytes;
         PTQ_UNROLL
         for (int s = 0; s < S::steps; s++) {
             copy_wait<S::stages - 2>();

@@ -1,5 +1,5 @@
-// The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined. Sixteen lanes at every level, so
-// that the numbers are the same.
+// The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined. Sixteen lanes at every level,
+// so that the numbers are the same.
 #include <cmath>
 
 #include "integer/lanes.h"

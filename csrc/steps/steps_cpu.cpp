@@ -31,13 +31,13 @@ Number number_of(const Tensor& x, const char* op) {
 
 Tensor rms_norm(const Tensor& x, const Tensor& gain, double eps, double offset, bool round_first) {
     const Number type = number_of(x, "rms_norm");
-    STD_TORCH_CHECK(x.dim() > 0 && gain.dim() == 1 && gain.size(0) == x.size(-1) &&
-                        gain.scalar_type() == x.scalar_type(),
-                    "rms_norm: the gain must be [k] for x [*, k], in the same dtype");
+    STD_TORCH_CHECK(
+        x.dim() > 0 && gain.dim() == 1 && gain.size(0) == x.size(-1) && gain.scalar_type() == x.scalar_type(),
+        "rms_norm: the gain must be [k] for x [*, k], in the same dtype");
     const Tensor in = compact(x), g = compact(gain), out = fresh(x.sizes(), x.scalar_type());
     const int64_t k = x.size(-1);
-    const Norm p{type, in.const_data_ptr(), g.const_data_ptr(), out.mutable_data_ptr(), k, static_cast<float>(eps),
-                 static_cast<float>(offset), round_first};
+    const Norm p{type, in.const_data_ptr(),     g.const_data_ptr(),         out.mutable_data_ptr(),
+                 k,    static_cast<float>(eps), static_cast<float>(offset), round_first};
     run(kernels().norm, p, k ? x.numel() / k : 0, k);
     return out;
 }
