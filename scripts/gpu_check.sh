@@ -17,7 +17,7 @@ nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 command -v nvcc >/dev/null || { echo "gpu_check: no nvcc here" >&2; exit 1; }
 
 echo "== build ($(date +%T))"
-cmake -S . -B build/gpu_check -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" >"$output/build.log"
+cmake -S . -B build/gpu_check -DCMAKE_BUILD_TYPE=Release -DPTQ_CUDA=ON -DPython_EXECUTABLE="$python" >"$output/build.log"
 cmake --build build/gpu_check -j "$(nproc)" >>"$output/build.log" 2>&1 || { tail -40 "$output/build.log"; exit 1; }
 for library in libptq_cpu.so libptq_cuda.so; do
     cp "build/gpu_check/$library" "ptq/$library.new" && mv "ptq/$library.new" "ptq/$library"

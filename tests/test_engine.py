@@ -16,7 +16,7 @@ from conftest import TINY, save_model
 from ptq import pipeline, preflight, tasks
 from ptq.engine import ALONE, Workers
 from ptq.errors import InputError, RunError
-from ptq.recipe import RunOptions
+from ptq.recipe import Recipe, RunOptions
 from ptq.writer import LOG
 from quarot.plan import QuarotRecipe
 
@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != LOG}
 
 
-def worker(environment: dict[str, str], model: Path, out: Path, asked: QuarotRecipe) -> None:
+def worker(environment: dict[str, str], model: Path, out: Path, asked: Recipe) -> None:
     """One process of a run, as torchrun would start it."""
     import torch
 
@@ -56,7 +56,7 @@ def worker(environment: dict[str, str], model: Path, out: Path, asked: QuarotRec
         sys.exit(1)
 
 
-def start(count: int, model: Path, out: Path, *asked: QuarotRecipe) -> list[Any]:
+def start(count: int, model: Path, out: Path, *asked: Recipe) -> list[Any]:
     """`count` processes; the last ones get the last recipe."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ptq", "quarot.plan", "transformers.models.llama.modeling_llama"])

@@ -19,11 +19,13 @@ def test_load_is_idempotent():
 def test_kernels_override_the_reference():
     import ptq.kv_ops  # noqa: F401
     import quarot.integer  # noqa: F401
+    import quip_sharp.e8p_format  # noqa: F401
 
     ops = (
         "hadamard", "hadamard_", "hadamard_quantize", "quantize_tokens", "integer_fit", "integer_round", "integer_ldlq",
         "integer_pack", "integer_linear", "integer_prepack", "integer_unprepack", "integer_linear_tiled",
-        "integer_linear_quantized", "kv_append", "kv_dequantize", "kv_attend",
+        "integer_linear_quantized", "kv_append", "kv_dequantize", "kv_attend", "e8p_round", "e8p_ldlq",
+        "e8p_decode", "e8p_prepack", "e8p_unprepack", "e8p_linear_tiled", "e8p_linear_quantized",
     )  # fmt: skip
     for op in ops:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ptq::{op}", "CPU"), op

@@ -15,6 +15,7 @@ from conftest import TINY, save_model
 
 import ptq
 from ptq import pipeline, preflight, tasks
+from ptq.recipe import Recipe
 from ptq.work import UNFINISHED
 from quarot.plan import QuarotRecipe
 
@@ -85,7 +86,7 @@ class Camera:
             folder.rmdir()
 
 
-def photographed(model: Path, folder: Path, recipe: QuarotRecipe) -> tuple[list[Path], dict[str, bytes]]:
+def photographed(model: Path, folder: Path, recipe: Recipe) -> tuple[list[Path], dict[str, bytes]]:
     """What a crash before each change of the disk leaves, and the result of the run that did not crash."""
     (folder / "run").mkdir()
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +101,7 @@ def crashed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
     return photographed(model, tmp_path_factory.mktemp("gptq"), recipe(model))
 
 
-def check_all_continue(pictures: list[Path], expected: dict[str, bytes], model: Path, recipe: QuarotRecipe) -> None:
+def check_all_continue(pictures: list[Path], expected: dict[str, bytes], model: Path, recipe: Recipe) -> None:
     for picture in pictures:
         ptq.quantize(model, picture / "out", recipe, QUIET)
         assert contents(picture / "out") == expected, picture
@@ -178,7 +179,7 @@ def test_a_result_that_is_lost_is_begun_again(crashed: tuple[list[Path], dict[st
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
 
-def child(model: Path, out: Path, recipe: QuarotRecipe) -> None:
+def child(model: Path, out: Path, recipe: Recipe) -> None:
     """A run in a process of its own, with one thread."""
     import torch
 

@@ -20,9 +20,9 @@ torch::stable::Tensor fresh(const Sizes& sizes, torch::headeronly::ScalarType ty
         step *= size[i] > 0 ? size[i] : 1;
     }
     AtenTensorHandle made;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(size.size()), size.data(),
-                                                           stride.data(), static_cast<int32_t>(type),
-                                                           aoti_torch_device_type_cpu(), 0, &made));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(size.size()), size.data(), stride.data(),
+                                                    static_cast<int32_t>(type), aoti_torch_device_type_cpu(), 0,
+                                                    &made));
     return torch::stable::Tensor(made);
 }
 

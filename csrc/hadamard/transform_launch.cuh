@@ -81,7 +81,7 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     left -= p.first;
     for (int i = 0; left > 0; i++) left -= p.later[i] = left > 5 ? 4 : left;
     const int64_t elements = static_cast<int64_t>(p.per_block) * t.order;
-    p.threads = elements >= 16384 ? (p.factors.count ? 512 : 384) : elements >= 2048 ? 256 : 64;
+    p.threads = elements >= 16384 ? (p.factors.count ? 512 : 320) : elements >= 2048 ? 256 : 64;
     p.prefetch = elements > 8192;
     const int element = size_of(t.element);
     if (p.prefetch && shared_bytes(p, element) > static_cast<size_t>(device.shared_per_block)) p.prefetch = false;

@@ -121,7 +121,7 @@ def weight(n: int, k: int, form: IntegerFormat) -> tuple[dict[str, Tensor], dict
     generator = torch.Generator().manual_seed(n + k)
     g = form.codebook.groups(k)
     codes = torch.randint(0, 2**form.bits, (n, k), generator=generator, dtype=torch.uint8)
-    scale = torch.rand(n, g, generator=generator).add(0.5).bfloat16().view(torch.int16)
+    scale = torch.rand(n, g, generator=generator).add(0.5).mul(0.02).bfloat16().view(torch.int16)
     parts = {"codes": bitstream.pack(codes.to(GPU), form.bits), "scale": scale.to(GPU)}
     if not form.symmetric:
         parts["zero"] = torch.randint(0, 2**form.bits, (n, g), generator=generator, dtype=torch.uint8).to(GPU)
