@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ptq import matmul
+from ptq import fast_steps, matmul
 from ptq.activations import Activation
 from ptq.families import Family
 from ptq.kv_cache import CacheQuantization, attach
@@ -209,6 +209,7 @@ def _meta_model(config: Any, device: torch.device) -> PreTrainedModel:
             _put(model, name, fast)
     for name, module in list(_rotary_tables(model)):
         _put(model, name, type(module)(config=config).to(device))
+    fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
     return model.eval()
 
 

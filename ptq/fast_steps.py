@@ -5,6 +5,8 @@ No family is named. `install` looks for modules that could be an RMSNorm, and fo
 bits as the model's own code, that code is left alone. With more tokens, gradients, other devices or dtypes, or under
 torch.compile, the model's own code runs.
 
+Parts of models that run alone (`ptq.blocks`) get the same, so that proofs may compare bits.
+
 Norms and attention modules get a `forward` of their own in the instance, as accelerate does it. The one of attention is
 the family's own function, with another `apply_rotary_pos_emb` among its globals: nothing in transformers is changed.
 """
@@ -67,7 +69,7 @@ def _norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
     gain = module._parameters.get("weight")
     alone = len(module._parameters) == 1 and not module._modules and not module._buffers
     eps = next((value for name in EPSILON if isinstance(value := getattr(module, name, None), float)), None)
-    if not alone or gain is None or gain.dim() != 1 or gain.device.type != "cpu" or eps is None or not eps > 0:
+    if not alone or gain is None or gain.dim() != 1 or eps is None or not eps > 0:
         return None
     return _tried(type(module), gain.shape[0], eps, module)
 
@@ -88,7 +90,7 @@ def _tried(cls: type[nn.Module], k: int, eps: float, module: nn.Module) -> tuple
 def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in DTYPES:
-        alone = copy.deepcopy(module).to(dtype)
+        alone = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
         gain = alone.get_parameter("weight")
         gain.copy_(torch.randn(gain.shape, generator=generator))
         x = torch.randn(1, 3, len(gain), generator=generator) * torch.tensor([eps**0.5, 1.0, 30.0])[:, None]

@@ -32,7 +32,7 @@ from ptq.tuned import Trained, Values
 if TYPE_CHECKING:
     from ptq.tasks import Tasks
 
-RATE = 0.2
+RATE = 0.1
 """Adam's steps, as a share of those within a block: errors of all blocks add up here."""
 LOGITS = 1 << 22
 """Logits of a model that are made at a time."""
