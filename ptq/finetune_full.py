@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ptq import finetune, tuned
 from ptq.blocks import Part
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.probe import row_by_row
 from ptq.progress import Progress
 from ptq.shards import write_tensors
@@ -105,7 +106,8 @@ class _Model:
         """How sign vectors, norms, biases and the head are trained, from where they are now."""
         job, names = self.job, set(self.job.plan.kept)
         for linear in self.linears:
-            names |= {*job.sign_tensors(linear), f"{linear.name}.bias"} & self.tasks.shards.layout.tensors.keys()
+            leaves = (INPUT_SIGNS, OUTPUT_SIGNS, "bias")
+            names |= {f"{linear.name}.{leaf}" for leaf in leaves} & self.tasks.shards.layout.tensors.keys()
         values = tuned.read(job, {name: self.tasks.shards.read(name) for name in sorted(names)})
         found = tuned.vectors(job, self.linears, values, self.share)
         head = self.tasks.shards.read(self.head)

@@ -36,6 +36,8 @@ class Job:
     device: torch.device
     scales: dict[Balance, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """The scale of the balance that was computed last."""
+    row_scales: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """Those that were computed, by linear."""
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite."""
@@ -65,8 +67,17 @@ class Job:
         found = {}
         for leaf, rotation in sides.items():
             vector = rewrite.signs_of(rotation, self.signs)
-            found[f"{linear.name}.{leaf}"] = stored_signs(torch.ones(rotation.size) if vector is None else vector)
+            vector = torch.ones(rotation.size).double() if vector is None else vector
+            if leaf == OUTPUT_SIGNS and linear.even_rows:
+                vector = vector * self.row_scale(linear)
+            found[f"{linear.name}.{leaf}"] = stored_signs(vector)
         return found
+
+    def row_scale(self, linear: LinearPlan) -> Float64[Tensor, " n"]:
+        """What the rows of a weight are divided by before they are rotated."""
+        if linear.name not in self.row_scales:
+            self.row_scales[linear.name] = balance.row_scale(self.tensor(linear.source).to(self.device))
+        return self.row_scales[linear.name]
 
     def original_block(self, index: int, as_stored: bool = False) -> Part:
         """A decoder block with the source's weights, in float32 or `as_stored`: see `Part.load`."""
@@ -167,11 +178,11 @@ class Job:
             return w.to(dtype)
         order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
         rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
-        scale = self._scale(linear)
+        scale, row_scale = self._scale(linear), self.row_scale(linear) if linear.even_rows else None
         result = torch.empty(len(w), linear.k, dtype=dtype, device=self.device)
         for start in range(0, len(w), rows):
             piece = slice(start, start + rows)
-            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start, scale)
+            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start, scale, row_scale)
         return result
 
     def _scale(self, linear: LinearPlan) -> Float64[Tensor, " c"] | None:

@@ -130,7 +130,7 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     calibrated, visible = rows is not None, options.progress and workers.first
     kept = memory.kept(memory.SMALL_BYTES if calibrated else memory.ALL_BYTES)
     with kept, Progress(target.plan, calibrated, visible) as progress:
-        for note in (*target.plan.notes, str(needs)):
+        for note in (*target.plan.notes, *preflight.warnings(target.plan, rows), str(needs)):
             progress.say(note)
         tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
         _run(tasks, rows, probe, progress)

@@ -74,6 +74,9 @@ class LinearPlan:
     is not rounded."""
     format: Format | None = None
     """None: the weight stays in the checkpoint's own dtype, as a plain tensor."""
+    even_rows: bool = False
+    """Rows are divided by their own size before `output` mixes them; the layer's output signs carry it (`ptq.balance`).
+    Only with `online_output`."""
     activation: Activation | None = None
     """How the input is quantised when the model runs; None: not at all."""
     role: str = ""

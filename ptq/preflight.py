@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from ptq.writer import partial_folder
 
 BASE_MEMORY = 500 << 20
 """Bytes that Python, torch and transformers take before any weight is read."""
+TOKENS_PER_CHANNEL = 10
+"""Calibration tokens per input channel below which a Hessian is mostly noise."""
 STREAM_RATE = 60e6
 """Weights per second that are read, rewritten in float64, rounded and written on one core: a cautious figure."""
 
@@ -91,6 +94,16 @@ def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, rows: Tensor) -> 
         work=2 * made.work + kept,
         remedy="fine-tune less (--finetune blocks or none), close other programs or use a machine with more",
     )
+
+
+def warnings(plan: Plan, rows: Tensor | None) -> Iterator[str]:
+    """What a user should know about the calibration rows."""
+    widest = max((linear.k for linear in plan.linears if linear.statistics), default=0)
+    if rows is not None and rows.numel() < TOKENS_PER_CHANNEL * widest:
+        yield (
+            f"warning: {rows.numel()} calibration tokens for layers of up to {widest} input channels are few; "
+            f"{TOKENS_PER_CHANNEL} per channel give steady statistics: raise --samples"
+        )
 
 
 def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:

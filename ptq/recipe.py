@@ -24,6 +24,8 @@ class Recipe:
     """Tokens per calibration row; None: 2048, or the model's limit where that is less."""
     damping: float = 0.01
     """Added to the Hessian's diagonal, as a share of its mean."""
+    sweeps: int = 0
+    """At most so many sweeps of coordinate descent after LDLQ (`ptq.sweeps`)."""
     seed: int = 0
     skip: tuple[str, ...] = ()
     """Shell-style patterns of linears that stay in the checkpoint's own dtype."""
@@ -35,6 +37,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, found {value}")
+        if self.sweeps < 0:
+            raise InputError(f"sweeps must be 0 or more, found {self.sweeps}")
         if not 0 < self.damping < 1:
             raise InputError(f"damping must lie between 0 and 1, found {self.damping}")
 

@@ -52,11 +52,12 @@ def weight(
     signs: Signs,
     first: int = 0,
     scale: Float64[Tensor, " c"] | None = None,
+    row_scale: Float64[Tensor, " n"] | None = None,
 ) -> Float64[Tensor, "r k"]:
     """The rewritten weight R_out W diag(g) R_inᵀ of one layer, in float64.
 
     `w` may be only some rows of W, from row `first` on: whole blocks of the output's Hadamard matrix. `scale`: of the
-    plan's balance.
+    plan's balance; `row_scale`: what rows are divided by.
     """
     w = w.to(torch.float64, copy=True)  # the one copy; everything else happens in its place
     if linear.balance is not None:
@@ -67,6 +68,8 @@ def weight(
         w *= gain.double()
     if linear.input is not None:
         hadamard.apply(w, signs_of(linear.input, signs), linear.input.order, inplace=True)
+    if row_scale is not None:
+        w /= row_scale[first : first + len(w), None]
     if linear.output is not None:
         output_signs = signs_of(linear.output, signs)
         output_signs = None if output_signs is None else output_signs[first : first + len(w)]

@@ -101,10 +101,11 @@ def attach(model: nn.Module) -> None:
     from ptq.linear import QuantLinear
 
     for parent in model.modules():
-        left = [child for child in parent.children() if isinstance(child, QuantLinear)]
+        left = [child for child in parent.children() if isinstance(child, QuantLinear) and _is_here(child)]
         while left:
-            alike = [linear for linear in left if _is_alike(left[0], linear)]
-            left = [linear for linear in left if linear not in alike]
+            first, *others = left
+            alike = [first, *(linear for linear in others if _is_alike(first, linear))]
+            left = [linear for linear in others if linear not in alike]
             if len(alike) > 1:
                 shared = SharedInput()
                 for linear in alike:
@@ -114,8 +115,6 @@ def attach(model: nn.Module) -> None:
 def _is_alike(a: "QuantLinear", b: "QuantLinear") -> bool:
     """Whether two linears do the same to an input."""
     if a.in_features != b.in_features or a.online != b.online:
-        return False
-    if not (_is_here(a) and _is_here(b)):
         return False
     if a.takes_integers != b.takes_integers:
         return False

@@ -181,8 +181,9 @@ class Tasks:
             assert linear.statistics is not None
             hessian = self.hessians.read(key, linear.statistics)
             rounded = rounding.ldlq(  # the weight is handed over, not kept: the solver frees it when it can
-                self._weight(linear, part), hessian, codebook, damping=recipe.damping, name=linear.name
-            )
+                self._weight(linear, part), hessian, codebook,
+                damping=recipe.damping, sweeps=recipe.sweeps, name=linear.name,
+            )  # fmt: skip
         return format.pack(rounded), rounded.statistics() | chosen
 
     def _weight(self, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:

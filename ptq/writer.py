@@ -7,11 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ptq.checkpoint import INDEX
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
-from ptq.linear import GUARD, guard
+from ptq.linear import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, guard
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.work import RECORD, Record
 
@@ -58,7 +60,9 @@ def written_tensors(job: Job) -> Specs:
             found[f"{linear.name}.{GUARD}"] = guard().dtype, tuple(guard().shape)
             for part, (shape, dtype) in linear.format.buffers(linear.n, linear.k).items():
                 found[f"{linear.name}.weight_{part}"] = dtype, shape
-        found |= {name: (signs.dtype, tuple(signs.shape)) for name, signs in job.sign_tensors(linear).items()}
+        if linear.online_output is not None:
+            sizes = {INPUT_SIGNS: linear.k, OUTPUT_SIGNS: linear.n}
+            found |= {f"{linear.name}.{leaf}": (torch.int16, (size,)) for leaf, size in sizes.items()}
         if (bias := f"{linear.name}.bias") in source:
             found[bias] = source[bias].dtype, (linear.n,)
     for name in (*job.plan.unit_norms, *job.plan.kept):

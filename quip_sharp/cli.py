@@ -36,6 +36,9 @@ def quip_sharp(
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
     damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
+    sweeps: Annotated[
+        int, typer.Option(help="Sweeps of coordinate descent after LDLQ, at most; none raises the loss.")
+    ] = 4,
     seed: cli.Seed = 0,
     device: cli.Device = "auto",
     work: cli.Work = None,
@@ -48,6 +51,7 @@ def quip_sharp(
     """QuIP#: weights of 2, 3 or 4 bits on the E8 lattice, after a random Hadamard transform on both of their sides."""
     recipe = QuipSharpRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
+        sweeps=sweeps,
         seed=seed, skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits, finetune=finetune,
     )  # fmt: skip
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

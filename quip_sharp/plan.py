@@ -25,6 +25,7 @@ class QuipSharpRecipe(Recipe):
     method: ClassVar[str] = "quip_sharp"
 
     rounding: Rounding = "ldlq"
+    sweeps: int = 4
     bits: int = 2
     rotate: bool = True
     """Whether there are transforms at all; without them only to see what they are worth."""
@@ -42,7 +43,7 @@ class QuipSharpRecipe(Recipe):
         if self.finetune not in ("none", "blocks", "full"):
             raise InputError(f"finetune must be none, blocks or full, found {self.finetune!r}")
         if self.finetune != "none" and not self.rotate:
-            raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs them: finetune or rotate")
+            raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs --rotate")
 
 
 def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dtypes) -> Plan:
@@ -59,7 +60,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
             "output": Rotation(linear.n, hadamard.largest_block(linear.n), f"SV.{linear.name}"),
         }
         online = {"online": sides["input"], "online_output": sides["output"]}
-        return replace(linear, **sides, **online, activation=activation, format=format)
+        return replace(linear, **sides, **online, even_rows=True, activation=activation, format=format)
 
     linears = chosen(made, recipe.skip, dtypes, transformed)
     rotations = [side for linear in linears for side in (linear.input, linear.output) if side is not None]

@@ -27,9 +27,7 @@ def main(checkpoints: list[str]) -> None:
     prompt = tokenizer(PROMPT, return_tensors="pt")
     windows = windows_from_text(tokenizer, (demo_path() / "heldout.txt").read_text(), context_for(original.config))
     windows = type(windows)(windows.tokens[:64], windows.found, windows.tokenizer, windows.bos)
-    table = Table(
-        "", "MB", "bits per weight", "perplexity", "KL, nats", "tokens/s", title="demo, on its held-out text"
-    )
+    table = Table("", "MB", "bits per weight", "perplexity", "KL, nats", "tokens/s", title="demo, on its held-out text")
 
     def add(name: str, folder: Path, model: Any, perplexity: float, kl: str) -> None:
         contents = summary(Checkpoint.open(folder))

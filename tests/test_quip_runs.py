@@ -105,7 +105,9 @@ def test_size_is_bits_and_vectors(model: Path, packed: Path) -> None:
     layer: Any = AutoModelForCausalLM.from_pretrained(packed).get_submodule(DOWN)
     assert isinstance(layer, QuantLinear)
     n, k = layer.out_features, layer.in_features
-    stored = sum(t.nbytes for name, t in load_file(packed / "model.safetensors").items() if name.startswith(f"{DOWN}.weight"))
+    stored = sum(
+        t.nbytes for name, t in load_file(packed / "model.safetensors").items() if name.startswith(f"{DOWN}.weight")
+    )
     assert stored == 2 * n * k // 8 + 2 * (n + k) + 4 + 1  # codes, sign vectors, one scale, the guard; k is 8 c here
 
 

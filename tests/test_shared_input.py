@@ -27,7 +27,7 @@ def fill(linear: QuantLinear, generator: torch.Generator) -> None:
             number = torch.rand(shape, generator=generator).bfloat16().view(torch.int16)
         linear._parameters[f"weight_{part}"] = frozen(number.to(dtype))
     if linear.bias is not None:
-        linear.bias.copy_(torch.randn(linear.out_features, generator=generator))
+        linear.get_parameter("bias").copy_(torch.randn(linear.out_features, generator=generator))
 
 
 INT8 = Activation(8, 1.0)
@@ -196,6 +196,13 @@ def test_gradients_go_the_plain_way() -> None:
     assert isinstance(total, Tensor)
     total.backward()
     assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+def test_weights_that_are_elsewhere_are_not_watched() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleList(QuantLinear(K, 8, False, IntegerFormat(4, 32)) for _ in range(2))
+    shared_input.attach(module)
+    assert all(linear.shared is None for linear in module)
 
 
 @torch.no_grad()
