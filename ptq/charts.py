@@ -85,7 +85,8 @@ def axis(values: Iterable[Number | None], log: bool = False, zero: bool = False,
         return Axis(low, max(high, 2 * low), True)
     if whole:
         return Axis(low - 0.3, max(high, low + 1) + 0.3)
-    low = 0.0 if zero else low
+    if zero:
+        low, high = 0.0, max(high, 0.0)  # rounding can put a divergence a hair below zero
     air = 0.06 * (high - low) or abs(high) or 1.0
     return Axis(low if zero else low - air, high + air)
 

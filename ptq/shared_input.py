@@ -40,12 +40,27 @@ class _Call:
     ready: dict["QuantLinear", Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Group:
+    """Linears that were given the same tensor, in their order, and what is slow to find out about them."""
+
+    members: tuple["QuantLinear", ...]
+    signs: tuple[Any, ...]
+    together: Together | None
+
+    @classmethod
+    def of(cls, members: Sequence["QuantLinear"]) -> "_Group":
+        format = members[0].format
+        one = isinstance(format, Together) and all(linear.format == format for linear in members)
+        return cls(tuple(members), _signs_of(members), format if one else None)  # pyright: ignore[reportArgumentType]
+
+
 class SharedInput:
     """Watches the linears of one parent that treat their input alike, and shares the work between them."""
 
     def __init__(self) -> None:
         self._last: _Call | None = None
-        self._together: dict[QuantLinear, tuple[tuple[QuantLinear, ...], tuple[Any, ...]]] = {}
+        self._together: dict[QuantLinear, _Group] = {}
         self._alone: dict[QuantLinear, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -68,10 +83,10 @@ class SharedInput:
         if last is not None:
             self._learn(last)
         call = _Call(weakref.ref(x, self._forget), _version(x), [linear])
-        members, signs = self._together.get(linear, ((), ()))
-        products = _products(members, x) if members and _signs_of(members) == signs else None
-        if products is not None:
-            call.ready = dict(zip(members, products, strict=True))
+        group = self._together.get(linear)
+        products = None if group is None else _products(group, x)
+        if group is not None and products is not None:
+            call.ready = dict(zip(group.members, products, strict=True))
         self._last = call
         return call.ready.pop(linear, None)
 
@@ -88,8 +103,7 @@ class SharedInput:
             self._alone[first] = SOLO
         elif others and first not in self._together and self._alone.get(first, 0) < SOLO:
             if len(set(last.called)) == len(last.called) and all(_is_here(linear) for linear in last.called):
-                members = tuple(last.called)
-                self._together[first] = members, _signs_of(members)
+                self._together[first] = _Group.of(last.called)
         elif not others and first not in self._together:
             self._alone[first] = self._alone.get(first, 0) + 1
             if self._alone[first] >= SOLO:
@@ -145,17 +159,18 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
-def _products(members: Sequence["QuantLinear"], x: Tensor) -> Sequence[Tensor] | None:
-    """The product of each linear; None where a weight has left."""
+def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:
+    """The product of each linear; None where a weight has left, or signs have changed."""
+    members, together = group.members, group.together
     first = members[0]
+    if first.online.signs and _signs_of(members) != group.signs:
+        return None
     parts = [linear.parts() for linear in members]
     if any(next(iter(part.values())).is_meta for part in parts):
         return None
     plain = first.online.output is None
     dtype = x.dtype if plain else torch.float32
     biases = [linear._parameters["bias"] if plain else None for linear in members]
-    one = all(linear.format == first.format for linear in members)
-    together = first.format if one and isinstance(first.format, Together) else None
     if first.online.activation is not None and first.takes_integers:
         q, scale = first.quantized_input(x)
         found = None if together is None else together.linears_quantized(q, scale, parts, biases, dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import save_model
 
-from ptq import balance, pipeline
+from ptq import balance, hadamard, pipeline
 from ptq.families import FAMILIES
 from ptq.job import Job, dense_weight
 from ptq.work import Record
@@ -74,3 +74,37 @@ def test_usual_models_are_left_as_they_are(tmp_path: Path) -> None:
 def test_only_where_the_channels_are_rotated(recipe: QuarotRecipe, tmp_path: Path) -> None:
     found = pipeline.plan(str(save_model(tmp_path / "model")), recipe).plan
     assert not any(linear.balance for linear in found.linears)
+
+
+# --- rows of one size ---------------------------------------------------------------------------------------------------
+
+
+def test_rows_have_one_size_behind_their_scale() -> None:
+    w = torch.randn(300, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 1, 300)[:, None]
+    w[7] = 0
+    scale = balance.row_scale(w)
+    sizes = (w.double() / scale[:, None]).square().mean(1).sqrt()
+    rest = torch.arange(300) != 7
+    torch.testing.assert_close(sizes[rest], sizes[rest].mean().expand(299), rtol=1e-3, atol=0)
+    assert scale[7] == 1 and torch.equal(scale, scale.to(torch.float16).double())
+    assert scale[rest].square().sum() / 300 == pytest.approx(1, rel=1e-3)  # so the sum of all errors is what it was
+
+
+def test_row_scales_stay_numbers_of_float16() -> None:
+    scale = balance.row_scale(torch.cat([torch.full((5, 8), 1e-20), torch.full((1, 8), 1e10)]))
+    assert scale.isfinite().all() and (scale > 0).all() and scale.min() == 2**-10
+
+
+def test_even_rows_help_the_small_ones() -> None:
+    """The relative error of a row that is 30 times smaller than the others, with and without the scale."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(64, 64, generator=generator).double()
+    w[::8] /= 30
+    small = torch.arange(0, 64, 8)
+    errors = {}
+    for name, scale in (("plain", torch.ones(64).double()), ("even", balance.row_scale(w))):
+        turned = hadamard.apply_columns(w / scale[:, None], None, 64)
+        step = turned.abs().max() / 2
+        back = hadamard.apply_columns((turned / step).round() * step, None, 64, transpose=True) * scale[:, None]
+        errors[name] = ((back - w)[small].norm() / w[small].norm()).item()
+    assert errors["even"] < 0.1 * errors["plain"]

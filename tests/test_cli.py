@@ -272,13 +272,18 @@ def test_verify_detects_damage(damage: Callable[[Path], Any], message: str, pack
 # --- options that stay ----------------------------------------------------------------------------------------------
 
 SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]
+METHOD = [
+    *SHARED, "--rounding", "--rotate", "--no-rotate", "--calibration", "--samples", "--sequence-length", "--damping",
+    "--skip", "--report", "--no-report", "--activation-bits",
+]  # fmt: skip
 OPTIONS = {
     "quarot": [
-        *SHARED, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--rounding", "--rotate",
-        "--no-rotate", "--online", "--offline", "--calibration", "--samples", "--sequence-length", "--damping",
-        "--skip", "--report", "--no-report", "--activation-bits", "--activation-clip", "--kv-bits", "--key-bits",
-        "--value-bits", "--kv-clip", "--kv-sinks",
+        *METHOD, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
+        "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks",
     ],
+    "quip-sharp": [*METHOD, "--bits", "--finetune", "--sweeps"],
+    "fp6": [*METHOD, "--element", "--group-size", "--scale", "--scale-search"],
+    "prepack": ["--target", "--debug"],
     "rotate": SHARED,
     "inspect": ["--json", "--debug"],
     "verify": ["--against", "--text", "--json", "--debug"],

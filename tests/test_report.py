@@ -305,3 +305,8 @@ def test_every_family_is_in_one_table() -> None:
     """`observed` names the same four parts for each of them."""
     for family in FAMILIES.values():
         assert len(set(outliers.observed(family, family.layers, 3))) == 4
+
+
+def test_an_axis_of_rounding_noise_below_zero() -> None:
+    """The KL divergence of a model that is only rotated can end a hair below zero."""
+    assert charts.axis([-2e-8, -1e-9], zero=True).ticks()[0] == 0.0

@@ -83,7 +83,7 @@ def test_the_same_bits(seed: int, activation: Activation | None, dtype: torch.dt
     module = parent(activation, seed)
     for t in (1, 1, 3, 4, 5, 1):
         step(module, t=t, dtype=dtype)
-    assert [len(members) for members, _ in shared_of(module)._together.values()] == [3]
+    assert [len(group.members) for group in shared_of(module)._together.values()] == [3]
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def test_hooks_copies_and_pickles() -> None:
         assert shared_of(again) is not shared_of(module)
         for _ in range(3):
             step(again)
-        assert [len(members) for members, _ in shared_of(again)._together.values()] == [3]
+        assert [len(group.members) for group in shared_of(again)._together.values()] == [3]
 
 
 def test_gradients_go_the_plain_way() -> None:
