@@ -76,7 +76,7 @@ def test_only_where_the_channels_are_rotated(recipe: QuarotRecipe, tmp_path: Pat
     assert not any(linear.balance for linear in found.linears)
 
 
-# --- rows of one size ---------------------------------------------------------------------------------------------------
+# --- rows of one size -----------------------------------------------------------------------------------------------
 
 
 def test_rows_have_one_size_behind_their_scale() -> None:
