@@ -66,7 +66,7 @@ class QuantLinear(nn.Module):
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
             self.register_parameter(OUTPUT_SIGNS, frozen(stored_signs(torch.ones(n))))
-        self._signs: dict[str, tuple[Tensor, Tensor]] = {}
+        self._signs: dict[str, tuple[Tensor, int, Tensor]] = {}
         self.register_parameter("bias", frozen(torch.empty(n)) if bias else None)
         self._names: dict[str, str] = {}
         self._hold({part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in format.buffers(n, k).items()})
@@ -122,9 +122,10 @@ class QuantLinear(nn.Module):
         if stored is None:
             return None
         known = self._signs.get(name)
-        if known is None or known[0] is not stored:
-            known = self._signs[name] = stored, loaded_signs(stored)
-        return known[1]
+        version = 0 if stored.is_inference() else stored._version  # `load_state_dict` writes into the same parameter
+        if known is None or known[0] is not stored or known[1] != version:
+            known = self._signs[name] = stored, version, loaded_signs(stored)
+        return known[2]
 
     def quantized_input(
         self, x: Float[Tensor, "*batch k"]

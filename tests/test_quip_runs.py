@@ -20,7 +20,7 @@ import ptq
 from ptq import blocks, hessian, hf, preflight, tasks
 from ptq.checkpoint import Checkpoint
 from ptq.families import FAMILIES
-from ptq.linear import QuantLinear
+from ptq.linear import QuantLinear, loaded_signs, stored_signs
 from quip_sharp.plan import QuipSharpRecipe
 
 QUIET = ptq.RunOptions(progress=False)
@@ -119,6 +119,18 @@ def test_dtypes(packed: Path) -> None:
         found, wanted = other(IDS).logits, exact(IDS).logits
         assert found.dtype == dtype
         assert (found.float() - wanted).norm() < 0.05 * wanted.norm()
+
+
+@torch.no_grad()
+def test_sign_vectors_that_are_loaded_later_are_used(packed: Path) -> None:
+    """Their numbers are kept between calls; `load_state_dict` writes into the same parameters."""
+    layer: Any = AutoModelForCausalLM.from_pretrained(packed).get_submodule(DOWN)
+    x = torch.randn(2, layer.in_features, generator=torch.Generator().manual_seed(0))
+    bias = layer.bias
+    before, state = layer(x) - bias, {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    state["weight_sv"] = stored_signs(-2 * loaded_signs(state["weight_sv"]))
+    layer.load_state_dict(state)
+    torch.testing.assert_close(layer(x) - bias, -2 * before, rtol=1e-3, atol=1e-4)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
