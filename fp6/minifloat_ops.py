@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp6 import element
 from fp6.element import Element
-from ptq import native
+from ptq.op_declarations import declare_all
 
 SCHEMAS = {
     "minifloat_fit": "(Tensor w, int exponent, int mantissa, int group_size, bool power, bool search) -> Tensor",
@@ -135,8 +135,4 @@ FAKES = {
     "minifloat_ldlq": lambda target, w, *options: (w.new_empty(w.shape, dtype=torch.uint8), w.new_empty(w.shape)),
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

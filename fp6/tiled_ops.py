@@ -20,15 +20,10 @@ from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
 from fp6.element import Element, decode
-from ptq import native
+from ptq.op_declarations import declare_linear, declare_quantized_linear
 from ptq.tiles import unpack, untile_scales
 
-SCHEMAS = {
-    "minifloat_linear_tiled": "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, int n, int exponent, int mantissa, "
-    "int group_size) -> Tensor",
-    "minifloat_linear_quantized": "(Tensor q, Tensor q_scale, Tensor tiles, Tensor scale, Tensor? bias, int n, "
-    "int exponent, int mantissa, int group_size, ScalarType dtype) -> Tensor",
-}
+WEIGHT, NUMBERS = "Tensor tiles, Tensor scale", "int n, int exponent, int mantissa, int group_size"
 
 
 def dequantize(
@@ -50,21 +45,6 @@ def dequantize(
 def _spread(number: Float32[Tensor, "n g"], group_size: int, k: int | torch.SymInt) -> Tensor:
     """The scale of every column, or the one of all of them."""
     return number.repeat_interleave(group_size, 1)[:, :k] if group_size else number
-
-
-def linear_tiled(
-    x: Float[Tensor, "*t k"],
-    tiles: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    bias: Float[Tensor, " n"] | None,
-    n: int,
-    exponent: int,
-    mantissa: int,
-    group_size: int,
-) -> Float[Tensor, "*t n"]:
-    """x Wᵀ + bias; float32 inside, the result in x's dtype. Native kernels differ from it in the last bits."""
-    w = dequantize(tiles, scale, n, exponent, mantissa, group_size, x.shape[-1])
-    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
 
 def linear_quantized(
@@ -95,34 +75,8 @@ def linear_quantized(
     return (y if bias is None else y + bias.float()).to(dtype).view(*q.shape[:-1], n)
 
 
-def _linear_setup(ctx, inputs, output) -> None:
-    x, tiles, scale, bias, n, exponent, mantissa, group_size = inputs
-    ctx.save_for_backward(tiles, scale)
-    ctx.weight = (n, exponent, mantissa, group_size, x.shape[-1])
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _linear_backward(ctx, grad: Tensor):
-    """Weights are frozen: gradients of x and of the bias only."""
-    w = dequantize(*ctx.saved_tensors, *ctx.weight)
-    to_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
-    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-    return to_x, None, None, to_bias, None, None, None, None
-
-
-REFERENCES = {"minifloat_linear_tiled": linear_tiled, "minifloat_linear_quantized": linear_quantized}
-FAKES = {
-    "minifloat_linear_tiled": lambda x, tiles, scale, bias, n, exponent, mantissa, group_size: x.new_empty(
-        *x.shape[:-1], n
-    ),
-    "minifloat_linear_quantized": lambda q, q_scale, tiles, scale, bias, n, exponent, mantissa, group_size, dtype: (
-        q.new_empty(*q.shape[:-1], n, dtype=dtype)
-    ),
+REFERENCES = {
+    "minifloat_linear_tiled": declare_linear("minifloat_linear_tiled", WEIGHT, NUMBERS, dequantize),
+    "minifloat_linear_quantized": linear_quantized,
 }
-
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-torch.library.register_autograd("ptq::minifloat_linear_tiled", _linear_backward, setup_context=_linear_setup)
-native.load()
+declare_quantized_linear("minifloat_linear_quantized", WEIGHT, NUMBERS, linear_quantized)

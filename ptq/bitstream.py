@@ -10,7 +10,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ptq import native
+from ptq.op_declarations import declare
 
 
 def _overlaps(bits: int, bytes_first: bool) -> tuple[int, int, list[tuple[int, int, int]]]:
@@ -54,9 +54,9 @@ def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int | torch.SymInt) -
     return (out & (2**bits - 1)).view(n, -1)[:, :k]
 
 
-torch.library.define("ptq::integer_pack", "(Tensor codes, int bits) -> Tensor")
-torch.library.impl("ptq::integer_pack", "CompositeExplicitAutograd")(pack)
-torch.library.register_fake("ptq::integer_pack")(
-    lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits))
+declare(
+    "integer_pack",
+    "(Tensor codes, int bits) -> Tensor",
+    reference=pack,
+    fake=lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits)),
 )
-native.load()

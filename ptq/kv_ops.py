@@ -20,7 +20,7 @@ import torch
 from jaxtyping import BFloat16, Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
-from ptq import native
+from ptq.op_declarations import declare_all
 
 CHUNK, LANES = 256, 16
 BLOCKS = CHUNK // LANES
@@ -195,8 +195,4 @@ FAKES = {
     "kv_attend": lambda q, *rest: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

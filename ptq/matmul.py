@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from ptq import native
+from ptq.op_declarations import declare
 
 FEW_ROWS = 64
 """Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
@@ -100,9 +100,9 @@ def _differentiated(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-torch.library.define("ptq::dense_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-torch.library.impl("ptq::dense_linear", "CompositeExplicitAutograd")(
-    lambda x, weight, bias: torch.nn.functional.linear(x, weight.to(x.dtype), bias)
+declare(
+    "dense_linear",
+    "(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
+    reference=lambda x, weight, bias: torch.nn.functional.linear(x, weight.to(x.dtype), bias),
+    fake=lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]),
 )
-torch.library.register_fake("ptq::dense_linear")(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
-native.load()

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ptq import native
+from ptq.op_declarations import declare_all
 
 SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor gain, float eps, float offset, bool round_first) -> Tensor",
@@ -54,8 +54,4 @@ FAKES = {
     "rotary": lambda q, k, cos, sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

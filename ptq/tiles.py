@@ -13,7 +13,8 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ptq import bitstream, native
+from ptq import bitstream
+from ptq.op_declarations import declare_all
 
 ROWS, COLUMNS = 16, 32
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
@@ -82,8 +83,4 @@ FAKES = {
     "integer_unprepack": lambda tiles, n, bits, k: tiles.new_empty(n, bitstream.packed_size(k, bits)),
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

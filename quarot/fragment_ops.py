@@ -13,17 +13,12 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
-from ptq import native
 from ptq.fragments import unpack
+from ptq.op_declarations import declare_linear, declare_quantized_linear
 from ptq.tiles import untile_scales
 from quarot import tiled_ops
 
-SCHEMAS = {
-    "integer_linear_fragments": "(Tensor x, Tensor fragments, Tensor scale, Tensor? zero, Tensor? bias, int n, "
-    "int bits, int group_size) -> Tensor",
-    "integer_quantized_fragments": "(Tensor q, Tensor q_scale, Tensor fragments, Tensor scale, Tensor? zero, "
-    "Tensor? bias, int n, int bits, int group_size, ScalarType dtype) -> Tensor",
-}
+WEIGHT, NUMBERS = "Tensor fragments, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
 
 
 def dequantize(
@@ -40,21 +35,6 @@ def dequantize(
     code = unpack(fragments, n, bits, k).float().view(*number.shape, group_size or k)
     offset = 2 ** (bits - 1) if zero is None else untile_scales(zero, n)[..., None].float()
     return ((code - offset) * number[..., None]).view(n, k)
-
-
-def linear(
-    x: Float[Tensor, "*t k"],
-    fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    zero: UInt8[Tensor, "tiles g 16"] | None,
-    bias: Float[Tensor, " n"] | None,
-    n: int,
-    bits: int,
-    group_size: int,
-) -> Float[Tensor, "*t n"]:
-    """x Wᵀ + bias; float32 inside, the result in x's dtype. Native kernels differ from it in the last bits."""
-    w = dequantize(fragments, scale, zero, n, bits, group_size, x.shape[-1])
-    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
 
 def quantized(
@@ -75,36 +55,5 @@ def quantized(
     return tiled_ops.product(q, q_scale, codes, untile_scales(scale, n), flat, bias, bits, group_size, dtype)
 
 
-def _linear_setup(ctx, inputs, output) -> None:
-    x, fragments, scale, zero, bias, n, bits, group_size = inputs
-    ctx.save_for_backward(fragments, scale, zero)
-    ctx.weight = (n, bits, group_size, x.shape[-1])
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _linear_backward(ctx, grad: Tensor):
-    """Weights are frozen: gradients of x and of the bias only."""
-    fragments, scale, zero = ctx.saved_tensors
-    n, bits, group_size, k = ctx.weight
-    w = dequantize(fragments, scale, zero, n, bits, group_size, k)
-    to_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
-    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
-    return to_x, None, None, None, to_bias, None, None, None
-
-
-REFERENCES = {"integer_linear_fragments": linear, "integer_quantized_fragments": quantized}
-FAKES = {
-    "integer_linear_fragments": lambda x, fragments, scale, zero, bias, n, bits, group_size: x.new_empty(
-        *x.shape[:-1], n
-    ),
-    "integer_quantized_fragments": lambda q, q_scale, fragments, scale, zero, bias, n, bits, group_size, dtype: (
-        q.new_empty(*q.shape[:-1], n, dtype=dtype)
-    ),
-}
-
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-torch.library.register_autograd("ptq::integer_linear_fragments", _linear_backward, setup_context=_linear_setup)
-native.load()
+linear = declare_linear("integer_linear_fragments", WEIGHT, NUMBERS, dequantize)
+declare_quantized_linear("integer_quantized_fragments", WEIGHT, NUMBERS, quantized)

@@ -7,19 +7,17 @@ hold. Group i of a row is its columns [i * group_size, (i + 1) * group_size); gr
 import math
 
 import torch
-from jaxtyping import Float, Float32, Int16, Int64, UInt8
+from jaxtyping import Float32, Int16, Int64, UInt8
 from torch import Tensor
 
-from ptq import native
 from ptq.bitstream import unpack
+from ptq.op_declarations import declare_all, declare_linear
 
 SCHEMAS = {
     "integer_fit": "(Tensor w, int bits, int group_size, bool symmetric, int steps, float floor) -> (Tensor, Tensor)",
     "integer_round": "(Tensor w, Tensor scale, Tensor zero, int bits, int group_size) -> Tensor",
     "integer_ldlq": "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor zero, Tensor group, int bits) "
     "-> (Tensor, Tensor)",
-    "integer_linear": "(Tensor x, Tensor codes, Tensor scale, Tensor? zero, Tensor? bias, int bits, int group_size) "
-    "-> Tensor",
 }
 
 TINY = 1e-30
@@ -114,36 +112,6 @@ def dequantize(
     return ((code - offset) * scale.view(torch.bfloat16)[..., None].float()).view(-1, k)
 
 
-def linear(
-    x: Float[Tensor, "*t k"],
-    codes: UInt8[Tensor, "n bytes"],
-    scale: Int16[Tensor, "n g"],
-    zero: UInt8[Tensor, "n g"] | None,
-    bias: Float[Tensor, " n"] | None,
-    bits: int,
-    group_size: int,
-) -> Float[Tensor, "*t n"]:
-    """x Wᵀ + bias with W from the stored parts; float32 inside, the result in x's dtype."""
-    w = dequantize(codes, scale, zero, bits, group_size, x.shape[-1])
-    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
-
-
-def _linear_setup(ctx, inputs, output) -> None:
-    x, codes, scale, zero, bias, bits, group_size = inputs
-    ctx.save_for_backward(codes, scale, zero)
-    ctx.bits, ctx.group_size, ctx.k = bits, group_size, x.shape[-1]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _linear_backward(ctx, grad: Tensor):
-    """Weights are frozen: gradients of x and of the bias only."""
-    codes, scale, zero = ctx.saved_tensors
-    w = dequantize(codes, scale, zero, ctx.bits, ctx.group_size, ctx.k)
-    to_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
-    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
-    return to_x, None, None, None, to_bias, None, None
-
-
 def _fake_fit(w, bits, group_size, symmetric, steps, floor):
     groups = w.shape[1] // (group_size or w.shape[1])
     return w.new_empty(w.shape[0], groups), w.new_empty(w.shape[0], groups, dtype=torch.uint8)
@@ -153,7 +121,9 @@ REFERENCES = {
     "integer_fit": fit,
     "integer_round": round_nearest,
     "integer_ldlq": ldlq,
-    "integer_linear": linear,
+    "integer_linear": declare_linear(
+        "integer_linear", "Tensor codes, Tensor scale, Tensor? zero", "int bits, int group_size", dequantize
+    ),
 }
 FAKES = {
     "integer_fit": _fake_fit,
@@ -162,12 +132,6 @@ FAKES = {
         w.new_empty(w.shape, dtype=torch.uint8),
         w.new_empty(w.shape),
     ),
-    "integer_linear": lambda x, codes, scale, zero, bias, bits, group_size: x.new_empty(*x.shape[:-1], codes.shape[0]),
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-torch.library.register_autograd("ptq::integer_linear", _linear_backward, setup_context=_linear_setup)
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

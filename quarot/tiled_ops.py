@@ -20,15 +20,12 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
-from ptq import native
+from ptq.op_declarations import declare_all, declare_linear, declare_quantized_linear
 from ptq.tiles import REFERENCES as TILE_REFERENCES
 from ptq.tiles import unpack, untile_scales
 
+WEIGHT, NUMBERS = "Tensor tiles, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
 SCHEMAS = {
-    "integer_linear_tiled": "(Tensor x, Tensor tiles, Tensor scale, Tensor? zero, Tensor? bias, int n, int bits, "
-    "int group_size) -> Tensor",
-    "integer_linear_quantized": "(Tensor q, Tensor q_scale, Tensor tiles, Tensor scale, Tensor? zero, Tensor? bias, "
-    "int n, int bits, int group_size, ScalarType dtype) -> Tensor",
     "integer_linears_tiled": "(Tensor x, Tensor[] tiles, Tensor[] scale, Tensor[] zero, Tensor[] bias, int[] n, "
     "int bits, int group_size) -> Tensor[]",
     "integer_linears_quantized": "(Tensor q, Tensor q_scale, Tensor[] tiles, Tensor[] scale, Tensor[] zero, "
@@ -50,21 +47,6 @@ def dequantize(
     code = unpack(tiles, n, bits, k).float().view(*number.shape, group_size or k)
     offset = 2 ** (bits - 1) if zero is None else untile_scales(zero, n)[..., None].float()
     return ((code - offset) * number[..., None]).view(n, k)
-
-
-def linear_tiled(
-    x: Float[Tensor, "*t k"],
-    tiles: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    zero: UInt8[Tensor, "tiles g 16"] | None,
-    bias: Float[Tensor, " n"] | None,
-    n: int,
-    bits: int,
-    group_size: int,
-) -> Float[Tensor, "*t n"]:
-    """x Wᵀ + bias; float32 inside, the result in x's dtype. Native kernels differ from it in the last bits."""
-    w = dequantize(tiles, scale, zero, n, bits, group_size, x.shape[-1])
-    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
 
 def product(
@@ -118,26 +100,9 @@ def linears(one: str, inputs: tuple[Tensor, ...], weights: Sequence[Sequence[Any
     return [getattr(torch.ops.ptq, one)(*inputs, *weight, *rest) for weight in each]
 
 
-def _linear_setup(ctx, inputs, output) -> None:
-    x, tiles, scale, zero, bias, n, bits, group_size = inputs
-    ctx.save_for_backward(tiles, scale, zero)
-    ctx.weight = (n, bits, group_size, x.shape[-1])
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _linear_backward(ctx, grad: Tensor):
-    """Weights are frozen: gradients of x and of the bias only."""
-    tiles, scale, zero = ctx.saved_tensors
-    n, bits, group_size, k = ctx.weight
-    w = dequantize(tiles, scale, zero, n, bits, group_size, k)
-    to_x = (grad.float() @ w).to(grad.dtype) if ctx.needs_input_grad[0] else None
-    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[4] else None
-    return to_x, None, None, None, to_bias, None, None, None
-
-
 REFERENCES = {
     **TILE_REFERENCES,
-    "integer_linear_tiled": linear_tiled,
+    "integer_linear_tiled": declare_linear("integer_linear_tiled", WEIGHT, NUMBERS, dequantize),
     "integer_linear_quantized": linear_quantized,
     "integer_linears_tiled": lambda x, tiles, scale, zero, bias, n, *rest: linears(
         "integer_linear_tiled", (x,), (tiles, scale, zero, bias, n), *rest
@@ -146,11 +111,9 @@ REFERENCES = {
         "integer_linear_quantized", (q, q_scale), (tiles, scale, zero, bias, n), *rest
     ),
 }
+declare_quantized_linear("integer_linear_quantized", WEIGHT, NUMBERS, linear_quantized)
+
 FAKES = {
-    "integer_linear_tiled": lambda x, tiles, scale, zero, bias, n, bits, group_size: x.new_empty(*x.shape[:-1], n),
-    "integer_linear_quantized": lambda q, q_scale, tiles, scale, zero, bias, n, bits, group_size, dtype: q.new_empty(
-        *q.shape[:-1], n, dtype=dtype
-    ),
     "integer_linears_tiled": lambda x, tiles, scale, zero, bias, n, bits, group_size: [
         x.new_empty(*x.shape[:-1], size) for size in n
     ],
@@ -159,9 +122,4 @@ FAKES = {
     ],
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-torch.library.register_autograd("ptq::integer_linear_tiled", _linear_backward, setup_context=_linear_setup)
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
-from ptq import native
+from ptq.op_declarations import declare_all
 from quip_sharp.e8p import residual_table, table
 
 SCHEMAS = {
@@ -174,8 +174,4 @@ FAKES = {
     "e8p_decode": lambda codes, scale, tables, bits: scale.new_empty(codes.shape[0], 8 * codes.shape[1]),
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

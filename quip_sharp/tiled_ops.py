@@ -28,20 +28,18 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
-from ptq import native
+from ptq.op_declarations import declare_all, declare_linear, declare_quantized_linear
 from quip_sharp import e8p
 
 ROWS, COLUMNS = 16, 32
 PLACES = (4, 5, 2, 3, 0, 1, 6)
 """Which coordinate's sign is bit i of a tile's sign byte."""
 
+WEIGHT, NUMBERS = "Tensor tiles, Tensor scale", "int n, int bits"
 SCHEMAS = {
     "e8p_prepack": "(Tensor codes) -> Tensor",
     "e8p_unprepack": "(Tensor tiles, int n, int bits, int k) -> Tensor",
     "e8p_dequantize": "(Tensor tiles, Tensor scale, int n, int bits, int k) -> Tensor",
-    "e8p_linear_tiled": "(Tensor x, Tensor tiles, Tensor scale, Tensor? bias, int n, int bits) -> Tensor",
-    "e8p_linear_quantized": "(Tensor q, Tensor q_scale, Tensor tiles, Tensor scale, Tensor? bias, int n, int bits, "
-    "ScalarType dtype) -> Tensor",
 }
 
 
@@ -127,19 +125,6 @@ def dequantize(
     return w.add_(rest[0]) if rest else w
 
 
-def linear_tiled(
-    x: Float[Tensor, "*t k"],
-    tiles: UInt8[Tensor, "tiles vectors 64"],
-    scale: Int32[Tensor, " books"],
-    bias: Float[Tensor, " n"] | None,
-    n: int,
-    bits: int,
-) -> Float[Tensor, "*t n"]:
-    """x Wᵀ + bias; float32 inside, the result in x's dtype. Native kernels differ from it in the last bits."""
-    w = dequantize(tiles, scale, n, bits, x.shape[-1])
-    return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
-
-
 def product(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
@@ -174,45 +159,22 @@ def linear_quantized(
     return product(q, q_scale, unprepack(tiles, n, bits, q.shape[-1]), scale, bias, dtype)
 
 
-def _linear_setup(ctx, inputs, output) -> None:
-    x, tiles, scale, bias, n, bits = inputs
-    ctx.save_for_backward(tiles, scale)
-    ctx.weight = (n, bits, x.shape[-1])
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _linear_backward(ctx, grad: Tensor):
-    """Weights are frozen: gradients of x and of the bias only."""
-    to_x = None
-    if ctx.needs_input_grad[0]:
-        w = torch.ops.ptq.e8p_dequantize(*ctx.saved_tensors, *ctx.weight)
-        to_x = (grad.float() @ w).to(grad.dtype)
-    to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype) if ctx.needs_input_grad[3] else None
-    return to_x, None, None, to_bias, None, None
-
-
 REFERENCES = {
     "e8p_prepack": prepack,
     "e8p_unprepack": unprepack,
     "e8p_dequantize": dequantize,
-    "e8p_linear_tiled": linear_tiled,
+    "e8p_linear_tiled": declare_linear(
+        "e8p_linear_tiled", WEIGHT, NUMBERS, lambda *weight: torch.ops.ptq.e8p_dequantize(*weight)
+    ),
     "e8p_linear_quantized": linear_quantized,
 }
+declare_quantized_linear("e8p_linear_quantized", WEIGHT, NUMBERS, linear_quantized)
 FAKES = {
     "e8p_prepack": lambda codes: codes.new_empty(
         -(-codes.shape[1] // ROWS), -(-codes.shape[2] // 4) * codes.shape[0], 64
     ),
     "e8p_unprepack": lambda tiles, n, bits, k: tiles.new_empty(bits, n, -(-k // 8)),
     "e8p_dequantize": lambda tiles, scale, n, bits, k: tiles.new_empty(n, k, dtype=torch.float32),
-    "e8p_linear_tiled": lambda x, tiles, scale, bias, n, bits: x.new_empty(*x.shape[:-1], n),
-    "e8p_linear_quantized": lambda q, q_scale, tiles, scale, bias, n, bits, dtype: q.new_empty(
-        *q.shape[:-1], n, dtype=dtype
-    ),
 }
 
-for op, schema in SCHEMAS.items():
-    torch.library.define(f"ptq::{op}", schema)
-    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(REFERENCES[op])
-    torch.library.register_fake(f"ptq::{op}")(FAKES[op])
-torch.library.register_autograd("ptq::e8p_linear_tiled", _linear_backward, setup_context=_linear_setup)
-native.load()
+declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -1,0 +1,86 @@
+"""How ops of the library `ptq::` are declared: schema, fake kernel (shapes, for `torch.compile`), reference in PyTorch.
+
+The reference serves every device for which no native kernel is registered (`ptq.native`).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptq import native
+
+
+def declare(op: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Declare `ptq::<op>`, and load the native kernels."""
+    torch.library.define(f"ptq::{op}", schema)
+    torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(reference)
+    torch.library.register_fake(f"ptq::{op}")(fake)
+    native.load()
+
+
+def declare_all(
+    schemas: Mapping[str, str], references: Mapping[str, Callable[..., Any]], fakes: Mapping[str, Callable[..., Any]]
+) -> None:
+    """`declare` for each op of `schemas`."""
+    for op, schema in schemas.items():
+        declare(op, schema, references[op], fakes[op])
+
+
+def declare_linear(op: str, weight: str, numbers: str, dequantize: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Declare `ptq::<op>(x, weight ..., bias, numbers ...)`: x Wᵀ + bias for floating-point x [*t, k], with gradients.
+
+    `weight` and `numbers` are the parts of the schema that name the weight's tensors and its numbers; the first number
+    is `int n`, else n is the number of rows of the first tensor. `dequantize(weight ..., numbers ..., k)` gives W
+    [n, k] in float32. It is computed in float32, the result is in x's dtype; native kernels differ from the reference
+    in the last bits. Weights are frozen: gradients go to x and to the bias only. Returns the reference.
+    """
+    tensors = weight.count("Tensor")
+
+    def split(arguments):
+        x, w, bias, rest = arguments[0], arguments[1 : tensors + 1], arguments[tensors + 1], arguments[tensors + 2 :]
+        return x, w, bias, (*rest, x.shape[-1])
+
+    def reference(*arguments):
+        x, w, bias, rest = split(arguments)
+        bias = None if bias is None else bias.float()
+        return torch.nn.functional.linear(x.float(), dequantize(*w, *rest), bias).to(x.dtype)
+
+    def fake(*arguments):
+        x, w, _, rest = split(arguments)
+        return x.new_empty(*x.shape[:-1], _rows(numbers, w, rest))
+
+    def setup(ctx, inputs, output):
+        _, w, bias, ctx.rest = split(inputs)
+        ctx.save_for_backward(*w)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    def backward(ctx, grad):
+        to_x = to_bias = None
+        if ctx.needs_input_grad[0]:
+            to_x = (grad.float() @ dequantize(*ctx.saved_tensors, *ctx.rest)).to(grad.dtype)
+        if ctx.needs_input_grad[tensors + 1]:
+            to_bias = grad.flatten(0, -2).sum(0).to(ctx.bias_dtype)
+        return to_x, *[None] * tensors, to_bias, *[None] * (len(ctx.rest) - 1)
+
+    declare(op, f"(Tensor x, {weight}, Tensor? bias, {numbers}) -> Tensor", reference, fake)
+    torch.library.register_autograd(f"ptq::{op}", backward, setup_context=setup)
+    return reference
+
+
+def declare_quantized_linear(op: str, weight: str, numbers: str, reference: Callable[..., Tensor]) -> None:
+    """Declare `ptq::<op>(q, q_scale, weight ..., bias, numbers ..., dtype)`: the product with quantised tokens q int8
+    [*t, k], q_scale [*t], in `dtype`. `weight` and `numbers` are as above; n must be the first number. No gradient.
+    """
+    tensors = weight.count("Tensor")
+
+    def fake(q, q_scale, *rest):
+        return q.new_empty(*q.shape[:-1], _rows(numbers, rest, rest[tensors + 1 :]), dtype=rest[-1])
+
+    schema = f"(Tensor q, Tensor q_scale, {weight}, Tensor? bias, {numbers}, ScalarType dtype) -> Tensor"
+    declare(op, schema, reference, fake)
+
+
+def _rows(numbers: str, weight: tuple[Any, ...], values: tuple[Any, ...]) -> int | torch.SymInt:
+    return values[0] if numbers.startswith("int n,") else weight[0].shape[0]
