@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,7 +22,8 @@ MAX_PARTS, PART_CHUNKS = 8, 4
 """Hessians are summed in up to 8 parts of at least 4 chunks each, by one process or by several: sums of floating-point
 numbers depend on their order, and the result must not depend on the number of processes."""
 PANEL = 1024
-"""Rows and columns of H that one product adds to: bounds its memory, and leaves half of H to symmetry."""
+"""Rows of H that are summed together. What lies right of a panel's block on the diagonal is left to symmetry, in memory
+and in the files."""
 
 
 class Hessians:
@@ -44,7 +44,10 @@ class Hessians:
             if not files[number].exists():
                 memory.give_back()
                 some = (hidden.read(chunk) for chunk in chunks[bounds[number] : bounds[number + 1]])
-                write_tensors(files[number], observe(part, names, some), durable=False)
+                sums = observe(part, names, some)
+                panels = {f"{name}.{i}": panel for name in names for i, panel in enumerate(sums[name])}
+                write_tensors(files[number], panels, durable=False)
+                del sums, panels
         self.workers.wait()
         memory.give_back()
         if self.workers.first:
@@ -58,10 +61,13 @@ class Hessians:
         return self.workers.agree(self._file(key).exists())
 
     def read(self, key: str, name: str) -> Float32[Tensor, "k k"]:
-        """One of them."""
+        """One of them, whole."""
         path = self._file(key)
         # Read, not mapped: a map would count as memory beside the copy that solvers work on.
-        return read_tensor(path, read_header(path)[0][name]).to(self.device)
+        infos = (info for panel, info in read_header(path)[0].items() if panel.rpartition(".")[0] == name)
+        return whole(
+            [read_tensor(path, info).to(self.device) for info in sorted(infos, key=lambda info: info.shape[1])]
+        )
 
     def drop(self, key: str) -> None:
         """Remove what nobody reads any more."""
@@ -73,13 +79,13 @@ class Hessians:
 
 def observe(
     part: Part, names: Iterable[str], chunks: Iterable[Float[Tensor, "batch t k"]]
-) -> dict[str, Float32[Tensor, "k k"]]:
+) -> dict[str, list[Float32[Tensor, "_ _"]]]:
     """Run a block on hidden states and sum x xᵀ over the inputs of the named linears, in the order of the chunks.
 
     Where a linear transforms its input online, x is taken after the transform, as its weight sees it. The sums are
-    float32 and on the block's device.
+    float32, on the block's device, and in panels: see `whole`.
     """
-    sums: dict[str, Tensor] = {}
+    sums: dict[str, list[Tensor]] = {}
     names = set(names)
     missing: set[str] = set()
     handles = [_watch(part.module(name), name, sums, missing) for name in names]
@@ -91,40 +97,46 @@ def observe(
     finally:
         for handle in handles:
             handle.remove()
-    for h in sums.values():
-        _mirror(h)
     return sums
+
+
+def whole(panels: list[Float32[Tensor, "_ _"]]) -> Float32[Tensor, "k k"]:
+    """H from its panels: each has `PANEL` rows (the last one fewer), from the left up to the block on the diagonal.
+    The list is used up: panels and H together would be half as much again."""
+    k = panels[-1].shape[1]
+    h = panels[-1].new_empty(k, k)
+    while panels:
+        panel = panels.pop()
+        rows, columns = panel.shape
+        start = columns - rows
+        h[start:columns, :columns] = panel
+        h[:start, start:columns] = panel[:, :start].T
+    return h
 
 
 class _Seen(Exception):
     """Every input of the block has been seen."""
 
 
-def merged(files: Sequence[Path]) -> dict[str, Float32[Tensor, "k k"]]:
-    """The sums of the Hessians in several files, in the files' order; one of them and a panel in memory at a time."""
-    first = read_header(files[0])[0]
-    sums = {name: read_tensor(files[0], info) for name, info in first.items()}
+def merged(files: Sequence[Path]) -> dict[str, Float32[Tensor, "_ _"]]:
+    """The sum of the panels in several files, in the files' order."""
+    sums = {name: read_tensor(files[0], info) for name, info in read_header(files[0])[0].items()}
     for file in files[1:]:
         for name, info in read_header(file)[0].items():
-            rows, k = info.shape
-            for start in range(0, rows, PANEL):
-                end = min(start + PANEL, rows)
-                panel = replace(
-                    info, shape=(end - start, k), offset=info.offset + 4 * k * start, nbytes=4 * k * (end - start)
-                )
-                sums[name][start:end] += read_tensor(file, panel)
+            sums[name] += read_tensor(file, info)
     return sums
 
 
 def _watch(
-    module: nn.Module, key: str, sums: dict[str, Tensor], missing: set[str]
+    module: nn.Module, key: str, sums: dict[str, list[Tensor]], missing: set[str]
 ) -> torch.utils.hooks.RemovableHandle:
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
         xt = x.flatten(0, -2).float().T.contiguous()
         del x
         if key not in sums:
-            sums[key] = torch.zeros(len(xt), len(xt), device=xt.device)
+            ends = [min(start + PANEL, len(xt)) for start in range(0, len(xt), PANEL)]
+            sums[key] = [xt.new_zeros(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
         _accumulate(sums[key], xt)
         missing.discard(key)
         if not missing:
@@ -133,16 +145,10 @@ def _watch(
     return module.register_forward_pre_hook(add)
 
 
-def _accumulate(h: Float32[Tensor, "k k"], xt: Float32[Tensor, "k t"]) -> None:
-    """h += xt xtᵀ, up to the panels on the diagonal."""
-    for start in range(0, len(xt), PANEL):
-        for left in range(0, start + 1, PANEL):
-            rows, columns = xt[start : start + PANEL], xt[left : left + PANEL]
-            h[start : start + PANEL, left : left + PANEL] += product(rows, columns.T)
-
-
-def _mirror(h: Float32[Tensor, "k k"]) -> None:
-    """Copy the panels below the diagonal to the other side."""
-    for start in range(0, len(h), PANEL):
-        end = min(start + PANEL, len(h))
-        h[:start, start:end] = h[start:end, :start].T
+def _accumulate(panels: list[Float32[Tensor, "_ _"]], xt: Float32[Tensor, "k t"]) -> None:
+    """Add xt xtᵀ, in pieces that bound the memory of a product."""
+    for panel in panels:
+        size, end = panel.shape
+        for left in range(0, end, PANEL):
+            columns = slice(left, min(left + PANEL, end))
+            panel[:, columns] += product(xt[end - size : end], xt[columns].T)

@@ -17,7 +17,7 @@ from ptq import activations, blocks, hf, proof
 from ptq.activations import Activation
 from ptq.checkpoint import Checkpoint
 from ptq.families import FAMILIES
-from ptq.hessian import observe
+from ptq.hessian import observe, whole
 from ptq.job import Job, dense_weight
 from ptq.linear import QuantLinear
 from quarot.plan import QuarotRecipe
@@ -175,7 +175,7 @@ def test_hessians_are_of_the_quantised_input(source: Path) -> None:
     module = part.module(DOWN)
     assert isinstance(module, QuantLinear)
     handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0].detach()))
-    h = observe(part, [DOWN], iter([hidden]))[DOWN]
+    h = whole(observe(part, [DOWN], iter([hidden]))[DOWN])
     handle.remove()
     assert module.online.activation is not None
     x = activations.dequantize(*module.quantized_input(inputs[-1])).flatten(0, 1).double()

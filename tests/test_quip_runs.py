@@ -156,10 +156,10 @@ def test_a_hessian_that_is_not_finite_costs_its_layer_only(
 ) -> None:
     real = hessian.observe
 
-    def observe(*arguments: Any) -> dict[str, torch.Tensor]:
+    def observe(*arguments: Any) -> dict[str, list[torch.Tensor]]:
         found = real(*arguments)
         if DOWN in found:
-            found[DOWN][3, 5] = torch.nan
+            found[DOWN][0][3, 5] = torch.nan
         return found
 
     monkeypatch.setattr(hessian, "observe", observe)
