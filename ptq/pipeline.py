@@ -2,6 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ptq.errors import InputError
 from ptq.families import Family, family_of, shape_of
 from ptq.job import Job
 from ptq.loading import load_tokenizer
+from ptq.lock import exclusive, release
 from ptq.plan import Plan, check_biases, check_claims, check_tensors
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
@@ -118,26 +120,27 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     if workers.agree(is_finished(out, record)):
         if workers.first:
             remove_finished_work(work, record)
+            release(out, work)
         return read_result(out)
     check_folders(out, work, target.checkpoint.folder)
     sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
     needs = preflight.estimate(target.plan, shape_of(target.config), recipe, rows, sizes)
     preflight.check(needs, work, out, workers.local_count)
     workers.wait()  # the others have looked at the folders too
-    if workers.first:
-        open_work(work, record, options.restart and not workers.again)
     job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
     calibrated, visible = rows is not None, options.progress and workers.first
     kept = memory.kept(memory.SMALL_BYTES if calibrated else memory.ALL_BYTES)
-    with kept, Progress(target.plan, calibrated, visible) as progress:
+    alone = exclusive(out, work) if workers.first else nullcontext()
+    with alone, kept, Progress(target.plan, calibrated, visible) as progress:
+        if workers.first:
+            open_work(work, record, options.restart and not workers.again)
         for note in (*target.plan.notes, *preflight.warnings(target.plan, rows), str(needs)):
             progress.say(note)
         tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
         _run(tasks, rows, probe, progress)
         if workers.first:
             _finish(tasks, record, out, model if options.report else None)
-    if workers.first:
-        remove_work(work)
+            remove_work(work)
     workers.wait()
     return read_result(out)
 

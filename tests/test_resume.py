@@ -18,6 +18,7 @@ from ptq import pipeline, preflight, tasks
 from ptq.recipe import Recipe
 from ptq.work import UNFINISHED
 from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
 
 LOG = "ptq_log.jsonl"  # holds seconds, so it is the one file that differs
 QUIET = ptq.RunOptions(progress=False)
@@ -50,7 +51,11 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def listing(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".lock"
+    }
 
 
 # --- a crash at every single change of the disk ---------------------------------------------------------------------
@@ -194,10 +199,14 @@ def appeared(folder: Path) -> set[str]:
     return {os.path.join(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)}
 
 
-def test_kill_and_continue_gives_the_same_bytes(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tuned", [False, True], ids=["GPTQ", "fine-tuned"])
+def test_kill_and_continue_gives_the_same_bytes(tuned: bool, model: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # it imports once; its children start in a moment
     context.set_forkserver_preload(["ptq", "quarot.plan", "transformers.models.llama.modeling_llama"])
-    asked, chance = recipe(model), random.Random(0)
+    chance, most = random.Random(0), KILLS // 4 if tuned else KILLS
+    asked: Recipe = recipe(model)
+    if tuned:
+        asked = QuipSharpRecipe(calibration=asked.calibration, samples=8, sequence_length=16, finetune="full")
 
     def start(out: Path) -> Any:
         process = context.Process(target=child, args=(model, out, asked))
@@ -208,7 +217,7 @@ def test_kill_and_continue_gives_the_same_bytes(model: Path, tmp_path: Path) -> 
     undisturbed.join()
     assert undisturbed.exitcode == 0
     expected, kills, runs = contents(tmp_path / "expected"), 0, 0
-    while kills < KILLS:
+    while kills < most:
         out = tmp_path / f"run{runs}" / "out"
         out.parent.mkdir()
         while not kill_or_finish(start(out), out.parent, chance):

@@ -1,0 +1,65 @@
+"""One run at a time on a folder: a lock that ends with its process, however that ends."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ptq.errors import InputError, RunError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked there
+    fcntl = None
+
+
+@contextmanager
+def exclusive(*folders: Path) -> Iterator[None]:
+    """Hold the locks of folders, which need not exist, while the block runs: `<folder>.lock` beside each.
+
+    The lock file of a process that was killed stays, but is free. Raises InputError where another process holds one,
+    RunError where one cannot be made.
+    """
+    handles = []
+    try:
+        for folder in folders:
+            handles.append(_locked(folder))
+        yield
+    finally:
+        release(*folders[: len(handles)])
+        for handle in handles:
+            os.close(handle)
+
+
+def release(*folders: Path) -> None:
+    """Remove the lock files of folders that nobody works on."""
+    for folder in folders:
+        _file(folder).unlink(missing_ok=True)
+
+
+def _file(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _locked(folder: Path) -> int:
+    """The handle of the lock file of a folder, locked."""
+    path = _file(folder)
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunError(f"{path}: cannot be made ({error.strerror}); name a folder that can be written") from error
+        try:
+            if fcntl is not None:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise InputError(
+                f"{folder}: another run is at work on it; wait for its end, or name another folder"
+            ) from None
+        except OSError:  # a file system without locks
+            return handle
+        if path.exists() and os.path.samestat(os.fstat(handle), path.stat()):
+            return handle
+        os.close(handle)  # its holder has just removed the file
