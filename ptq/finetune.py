@@ -20,8 +20,6 @@ from ptq.plan import LinearPlan, Plan
 from ptq.shards import write_tensors
 from ptq.tuned import Trained, Values
 
-BLOCK_EPOCHS, FULL_EPOCHS = 5, 5
-"""Most passes over the calibration rows: in a turn of a block, and with the whole model."""
 HELD_OUT = 8
 """One chunk of so many is held out."""
 LEAST_GAIN = 0.005
@@ -82,8 +80,8 @@ def weights(plan: Plan) -> int:
     if plan.finetune == "none":
         return 0
     inside = sum(linear.n * linear.k for linear in plan.rounded())
-    count = BLOCK_EPOCHS * len(turns(plan.block(0))) * inside
-    return count + FULL_EPOCHS * sum(linear.n * linear.k for linear in plan.linears) * (plan.finetune == "full")
+    whole = sum(linear.n * linear.k for linear in plan.linears) * (plan.finetune == "full")
+    return plan.finetune_epochs * (len(turns(plan.block(0))) * inside + whole)
 
 
 def split(chunks: int) -> int:

@@ -96,7 +96,7 @@ def _take(turn: _Turn, values: Values, progress: Progress) -> None:
     tasks.round(turn.group, part, progress, turn.key)
     del part
     if tasks.workers.first:
-        with progress.training(sum(linear.n * linear.k for linear in block), finetune.BLOCK_EPOCHS) as tell:
+        with progress.training(sum(linear.n * linear.k for linear in block), tasks.job.plan.finetune_epochs) as tell:
             _train(turn, values, tell)
     tasks.workers.wait()
 
@@ -161,7 +161,7 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
 
     role = turn.group[0].role
     task = finetune.Task(
-        f"block {index} after {role}", job.recipe.seed, trained, gradients, held_out, batches, finetune.BLOCK_EPOCHS,
+        f"block {index} after {role}", job.recipe.seed, trained, gradients, held_out, batches, job.plan.finetune_epochs,
         turn.file.with_name(f"{turn.key}.epoch.safetensors"),
     )  # fmt: skip
     best, losses = finetune.fit(task, tell)

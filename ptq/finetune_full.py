@@ -62,16 +62,16 @@ def losses(tasks: Tasks) -> dict[str, list[float | None]]:
 def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> None:
     model = _Model(tasks, rows)
     count = len(model.ids)
-    batches = finetune.split(count)
+    batches, epochs = finetune.split(count), tasks.job.plan.finetune_epochs
 
     def held_out(values: Values) -> float:
         return sum(model.loss(values, number) for number in range(batches, count)) / (count - batches)
 
     task = finetune.Task(
-        "whole model", tasks.job.recipe.seed, model.trained(), model.gradients, held_out, batches, finetune.FULL_EPOCHS,
+        "whole model", tasks.job.recipe.seed, model.trained(), model.gradients, held_out, batches, epochs,
         tasks.work / "tuned" / "full.epoch.safetensors",
     )  # fmt: skip
-    with progress.training(sum(linear.n * linear.k for linear in tasks.job.plan.linears), finetune.FULL_EPOCHS) as tell:
+    with progress.training(sum(linear.n * linear.k for linear in tasks.job.plan.linears), epochs) as tell:
         best, losses = finetune.fit(task, tell)
     found = {**best, "losses": torch.tensor(losses, dtype=torch.float64)}
     write_tensors(task.file.with_name("full.safetensors"), found, durable=False)

@@ -46,7 +46,8 @@ def _locked(folder: Path) -> int:
     path = _file(folder)
     while True:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.parent.exists():
+                path.parent.mkdir(parents=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise RunError(f"{path}: cannot be made ({error.strerror}); name a folder that can be written") from error

@@ -119,6 +119,8 @@ class Plan:
     """How the KV cache is quantised when the model runs; None: not at all."""
     finetune: Finetune = "none"
     """What is trained around the codes: see `ptq.finetune`."""
+    finetune_epochs: int = 5
+    """Most passes over the calibration rows: in a turn of a block, and with the whole model."""
     notes: tuple[str, ...] = ()
     """What a user should know before the run, such as a width that has no full-size Hadamard matrix."""
 

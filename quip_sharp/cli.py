@@ -26,6 +26,9 @@ def quip_sharp(
             "norms, sign vectors and head follow the original's logits. Needs calibration text."
         ),
     ] = "none",
+    finetune_epochs: Annotated[
+        int, typer.Option(help="Passes over the text, at most: in each turn of a block, and with the whole model.")
+    ] = 5,
     rotate: Annotated[
         bool, typer.Option("--rotate/--no-rotate", help="The transforms; without them quality suffers.")
     ] = True,
@@ -51,7 +54,7 @@ def quip_sharp(
     """QuIP#: weights of 2, 3 or 4 bits on the E8 lattice, after a random Hadamard transform on both of their sides."""
     recipe = QuipSharpRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        sweeps=sweeps,
-        seed=seed, skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits, finetune=finetune,
+        sweeps=sweeps, seed=seed, skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
+        finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

@@ -25,10 +25,13 @@ from torch import Tensor
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
-from quip_sharp import tiled_ops
+from quip_sharp import fragment_ops, tiled_ops
 from quip_sharp.codebook import E8Codebook
 
 PLANES = {2: ("abs", "signs"), 3: ("abs", "signs", "residual"), 4: ("abs", "signs", "residual_abs", "residual_signs")}
+LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
+"""What the kernels of a device read."""
+
 SHIFTS = {"abs": 8, "signs": 0, "residual": 16, "residual_abs": 24, "residual_signs": 16}
 """Where the byte of a plane lies in a code (`e8p_ops`)."""
 
@@ -76,8 +79,10 @@ class E8PFormat:
         return w if w.shape[1] == k else w[:, :k].contiguous()
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        if "tiles" in parts:
+        if "shape" in parts:
             n = parts["shape"].shape[0]
+            if "fragments" in parts:
+                return torch.ops.ptq.e8p_linear_fragments(x, parts["fragments"], parts["scale"], bias, n, self.bits)
             return torch.ops.ptq.e8p_linear_tiled(x, parts["tiles"], parts["scale"], bias, n, self.bits)
         w = self.dequantize(parts, parts["abs"].shape[0], x.shape[-1])
         return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
@@ -90,29 +95,43 @@ class E8PFormat:
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Float[Tensor, "*t n"]:
-        """The same on quantised tokens, with exact integer sums. Made for tiles; other parts go a slow way."""
-        parts = parts if "tiles" in parts else self.prepack(parts, q.device)
-        if "tiles" not in parts:
-            return tiled_ops.product(q, q_scale, self._planes(parts), parts["scale"], bias, dtype)
+        """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; other parts go a slow
+        way."""
+        parts = parts if "shape" in parts else self.prepack(parts, q.device)
+        scale = parts["scale"]
+        if "shape" not in parts:
+            return tiled_ops.product(q, q_scale, self._planes(parts), scale, bias, dtype)
         n = parts["shape"].shape[0]
-        return torch.ops.ptq.e8p_linear_quantized(q, q_scale, parts["tiles"], parts["scale"], bias, n, self.bits, dtype)
+        if "fragments" in parts:
+            return torch.ops.ptq.e8p_quantized_fragments(
+                q, q_scale, parts["fragments"], scale, bias, n, self.bits, dtype
+            )
+        return torch.ops.ptq.e8p_linear_quantized(q, q_scale, parts["tiles"], scale, bias, n, self.bits, dtype)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """On the CPU tiles (`tiled_ops`), and an empty part `shape` [n, 8 c, 0]; elsewhere the same parts."""
-        if "tiles" in parts:
+        """What the kernels of the device read, and an empty part `shape` [n, 8 c, 0]: on a CPU tiles (`tiled_ops`), on
+        a GPU fragments (`fragment_ops`); elsewhere the stored parts."""
+        layout = LAYOUTS.get(torch.device(device).type)
+        if layout in parts:
             return parts
-        parts = {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
-        if torch.device(device).type != "cpu":
-            return parts
+        parts = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
+        return parts if layout is None else self.lay_out(parts, layout)
+
+    def lay_out(self, parts: Parts, layout: str) -> Parts:
+        """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, c = parts["abs"].shape
-        tiles = torch.ops.ptq.e8p_prepack(self._planes(parts))
-        return {"tiles": tiles, "scale": parts["scale"], "shape": tiles.new_empty(n, 8 * c, 0)}
+        make = torch.ops.ptq.e8p_prepack if layout == "tiles" else fragment_ops.pack
+        packed = make(self._planes(parts))
+        return {layout: packed, "scale": parts["scale"], "shape": packed.new_empty(n, 8 * c, 0)}
 
     def unprepack(self, parts: Parts) -> Parts:
-        if "tiles" not in parts:
+        if "shape" not in parts:
             return parts
         n, k = parts["shape"].shape[:2]
-        planes = torch.ops.ptq.e8p_unprepack(parts["tiles"], n, self.bits, k)
+        if "tiles" in parts:
+            planes = torch.ops.ptq.e8p_unprepack(parts["tiles"], n, self.bits, k)
+        else:
+            planes = fragment_ops.unpack(parts["fragments"], n, self.bits, k)
         return {**dict(zip(PLANES[self.bits], planes.unbind(), strict=True)), "scale": parts["scale"]}
 
     def _planes(self, parts: Parts) -> UInt8[Tensor, "bits n c"]:

@@ -33,6 +33,7 @@ class QuipSharpRecipe(Recipe):
     """Bits of the inputs of the quantised linears after their transform, per token; 16 leaves them alone. The points
     of the lattice are integers too, so at 8 bits products are exact (docs/math.md)."""
     finetune: Finetune = "none"
+    finetune_epochs: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,6 +43,8 @@ class QuipSharpRecipe(Recipe):
             raise InputError(f"activation bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
         if self.finetune not in ("none", "blocks", "full"):
             raise InputError(f"finetune must be none, blocks or full, found {self.finetune!r}")
+        if self.finetune_epochs < 1:
+            raise InputError(f"finetune epochs must be at least 1, found {self.finetune_epochs}")
         if self.finetune != "none" and not self.rotate:
             raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs --rotate")
 
@@ -75,5 +78,6 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         linears=linears,
         signs={rotation.signs: rotation.size for rotation in rotations if rotation.signs is not None},
         finetune=recipe.finetune,
+        finetune_epochs=recipe.finetune_epochs,
         notes=tuple(block_notes(widths)) if recipe.rotate else (),
     )

@@ -99,17 +99,17 @@ def points(codes: UInt8[Tensor, "bits n c"], k: int | torch.SymInt) -> tuple[Int
     """The integer points that codes stand for: P0, or P0 and P1."""
     books = [_e8p_points(codes[0], codes[1])]
     if codes.shape[0] == 3:
-        books.append(e8p.residual_table()[codes[2].long()])
+        books.append(e8p.residual_table().to(codes.device)[codes[2].long()])
     if codes.shape[0] == 4:
         books.append(_e8p_points(codes[2], codes[3]))
     return tuple(book.flatten(1)[:, :k] for book in books)
 
 
 def _e8p_points(entry: UInt8[Tensor, "n c"], signs: UInt8[Tensor, "n c"]) -> Int8[Tensor, "n c 8"]:
-    bit = (signs[..., None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    bit = (signs[..., None] >> torch.arange(8, dtype=torch.uint8, device=signs.device)) & 1
     p = bit.sum(2, keepdim=True, dtype=torch.uint8) & 1
     bit[..., :1] ^= p
-    return e8p.table()[entry.long()] * (1 - 2 * bit.to(torch.int8)) + (1 - 2 * p.to(torch.int8))
+    return e8p.table().to(entry.device)[entry.long()] * (1 - 2 * bit.to(torch.int8)) + (1 - 2 * p.to(torch.int8))
 
 
 def dequantize(
@@ -120,8 +120,14 @@ def dequantize(
     k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
     """The weight that tiles stand for."""
-    books = points(unprepack(tiles, n, bits, k), k)
-    w, *rest = (number * book for number, book in zip(scale.view(torch.float32), books, strict=True))
+    return weight_of(unprepack(tiles, n, bits, k), scale, k)
+
+
+def weight_of(
+    codes: UInt8[Tensor, "bits n c"], scale: Int32[Tensor, " books"], k: int | torch.SymInt
+) -> Float32[Tensor, "n k"]:
+    """The weight that codes stand for."""
+    w, *rest = (number * book for number, book in zip(scale.view(torch.float32), points(codes, k), strict=True))
     return w.add_(rest[0]) if rest else w
 
 

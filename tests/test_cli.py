@@ -281,7 +281,7 @@ OPTIONS = {
         *METHOD, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
         "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks",
     ],
-    "quip-sharp": [*METHOD, "--bits", "--finetune", "--sweeps"],
+    "quip-sharp": [*METHOD, "--bits", "--finetune", "--finetune-epochs", "--sweeps"],
     "fp6": [*METHOD, "--element", "--group-size", "--scale", "--scale-search"],
     "prepack": ["--target", "--debug"],
     "rotate": SHARED,

@@ -206,7 +206,9 @@ def test_kill_and_continue_gives_the_same_bytes(tuned: bool, model: Path, tmp_pa
     chance, most = random.Random(0), KILLS // 4 if tuned else KILLS
     asked: Recipe = recipe(model)
     if tuned:
-        asked = QuipSharpRecipe(calibration=asked.calibration, samples=8, sequence_length=16, finetune="full")
+        asked = QuipSharpRecipe(
+            calibration=asked.calibration, samples=8, sequence_length=16, finetune="full", finetune_epochs=2
+        )
 
     def start(out: Path) -> Any:
         process = context.Process(target=child, args=(model, out, asked))
