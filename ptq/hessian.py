@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import cast
 
 import torch
 from jaxtyping import Float, Float32
@@ -85,10 +86,10 @@ def observe(
     Where a linear transforms its input online, x is taken after the transform, as its weight sees it. The sums are
     float32, on the block's device, and in panels: see `whole`.
     """
-    sums: dict[str, list[Tensor]] = {}
     names = set(names)
+    sums = {name: _zeros(cast(int, part.module(name).in_features), part.device) for name in sorted(names)}
     missing: set[str] = set()
-    handles = [_watch(part.module(name), name, sums, missing) for name in names]
+    handles = [_watch(part.module(name), name, sums[name], missing) for name in names]
     try:
         for hidden in chunks:
             missing |= names
@@ -98,6 +99,18 @@ def observe(
         for handle in handles:
             handle.remove()
     return sums
+
+
+def _zeros(k: int, device: torch.device) -> list[Float32[Tensor, "_ _"]]:
+    """The panels of a sum of nothing. They share one piece of memory, made before the block runs: many small ones among
+    its activations would leave holes."""
+    ends = [min(start + PANEL, k) for start in range(0, k, PANEL)]
+    shapes = [(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    flat = torch.zeros(sum(rows * columns for rows, columns in shapes), device=device)
+    return [
+        panel.view(shape)
+        for panel, shape in zip(flat.split([rows * columns for rows, columns in shapes]), shapes, strict=True)
+    ]
 
 
 def whole(panels: list[Float32[Tensor, "_ _"]]) -> Float32[Tensor, "k k"]:
@@ -127,18 +140,13 @@ def merged(files: Sequence[Path]) -> dict[str, Float32[Tensor, "_ _"]]:
     return sums
 
 
-def _watch(
-    module: nn.Module, key: str, sums: dict[str, list[Tensor]], missing: set[str]
-) -> torch.utils.hooks.RemovableHandle:
+def _watch(module: nn.Module, name: str, panels: list[Tensor], missing: set[str]) -> torch.utils.hooks.RemovableHandle:
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
         xt = x.flatten(0, -2).float().T.contiguous()
         del x
-        if key not in sums:
-            ends = [min(start + PANEL, len(xt)) for start in range(0, len(xt), PANEL)]
-            sums[key] = [xt.new_zeros(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
-        _accumulate(sums[key], xt)
-        missing.discard(key)
+        _accumulate(panels, xt)
+        missing.discard(name)
         if not missing:
             raise _Seen
 

@@ -19,11 +19,13 @@ class Two(Part):
     """Two linears for a block, with names of which one begins like the other's panels."""
 
     def __init__(self) -> None:
+        self.device = CPU
         self.linears = nn.ModuleDict({"a": nn.Linear(70, 5), "b": nn.Linear(5, 3)})
 
     def module(self, name: str) -> nn.Module:
         return self.linears[name.replace(".0", "b")[-1]]
 
+    @torch.no_grad()
     def run(self, hidden: Tensor) -> Tensor:
         return self.linears["b"](self.linears["a"](hidden))
 
