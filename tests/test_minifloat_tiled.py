@@ -12,7 +12,10 @@ from ptq import native
 
 WHOLE = [name for name, element in ELEMENTS.items() if element.int8_shift is not None]
 # n, k, group size: no multiples of 16 rows and 32 columns, a last group that is not full, groups beyond a panel.
-SHAPES = [(1, 1, 0), (16, 32, 32), (33, 45, 0), (50, 384, 128), (17, 160, 64), (100, 1152, 576), (40, 1000, 0)]
+SHAPES = [
+    (1, 1, 0), (16, 32, 32), (33, 45, 0), (50, 384, 128), (17, 160, 64), (100, 1152, 576), (40, 1000, 0),
+    (35, 1000, 96), (20, 1400, 768),
+]  # fmt: skip
 TOKENS = (0, 1, 2, 3, 5, 9, 18)
 
 

@@ -8,10 +8,11 @@ from ptq import native
 from quarot import tiled_ops
 
 BITS = range(2, 9)
-# n, k, t, group: no multiples of 16 rows, 32 columns, 4 tokens; groups within a panel of 512 columns, and across.
+# n, k, t, group: no multiples of 16 rows, 32 columns, 4 tokens; groups within a panel of 512 columns, across, others
+# that do not divide a panel, nor are divided by one.
 SHAPES = [
     (50, 96, 9, 32), (33, 45, 13, 0), (17, 1024, 33, 64), (100, 1152, 10, 128), (16, 1536, 17, 0), (49, 2048, 11, 1024),
-    (65, 515, 66, 0),
+    (65, 515, 66, 0), (35, 1056, 37, 96), (20, 2304, 41, 768),
 ]  # fmt: skip
 
 

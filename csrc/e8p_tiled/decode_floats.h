@@ -16,32 +16,50 @@ using integer_tiled::read;
 // Bytes of a block's 32 columns as bfloat16: of one part. The parts of a block follow each other.
 constexpr int64_t part_bytes = block_columns * 2;
 
-// In the order of the steps: see `place_of`.
+// The 32 columns of a block, in the order of the steps.
+typedef uint16_t BlockWords __attribute__((vector_size(64)));
+struct Order {
+    BlockWords words;  // where each comes from
+    Dwords floats[2];
+    explicit Order(bool pairs) {
+        for (int i = 0; i < block_columns; i++) {
+            const int place = place_of(i / 4, i % 4, pairs), from = column_of(i / 4, i % 4);
+            words[place] = static_cast<uint16_t>(from), floats[place / 16][place % 16] = static_cast<uint32_t>(from);
+        }
+    }
+};
+
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int parts = p.x_type == Number::float32 ? 3 : 1;
-    int places[block_columns];
-    for (int i = 0; i < block_columns; i++) places[column_of(i / 4, i % 4)] = place_of(i / 4, i % 4, p.pairs);
+    const Order order(p.pairs);
     for (int64_t t = first; t < last; t++)
         for (int64_t b = 0; b < blocks_in(p.w.k); b++) {
-            float x[block_columns];
-            for (int64_t i = 0; i < block_columns; i += tile_rows) {
-                const int64_t c = b * block_columns + i;
-                integer::store(x + i, read(p.x, p.x_type, t * p.w.k + c, std::clamp(p.w.k - c, int64_t{0}, tile_rows)));
-            }
+            const int64_t c = b * block_columns, left = p.w.k - c;
+            Dwords x[2];
+            for (int i = 0; i < 2; i++)
+                x[i] = (Dwords)read(p.x, p.x_type, t * p.w.k + std::min(c + i * tile_rows, p.w.k),
+                                    std::clamp(left - i * tile_rows, int64_t{0}, tile_rows));
             if (!p.pairs) {
-                auto* to = reinterpret_cast<float*>(p.spread + t * p.spread_stride) + b * block_columns;
-                for (int i = 0; i < block_columns; i++) to[places[i]] = x[i];
+                uint8_t* to = p.spread + t * p.spread_stride + b * 2 * sizeof(Dwords);
+                for (int i = 0; i < 2; i++) {
+                    const Dwords out = __builtin_shuffle(x[0], x[1], order.floats[i]);
+                    std::memcpy(to + i * sizeof out, &out, sizeof out);
+                }
                 continue;
             }
             uint8_t* to = p.spread + t * p.spread_stride + b * parts * part_bytes;
-            for (int part = 0; part < parts; part++, to += part_bytes)
-                for (int i = 0; i < block_columns; i++) {
-                    uint32_t number;
-                    std::memcpy(&number, &x[i], sizeof number);
-                    const auto word = static_cast<uint16_t>(number >> 16);
-                    std::memcpy(to + 2 * places[i], &word, sizeof word);
-                    x[i] -= integer::from_bits(number & 0xffff0000u);  // exact
+            for (int part = 0; part < parts; part++, to += part_bytes) {
+                typedef uint16_t Half __attribute__((vector_size(32)));
+                Half half[2];
+                for (int i = 0; i < 2; i++) {
+                    half[i] = __builtin_convertvector(x[i] >> 16, Half);
+                    x[i] = (Dwords)((Lanes)x[i] - (Lanes)(x[i] & 0xffff0000u));  // exact
                 }
+                BlockWords words;
+                std::memcpy(&words, half, sizeof words);
+                words = __builtin_shuffle(words, order.words);
+                std::memcpy(to, &words, sizeof words);
+            }
         }
 }
 

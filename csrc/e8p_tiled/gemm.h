@@ -16,9 +16,19 @@ namespace ptq::e8p_tiled {
 namespace {
 
 using gemm::strip;
-using gemm::tokens_of_a_block;
 using integer::Lanes;
 using integer::SignedInts;
+
+template <Kind kind>
+constexpr int64_t block_tokens = gemm::tokens_of_a_block(static_cast<int64_t>(kind));
+// Those whose sums fit into registers.
+#if defined(__AVX512F__)
+template <Kind kind>
+constexpr int64_t most_tokens = block_tokens<kind>;
+#else
+template <Kind kind>
+constexpr int64_t most_tokens = 4;
+#endif
 
 template <Kind kind>
 struct Steps {  // of a block
@@ -41,17 +51,22 @@ inline int64_t steps_of(const Gemm& g) {
     return blocks_in(g.w.k) * block_columns / static_cast<int64_t>(g.kind);
 }
 
-void pack(const Gemm& g, int64_t first, int64_t last) {
+template <int64_t tokens>
+void pack_of(const Gemm& g, int64_t first, int64_t last) {
     const int64_t steps = steps_of(g);
     const std::vector<int32_t> nothing(steps);
     for (int64_t b = first; b < last; b++) {
-        const int32_t* rows[tokens_of_a_block];
-        for (int64_t j = 0; j < tokens_of_a_block; j++) {
-            const int64_t token = b * tokens_of_a_block + j;
+        const int32_t* rows[tokens];
+        for (int64_t j = 0; j < tokens; j++) {
+            const int64_t token = b * tokens + j;
             rows[j] = token < g.t ? g.rows + token * g.row_steps : nothing.data();
         }
-        gemm::pack_block(rows, steps, gemm::token_blocks(g.t), b, g.x);
+        gemm::pack_block<tokens>(rows, steps, (g.t + tokens - 1) / tokens, b, g.x);
     }
+}
+
+void pack(const Gemm& g, int64_t first, int64_t last) {
+    (g.kind == Kind::bytes ? pack_of<block_tokens<Kind::bytes>> : pack_of<block_tokens<Kind::pairs>>)(g, first, last);
 }
 
 struct Scratch {
@@ -92,7 +107,7 @@ void unpack_panel(const Points<book>& points, const uint8_t* blocks, int64_t til
 }
 
 #define PTQ_EACH_SUM \
-    _Pragma("GCC unroll 4") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 4") for (int r = 0; r < tiles; r++)
+    _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 4") for (int r = 0; r < tiles; r++)
 
 // A panel and a block of tokens: sums += their products. The first panel begins with the offsets.
 template <Kind kind, int tiles, int tokens>
@@ -104,10 +119,20 @@ void multiply_panel(const uint32_t* panel, int64_t steps, const int32_t* x, cons
         PTQ_EACH_SUM sum[t][r] = Sum{} + static_cast<typename Steps<kind>::Number>(offsets[t]);
     else
         PTQ_EACH_SUM sum[t][r] = sums[t * tiles + r];
-    gemm::multiply_steps<tiles, tokens, Sum, Dwords>(panel, steps, x, sum, Steps<kind>::product);
+    gemm::multiply_steps<tiles, tokens, block_tokens<kind>, Sum, Dwords>(panel, steps, x, sum, Steps<kind>::product);
     PTQ_EACH_SUM sums[t * tiles + r] = sum[t][r];
 }
 #undef PTQ_EACH_SUM
+
+// The same for any number of tokens up to a block; the last sums for nothing.
+template <Kind kind, int tiles>
+void multiply_tokens(const uint32_t* panel, int64_t steps, const int32_t* x, const int32_t* offsets,
+                     typename Steps<kind>::Sum* sums, int64_t tokens) {
+    if (most_tokens<kind> == 8 && tokens > 4)
+        return multiply_panel<kind, tiles, most_tokens<kind>>(panel, steps, x, offsets, sums);
+    for (; tokens > 0; tokens -= 4, x += 4, offsets += offsets ? 4 : 0, sums += 4 * tiles)
+        (tokens > 2 ? multiply_panel<kind, tiles, 4> : multiply_panel<kind, tiles, 2>)(panel, steps, x, offsets, sums);
+}
 
 // The last panel of a book is done.
 template <Kind kind, int bits, int tiles>
@@ -131,9 +156,9 @@ void end_book(const Gemm& g, int book, const typename Steps<kind>::Sum* sums, La
 
 // Results are written with large strides: without this, each line would be waited for.
 template <int tiles>
-void fetch_results(const Gemm& g, int64_t tile, int64_t first) {
+void fetch_results(const Gemm& g, int64_t tile, int64_t first, int64_t tokens) {
     const int64_t size = g.out_type == Number::float32 ? 4 : 2;
-    for (int64_t t = first; t < std::min(g.t, first + tokens_of_a_block); t++)
+    for (int64_t t = first; t < std::min(g.t, first + tokens); t++)
         for (int64_t at = 0; at < tiles * tile_rows * size; at += 64)
             __builtin_prefetch(static_cast<const uint8_t*>(g.out) + (t * g.w.n + tile * tile_rows) * size + at, 1, 2);
 }
@@ -148,18 +173,17 @@ void multiply_book(const Gemm& g, const Points<book_of(bits, book)>& points, con
         const int64_t count = std::min(gemm::steps_of_a_panel, steps - step), block = step / Steps<kind>::count;
         unpack_panel<kind, which, tiles>(points, blocks + block * block_bytes(which), tile_step,
                                          count / Steps<kind>::count, scratch.panel);
-        for (int64_t t = first; t < last; t += tokens_of_a_block) {
-            int32_t offsets[tokens_of_a_block] = {};
-            if (kind == Kind::bytes) std::copy_n(g.offsets + t, std::min(tokens_of_a_block, last - t), offsets);
-            const int32_t* x = g.x + gemm::place(steps, gemm::token_blocks(g.t), step, t / tokens_of_a_block);
+        constexpr int64_t each = block_tokens<kind>;
+        const bool done = step + count == steps;
+        for (int64_t t = first; t < last; t += each) {
+            const int64_t tokens = std::min(each, last - t);
+            int32_t offsets[each] = {};
+            if (kind == Kind::bytes) std::copy_n(g.offsets + t, tokens, offsets);
+            const int32_t* x = g.x + gemm::place(steps, (g.t + each - 1) / each, each, step, t / each);
             auto* sums = static_cast<typename Steps<kind>::Sum*>(scratch.sums) + (t - first) * tiles;
-            const bool done = step + count == steps;
-            if (done) fetch_results<tiles>(g, tile, t);
-            const auto multiply = last - t > 2 ? multiply_panel<kind, tiles, 4> : multiply_panel<kind, tiles, 2>;
-            multiply(scratch.panel, count, x, step ? nullptr : offsets, sums);
-            if (done)
-                end_book<kind, bits, tiles>(g, book, sums, scratch.totals + (t - first) * tiles, tile, t,
-                                            std::min(tokens_of_a_block, last - t));
+            if (done) fetch_results<tiles>(g, tile, t, each);
+            multiply_tokens<kind, tiles>(scratch.panel, count, x, step ? nullptr : offsets, sums, tokens);
+            if (done) end_book<kind, bits, tiles>(g, book, sums, scratch.totals + (t - first) * tiles, tile, t, tokens);
         }
     }
 }

@@ -24,10 +24,10 @@ const GemmKernels& gemm_kernels() {
 
 void many_tokens(Gemm g) {
     if (g.t == 0 || g.w.n == 0) return;
-    const int64_t blocks = gemm::token_blocks(g.t), steps = blocks_in(g.w.k) * block_columns / static_cast<int>(g.kind);
+    const int64_t steps = blocks_in(g.w.k) * block_columns / static_cast<int>(g.kind);
+    const int64_t tokens = gemm::tokens_of_a_block(static_cast<int64_t>(g.kind)), blocks = (g.t + tokens - 1) / tokens;
     const int64_t strips = (row_tiles(g.w.n) + gemm::row_tiles_of_a_strip - 1) / gemm::row_tiles_of_a_strip;
-    const torch::stable::Tensor x =
-        torch::stable::empty({blocks * gemm::tokens_of_a_block, steps}, torch::headeronly::ScalarType::Int);
+    const torch::stable::Tensor x = torch::stable::empty({blocks * tokens, steps}, torch::headeronly::ScalarType::Int);
     g.x = static_cast<int32_t*>(x.mutable_data_ptr());
     g.tokens = gemm::tokens_of_a_unit(g.t, strips, torch::stable::get_num_threads());
     const auto run = [&](void (*kernel)(const Gemm&, int64_t, int64_t), int64_t units) {

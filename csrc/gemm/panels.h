@@ -1,29 +1,30 @@
 // The kernels of one level: included after PTQ_PANELS_LEVEL, the name of its table, is defined.
 //
-// With AVX-512 the sums of 48 rows and 8 tokens stay in 24 registers. A step loads three vectors of weights and eight
-// numbers of x for 24 products, well below the two loads that a cycle can do beside two products.
+// With AVX-512 the sums of 48 rows and eight tokens stay in 24 registers; those of integers, of four tokens, in twelve,
+// beside the scaled sums of the groups before. A step loads three vectors of weights and a number of x for each token,
+// well below the two loads that a cycle can do beside two products.
 #include <new>
 #include <type_traits>
 
-#include "gemm/panels_kernels.h"
 #include "gemm/panels_pack.h"
-#include "integer_tiled/decode_lanes.h"
 
 namespace ptq::gemm {
 namespace {
 
-using integer::Lanes;
-using integer::SignedInts;
 template <Mode mode>
 using Sum = std::conditional_t<mode == Mode::quads, SignedInts, Lanes>;
 
 #if defined(__AVX512F__)
-constexpr int strip = panel_tiles, most_tokens = 8;
+constexpr int strip = panel_tiles;
+template <Mode mode>
+constexpr int most_tokens = tokens_of(mode);
 #else
-constexpr int strip = 1, most_tokens = 4;  // their sums fit into sixteen registers
+constexpr int strip = 1;
+template <Mode mode>
+constexpr int most_tokens = 4;  // their sums fit into sixteen registers
 #endif
 
-// --- sums ------------------------------------------------------------------------------------------------------------
+// --- products --------------------------------------------------------------------------------------------------------
 
 // sum + the products of a step.
 template <Mode mode>
@@ -39,103 +40,31 @@ inline Sum<mode> product(Sum<mode> sum, SignedInts w, uint32_t x) {
     }
 }
 
-inline SignedInts load_step(const int32_t* from) {
+inline SignedInts load_step(const uint8_t* from) {
     SignedInts x;
     std::memcpy(&x, from, sizeof x);
     return x;
 }
 
-// total + scale * sum. Integers: each operation rounded, as it is defined.
-inline Lanes scaled(Lanes total, Lanes scale, Lanes sum) {
-    return integer::fma(scale, sum, total);
-}
-inline Lanes scaled(Lanes total, Lanes scale, SignedInts sum) {
-    return total + scale * __builtin_convertvector(sum, Lanes);
-}
+// A panel: [step, tile, 16].
+template <Mode mode>
+struct Steps {
+    using Sum = gemm::Sum<mode>;
+    static constexpr int64_t count = column_step / columns_of(mode), x_step = count * tokens_of(mode);
+    template <int tiles>
+    static constexpr int64_t codes_step = count * tiles * tile_rows * 4;
 
-// One panel of some row tiles, and a block of tokens.
-struct Step {
-    const int32_t* panel;   // [step, tile, 16]
-    const uint32_t* x;      // [step, block_tokens]
-    const int32_t* offset;  // [group, block_tokens], quads only
-    const uint16_t* scale;  // of the first tile
-    float* total;           // [token, tile, 16]: of the groups before, times their scales
-    int32_t* open;          // the same: sums of a group that began in a panel before
-    int64_t column, end;
-    const uint8_t* ahead;  // what to fetch meanwhile: `ahead_count` streams, so many bytes of each for every 32 columns
-    int64_t ahead_bytes, ahead_step, ahead_count;
-};
-
-#define PTQ_EACH_SUM \
-    _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 3") for (int r = 0; r < tiles; r++)
-
-template <Mode mode, int tiles, int tokens>
-void multiply_block(const Panels& w, const Step& s) {
-    constexpr int steps = column_step / columns_of(mode);
-    const int32_t* panel = s.panel;
-    const uint32_t* x = s.x;
-    const uint8_t* ahead = s.ahead;
-    for (int64_t column = s.column, group = column / w.group_columns; column < s.end; group++) {
-        const int64_t whole = std::min(w.columns, (group + 1) * w.group_columns), stop = std::min(s.end, whole);
-        Sum<mode> sum[tokens][tiles];
-        PTQ_EACH_SUM {
-            if (column != group * w.group_columns)
-                std::memcpy(&sum[t][r], s.open + (t * tiles + r) * tile_rows, sizeof sum[t][r]);
-            else if constexpr (mode == Mode::quads)
-                sum[t][r] = SignedInts{} + s.offset[group * block_tokens + t];
-            else
-                sum[t][r] = Lanes{};
-        }
-        for (; column < stop; column += column_step) {
-            for (int64_t i = 0; i < s.ahead_count; i++)
-                for (int64_t at = 0; at < s.ahead_bytes; at += 64)
-                    __builtin_prefetch(ahead + i * s.ahead_step + at, 0, 3);
-            ahead += s.ahead_bytes;
-            for (int i = 0; i < steps; i++, panel += tiles * tile_rows, x += block_tokens) {
-                SignedInts number[tiles];
+    template <int tiles, int tokens>
+    PTQ_IN_REGISTERS static void multiply(const uint8_t* panel, int64_t, const uint32_t* x, Sum sum[tokens][tiles]) {
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < count; i++) {
+            SignedInts number[tiles];
 #pragma GCC unroll 3
-                for (int r = 0; r < tiles; r++) number[r] = load_step(panel + r * tile_rows);
-                PTQ_EACH_SUM sum[t][r] = product<mode>(sum[t][r], number[r], x[t]);
-            }
-        }
-        if (stop < whole) {
-            PTQ_EACH_SUM std::memcpy(s.open + (t * tiles + r) * tile_rows, &sum[t][r], sizeof sum[t][r]);
-            continue;
-        }
-        Lanes scale[tiles];
-#pragma GCC unroll 3
-        for (int r = 0; r < tiles; r++)
-            scale[r] = integer_tiled::load_scale(s.scale + (r * w.groups + group) * tile_rows);
-        PTQ_EACH_SUM {
-            float* to = s.total + (t * tiles + r) * tile_rows;
-            integer::store(to, scaled(integer::load(to), scale[r], sum[t][r]));
+            for (int r = 0; r < tiles; r++) number[r] = load_step(panel + (i * tiles + r) * tile_rows * 4);
+            PTQ_EACH_SUM sum[t][r] = product<mode>(sum[t][r], number[r], x[i * tokens_of(mode) + t]);
         }
     }
-}
-#undef PTQ_EACH_SUM
-
-// --- results ---------------------------------------------------------------------------------------------------------
-
-template <int tiles>
-void finish(const Product& p, const float* total, int64_t tile, int64_t first, int64_t tokens) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int r = 0; r < tiles; r++) {
-            const int64_t row = (tile + r) * tile_rows, count = std::min(tile_rows, p.w.n - row);
-            Lanes y = integer::load(total + (t * tiles + r) * tile_rows);
-            if (p.token_scale) y *= p.token_scale[first + t];
-            if (p.bias) y += integer_tiled::load_bias(p.bias, row, count);
-            integer_tiled::store_result(p.out, p.out_type, (first + t) * p.w.n + row, y, count);
-        }
-}
-
-// Results are written with large strides: without this, each line would be waited for.
-template <int tiles>
-void fetch_results(const Product& p, int64_t tile, int64_t first) {
-    const int64_t size = p.out_type == Number::float32 ? 4 : 2;
-    for (int64_t t = first; t < std::min(p.t, first + block_tokens); t++)
-        for (int64_t at = 0; at < tiles * tile_rows * size; at += 64)
-            __builtin_prefetch(static_cast<const uint8_t*>(p.out) + (t * p.w.n + tile * tile_rows) * size + at, 1, 2);
-}
+};
 
 struct Scratch {
     int32_t* panel;  // [panel_steps, panel_tiles, 16]
@@ -145,47 +74,48 @@ struct Scratch {
 
 // A block of tokens; where it has fewer than there are sums, the last ones for nothing.
 template <Mode mode, int tiles>
-inline void multiply_tokens(const Panels& w, Step s, int64_t tokens) {
-    if (most_tokens == 8 && tokens > 4) return multiply_block<mode, tiles, most_tokens>(w, s);
+inline void multiply_tokens(Block b, int64_t tokens) {
+    using Op = Steps<mode>;
+    if (most_tokens<mode> == 8 && tokens > 4) return multiply_block<Op, tiles, most_tokens<mode>>(b);
     for (; tokens > 0; tokens -= 4) {
-        (tokens > 2 ? multiply_block<mode, tiles, 4> : multiply_block<mode, tiles, 2>)(w, s);
-        s.x += 4, s.offset += 4, s.total += 4 * tiles * tile_rows, s.open += 4 * tiles * tile_rows, s.ahead_count = 0;
+        tokens > 2 ? multiply_block<Op, tiles, 4>(b) : multiply_block<Op, tiles, 2>(b);
+        b.x += 4, b.offset += 4, b.total += 4 * tiles * tile_rows, b.open += 4 * tiles * tile_rows, b.ahead_count = 0;
     }
 }
 
 // All of y for some row tiles and the tokens [first, last).
 template <Mode mode, int tiles>
 void multiply_strip(const Product& p, const Scratch& scratch, int64_t tile, int64_t first, int64_t last) {
+    constexpr int64_t each = tokens_of(mode);
     const Panels& w = p.w;
-    const int64_t blocks = (last - first + block_tokens - 1) / block_tokens;
-    const int64_t a_time = (tiles + blocks - 1) / blocks;  // row tiles that are fetched during a block
-    std::memset(scratch.total, 0, blocks * block_tokens * tiles * tile_rows * sizeof(float));
-    for (int64_t column = 0, end; column < w.columns; column = end) {
-        end = panel_end(p, column);
-        w.unpack(w.weight, tile, tiles, column, end, scratch.panel);
-        const bool done = end == w.columns;
+    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, w.n};
+    std::memset(scratch.total, 0, (last - first + each - 1) / each * each * tiles * tile_rows * sizeof(float));
+    for (int64_t column = 0; column < w.columns;) {
+        const Columns c = panel_at(p, column);
+        const int64_t width = c.end - c.column, group = c.column / w.group_columns;
+        w.unpack(w.weight, tile, tiles, c.column, c.end, scratch.panel);
+        const bool done = c.end == w.columns;
         const uint8_t* ahead =
-            w.codes + (done ? (tile + tiles) * w.tile_bytes : tile * w.tile_bytes + end / column_step * w.step_bytes);
-        const uint16_t* scale = w.scale + tile * w.groups * tile_rows;
-        Step s{scratch.panel, nullptr, nullptr, scale, scratch.total, scratch.open,
-               column,        end,     nullptr, 0,     w.tile_bytes,  0};
-        for (int64_t t = first, at = 0; t < last; t += block_tokens, at++) {
-            const int64_t b = t / block_tokens, tokens = std::min(block_tokens, last - t);
-            s.x = p.packed + place(p, column, end, b), s.offset = p.offset + b * w.groups * block_tokens;
-            // The row tiles of the panel that comes next during the first blocks, then the x that comes next.
-            const int64_t first_tile = std::min<int64_t>(tiles, at * a_time),
-                          last_tile = std::min<int64_t>(tiles, (at + 1) * a_time);
-            s.ahead_count = last_tile - first_tile;
-            if (s.ahead_count > 0)
-                s.ahead = ahead + first_tile * w.tile_bytes, s.ahead_bytes = w.step_bytes;
-            else
-                s.ahead = reinterpret_cast<const uint8_t*>(p.packed + place(p, column, end, b + 1)), s.ahead_count = 1,
-                s.ahead_bytes = column_step / columns_of(mode) * block_tokens * 4;
-            if (done) fetch_results<tiles>(p, tile, t);
-            multiply_tokens<mode, tiles>(w, s, tokens);
-            if (done) finish<tiles>(p, s.total, tile, t, tokens);
-            s.total += block_tokens * tiles * tile_rows, s.open += block_tokens * tiles * tile_rows;
+            w.codes + (done ? (tile + tiles) * w.tile_bytes : tile * w.tile_bytes + c.end / column_step * w.step_bytes);
+        Block b{};
+        c.describe(b);
+        b.codes = reinterpret_cast<const uint8_t*>(scratch.panel), b.ahead_bytes = w.step_bytes;
+        b.x = p.packed + place(p, c.column, c.end, first / each);
+        b.scale_step = w.groups * tile_rows, b.scale = w.scale + tile * b.scale_step + group * tile_rows;
+        b.offset = p.offset + (first / each * w.groups + group) * each, b.offset_step = each;
+        b.total = scratch.total, b.open = scratch.open;
+        const int64_t x_block = width / columns_of(mode) * each;
+        auto codes = Ahead::of(ahead, tiles, w.tile_bytes, (last - first + each - 1) / each);
+        for (int64_t t = first; t < last; t += each) {
+            codes.next(b);
+            b.next = b.x + x_block;
+            if (done) fetch_results<tiles>(results, tile, t + each, each);
+            multiply_tokens<mode, tiles>(b, std::min(each, last - t));
+            if (done) finish<tiles>(results, b.total, tile, t, std::min(each, last - t));
+            b.x += x_block, b.offset += w.groups * each;
+            b.total += each * tiles * tile_rows, b.open += each * tiles * tile_rows;
         }
+        column = c.end;
     }
 }
 

@@ -35,7 +35,7 @@ int64_t tokens_of_a_unit(int64_t t, int64_t strips) {
 
 void multiply_panels(Product p) {
     if (p.t == 0 || p.w.n == 0) return;
-    const int64_t blocks = (p.t + block_tokens - 1) / block_tokens;
+    const int64_t block_tokens = tokens_of(p.mode), blocks = (p.t + block_tokens - 1) / block_tokens;
     const int64_t strips = (p.w.n + panel_tiles * tile_rows - 1) / (panel_tiles * tile_rows);
     const auto dwords = [](int64_t rows, int64_t columns) {
         return torch::stable::empty({rows, columns}, torch::headeronly::ScalarType::Int);

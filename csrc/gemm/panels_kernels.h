@@ -19,12 +19,16 @@ enum class Mode {
 constexpr int64_t columns_of(Mode mode) {
     return mode == Mode::floats ? 1 : mode == Mode::pairs ? 2 : 4;
 }
+// Tokens of a block: their numbers lie side by side. Integers leave registers for the scaled sums of the groups before;
+// the other products have a longer latency, which takes more sums of their own.
+constexpr int64_t tokens_of(Mode mode) {
+    return mode == Mode::quads ? 4 : 8;
+}
 constexpr int byte_offset = 64;
 
 constexpr int64_t tile_rows = 16;
 constexpr int64_t panel_tiles = 3;     // row tiles of a panel
 constexpr int64_t panel_steps = 128;   // of a panel: it lies in the first-level cache
-constexpr int64_t block_tokens = 8;    // tokens of a block: their numbers lie side by side
 constexpr int64_t column_step = 32;    // columns of the weight, its groups and panels come in multiples of it
 constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the integers stay below 2^31
 
@@ -56,7 +60,7 @@ struct Product {
     Number out_type;
     uint32_t* packed;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
     int32_t* offset;  // quads: minus `byte_offset` times the sums of x, made by `pack`: [block of tokens, group, token]
-    int64_t tokens;   // that a unit of `multiply` takes at most: a multiple of `block_tokens`
+    int64_t tokens;   // that a unit of `multiply` takes at most: a multiple of eight
 };
 
 // Units of `pack`: blocks of tokens. Units of `multiply`: strips of row tiles, for each run of `tokens` tokens.

@@ -4,26 +4,23 @@
 #include <algorithm>
 #include <cstring>
 
+#include "gemm/block.h"
 #include "gemm/panels_kernels.h"
+#include "gemm/transpose.h"
 
 namespace ptq::gemm {
 namespace {
 
-typedef uint32_t Eight __attribute__((vector_size(32)));
-
-// Where the panel that begins at a column ends: panels are whole groups, or a part of one.
-inline int64_t panel_end(const Product& p, int64_t column) {
-    const int64_t most = panel_steps * columns_of(p.mode), group = p.w.group_columns;
-    if (group <= most) return std::min(p.w.columns, column + most / group * group);
-    return std::min({p.w.columns, column + most, (column / group + 1) * group});
+inline Columns panel_at(const Product& p, int64_t column) {
+    return Columns::panel(column, p.w.columns, p.w.group_columns, panel_steps * columns_of(p.mode));
 }
 
 inline int64_t token_blocks(const Product& p) {
-    return (p.t + block_tokens - 1) / block_tokens;
+    return (p.t + tokens_of(p.mode) - 1) / tokens_of(p.mode);
 }
 // Where block b of tokens begins in a panel.
 inline int64_t place(const Product& p, int64_t column, int64_t end, int64_t b) {
-    return (column * token_blocks(p) + b * (end - column)) / columns_of(p.mode) * block_tokens;
+    return (column * token_blocks(p) + b * (end - column)) / columns_of(p.mode) * tokens_of(p.mode);
 }
 
 // Eight steps of a token, as its numbers lie in memory, to what is multiplied.
@@ -55,52 +52,36 @@ inline Eight eight_steps(const Product& p, int64_t token, int64_t column) {
     return arranged<mode>(x);
 }
 
-inline void transpose(Eight x[8]) {
-    Eight y[8];
-#pragma GCC unroll 4
-    for (int i = 0; i < 8; i += 2) {
-        y[i] = __builtin_shufflevector(x[i], x[i + 1], 0, 8, 2, 10, 4, 12, 6, 14);
-        y[i + 1] = __builtin_shufflevector(x[i], x[i + 1], 1, 9, 3, 11, 5, 13, 7, 15);
-    }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            x[i + j] = __builtin_shufflevector(y[i + j], y[i + j + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            x[i + j + 2] = __builtin_shufflevector(y[i + j], y[i + j + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    for (int i = 0; i < 4; i++) {
-        y[i] = __builtin_shufflevector(x[i], x[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        y[i + 4] = __builtin_shufflevector(x[i], x[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
-    for (int i = 0; i < 8; i++) x[i] = y[i];
-}
-
 void offsets(const Product& p, int64_t b) {
+    constexpr int64_t tokens = tokens_of(Mode::quads);
     for (int64_t g = 0; g < p.w.groups; g++)
-        for (int64_t j = 0; j < block_tokens; j++) {
-            const int64_t token = b * block_tokens + j;
+        for (int64_t j = 0; j < tokens; j++) {
+            const int64_t token = b * tokens + j;
             const int8_t* q = static_cast<const int8_t*>(p.x) + token * p.k;
             int32_t sum = 0;
             if (token < p.t)
                 for (int64_t i = g * p.w.group_columns; i < std::min(p.k, (g + 1) * p.w.group_columns); i++)
                     sum += q[i];
-            p.offset[(b * p.w.groups + g) * block_tokens + j] = -byte_offset * sum;
+            p.offset[(b * p.w.groups + g) * tokens + j] = -byte_offset * sum;
         }
 }
 
 template <Mode mode>
 void pack_of(const Product& p, int64_t first, int64_t last) {
-    constexpr int64_t columns = 8 * columns_of(mode);
+    constexpr int64_t columns = 8 * columns_of(mode), tokens = tokens_of(mode);
     for (int64_t b = first; b < last; b++) {
         if (mode == Mode::quads) offsets(p, b);
         for (int64_t column = 0; column < p.w.columns;) {
-            const int64_t end = panel_end(p, column);
+            const int64_t end = panel_at(p, column).end;
             uint32_t* to = p.packed + place(p, column, end, b);
-            for (; column < end; column += columns, to += 8 * block_tokens) {
-                Eight x[block_tokens];
+            for (; column < end; column += columns) {
+                Eight x[8];
 #pragma GCC unroll 8
-                for (int64_t j = 0; j < block_tokens; j++) x[j] = eight_steps<mode>(p, b * block_tokens + j, column);
+                for (int64_t j = 0; j < 8; j++)
+                    x[j] = j < tokens ? eight_steps<mode>(p, b * tokens + j, column) : Eight{};
                 transpose(x);
-                std::memcpy(to, x, sizeof x);
+#pragma GCC unroll 8
+                for (int64_t i = 0; i < 8; i++, to += tokens) std::memcpy(to, &x[i], tokens * sizeof *to);
             }
         }
     }

@@ -5,13 +5,13 @@
 
 namespace ptq::gemm {
 
-constexpr int64_t tokens_of_a_block = 4;     // their numbers lie side by side
+// Tokens of a block, whose numbers lie side by side. Products of integers need twelve sums that do not depend on each
+// other; those of floats take longer, and need more.
+constexpr int64_t tokens_of_a_block(int64_t columns_of_a_step) {
+    return columns_of_a_step == 4 ? 4 : 8;
+}
 constexpr int64_t row_tiles_of_a_strip = 3;  // which is unpacked and multiplied at once
 constexpr int64_t steps_of_a_panel = 128;    // those of a strip lie in the first-level cache
-
-constexpr int64_t token_blocks(int64_t tokens) {
-    return (tokens + tokens_of_a_block - 1) / tokens_of_a_block;
-}
 
 // Tokens of a unit of work, which takes a strip: as many as possible, as long as every thread gets several units. The
 // sums of 512 stay in the second-level cache; below 64, unpacking would cost too large a share.

@@ -14,7 +14,7 @@ using integer::fma;
 using integer::Lanes;
 using integer::SignedInts;
 
-constexpr int64_t ahead = 4096;           // bytes that are fetched before they are needed: measured on Zen 5
+constexpr int64_t ahead = 8192;           // bytes that are fetched before they are needed: measured on Zen 5
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 255 * 128 * 65536 is below 2^31
 
 inline void fetch(const uint8_t* block, int bytes) {
@@ -68,8 +68,7 @@ inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
 #endif
 }
 
-// --- results
-// ----------------------------------------------------------------------------------------------------------
+// --- results ---------------------------------------------------------------------------------------------------------
 
 typedef uint16_t Words __attribute__((vector_size(32)));
 
@@ -80,6 +79,15 @@ inline Lanes load_scale(const uint16_t* from) {
     __m256i words;
     std::memcpy(&words, from, sizeof words);
     return (Lanes)((SignedInts)_mm512_maskz_cvtepu16_epi32(0xffff, words) << 16);
+#elif defined(__AVX2__)
+    __m256i half[2];
+    for (int i = 0; i < 2; i++) {
+        const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i));
+        half[i] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16);
+    }
+    Lanes x;
+    std::memcpy(&x, half, sizeof x);
+    return x;
 #else
     Dwords x;
     for (int r = 0; r < tile_rows; r++) x[r] = static_cast<uint32_t>(from[r]) << 16;
@@ -106,8 +114,15 @@ inline void store_result(void* out, Number type, int64_t at, Lanes y, int64_t co
         return;
     }
     const Dwords bits = (Dwords)y, nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    const Words words = __builtin_convertvector(y == y ? nearest : Dwords{} + 0x7fc0u, Words);
-    std::memcpy(static_cast<uint16_t*>(out) + at, &words, count * sizeof(uint16_t));
+    const Dwords found = y == y ? nearest : Dwords{} + 0x7fc0u;
+#if defined(__AVX512F__)
+    const Words words = (Words)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)found);
+#else
+    const Words words = __builtin_convertvector(found, Words);
+#endif
+    auto* to = static_cast<uint16_t*>(out) + at;
+    if (count == tile_rows) return static_cast<void>(std::memcpy(to, &words, sizeof words));
+    std::memcpy(to, &words, count * sizeof(uint16_t));
 }
 
 inline Lanes load_bias(const float* bias, int64_t row, int64_t count) {

@@ -5,206 +5,77 @@
 // four activations and three vectors of codes are then well below the two that a cycle can do beside twelve products.
 #pragma once
 
-#include <algorithm>
 #include <new>
 #include <utility>
 
-#include "integer_tiled/gemm_dot.h"
 #include "integer_tiled/gemm_pack.h"
 
 namespace ptq::integer_tiled {
 namespace {
 
-typedef float Numbers __attribute__((vector_size(64)));
+using gemm::Block;
+using gemm::Columns;
 
-// Sixteen numbers, one for each row of a tile. (gcc 12 takes `__builtin_convertvector` from memory apart into scalars.)
-inline Integers widen(const uint8_t* from) {
+// Row tiles of a strip at this level.
 #if defined(__AVX512F__)
-    return (Integers)_mm512_maskz_cvtepu8_epi32(0xffff, load<__m128i>(from));
+constexpr int strip = gemm_tiles;
 #else
-    Integers x;
-    for (int i = 0; i < tile_rows; i++) x[i] = from[i];
-    return x;
+constexpr int strip = 1;
 #endif
-}
-inline Numbers bfloat16s(const uint16_t* from) {
-#if defined(__AVX512F__)
-    return (Numbers)((Integers)_mm512_maskz_cvtepu16_epi32(0xffff, load<__m256i>(from)) << 16);
-#else
-    Integers x;
-    for (int i = 0; i < tile_rows; i++) x[i] = static_cast<int32_t>(static_cast<uint32_t>(from[i]) << 16);
-    return (Numbers)x;
-#endif
-}
 
-// --- weights ---------------------------------------------------------------------------------------------------------
+// --- codes -----------------------------------------------------------------------------------------------------------
 
-// Columns [column, end) of some row tiles, each as super-blocks of eight bits.
+// The columns of a panel of some row tiles, as bytes: [super-block][row tile][quad].
 template <int bits, int tiles>
 void unpack_panel(const Weight& w, int64_t tile, int64_t column, int64_t end, uint8_t* panel) {
     for (int r = 0; r < tiles; r++) {
         const uint8_t* from = w.tiles + (tile + r) * tile_bytes(w.k, bits) + column / block_columns * block_bytes(bits);
-        for (int64_t c = column; c < end; c += block_columns, from += block_bytes(bits), panel += block_bytes(8)) {
+        uint8_t* to = panel + r * block_bytes(8);
+        for (int64_t c = column; c < end; c += block_columns, from += block_bytes(bits), to += tiles * block_bytes(8)) {
             Dwords codes[quads];
             unpack_block<bits>(from, codes);
-            for (int i = 0; i < quads; i++) store(panel + i * 64, codes[i]);
+            std::memcpy(to, codes, sizeof codes);
         }
     }
-}
-
-// Scales of the groups that have columns in [column, end).
-template <int tiles>
-void unpack_scales(const Weight& w, int64_t tile, int64_t column, int64_t end, float* scale) {
-    const int64_t size = w.group_blocks * block_columns;
-    for (int64_t group = column / size; group * size < end; group++)
-        for (int r = 0; r < tiles; r++, scale += tile_rows)
-            store(scale, bfloat16s(w.scale + ((tile + r) * w.groups + group) * tile_rows));
 }
 
 // Quad i of a super-block with one plane.
 template <int bits, int i>
 inline Dwords quad_of(const uint8_t* block) {
     constexpr int fields = 8 / bits;
-    const Dwords x = load<Dwords>(block + i / fields * 64) >> i % fields * bits;
+    const Dwords x = load_dwords(block + i / fields * 64) >> i % fields * bits;
     return bits == 8 ? x : x & every_byte<bits>();
 }
 
-// --- sums ------------------------------------------------------------------------------------------------------------
+// Codes of `stored` bits: of a panel, or as they are in the weight.
+template <int stored, bool in_panel>
+struct Codes {
+    using Sum = SignedInts;
+    static constexpr int64_t x_step = quads * gemm_tokens;
+    template <int tiles>
+    static constexpr int64_t codes_step = in_panel ? tiles * block_bytes(8) : block_bytes(stored);
 
-// One panel of some row tiles, and a block of tokens.
-struct Step {
-    const uint8_t* codes;   // super-blocks: of the panel, or those of the weight
-    int64_t tile_step;      // bytes between row tiles of them
-    const int32_t* x;       // [column / 4, token]
-    const int32_t* offset;  // [group, token]
-    const float* scale;     // [group from the one at `column` on, tile, 16]
-    float* total;           // [token, tile, 16]: of the groups before
-    int32_t* open;          // the same: sums of a group that began in the panel before
-    int64_t tile, column, end;
-    const uint8_t* ahead;  // what to fetch meanwhile
-    int64_t ahead_bytes;   // of it for each super-block
+    template <int tiles, int tokens>
+    PTQ_IN_REGISTERS static void multiply(const uint8_t* codes, int64_t step, const uint32_t* x,
+                                          SignedInts sum[tokens][tiles]) {
+        const int64_t tile_step = in_panel ? block_bytes(8) : step;
+        const auto quad = [&]<int i>() __attribute__((always_inline)) {
+            Dwords c[tiles];
+#pragma GCC unroll 3
+            for (int r = 0; r < tiles; r++) c[r] = quad_of<stored, i>(codes + r * tile_step);
+            PTQ_EACH_SUM sum[t][r] =
+                dot<(stored == 8 && !in_panel)>(sum[t][r], c[r], static_cast<int32_t>(x[i * gemm_tokens + t]));
+        };
+        [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+            (quad.template operator()<i>(), ...);
+        }(std::make_integer_sequence<int, quads>{});
+    }
 };
-
-#define PTQ_EACH_SUM \
-    _Pragma("GCC unroll 4") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 4") for (int r = 0; r < tiles; r++)
-
-template <int tiles, int tokens>
-inline void begin_group(const Weight& w, const Step& s, int64_t group, Integers sum[tokens][tiles]) {
-    const int32_t* offset = s.offset + group * gemm_tokens;
-    if (w.zero) {
-        Integers zero[tiles];
-        for (int r = 0; r < tiles; r++) zero[r] = widen(w.zero + ((s.tile + r) * w.groups + group) * tile_rows);
-        PTQ_EACH_SUM sum[t][r] = zero[r] * offset[t];
-    } else {
-        PTQ_EACH_SUM sum[t][r] = Integers{} + offset[t];
-    }
-}
-
-// The last columns of a group are there: total + scale * sum.
-template <int tiles, int tokens>
-inline void end_group(const Weight& w, const Step& s, int64_t group, Integers sum[tokens][tiles],
-                      Numbers total[tokens][tiles]) {
-    const float* scale = s.scale + (group - s.column / (w.group_blocks * block_columns)) * tiles * tile_rows;
-    PTQ_EACH_SUM {
-        const Numbers product = load<Numbers>(scale + r * tile_rows) * __builtin_convertvector(sum[t][r], Numbers);
-        float* to = s.total + (t * tiles + r) * tile_rows;
-        if constexpr (hold)
-            total[t][r] += product;
-        else
-            store(to, load<Numbers>(to) + product);
-    }
-}
-
-// One super-block, in which codes have `stored` bits.
-template <int stored, bool wide, int tiles, int tokens>
-inline void multiply_codes(const uint8_t* codes, int64_t tile_step, const int32_t* x, Integers sum[tokens][tiles]) {
-    const auto quad = [&]<int i>() {
-        Dwords c[tiles];
-#pragma GCC unroll 4
-        for (int r = 0; r < tiles; r++) c[r] = quad_of<stored, i>(codes + r * tile_step);
-        PTQ_EACH_SUM sum[t][r] = dot<wide>(sum[t][r], c[r], x[i * gemm_tokens + t]);
-    };
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-        (quad.template operator()<i>(), ...);
-    }(std::make_integer_sequence<int, quads>{});
-}
-
-template <int stored, bool wide, int tiles, int tokens>
-void multiply_block(const Weight& w, const Step& s) {
-    const int64_t size = w.group_blocks * block_columns;
-    const uint8_t *codes = s.codes, *ahead = s.ahead;
-    const int32_t* x = s.x;
-    Numbers total[tokens][tiles];
-    if constexpr (hold) PTQ_EACH_SUM total[t][r] = load<Numbers>(s.total + (t * tiles + r) * tile_rows);
-    for (int64_t column = s.column, group = column / size; column < s.end; group++) {
-        const int64_t stop = std::min(s.end, (group + 1) * size);
-        Integers sum[tokens][tiles];
-        if (column == group * size)
-            begin_group<tiles, tokens>(w, s, group, sum);
-        else
-            PTQ_EACH_SUM sum[t][r] = load<Integers>(s.open + (t * tiles + r) * tile_rows);
-        for (; column < stop; column += block_columns, codes += block_bytes(stored), x += quads * gemm_tokens) {
-            for (const uint8_t* end = ahead + s.ahead_bytes; ahead < end; ahead += 64) __builtin_prefetch(ahead, 0, 2);
-            multiply_codes<stored, wide, tiles, tokens>(codes, s.tile_step, x, sum);
-        }
-        if (column == (group + 1) * size)
-            end_group<tiles, tokens>(w, s, group, sum, total);
-        else
-            PTQ_EACH_SUM store(s.open + (t * tiles + r) * tile_rows, sum[t][r]);
-    }
-    if constexpr (hold) PTQ_EACH_SUM store(s.total + (t * tiles + r) * tile_rows, total[t][r]);
-}
-#undef PTQ_EACH_SUM
-
-// --- results ---------------------------------------------------------------------------------------------------------
-
-// The first `count` of sixteen results, from element `at` on.
-inline void store_result(const Quantized& p, int64_t at, Numbers y, int64_t count) {
-    if (p.out_type == Number::float32) {
-        float* to = static_cast<float*>(p.out) + at;
-        count == tile_rows ? store(to, y) : static_cast<void>(std::memcpy(to, &y, count * sizeof(float)));
-        return;
-    }
-    const Dwords bits = (Dwords)y, nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    const Dwords halves = y == y ? nearest : Dwords{} + 0x7fc0u;
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-#if defined(__AVX512F__)
-    const Halves out = (Halves)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)halves);
-#else
-    const Halves out = __builtin_convertvector(halves, Halves);
-#endif
-    std::memcpy(static_cast<uint16_t*>(p.out) + at, &out, count * sizeof(uint16_t));
-}
-
-template <int tiles>
-void finish(const Quantized& p, const float* total, int64_t tile, int64_t first, int64_t tokens) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int r = 0; r < tiles; r++) {
-            const int64_t row = (tile + r) * tile_rows, count = std::min(tile_rows, p.w.n - row);
-            Numbers y = load<Numbers>(total + (t * tiles + r) * tile_rows) * p.q_scale[first + t];
-            if (p.bias) {
-                Numbers bias{};
-                std::memcpy(&bias, p.bias + row, count * sizeof(float));
-                y += bias;
-            }
-            store_result(p, (first + t) * p.w.n + row, y, count);
-        }
-}
-
-// Results are written with large strides: without this, each line would be waited for.
-template <int tiles>
-void fetch_results(const Quantized& p, int64_t tile, int64_t first) {
-    const int64_t size = p.out_type == Number::float32 ? 4 : 2;
-    for (int64_t t = first; t < std::min(p.t, first + gemm_tokens); t++)
-        for (int64_t at = 0; at < tiles * tile_rows * size; at += 64)
-            __builtin_prefetch(static_cast<const uint8_t*>(p.out) + (t * p.w.n + tile * tile_rows) * size + at, 1, 2);
-}
 
 // --- a strip ---------------------------------------------------------------------------------------------------------
 
 struct Scratch {
-    uint8_t* panel;  // [strip, gemm_columns / 32, 8, 64]
-    float* scale;    // [gemm_columns / 32, strip, 16]
+    uint8_t* panel;  // [gemm_columns / 32, strip, 8, 64]
     float* total;    // [tokens, strip, 16]
     int32_t* open;   // the same
 };
@@ -215,24 +86,28 @@ constexpr int64_t direct_tokens = bits == 8                ? 1 << 30
                                   : bits == 4 || bits == 2 ? 32
                                                            : 0;
 
-template <int stored, bool wide, int tiles>
-void multiply_tokens(const Gemm& g, Step s, int64_t first, int64_t last) {
+// A panel and the tokens [first, last). `ahead`: the codes that come next.
+template <class Op, int tiles>
+void multiply_tokens(const Gemm& g, const Columns& c, Block b, int64_t tile, int64_t first, int64_t last,
+                     const uint8_t* ahead) {
     const Quantized& p = g.p;
-    const bool done = s.end == columns(p);
-    const uint8_t* ahead = s.ahead;
-    const int64_t bytes = s.ahead_bytes;
-    for (int64_t t = first, at = 0; t < last; t += gemm_tokens, at++) {
-        const int64_t b = t / gemm_tokens;
-        s.x = g.x + place(p, s.column, b), s.offset = g.offset + b * p.w.groups * gemm_tokens;
-        // A row tile of the panel that comes next with each of the first blocks, then the activations that come next.
-        if (at < tiles)
-            s.ahead = ahead + at * tile_bytes(p.w.k, p.w.bits), s.ahead_bytes = bytes;
-        else
-            s.ahead = reinterpret_cast<const uint8_t*>(s.x + s.end - s.column), s.ahead_bytes = 4 * block_columns;
-        if (done) fetch_results<tiles>(p, s.tile, t);
-        last - t > 2 ? multiply_block<stored, wide, tiles, 4>(p.w, s) : multiply_block<stored, wide, tiles, 2>(p.w, s);
-        if (done) finish<tiles>(p, s.total, s.tile, t, std::min(gemm_tokens, last - t));
-        s.total += gemm_tokens * tiles * tile_rows, s.open += gemm_tokens * tiles * tile_rows;
+    const gemm::Results results{p.q_scale, p.bias, p.out, p.out_type, p.t, p.w.n};
+    const int64_t width = c.end - c.column, bytes = tile_bytes(p.w.k, p.w.bits), group = c.column / c.group;
+    const bool done = c.end == c.all;
+    b.x = reinterpret_cast<const uint32_t*>(g.x) + place(p, c.column, c.end, first / gemm_tokens), b.next = b.x + width;
+    b.offset = g.offset + first * p.w.groups + group * gemm_tokens, b.offset_step = gemm_tokens;
+    b.scale_step = p.w.groups * tile_rows, b.scale = p.w.scale + tile * b.scale_step + group * tile_rows;
+    b.zero = p.w.zero ? p.w.zero + tile * b.scale_step + group * tile_rows : nullptr;
+    b.ahead_bytes = block_bytes(p.w.bits);
+    auto codes = gemm::Ahead::of(ahead, tiles, bytes, (last - first + gemm_tokens - 1) / gemm_tokens);
+    c.describe(b);
+    for (int64_t t = first; t < last; t += gemm_tokens) {
+        codes.next(b);
+        if (done) gemm::fetch_results<tiles>(results, tile, t + gemm_tokens, gemm_tokens);
+        last - t > 2 ? gemm::multiply_block<Op, tiles, 4>(b) : gemm::multiply_block<Op, tiles, 2>(b);
+        if (done) gemm::finish<tiles>(results, b.total, tile, t, std::min(gemm_tokens, last - t));
+        b.x += width, b.next += width, b.offset += p.w.groups * gemm_tokens;
+        b.total += gemm_tokens * tiles * tile_rows, b.open += gemm_tokens * tiles * tile_rows;
     }
 }
 
@@ -240,39 +115,39 @@ void multiply_tokens(const Gemm& g, Step s, int64_t first, int64_t last) {
 template <int bits, int tiles>
 void multiply_strip(const Gemm& g, const Scratch& scratch, int64_t tile, int64_t first, int64_t last) {
     const Weight& w = g.p.w;
-    const int64_t bytes = tile_bytes(w.k, bits), width = columns(g.p);
-    const int64_t blocks = (last - first + gemm_tokens - 1) / gemm_tokens;
+    const int64_t bytes = tile_bytes(w.k, bits), blocks = (last - first + gemm_tokens - 1) / gemm_tokens;
     const auto* scales =
         reinterpret_cast<const uint8_t*>(w.scale + (tile + tiles) * w.groups * tile_rows);  // that follow
     for (int64_t at = 0; at < tiles * w.groups * tile_rows * 2; at += 64) __builtin_prefetch(scales + at, 0, 2);
     std::memset(scratch.total, 0, blocks * gemm_tokens * tiles * tile_rows * sizeof(float));
-    for (int64_t column = 0; column < width; column += gemm_columns) {
-        const int64_t end = std::min(width, column + gemm_columns);
-        const uint8_t* codes = w.tiles + tile * bytes + column / block_columns * block_bytes(bits);
-        const uint8_t* ahead =
-            end < width ? codes + gemm_columns / block_columns * block_bytes(bits) : w.tiles + (tile + tiles) * bytes;
-        unpack_scales<tiles>(w, tile, column, end, scratch.scale);
-        Step s{codes,        bytes, nullptr, nullptr, scratch.scale, scratch.total,
-               scratch.open, tile,  column,  end,     ahead,         block_bytes(bits)};
+    for (int64_t column = 0, width = columns(g.p); column < width;) {
+        const Columns c = panel_at(g.p, column);
+        const auto codes = [&](int64_t tile, int64_t column) {
+            return w.tiles + tile * bytes + column / block_columns * block_bytes(bits);
+        };
+        const uint8_t* ahead = c.end < width ? codes(tile, c.end) : codes(tile + tiles, 0);
+        Block b{};
+        b.tile_step = bytes, b.total = scratch.total, b.open = scratch.open;
+        column = c.end;
         if constexpr (direct_tokens<bits> > 0)
             if (last - first <= direct_tokens<bits>) {
-                multiply_tokens<bits, (bits > 7), tiles>(g, s, first, last);
+                b.codes = codes(tile, c.column);
+                multiply_tokens<Codes<bits, false>, tiles>(g, c, b, tile, first, last, ahead);
                 continue;
             }
-        unpack_panel<bits, tiles>(w, tile, column, end, scratch.panel);
-        s.codes = scratch.panel, s.tile_step = (end - column) * tile_rows;
-        multiply_tokens<8, false, tiles>(g, s, first, last);
+        unpack_panel<bits, tiles>(w, tile, c.column, c.end, scratch.panel);
+        b.codes = scratch.panel;
+        multiply_tokens<Codes<8, true>, tiles>(g, c, b, tile, first, last, ahead);
     }
 }
 
 template <int bits>
 void multiply_of(const Gemm& g, int64_t first, int64_t last) {
     const int64_t tiles = row_tiles(g.p.w.n), strips = (tiles + gemm_tiles - 1) / gemm_tiles;
-    const int64_t panel = gemm_columns * strip * tile_rows, scales = panel / block_columns,
-                  outputs = g.tokens * strip * tile_rows;
-    auto* memory = static_cast<uint8_t*>(::operator new(panel + 4 * scales + 8 * outputs, std::align_val_t{64}));
+    const int64_t panel = gemm_columns * strip * tile_rows, outputs = g.tokens * strip * tile_rows;
+    auto* memory = static_cast<uint8_t*>(::operator new(panel + 8 * outputs, std::align_val_t{64}));
     auto* numbers = reinterpret_cast<float*>(memory + panel);
-    const Scratch scratch{memory, numbers, numbers + scales, reinterpret_cast<int32_t*>(numbers + scales + outputs)};
+    const Scratch scratch{memory, numbers, reinterpret_cast<int32_t*>(numbers + outputs)};
     for (int64_t unit = first; unit < last; unit++) {
         const int64_t from = unit / strips * g.tokens, to = std::min(g.p.t, from + g.tokens);
         int64_t tile = unit % strips * gemm_tiles;

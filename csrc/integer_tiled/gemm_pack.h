@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "integer_tiled/gemm_dot.h"
+#include "gemm/block.h"
+#include "integer_tiled/gemm_kernels.h"
 
 namespace ptq::integer_tiled {
 namespace {
@@ -16,22 +17,25 @@ inline int64_t columns(const Quantized& p) {
     return blocks_in(p.w.k) * block_columns;
 }
 
-// Where block b of tokens begins in the panel that begins at this column.
-inline int64_t place(const Quantized& p, int64_t column, int64_t b) {
-    const int64_t width = std::min(gemm_columns, columns(p) - column);
-    return (column * token_blocks(p) + b * width) / 4 * gemm_tokens;
+inline gemm::Columns panel_at(const Quantized& p, int64_t column) {
+    return gemm::Columns::panel(column, columns(p), p.w.group_blocks * block_columns, gemm_columns);
+}
+
+// Where block b of tokens begins in a panel.
+inline int64_t place(const Quantized& p, int64_t column, int64_t end, int64_t b) {
+    return (column * token_blocks(p) + b * (end - column)) / 4 * gemm_tokens;
 }
 
 // Sixteen columns of four tokens: four numbers of four columns each, token after token.
 inline void transpose(const int8_t* const q[gemm_tokens], int64_t column, int32_t* to) {
     typedef int32_t Four __attribute__((vector_size(16)));
     Four row[4];
-    for (int j = 0; j < 4; j++) row[j] = load<Four>(q[j] + column);
+    for (int j = 0; j < 4; j++) std::memcpy(&row[j], q[j] + column, sizeof row[j]);
     for (int half = 0; half < 2; half++) {
         const Four from = Four{0, 4, 1, 5} + 2 * half;
         const Four a = __builtin_shuffle(row[0], row[1], from), b = __builtin_shuffle(row[2], row[3], from);
-        store(to + half * 8, __builtin_shuffle(a, b, Four{0, 1, 4, 5}));
-        store(to + half * 8 + 4, __builtin_shuffle(a, b, Four{2, 3, 6, 7}));
+        const Four out[2] = {__builtin_shuffle(a, b, Four{0, 1, 4, 5}), __builtin_shuffle(a, b, Four{2, 3, 6, 7})};
+        std::memcpy(to + half * 8, out, sizeof out);
     }
 }
 
@@ -51,10 +55,10 @@ void pack(const Gemm& g, int64_t first, int64_t last) {
                 g.offset[(b * p.w.groups + i) * gemm_tokens + j] = p.w.zero ? -sum : -sum * (1 << (p.w.bits - 1));
             }
         }
-        for (int64_t column = 0; column < columns(p); column += gemm_columns) {
-            const int64_t width = std::min(gemm_columns, columns(p) - column);
-            int32_t* to = g.x + place(p, column, b);
-            for (int64_t i = 0; i < width; i += 16) transpose(q, column + i, to + i);
+        for (int64_t column = 0, end; column < columns(p); column = end) {
+            end = panel_at(p, column).end;
+            int32_t* to = g.x + place(p, column, end, b);
+            for (int64_t i = 0; i < end - column; i += 16) transpose(q, column + i, to + i);
         }
     }
 }
