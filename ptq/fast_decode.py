@@ -15,10 +15,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ptq import fast_steps, matmul, shared_input
-
-ATTENTION = "ptq_sdpa"
-"""Name of the attention function of transformers that takes the place of "sdpa"."""
+from ptq import fast_layer, fast_steps, matmul, shared_input
+from ptq.fast_attention import ATTENTION
 
 
 class FewTokensLinear(nn.Linear):
@@ -39,6 +37,7 @@ def install(model: PreTrainedModel) -> None:
             module.__class__ = FewTokensLinear
     shared_input.attach(model)
     fast_steps.install(model)
+    fast_layer.install(model)
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
 

@@ -1,9 +1,9 @@
-"""RMSNorm and rotary embedding of a loaded model as one op each, for few tokens.
+"""RMSNorm, rotary embedding, attention and the gate of the MLP of a loaded model in few ops, for few tokens.
 
-No family is named. `install` looks for modules that could be an RMSNorm, and for attention modules whose forward calls
-`apply_rotary_pos_emb`; each kind is tried on random numbers first, and where the op's reference does not give the same
-bits as the model's own code, that code is left alone. With more tokens, gradients, other devices or dtypes, or under
-torch.compile, the model's own code runs.
+No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
+`apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
+does not give the same bits as the model's own code (attention: up to rounding, `ptq.fast_attention`), that code is left
+alone. With more tokens, gradients, other devices or dtypes, or under torch.compile, the model's own code runs.
 
 Parts of models that run alone (`ptq.blocks`) get the same, so that proofs may compare bits.
 
@@ -21,14 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq import steps
-from ptq.matmul import FEW_TOKENS
+from ptq import fast_attention, steps
+from ptq.matmul import FEW_DTYPES, is_few
+from ptq.shared_input import products
 
 ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
 """What families call the number that RMSNorm adds to the mean."""
-
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def install(model: nn.Module) -> None:
@@ -36,20 +35,13 @@ def install(model: nn.Module) -> None:
     for module in model.modules():
         if "forward" in vars(module):
             continue  # somebody has put another one there
-        kind = _norm_kind(module)
+        kind = norm_kind(module)
         if kind is not None:
             module.forward = functools.partial(_norm_forward, module, *kind)
         elif with_fast_rotary(type(module).forward) is not None:
-            module.forward = functools.partial(_attention_forward, module)
-
-
-def _is_few(tokens: int, *tensors: Tensor) -> bool:
-    first = tensors[0]
-    if not 0 < tokens <= FEW_TOKENS or first.dtype not in DTYPES or torch.compiler.is_compiling():
-        return False
-    if any(x.dtype != first.dtype or x.device.type != "cpu" for x in tensors):
-        return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+            module.forward = functools.partial(_attention_forward, module, fast_attention.kind_of(module))
+        elif is_gated(module):
+            module.forward = functools.partial(_gated_forward, module)
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------
@@ -59,12 +51,12 @@ def _norm_forward(module: nn.Module, eps: float, offset: float, round_first: boo
     gain = module._parameters["weight"]
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
-        if x.dim() > 2 and _is_few(x.shape[0] * x.shape[1], x, gain):
+        if x.dim() > 2 and is_few(x.shape[0] * x.shape[1], x, gain):
             return torch.ops.ptq.rms_norm.default(x, gain, eps, offset, round_first)
     return type(module).forward(module, *args, **kwargs)
 
 
-def _norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
+def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
     """eps, offset and round_first of a module that is an RMSNorm; None for any other."""
     gain = module._parameters.get("weight")
     alone = len(module._parameters) == 1 and not module._modules and not module._buffers
@@ -89,7 +81,7 @@ def _tried(cls: type[nn.Module], k: int, eps: float, module: nn.Module) -> tuple
 @torch.no_grad()
 def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
-    for dtype in DTYPES:
+    for dtype in FEW_DTYPES:
         alone = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
         gain = alone.get_parameter("weight")
         gain.copy_(torch.randn(gain.shape, generator=generator))
@@ -101,12 +93,60 @@ def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first
     return True
 
 
+# --- the gate of the MLP --------------------------------------------------------------------------------------------
+
+GATED, ACTIVATION = ("gate_proj", "up_proj", "down_proj"), "act_fn"
+
+
+def _gated_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    if len(args) == 1 and not kwargs and args[0].dim() > 1:
+        x, parts = args[0], module._modules
+        if is_few(x.numel() // x.shape[-1], x):
+            gate, up = products([parts["gate_proj"], parts["up_proj"]], x)  # pyright: ignore[reportArgumentType]
+            if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
+                return parts["down_proj"](torch.ops.ptq.silu_mul.default(gate, up))  # pyright: ignore[reportOptionalCall]
+    return type(module).forward(module, *args, **kwargs)
+
+
+_GATED: dict[type, bool] = {}
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Whether a module computes down(silu(gate(x)) * up(x))."""
+    cls = type(module)
+    if module._modules.keys() != {*GATED, ACTIVATION}:
+        return False
+    if cls not in _GATED:
+        _GATED[cls] = _gives_a_gate(module)
+    return _GATED[cls]
+
+
+@torch.no_grad()
+def _gives_a_gate(module: nn.Module) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    alone = type(module).__new__(type(module))
+    nn.Module.__init__(alone)
+    for name, n, k in zip(GATED, (12, 12, 8), (8, 8, 12), strict=True):
+        setattr(alone, name, nn.Linear(k, n))
+        for parameter in alone.get_submodule(name).parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    setattr(alone, ACTIVATION, module._modules[ACTIVATION])
+    x = torch.randn(1, 3, 8, generator=generator)
+    gate, up, down = (alone.get_submodule(name) for name in GATED)
+    return torch.equal(type(module).forward(alone, x), down(steps.silu_mul(gate(x), up(x))))
+
+
 # --- rotary embedding -----------------------------------------------------------------------------------------------
 
 
-def _attention_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _attention_forward(module: nn.Module, kind: str | None, *args: Any, **kwargs: Any) -> Any:
+    if kind is not None and not args:
+        found = fast_attention.decoded(module, kind, **kwargs)
+        if found is not None:
+            return found, None
     own = type(module).forward
-    return (with_fast_rotary(own) or own)(module, *args, **kwargs)
+    fast = None if torch.compiler.is_compiling() else with_fast_rotary(own)
+    return (fast or own)(module, *args, **kwargs)
 
 
 @functools.cache
@@ -121,7 +161,7 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
             tokens = q.shape[0] * q.shape[2]
-            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and _is_few(tokens, q, k, cos, sin):
+            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and is_few(tokens, q, k, cos, sin):
                 return torch.ops.ptq.rotary.default(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)
 
@@ -137,7 +177,7 @@ def _turns_alike(own: types.FunctionType) -> bool:
     if len(required) != 4:
         return False
     generator = torch.Generator().manual_seed(0)
-    for dtype in DTYPES:
+    for dtype in FEW_DTYPES:
         shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16))
         q, k, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         found, wanted = own(q, k, cos, sin), steps.rotary(q, k, cos, sin)

@@ -121,6 +121,8 @@ class QuantLinear(nn.Module):
         stored = self._parameters.get(name)
         if stored is None:
             return None
+        if torch.compiler.is_compiling():  # a graph cannot ask for the version
+            return loaded_signs(stored)
         known = self._signs.get(name)
         version = 0 if stored.is_inference() else stored._version  # `load_state_dict` writes into the same parameter
         if known is None or known[0] is not stored or known[1] != version:

@@ -18,6 +18,8 @@ FEW_ROWS = 64
 FEW_TOKENS = 4
 """Up to so many are multiplied by `ptq::dense_linear`."""
 
+FEW_DTYPES = (torch.float32, torch.bfloat16)
+
 PIECE_BYTES = 32 << 20
 """Of a weight that is multiplied at a time: oneDNN copies what it is given into an order of its own."""
 
@@ -52,6 +54,18 @@ def linear(
         part = None if bias is None else bias[here]
         y[..., here] = torch.ops.mkldnn._linear_pointwise(x, w[here], part, "none", [], "")
     return y
+
+
+def is_few(tokens: int, *tensors: Tensor) -> bool:
+    """Whether the ops for few tokens are made for this: on the CPU, float32 or bfloat16, one dtype, no gradients, and
+    not under torch.compile."""
+    dtype = tensors[0].dtype
+    if not 0 < tokens <= FEW_TOKENS or dtype not in FEW_DTYPES or torch.compiler.is_compiling():
+        return False
+    for x in tensors:
+        if x.dtype != dtype or not x.is_cpu:
+            return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:

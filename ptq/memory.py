@@ -5,6 +5,7 @@ weight of the same size. On virtual machines that costs several times the arithm
 """
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +17,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 USUAL_BYTES = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
 """What glibc arrives at by itself in a program that has freed a large tensor. `mallopt` ends its adapting, so its first
 thresholds, of 128 KiB, would hold for ever, and every tensor of the program would take fresh pages."""
+ASKED_FOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables by which a user decides on this himself."""
 
 
 @cache
@@ -26,6 +29,15 @@ def _glibc() -> Any:
     except OSError:
         return None
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
+
+
+def settle() -> None:
+    """Keep up to 64 MiB of freed memory, in pieces of up to 32 MiB, from the first tensor on: outputs of layers then
+    lie on pages that are there already. Left to itself, glibc comes to this by what happens to be freed."""
+    library = _glibc()
+    if library is not None and not any(name in os.environ for name in ASKED_FOR):
+        for option, nbytes in USUAL_BYTES.items():
+            library.mallopt(option, nbytes)
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from ptq import memory
+
 CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")  # csrc/common/cpu_level.h
 _CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
 
@@ -50,6 +52,7 @@ def load() -> bool:
         )
         return False
     torch.ops.load_library(str(cpu))
+    memory.settle()
     if gpu is not None and torch.version.cuda is not None and torch.cuda.is_available():
         torch.ops.load_library(str(gpu))
     return True

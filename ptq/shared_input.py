@@ -90,6 +90,16 @@ class SharedInput:
         self._last = call
         return call.ready.pop(linear, None)
 
+    def group(self, linears: Sequence["QuantLinear"]) -> _Group | None:
+        """What is known of exactly these linears; None where somebody listens to one of them."""
+        found = self._together.get(linears[0])
+        if found is None or len(found.members) != len(linears):
+            return None
+        for linear, member in zip(linears, found.members, strict=True):
+            if linear is not member or linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+                return None
+        return found
+
     def _forget(self, gone: "weakref.ref[Tensor]") -> None:
         last = self._last
         if last is not None and last.x is gone:
@@ -102,7 +112,7 @@ class SharedInput:
             self._together.pop(first, None)
             self._alone[first] = SOLO
         elif others and first not in self._together and self._alone.get(first, 0) < SOLO:
-            if len(set(last.called)) == len(last.called) and all(_is_here(linear) for linear in last.called):
+            if len(set(last.called)) == len(last.called) and all(is_here(linear) for linear in last.called):
                 self._together[first] = _Group.of(last.called)
         elif not others and first not in self._together:
             self._alone[first] = self._alone.get(first, 0) + 1
@@ -110,12 +120,23 @@ class SharedInput:
                 first.shared = None
 
 
+def products(linears: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
+    """The products of one input with several linears, in one call if they are known to share it."""
+    shared = vars(linears[0]).get("shared")
+    group = None if shared is None else shared.group(linears)
+    if group is not None and all(linear.online.output is None for linear in linears) and _is_eligible(x):
+        found = _products(group, x)
+        if found is not None:
+            return found
+    return [linear(x) for linear in linears]
+
+
 def attach(model: nn.Module) -> None:
     """Let the packed linears of a model share their inputs, parent by parent."""
     from ptq.linear import QuantLinear
 
     for parent in model.modules():
-        left = [child for child in parent.children() if isinstance(child, QuantLinear) and _is_here(child)]
+        left = [child for child in parent.children() if isinstance(child, QuantLinear) and is_here(child)]
         while left:
             first, *others = left
             alike = [first, *(linear for linear in others if _is_alike(first, linear))]
@@ -143,7 +164,7 @@ def _signs_of(members: Sequence["QuantLinear"]) -> tuple[Any, ...]:
     return tuple((id(signs), _version(signs)) for signs in held if signs is not None)
 
 
-def _is_here(linear: "QuantLinear") -> bool:
+def is_here(linear: "QuantLinear") -> bool:
     """Whether the weight stays on the CPU: nothing brings it here for a call and takes it away after."""
     parts = linear.parts().values()
     return all(part.device.type == "cpu" for part in parts) and not hasattr(linear, "_hf_hook")

@@ -32,6 +32,9 @@ from ptq.rounding import Rounded
 from ptq.tiles import applies, tile_scales, untile_scales
 from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
 from quarot import integer_ops, tiled_ops
+from quarot import layer_ops as _layer_ops  # noqa: F401 (registers the ops)
+
+Norm = tuple[Tensor, float, float, bool]
 
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """What the kernels of a device read."""
@@ -221,6 +224,27 @@ class IntegerFormat:
         if weights is None:
             return None
         return torch.ops.ptq.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
+
+    def layer_weights(self, parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+        """See `ptq.fast_layer.WholeLayer`."""
+        weights = _weights(parts, biases)
+        return None if weights is None else (*weights, self.bits, self.group_size)
+
+    def layer_start(
+        self, x: Float[Tensor, "*t k"], norm: Norm, weights: tuple[Any, ...], input: tuple[int, float]
+    ) -> list[Float[Tensor, "*t _n"]]:
+        return torch.ops.ptq.integer_layer_start.default(x, *norm, *weights, *input)
+
+    def layer_end(
+        self,
+        attended: Float[Tensor, "*t n"],
+        x: Float[Tensor, "*t k"],
+        norm: Norm,
+        weights: tuple[Any, ...],
+        input: tuple[int, float],
+        down: tuple[list[Tensor], int, int, float],
+    ) -> Float[Tensor, "*t k"]:
+        return torch.ops.ptq.integer_layer_end.default(attended, x, *norm, *weights, *input, *down)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a

@@ -1,7 +1,8 @@
-"""Tokens per second of `generate`, and peak memory: bf16 against the packed models, each in a process of its own.
+"""Tokens per second of decoding, and peak memory: bf16 against the packed models, each in a process of its own.
 
 python scripts/bench_generate.py demo            the demo model
 python scripts/bench_generate.py 1b              a random Llama of 1.1 B weights, made on the first run
+python scripts/bench_generate.py 1b --only W4A8 --only "bf16, oneDNN"      some rows
 python scripts/bench_generate.py 1b --context 4000     decoding behind a long prompt
 """
 
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -34,44 +36,38 @@ READ_BYTES = 1 << 30
 
 
 @app.command(hidden=True)
-def measured(model: str, context: int, new_tokens: int, rounds: int, linears: str) -> None:
-    """Load a model, decode greedily behind `context` tokens, and print what it took as JSON."""
+def measured(model: str, context: int, new_tokens: int, linears: str) -> None:
+    """Load a model and print what it holds; then, for every line of stdin, decode greedily behind `context` tokens and
+    print the seconds that it took. All as JSON, a line each."""
     import torch
     from transformers import AutoModelForCausalLM
 
     import ptq  # noqa: F401
 
-    started = time.perf_counter()
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    load = time.perf_counter() - started
-    read = sum(p.nbytes for name, p in loaded.named_parameters() if "embed_tokens" not in name)
+    nbytes = sum(p.nbytes for name, p in loaded.named_parameters() if "embed_tokens" not in name)
     _change(loaded, linears)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(loaded.config.vocab_size, (1, context), generator=generator)
-    data = torch.ones(READ_BYTES // 8, dtype=torch.int64)
-    seconds, prefill, reads = [], [], []
+    ids = torch.randint(loaded.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+    print(json.dumps({"bytes": nbytes}), flush=True)
     with torch.inference_mode():
-        for _ in range(rounds + 1):
-            reads.append(_read(data))
+        for _ in sys.stdin:
             times = [time.perf_counter()]
             out = loaded(ids, use_cache=True, logits_to_keep=1)
             times.append(time.perf_counter())
             for _ in range(new_tokens):
-                token = out.logits[:, -1:].argmax(-1)
+                token = out.logits[:, -1:].float().argmax(-1)  # as `generate` does it
                 out = loaded(token, past_key_values=out.past_key_values, use_cache=True)
                 times.append(time.perf_counter())
-            prefill.append(times[1] - times[0])
-            seconds.append(median(b - a for a, b in zip(times[1:], times[2:], strict=False)))
-    cache = out.past_key_values
-    nbytes = cache.memory() if hasattr(cache, "memory") else sum(
-        layer.keys.nbytes + layer.values.nbytes for layer in cache.layers
-    )  # fmt: skip
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - READ_BYTES
-    share = median(read / token / bandwidth for token, bandwidth in zip(seconds[1:], reads[1:], strict=True))
-    print(json.dumps({
-        "load": load, "token": median(seconds[1:]), "prefill": median(prefill[1:]), "bytes": read, "cache": nbytes,
-        "bandwidth": median(reads[1:]), "share": share, "peak": peak,
-    }))  # fmt: skip
+            steps = [b - a for a, b in zip(times[1:], times[2:], strict=False)]
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            found = {"prefill": times[1] - times[0], "token": median(steps), "peak": peak}
+            print(json.dumps({**found, "cache": _cache_bytes(out.past_key_values)}), flush=True)
+
+
+def _cache_bytes(cache: Any) -> int:
+    if hasattr(cache, "memory"):
+        return cache.memory()
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def _change(model: Any, linears: str) -> None:
@@ -122,15 +118,70 @@ def packed(model: str, name: str, changes: dict[str, Any]) -> Path:
     return out
 
 
+def measure(
+    rows: dict[str, tuple[str, str]], context: int, new_tokens: int, rounds: int, threads: int
+) -> Iterator[str]:
+    """Rows of the table, measured in turns: each round reads memory, then decodes, row by row."""
+    import torch
+
+    torch.set_num_threads(threads)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, __file__, "measured", folder, str(context), str(new_tokens), linears],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )  # fmt: skip
+        for name, (folder, linears) in rows.items()
+    }
+    data = torch.ones(READ_BYTES // 8, dtype=torch.int64)  # only now: a process begins with the peak of its parent
+    nbytes = {name: json.loads(_line(process))["bytes"] for name, process in started.items()}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in rows}
+    for number in range(rounds + 1):
+        for name, process in started.items():
+            bandwidth = _read(data)
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            result = json.loads(_line(process))
+            result |= {"bandwidth": bandwidth, "share": nbytes[name] / result["token"] / bandwidth}
+            if number:  # the first round warms up
+                found[name].append(result)
+    for process in started.values():
+        process.communicate()
+
+    def middle(name: str, key: str) -> float:
+        return median(result[key] for result in found[name])
+
+    first = next(iter(rows))
+    for name in rows:
+        faster = median(a["token"] / b["token"] for a, b in zip(found[first], found[name], strict=True))
+        yield (f"| {name} | {1 / middle(name, 'token'):.1f} | {faster:.2f} | {100 * middle(name, 'share'):.0f} % of "
+               f"{middle(name, 'bandwidth') / 1e9:.0f} GB/s / {nbytes[name] / 1e6:.0f} MB | "
+               f"{middle(name, 'prefill'):.2f} | {middle(name, 'cache') / 1e6:.2f} | "
+               f"{middle(name, 'peak') / 1e6:.0f} |")  # fmt: skip
+
+
+def _line(process: subprocess.Popen) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit(f"a measured process ended with {process.wait()}")
+    return line
+
+
 @app.command()
 def main(
     model: Annotated[str, typer.Argument(help="demo, 1b, or a folder.")],
     context: Annotated[int, typer.Option(help="Tokens before those that are timed.")] = 32,
-    new_tokens: Annotated[int, typer.Option(help="Tokens that are timed.")] = 64,
-    rounds: Annotated[int, typer.Option(help="Medians are taken over so many.")] = 3,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that are timed.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Medians are taken over so many, after one to warm up.")] = 5,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = CORES,
+    only: Annotated[list[str] | None, typer.Option(help="A row to measure; all where none is named.")] = None,
 ) -> None:
-    """One row per recipe, in Markdown."""
+    """One row per recipe, in Markdown. Rows are measured in turns and compared with the first."""
     if model == "1b":
         folder = FOLDER / "llama-1b"
         if not folder.exists():
@@ -140,22 +191,20 @@ def main(
         model = str(folder)
     from ptq import source
 
-    folders = {name: (source.resolve(model), linears) for name, linears in PLAIN.items()}
-    folders |= {name: (packed(model, name, recipe), "transformers") for name, recipe in RECIPES.items()}
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    print(f"| {threads} threads, {context} tokens before | tokens/s | times bf16 | of bandwidth / bytes per token | "
-          "prefill, s | cache, MB | peak, MB |\n|---|---|---|---|---|---|---|")  # fmt: skip
-    base = None
-    for name, (folder, linears) in folders.items():
-        arguments = ["measured", str(folder), str(context), str(new_tokens), str(rounds), linears]
-        done = subprocess.run(
-            [sys.executable, __file__, *arguments], env=environment, stdout=subprocess.PIPE, check=True
-        )
-        found = json.loads(done.stdout)
-        base = base or found["token"]
-        print(f"| {name} | {1 / found['token']:.1f} | {base / found['token']:.2f} | {100 * found['share']:.0f} % of "
-              f"{found['bandwidth'] / 1e9:.0f} GB/s / {found['bytes'] / 1e6:.0f} MB | {found['prefill']:.2f} | "
-              f"{found['cache'] / 1e6:.2f} | {found['peak'] / 1e6:.0f} |", flush=True)  # fmt: skip
+    names = [name for name in (*PLAIN, *RECIPES) if not only or name in only]
+    if unknown := set(only or ()) - set(names):
+        raise SystemExit(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join((*PLAIN, *RECIPES))}")
+    rows = {
+        name: (str(source.resolve(model)), PLAIN[name])
+        if name in PLAIN
+        else (str(packed(model, name, RECIPES[name])), "transformers")
+        for name in names
+    }
+    print(f"| {threads} threads, {context} tokens before | tokens/s | times {names[0]} | "
+          "of bandwidth / bytes per token | prefill, s | cache, MB | peak, MB |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|")
+    for line in measure(rows, context, new_tokens, rounds, threads):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

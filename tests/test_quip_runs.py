@@ -112,6 +112,18 @@ def test_size_is_bits_and_vectors(model: Path, packed: Path) -> None:
 
 
 @torch.no_grad()
+@torch.no_grad()
+def test_token_after_token_gives_the_logits_of_all_at_once(packed: Path) -> None:
+    """From the second token on, linears that share an input are multiplied together."""
+    model, ids = AutoModelForCausalLM.from_pretrained(packed).eval(), torch.arange(1, 13)[None]
+    whole, cache, steps = model(ids).logits, None, []
+    for token in ids.split(1, 1):
+        out = model(token, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        steps.append(out.logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-3, atol=1e-3 * float(whole.abs().max()))
+
+
 def test_dtypes(packed: Path) -> None:
     exact: Any = AutoModelForCausalLM.from_pretrained(packed)
     for dtype in (torch.float16, torch.bfloat16):

@@ -51,11 +51,69 @@ def test_rotary_is_that_of_transformers_to_the_bit(d: int, dtype: torch.dtype, l
     assert torch.equal(torch.ops.ptq.rotary(wide, k, cos, sin)[0], apply_rotary_pos_emb(wide, k, cos, sin)[0])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("b, h, groups, t, d, before", [
+    (1, 8, 4, 1, 64, 96), (2, 2, 3, 3, 24, 130), (1, 1, 1, 1, 2, 0), (3, 2, 5, 2, 130, 300), (1, 2, 1, 4, 128, 600),
+])  # fmt: skip
+def test_attention_against_float64(
+    b: int, h: int, groups: int, t: int, d: int, before: int, dtype: torch.dtype, level: None
+) -> None:
+    q, k, v = (draw(b, t, n * d, dtype=dtype, seed=n) for n in (h * groups, h, h))
+    cos, sin = draw(1, t, d, dtype=dtype, seed=2), draw(1, t, d, dtype=dtype, seed=3)
+    keys, values = (draw(b, h, before + t + 3, d, dtype=dtype, seed=seed) for seed in (4, 5))
+    mine = keys.clone(), values.clone()
+    found = torch.ops.ptq.decode_attention(q, k, v, cos, sin, keys, values, before, d**-0.5)
+    wanted = steps.decode_attention(q, k, v, cos, sin, *mine, before, d**-0.5)
+    assert torch.equal(keys, mine[0]) and torch.equal(values, mine[1])
+    turned = steps.rotary(q.view(b, t, -1, d).transpose(1, 2), k.view(b, t, h, d).transpose(1, 2), cos, sin)[0]
+    seen = [x[:, :, : before + t].double().repeat_interleave(groups, 1) for x in mine]
+    later = torch.ones(t, before + t, dtype=torch.bool).triu(before + 1)
+    score = (turned.double() @ seen[0].mT * d**-0.5).masked_fill(later, -torch.inf)
+    exact = (score.softmax(-1) @ seen[1]).transpose(1, 2).reshape(q.shape)
+    place = 2**-8 if dtype == torch.bfloat16 else 2**-20
+    for y in (found, wanted):
+        assert y.dtype == dtype and ((y.double() - exact).abs() <= place * exact.abs() + 2e-6).all()
+
+
+def test_attention_of_any_thread_count_and_damage(level: None) -> None:
+    q, k, v = (draw(2, 1, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
+    cos, keys, values = draw(2, 1, 32, dtype=torch.float32), *(draw(2, 3, 400, 32, dtype=torch.float32) for _ in "kv")
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            results.append(torch.ops.ptq.decode_attention(q, k, v, cos, cos, keys, values, 390, 0.2))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+    keys[1, 2, 50] = torch.nan
+    damaged = torch.ops.ptq.decode_attention(q, k, v, cos, cos, keys, values, 390, 0.2).view(2, 3, 2, 32)
+    assert damaged[1, 2].isnan().all() and damaged.isnan().sum() == 64
+    for wrong in ((keys.transpose(1, 2), values, 0), (keys, values[:, :, :5], 0), (keys, values, 400)):
+        with pytest.raises(RuntimeError):
+            torch.ops.ptq.decode_attention(q, k, v, cos, cos, *wrong, 0.2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gate_of_the_mlp(dtype: torch.dtype, level: None) -> None:
+    for shape in ((3, 70), (1, 1, 4096), (0, 5)):
+        gate, up = 30 * draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
+        found, wanted = torch.ops.ptq.silu_mul(gate, up), steps.silu_mul(gate, up)
+        torch.testing.assert_close(found, wanted, rtol=2**-20 if dtype == torch.float32 else 2**-7, atol=1e-30)
+        assert shape[0] == 0 or (found == wanted).double().mean() > (0.5 if dtype == torch.float32 else 0.99)
+    assert torch.ops.ptq.silu_mul(torch.full((4,), torch.nan), torch.ones(4)).isnan().all()
+
+
 def test_ops_and_refusals(level: None) -> None:
     x, gain = draw(1, 2, 8, dtype=torch.float32), draw(8, dtype=torch.float32)
     torch.library.opcheck(torch.ops.ptq.rms_norm.default, (x, gain, 1e-5, 0.0, True))
     q, cos = draw(1, 2, 3, 8, dtype=torch.float32), draw(1, 3, 8, dtype=torch.float32)
     torch.library.opcheck(torch.ops.ptq.rotary.default, (q, q.clone(), cos, cos.clone()))
+    torch.library.opcheck(torch.ops.ptq.silu_mul.default, (x, x.clone()))
+    heads = draw(1, 1, 16, dtype=torch.float32)
+    room = [draw(1, 2, 5, 8, dtype=torch.float32) for _ in "kv"]
+    arguments = (heads, heads.clone(), heads.clone(), cos[:, :1], cos[:, 1:2], *room, 3, 0.3)
+    torch.library.opcheck(torch.ops.ptq.decode_attention.default, arguments)
     assert torch.ops.ptq.rms_norm(x[:, :0], gain, 1e-5, 0.0, True).shape == (1, 0, 8)
     for bad in (lambda: torch.ops.ptq.rms_norm(x, gain[:5], 1e-5, 0.0, True),
                 lambda: torch.ops.ptq.rotary(q, q, cos[..., :4], cos[..., :4])):  # fmt: skip
@@ -67,7 +125,7 @@ def test_ops_and_refusals(level: None) -> None:
     (LlamaRMSNorm, (0.0, True)), (Olmo2RMSNorm, (0.0, False)), (GemmaRMSNorm, (1.0, False)),
 ])  # fmt: skip
 def test_norms_are_told_apart_by_their_numbers(cls: type[nn.Module], kind: tuple[float, bool]) -> None:
-    assert fast_steps._norm_kind(cls(40, eps=1e-4)) == (1e-4, *kind)
+    assert fast_steps.norm_kind(cls(40, eps=1e-4)) == (1e-4, *kind)
 
 
 def test_what_only_looks_like_a_norm_is_left_alone() -> None:
@@ -80,8 +138,8 @@ def test_what_only_looks_like_a_norm_is_left_alone() -> None:
             return super().forward(hidden_states.abs())
 
     for cls in (Other, Wide):
-        assert fast_steps._norm_kind(cls(40)) is None
-    assert fast_steps._norm_kind(nn.LayerNorm(8)) is None and fast_steps._norm_kind(nn.Linear(3, 3)) is None
+        assert fast_steps.norm_kind(cls(40)) is None
+    assert fast_steps.norm_kind(nn.LayerNorm(8)) is None and fast_steps.norm_kind(nn.Linear(3, 3)) is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)

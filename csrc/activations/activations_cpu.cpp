@@ -1,5 +1,7 @@
 // ptq::quantize_tokens for the CPU. Schema, fake kernel and reference are in ptq/activations.py. (The same after a
 // Hadamard transform is in csrc/hadamard.)
+#include "activations/activations_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -31,8 +33,6 @@ Quantizer quantizer(int64_t bits, double clip) {
     return {-middle, middle - 1, static_cast<float>(clip / ((1 << (bits - 1)) - 1))};
 }
 
-namespace {
-
 std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double clip) {
     const Quantizer z = quantizer(bits, clip);
     STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
@@ -57,7 +57,6 @@ std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double
     return {q, scale};
 }
 
-}  // namespace
 }  // namespace ptq::activations
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

@@ -1,5 +1,7 @@
 // ptq::hadamard for the CPU, and the transform with quantisation behind it. Schemas, fake kernels, references and
 // gradients are in ptq/hadamard.py and ptq/activations.py.
+#include "hadamard/hadamard_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -97,6 +99,8 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
     }
 }
 
+}  // namespace
+
 Tensor hadamard(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
                 int64_t dim, bool transpose) {
     const ScalarType type = x.scalar_type();
@@ -108,6 +112,8 @@ Tensor hadamard(const Tensor& x, const std::optional<Tensor>& signs, const std::
     return direct ? out : torch::stable::to(out, type);
 }
 
+namespace {
+
 void hadamard_(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
                int64_t dim, bool transpose) {
     const ScalarType type = x.scalar_type();
@@ -116,6 +122,8 @@ void hadamard_(const Tensor& x, const std::optional<Tensor>& signs, const std::v
     Tensor to = x;
     torch::stable::copy_(to, hadamard(x, signs, factors, order, dim, transpose));
 }
+
+}  // namespace
 
 // The float32 transform of some tokens at a time stays in the cache: only integers and scales are written.
 std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optional<Tensor>& signs,
@@ -167,7 +175,6 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
     return {q, scale};
 }
 
-}  // namespace
 }  // namespace ptq::hadamard
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

@@ -1,5 +1,7 @@
 // ptq::integer_prepack, _unprepack, _linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels, references
 // and gradients are in quarot/tiled_ops.py.
+#include "integer_tiled/tiled_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -119,8 +121,6 @@ Tensor padded(const Tensor& q, int64_t t, int64_t k) {
     return wide;
 }
 
-using Tensors = std::vector<Tensor>;
-
 // Weights that share an input: `zero` and `bias` are empty, or one for each.
 std::vector<Held> hold_all(const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias,
                            const std::vector<int64_t>& n, int64_t k, int64_t bits, int64_t group_size) {
@@ -227,6 +227,8 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
     return multiply_quantized(q, q_scale, held, group_size, dtype).front();
 }
 
+}  // namespace
+
 Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors& tiles, const Tensors& scale,
                           const Tensors& zero, const Tensors& bias, const std::vector<int64_t>& n, int64_t bits,
                           int64_t group_size, ScalarType dtype) {
@@ -234,6 +236,8 @@ Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors&
     const std::vector<Held> held = hold_all(tiles, scale, zero, bias, n, q.size(-1), bits, group_size);
     return multiply_quantized(q, q_scale, held, group_size, dtype);
 }
+
+namespace {
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
                     const std::optional<Tensor>& bias, int64_t n, int64_t bits, int64_t group_size) {
@@ -243,11 +247,15 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     return multiply_floats(x, held).front();
 }
 
+}  // namespace
+
 Tensors linears_tiled(const Tensor& x, const Tensors& tiles, const Tensors& scale, const Tensors& zero,
                       const Tensors& bias, const std::vector<int64_t>& n, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(x.dim() > 0, "integer_linear_tiled: x has no axis");
     return multiply_floats(x, hold_all(tiles, scale, zero, bias, n, x.size(-1), bits, group_size));
 }
+
+namespace {
 
 Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
     check_bits(bits);

@@ -23,9 +23,45 @@ struct Rotary {
     int64_t d;
 };
 
+// y = silu(gate) * up, both rounded.
+struct Gated {
+    Number type;  // of all three
+    const void *gate, *up;
+    void* y;
+    int64_t size;
+};
+
+// y = a + b, rounded.
+struct Sum {
+    Number type;  // of all three
+    const void *a, *b;
+    void* y;
+    int64_t size;
+};
+
+// Attention of the last `tokens` of before + tokens: each sees itself and all before it. `heads` are those of keys and
+// values; `groups` query heads share one.
+struct Attend {
+    Number type;                // of q, keys, values and out
+    const void* q;              // [b, heads, groups, tokens, d]
+    const void *keys, *values;  // [b, heads, room, d]
+    void* out;                  // [b, tokens, heads, groups, d]
+    int64_t heads, groups, tokens, d, before, room;
+    float scaling;
+};
+
+// Elements of a row of floats whose last vector is whole.
+inline int64_t padded(int64_t d) {
+    return (d + 15) / 16 * 16;
+}
+
+// Each works on units [first, last).
 struct Kernels {
     void (*norm)(const Norm&, int64_t first, int64_t last);  // tokens
     void (*rotary)(const Rotary&, const void* x, const void* cos, const void* sin, void* y);
+    void (*gated)(const Gated&, int64_t first, int64_t last);    // sixteen elements
+    void (*sum)(const Sum&, int64_t first, int64_t last);        // sixteen elements
+    void (*attend)(const Attend&, int64_t first, int64_t last);  // heads of keys, over the batch
 };
 
 extern const Kernels portable, avx2, avx512;

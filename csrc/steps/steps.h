@@ -2,51 +2,11 @@
 // so that the numbers are the same.
 #include <cmath>
 
-#include "integer/lanes.h"
-#include "steps/kernels.h"
+#include "steps/attend.h"
+#include "steps/numbers.h"
 
 namespace ptq::steps {
 namespace {
-
-using integer::Lanes;
-using integer::lanes;
-
-typedef uint16_t Words __attribute__((vector_size(32)));
-typedef uint32_t Dwords __attribute__((vector_size(64)));
-
-// Sixteen numbers, or the first `count` and then zeros.
-template <Number type>
-inline Lanes read(const void* from, int64_t at, int64_t count = lanes) {
-    if constexpr (type == Number::float32) {
-        return integer::load(static_cast<const float*>(from) + at, count);
-    } else {
-        Words words{};
-        const auto* x = static_cast<const uint16_t*>(from) + at;
-        if (count == lanes)
-            std::memcpy(&words, x, sizeof words);
-        else
-            std::memcpy(&words, x, count * sizeof(uint16_t));
-        return (Lanes)(__builtin_convertvector(words, Dwords) << 16);
-    }
-}
-
-// To the type, to the nearest, halves to even; still as floats.
-template <Number type>
-inline Lanes rounded(Lanes x) {
-    if constexpr (type == Number::float32) return x;
-    const Dwords bits = (Dwords)x, nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
-    return (Lanes)(x == x ? nearest : Dwords{} + 0x7fc00000u);
-}
-
-template <Number type>
-inline void write(void* to, int64_t at, Lanes x, int64_t count = lanes) {  // x is rounded
-    if constexpr (type == Number::float32) {
-        std::memcpy(static_cast<float*>(to) + at, &x, count * sizeof(float));
-    } else {
-        const Words words = __builtin_convertvector((Dwords)x >> 16, Words);
-        std::memcpy(static_cast<uint16_t*>(to) + at, &words, count * sizeof(uint16_t));
-    }
-}
 
 template <Number type>
 void norm_of(const Norm& p, int64_t first, int64_t last) {
@@ -100,8 +60,39 @@ void rotary(const Rotary& p, const void* x, const void* cos, const void* sin, vo
     (p.type == Number::float32 ? rotary_of<Number::float32> : rotary_of<Number::bfloat16>)(p, x, cos, sin, y);
 }
 
+// x / (1 + e^-x), with the exponential of a number that is not positive.
+inline Lanes silu(Lanes x) {
+    const Lanes e = integer::exponential(x < 0.0f ? x : -x);
+    return x * (x < 0.0f ? e : Lanes{} + 1.0f) / (e + 1.0f);
+}
+
+template <Number type>
+void gated_of(const Gated& p, int64_t first, int64_t last) {
+    for (int64_t i = first * lanes; i < std::min(p.size, last * lanes); i += lanes) {
+        const int64_t count = std::min(lanes, p.size - i);
+        const Lanes gate = rounded<type>(silu(read<type>(p.gate, i, count)));
+        write<type>(p.y, i, rounded<type>(gate * read<type>(p.up, i, count)), count);
+    }
+}
+
+void gated(const Gated& p, int64_t first, int64_t last) {
+    (p.type == Number::float32 ? gated_of<Number::float32> : gated_of<Number::bfloat16>)(p, first, last);
+}
+
+template <Number type>
+void sum_of(const Sum& p, int64_t first, int64_t last) {
+    for (int64_t i = first * lanes; i < std::min(p.size, last * lanes); i += lanes) {
+        const int64_t count = std::min(lanes, p.size - i);
+        write<type>(p.y, i, rounded<type>(read<type>(p.a, i, count) + read<type>(p.b, i, count)), count);
+    }
+}
+
+void sum(const Sum& p, int64_t first, int64_t last) {
+    (p.type == Number::float32 ? sum_of<Number::float32> : sum_of<Number::bfloat16>)(p, first, last);
+}
+
 }  // namespace
 
-const Kernels PTQ_LEVEL{norm, rotary};
+const Kernels PTQ_LEVEL{norm, rotary, gated, sum, attend};
 
 }  // namespace ptq::steps

@@ -1,8 +1,13 @@
-// ptq::rms_norm and ptq::rotary for the CPU. Schemas, fake kernels and references are in ptq/steps.py.
+// ptq::rms_norm, rotary, silu_mul and decode_attention for the CPU. Schemas, fake kernels and references are in
+// ptq/steps.py.
+#include "steps/steps_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstring>
 #include <tuple>
+#include <vector>
 
 #include "common/cpu_level.h"
 #include "common/parallel.h"
@@ -29,6 +34,12 @@ Number number_of(const Tensor& x, const char* op) {
     return type == ScalarType::Float ? Number::float32 : Number::bfloat16;
 }
 
+int64_t size_of(Number type) {
+    return type == Number::float32 ? 4 : 2;
+}
+
+}  // namespace
+
 Tensor rms_norm(const Tensor& x, const Tensor& gain, double eps, double offset, bool round_first) {
     const Number type = number_of(x, "rms_norm");
     STD_TORCH_CHECK(
@@ -42,6 +53,8 @@ Tensor rms_norm(const Tensor& x, const Tensor& gain, double eps, double offset, 
     return out;
 }
 
+namespace {
+
 // x [b, h, t, d], in rows of d neighbours, with cos and sin [b or 1, t, d].
 Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, Number type) {
     STD_TORCH_CHECK(given.dim() == 4 && given.size(3) % 2 == 0 && cos.size(0) > 0 && cos.size(1) == given.size(2) &&
@@ -49,7 +62,7 @@ Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, Number
                     "rotary: expected x [b, h, t, d] with even d, cos and sin [b or 1, t, d]");
     const Tensor x = given.stride(3) == 1 ? given : compact(given);
     const Tensor out = fresh(x.sizes(), x.scalar_type());
-    const int64_t size = type == Number::float32 ? 4 : 2, heads = x.size(1), tokens = x.size(2), d = x.size(3);
+    const int64_t size = size_of(type), heads = x.size(1), tokens = x.size(2), d = x.size(3);
     const auto* from = static_cast<const char*>(x.const_data_ptr());
     const auto* c = static_cast<const char*>(cos.const_data_ptr());
     const auto* s = static_cast<const char*>(sin.const_data_ptr());
@@ -76,9 +89,113 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor
 }
 
 }  // namespace
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+    const Number type = number_of(gate, "silu_mul");
+    const auto a = gate.sizes(), b = up.sizes();
+    STD_TORCH_CHECK(up.scalar_type() == gate.scalar_type() && std::equal(a.begin(), a.end(), b.begin(), b.end()),
+                    "silu_mul: expected two tensors of one shape and dtype");
+    const Tensor x = compact(gate), y = compact(up), out = fresh(a, gate.scalar_type());
+    const Gated p{type, x.const_data_ptr(), y.const_data_ptr(), out.mutable_data_ptr(), x.numel()};
+    run(kernels().gated, p, (p.size + 15) / 16, 16);
+    return out;
+}
+
+namespace {}  // namespace
+
+Tensor sum(const Tensor& a, const Tensor& b) {
+    const Number type = number_of(a, "sum");
+    const auto sizes = a.sizes(), others = b.sizes();
+    STD_TORCH_CHECK(
+        b.scalar_type() == a.scalar_type() && std::equal(sizes.begin(), sizes.end(), others.begin(), others.end()),
+        "sum: expected two tensors of one shape and dtype");
+    const Tensor x = compact(a), y = compact(b), out = fresh(sizes, a.scalar_type());
+    const Sum p{type, x.const_data_ptr(), y.const_data_ptr(), out.mutable_data_ptr(), x.numel()};
+    run(kernels().sum, p, (p.size + 15) / 16, 16);
+    return out;
+}
+
+namespace {
+
+// One token and head of q, k or v: d neighbours at every `step`.
+struct Rows {
+    Tensor held;
+    const char* data;
+    int64_t batch, token, head;  // strides in bytes
+};
+
+// x [b, t, heads * d]
+Rows rows_of(const Tensor& given, int64_t b, int64_t t, int64_t heads, int64_t d, Number type) {
+    STD_TORCH_CHECK(given.dim() == 3 && given.size(0) == b && given.size(1) == t && given.size(2) == heads * d,
+                    "decode_attention: expected q, k and v [b, t, heads * d]");
+    STD_TORCH_CHECK(number_of(given, "decode_attention") == type, "decode_attention: all tensors must have one dtype");
+    const Tensor x = compact(given);
+    const int64_t size = size_of(type);
+    return {x, static_cast<const char*>(x.const_data_ptr()), t * heads * d * size, heads * d * size, d * size};
+}
+
+Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                        Tensor keys, Tensor values, int64_t before, double scaling) {
+    const Number type = number_of(q, "decode_attention");
+    STD_TORCH_CHECK(keys.dim() == 4 && q.dim() == 3 && keys.size(1) > 0 && keys.size(3) > 0 && keys.size(3) % 2 == 0,
+                    "decode_attention: expected q [b, t, heads * d] and keys [b, heads, room, d], d even");
+    const int64_t b = keys.size(0), heads = keys.size(1), room = keys.size(2), d = keys.size(3), t = q.size(1);
+    for (const Tensor* x : {&keys, &values})
+        STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == b && x->size(1) == heads && x->size(2) == room &&
+                            x->size(3) == d && x->is_contiguous() && number_of(*x, "decode_attention") == type,
+                        "decode_attention: keys and values must be contiguous, in one shape and the dtype of q");
+    STD_TORCH_CHECK(before >= 0 && before + t <= room, "decode_attention: ", before + t, " tokens in room for ", room);
+    const int64_t groups = q.size(2) / (heads * d), size = size_of(type);
+    const Rows from_q = rows_of(q, b, t, heads * groups, d, type), from_k = rows_of(k, b, t, heads, d, type),
+               from_v = rows_of(v, b, t, heads, d, type);
+    STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3 && (cos.size(0) == 1 || cos.size(0) == b) && cos.size(1) == t &&
+                        cos.size(2) == d && number_of(cos, "decode_attention") == type,
+                    "decode_attention: cos and sin must be [b or 1, t, d]");
+    for (int64_t i = 0; i < 3; i++)
+        STD_TORCH_CHECK(sin.size(i) == cos.size(i) && sin.scalar_type() == cos.scalar_type(),
+                        "decode_attention: cos and sin differ");
+    const Tensor c = compact(cos), s = compact(sin), out = fresh(q.sizes(), q.scalar_type());
+    const auto* c_data = static_cast<const char*>(c.const_data_ptr());
+    const auto* s_data = static_cast<const char*>(s.const_data_ptr());
+    auto *to_k = static_cast<char*>(keys.mutable_data_ptr()), *to_v = static_cast<char*>(values.mutable_data_ptr());
+    std::vector<char> turned(b * t * heads * groups * d * size);
+    const auto rotary = kernels().rotary;
+    for (int64_t i = 0; i < b; i++)
+        for (int64_t j = 0; j < t; j++) {
+            const int64_t row = ((cos.size(0) == 1 ? 0 : i) * t + j) * d * size;
+            const auto turn = [&](const Rows& x, int64_t head, char* to) {
+                rotary({type, d}, x.data + i * x.batch + j * x.token + head * x.head, c_data + row, s_data + row, to);
+            };
+            for (int64_t h = 0; h < heads * groups; h++)
+                turn(from_q, h, turned.data() + ((i * heads * groups + h) * t + j) * d * size);
+            for (int64_t h = 0; h < heads; h++) {
+                const int64_t at = ((i * heads + h) * room + before + j) * d * size;
+                turn(from_k, h, to_k + at);
+                std::memcpy(to_v + at, from_v.data + i * from_v.batch + j * from_v.token + h * from_v.head, d * size);
+            }
+        }
+    const Attend p{type,
+                   turned.data(),
+                   to_k,
+                   to_v,
+                   out.mutable_data_ptr(),
+                   heads,
+                   groups,
+                   t,
+                   d,
+                   before,
+                   room,
+                   static_cast<float>(scaling)};
+    run(kernels().attend, p, b * heads, (before + t) * d * groups * t);
+    return out;
+}
+
+}  // namespace
 }  // namespace ptq::steps
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&ptq::steps::rms_norm));
     m.impl("rotary", TORCH_BOX(&ptq::steps::rotary));
+    m.impl("silu_mul", TORCH_BOX(&ptq::steps::silu_mul));
+    m.impl("decode_attention", TORCH_BOX(&ptq::steps::decode_attention));
 }

@@ -1,0 +1,13 @@
+// The small steps as functions, for ops that do several at once. ptq/steps.py says what they compute.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+namespace ptq::steps {
+
+torch::stable::Tensor rms_norm(const torch::stable::Tensor& x, const torch::stable::Tensor& gain, double eps,
+                               double offset, bool round_first);
+torch::stable::Tensor silu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
+torch::stable::Tensor sum(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
+
+}  // namespace ptq::steps

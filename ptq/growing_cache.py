@@ -1,0 +1,99 @@
+"""Room for more tokens in transformers' own cache of keys and values.
+
+Its `DynamicCache` copies all keys and values for every token that is appended. A `GrowingLayer` keeps spare memory
+behind them and writes new ones there. `keys` and `values` are views of the tokens alone, so everything else that is
+done to a layer (crop, reorder, select) works as it is; what it puts in their place is copied to new room once.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+CHUNK = 256
+"""The room is a multiple of so many tokens, and an eighth more than was needed when it was made."""
+
+
+class GrowingLayer(DynamicLayer):
+    """A layer of a `DynamicCache` that does not copy what it has for every new token."""
+
+    _held: dict[str, tuple[Tensor | None, int | None]]
+    """`keys` and `values`: a tensor with room and the tokens that are there; None: the tensor as it was given."""
+
+    def reserve(self, key: tuple[int, ...], value: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Keys and values [b, h, room, d] with room for new ones of these shapes, [b, h, t, d], and the number of
+        tokens before them."""
+        (keys, before), (values, others) = self._held["keys"], self._held["values"]
+        if keys is not None and values is not None and before is not None and before == others:  # the usual case
+            if before + key[2] <= min(keys.shape[2], values.shape[2]) and not (_is_frozen(keys) or _is_frozen(values)):
+                return keys, values, before
+        if not self.is_initialized:
+            self.lazy_initialization(like, like)
+        before = self._seen("keys")
+        rooms = []
+        for name, shape in (("keys", key), ("values", value)):
+            room, length = self._held[name]
+            if length is None or room is None or room.shape[2] < before + shape[2] or _is_frozen(room):
+                room = _with_room(self._get(name) if before else None, before, shape, like)
+                self._held[name] = room, before
+            rooms.append(room)
+        return rooms[0], rooms[1], before
+
+    def advance(self, tokens: int) -> None:
+        """So many tokens have been written into the room."""
+        for name in ("keys", "values"):
+            room, length = self._held[name]
+            assert length is not None
+            self._held[name] = room, length + tokens
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append keys and values; returns all of them."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)
+        keys, values, before = self.reserve(key_states.shape, value_states.shape, key_states)
+        after = before + key_states.shape[2]
+        keys[:, :, before:after].copy_(key_states)
+        values[:, :, before:after].copy_(value_states)
+        self.advance(after - before)
+        return self._get("keys"), self._get("values")  # pyright: ignore[reportReturnType]
+
+    def get_seq_length(self) -> int:
+        return self._seen("keys") if self.is_initialized else 0
+
+    def _seen(self, name: str) -> int:
+        x, length = self._held[name]
+        return length if length is not None else x.shape[2] if x is not None and x.dim() == 4 else 0
+
+    def _get(self, name: str) -> Tensor | None:
+        x, length = self._held[name]
+        return x if x is None or length is None else x.narrow(2, 0, length)
+
+    keys = property(lambda self: self._get("keys"), lambda self, x: self._held.update(keys=(x, None)))
+    values = property(lambda self: self._get("values"), lambda self, x: self._held.update(values=(x, None)))
+
+
+def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
+    """A layer of a plain `DynamicCache`, which grows in place from now on. None for any other cache."""
+    if type(cache) is not DynamicCache or cache.offloading or not 0 <= index < len(cache.layers):
+        return None
+    layer = cache.layers[index]
+    if type(layer) is DynamicLayer:
+        held = {name: (vars(layer).pop(name), None) for name in ("keys", "values")}
+        layer.__class__ = GrowingLayer
+        vars(layer)["_held"] = held
+    return layer if type(layer) is GrowingLayer else None
+
+
+def _is_frozen(room: Tensor) -> bool:
+    return room.is_inference() and not torch.is_inference_mode_enabled()
+
+
+def _with_room(x: Float[Tensor, "b h before d"] | None, before: int, new: tuple[int, ...], like: Tensor) -> Tensor:
+    after = before + new[2]
+    size = -(-(after + after // 8) // CHUNK) * CHUNK
+    room = like.new_empty(*new[:2], size, new[3])
+    if x is not None:
+        room[:, :, :before].copy_(x)
+    return room

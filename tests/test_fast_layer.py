@@ -1,0 +1,173 @@
+"""Decoding through the few steps of `ptq.fast_layer` and `ptq.fast_attention`: the logits of the models' own code."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_model, tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.granite.modeling_granite import GraniteDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+
+import ptq
+from ptq import fast_attention, fast_decode, fast_layer
+from ptq.families import FAMILIES
+from quarot.plan import QuarotRecipe
+
+KINDS = {"qwen3": "heads", "olmo2": "whole"}
+RECIPES = {
+    "W4A16": {},
+    "W4A8": {"activation_bits": 8},
+    "W4A4KV4": {"activation_bits": 4, "key_bits": 4, "value_bits": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A packed llama by recipe."""
+    folder, made = tmp_path_factory.mktemp("packed"), {}
+
+    def load(name: str) -> Any:
+        if name not in made:
+            source = save_model(folder / f"{name}-source")
+            recipe = QuarotRecipe(rounding="nearest", **RECIPES[name])
+            ptq.quantize(source, folder / name, recipe, ptq.RunOptions(report=False))
+            made[name] = folder / name
+        return AutoModelForCausalLM.from_pretrained(made[name], dtype=torch.float32)
+
+    return load
+
+
+def without(model: nn.Module, *ends: str) -> nn.Module:
+    """The model with the own code of modules whose class has one of these endings."""
+    for module in model.modules():
+        if type(module).__name__.endswith(ends):
+            vars(module).pop("forward", None)
+    return model
+
+
+@torch.no_grad()
+def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
+    ids = torch.randint(model.config.vocab_size, (batch, 6), generator=torch.Generator().manual_seed(1))
+    out = model(ids, use_cache=True)
+    logits = [out.logits]
+    for i in range(steps):
+        token = ids[:, i : i + 1]
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+    return logits
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:
+    """Whether each call of a function gave something."""
+    own, calls = getattr(module, name), []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = own(*args, **kwargs)
+        calls.append(found is not None)
+        return found
+
+    monkeypatch.setattr(module, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    fast = copy.deepcopy(plain)
+    fast_decode.install(fast)
+    calls = counted(monkeypatch, fast_attention, "decoded")
+    for batch in (1, 3):
+        for a, b in zip(decode(fast, batch), decode(plain, batch), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    layers, windows = plain.config.num_hidden_layers, getattr(plain.config, "sliding_window", None) is not None
+    assert calls == [number >= layers and not windows for _ in range(2) for number in range(5 * layers)]
+    attention = next(module for module in plain.modules() if type(module).__name__.endswith("Attention"))
+    assert fast_attention.kind_of(attention) == KINDS.get(family, "")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_whole_layers_give_the_bits_of_single_ops(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed(recipe)
+    calls = counted(monkeypatch, fast_layer, "_decoded")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = model.to(dtype)
+        found = [decode(model, batch) for batch in (1, 2)]
+        assert any(calls)
+        single = without(copy.deepcopy(model), "DecoderLayer")
+        for batch, logits in zip((1, 2), found, strict=True):
+            for a, b in zip(logits, decode(single, batch), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed("W4A8")
+    wanted = decode(model)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        layer = again.get_decoder().layers[0]
+        assert layer.forward.args[0] is layer
+        assert all(torch.equal(a, b) for a, b in zip(decode(again), wanted, strict=True))
+    calls = counted(monkeypatch, fast_layer, "_decoded")
+    heard = []
+    for name in ("mlp.up_proj", "self_attn", "input_layernorm"):
+        module = model.get_decoder().layers[0].get_submodule(name)
+        hook = module.register_forward_hook(lambda *args: heard.append(args[0]))
+        calls.clear()
+        assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+        hook.remove()
+        assert [call for call in calls[2::2]] == [False] * 4 and all(calls[3::2]) and heard.count(module) == 5
+
+
+def test_a_changed_weight_is_seen(packed) -> None:
+    model = packed("W4A8")
+    before = decode(model)
+    layer = model.get_decoder().layers[0]
+    scale = layer.mlp.down_proj._parameters["weight_scale"]
+    layer.mlp.down_proj._parameters["weight_scale"] = nn.Parameter(torch.zeros_like(scale), requires_grad=False)
+    changed = decode(model)
+    assert not torch.equal(changed[-1], before[-1])
+    assert torch.equal(changed[-1], decode(without(copy.deepcopy(model), "DecoderLayer"))[-1])
+    layer.self_attn.q_proj = nn.Linear(layer.self_attn.q_proj.in_features, layer.self_attn.q_proj.out_features)
+    with torch.no_grad():
+        layer.self_attn.q_proj.weight.zero_()
+    assert torch.equal(decode(model)[-1], decode(without(copy.deepcopy(model), "DecoderLayer"))[-1])
+
+
+def test_padding_and_given_caches(packed) -> None:
+    model = packed("W4A8")
+    plain: Any = without(copy.deepcopy(model), "DecoderLayer", "Attention")
+    ids = torch.arange(4, 14).reshape(2, 5)
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    for inputs in ({"attention_mask": mask}, {}, {"past_key_values": DynamicCache()}):
+        found, wanted = (
+            m.generate(ids, max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True,
+                       **copy.deepcopy(inputs))
+            for m in (model, plain)
+        )  # fmt: skip
+        assert torch.equal(found.sequences, wanted.sequences)
+        torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_only_looks_like_it_is_left_alone() -> None:
+    class Attention(LlamaAttention):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            y, weights = super().forward(*args, **kwargs)
+            return y * 1.01, weights
+
+    class Layer(LlamaDecoderLayer):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs) * 1.01
+
+    config = tiny_config("llama")
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == "" and fast_layer._is_plain(
+        LlamaDecoderLayer(config, 0)
+    )
+    assert fast_attention.kind_of(Attention(config, 0)) is None and not fast_layer._is_plain(Layer(config, 0))
+    for multiplier in (1.0, 0.3):  # one class, two functions
+        config = tiny_config("granite")
+        config.residual_multiplier = multiplier
+        assert fast_layer._is_plain(GraniteDecoderLayer(config, 0)) == (multiplier == 1.0)

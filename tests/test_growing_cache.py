@@ -1,0 +1,94 @@
+"""A cache of transformers that grows in place holds the same keys and values as one that copies."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ptq.growing_cache import CHUNK, GrowingLayer, growing_layer
+
+
+def draw(t: int, seed: int, b: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(b, 3, t, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def pair(tokens: int = 5) -> tuple[DynamicCache, DynamicCache]:
+    plain, growing = DynamicCache(), DynamicCache()
+    for cache in (plain, growing):
+        cache.update(draw(tokens, 0), draw(tokens, 1), 0)
+    assert isinstance(growing_layer(growing, 0), GrowingLayer) and type(plain.layers[0]) is DynamicLayer
+    return plain, growing
+
+
+def layer_of(cache: DynamicCache) -> Any:
+    return cache.layers[0]
+
+
+def check(plain: DynamicCache, growing: DynamicCache, t: int = 1, seed: int = 2) -> None:
+    b = layer_of(plain).keys.shape[0]
+    found, wanted = (cache.update(draw(t, seed, b), draw(t, seed + 9, b), 0) for cache in (growing, plain))
+    layer = layer_of(growing)
+    for a, b in (*zip(found, wanted, strict=True), (layer.keys, wanted[0]), (layer.values, wanted[1])):
+        assert torch.equal(a, b)
+    assert growing.get_seq_length() == plain.get_seq_length()
+
+
+@torch.no_grad()
+def test_token_by_token_across_chunks_without_copying() -> None:
+    plain, growing = pair(CHUNK - 40)
+    places = set()
+    for seed in range(60):
+        check(plain, growing, 1 + seed % 3, seed)
+        places.add(layer_of(growing).keys.data_ptr())
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize("change", [
+    lambda cache: cache.crop(-2),
+    lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    lambda cache: cache.batch_repeat_interleave(2),
+    lambda cache: cache.batch_select_indices(torch.tensor([-1])),
+])  # fmt: skip
+@torch.no_grad()
+def test_what_generate_does_to_a_cache(change) -> None:
+    plain, growing = pair()
+    for _ in range(2):
+        check(plain, growing)
+        seen = layer_of(growing).keys
+        before = seen.clone()
+        for cache in (plain, growing):
+            change(cache)
+        check(plain, growing, 2)
+        assert torch.equal(seen, before)  # what was given out stays
+    growing.reset()
+    assert growing.get_seq_length() == 0
+    growing.update(draw(1, 3), draw(1, 4), 0)
+    assert torch.equal(layer_of(growing).keys, draw(1, 3))
+
+
+def test_copies_gradients_and_inference_mode() -> None:
+    plain, growing = pair()
+    with torch.inference_mode():
+        check(plain, growing)
+    with torch.no_grad():
+        check(plain, growing)
+        again = copy.deepcopy(growing)
+        check(plain, growing)
+        assert again.get_seq_length() == growing.get_seq_length() - 1
+        again.update(draw(1, 50), draw(1, 51), 0)
+        assert not torch.equal(layer_of(again).keys, layer_of(growing).keys)
+    key = draw(1, 7).requires_grad_()
+    keys, _ = growing.update(key, draw(1, 8), 0)
+    keys.sum().backward()
+    assert key.grad is not None and (key.grad == 1).all()
+
+
+def test_other_caches_are_left_alone() -> None:
+    class Mine(DynamicCache):
+        pass
+
+    _, growing = pair()
+    assert growing_layer(None, 0) is None and growing_layer(Mine(), 0) is None
+    assert growing_layer(growing, 1) is None and growing_layer(growing, -1) is None
