@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
-from fp6 import minifloat_ops, tiled_ops  # noqa: F401  (their imports declare the ops)
+from fp6 import fragment_ops, fragments, minifloat_ops, tiled_ops  # noqa: F401  (their imports declare the ops)
 from fp6.element import Element, element_of
 from ptq import bitstream, tiles
 from ptq.errors import InputError
@@ -31,6 +31,8 @@ from ptq.rounding import Rounded
 Scale = Literal["bfloat16", "e8m0"]
 Search = Literal["absmax", "mse"]
 SCALES, SEARCHES = ("bfloat16", "e8m0"), ("absmax", "mse")
+LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
+"""What the kernels of a device read."""
 
 
 @dataclass(frozen=True)
@@ -180,12 +182,13 @@ class MinifloatFormat:
         return self.codebook.decode(*self.unpack(parts, n, k))
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        """x Wᵀ + bias. With tiles and bfloat16 x, products are exact and sums float32 (`fp6.tiled_ops`): W6A16."""
-        if "tiles" in parts:
-            n = parts["shape"].shape[0]
-            return torch.ops.ptq.minifloat_linear_tiled(
-                x, parts["tiles"], parts["scale"], bias, n, *self._bits, self.group_size
-            )
+        """x Wᵀ + bias. With tiles or fragments, products of bfloat16 x are exact and sums float32 (`fp6.tiled_ops`):
+        W6A16."""
+        if "shape" in parts:
+            numbers = (parts["scale"], bias, parts["shape"].shape[0], *self._bits, self.group_size)
+            if "fragments" in parts:
+                return torch.ops.ptq.minifloat_linear_fragments(x, parts["fragments"], *numbers)
+            return torch.ops.ptq.minifloat_linear_tiled(x, parts["tiles"], *numbers)
         w = self.dequantize(parts, parts["codes"].shape[0], x.shape[-1])
         return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
@@ -198,38 +201,45 @@ class MinifloatFormat:
         dtype: torch.dtype,
     ) -> Float[Tensor, "*t n"]:
         """The same on quantised tokens: W6A8, with exact integer sums where the element's numbers fit int8. Made for
-        tiles; where there can be none, the tokens go as the numbers that they stand for."""
-        parts = parts if "tiles" in parts else self.prepack(parts, q.device)
-        if "tiles" not in parts:
+        tiles and fragments; where there can be none, the tokens go as the numbers that they stand for."""
+        parts = parts if "shape" in parts else self.prepack(parts, q.device)
+        if "shape" not in parts:
             return self.linear(q.float() * q_scale[..., None], parts, bias).to(dtype)
-        n = parts["shape"].shape[0]
-        return torch.ops.ptq.minifloat_linear_quantized(
-            q, q_scale, parts["tiles"], parts["scale"], bias, n, *self._bits, self.group_size, dtype
-        )
+        numbers = (parts["scale"], bias, parts["shape"].shape[0], *self._bits, self.group_size, dtype)
+        if "fragments" in parts:
+            return torch.ops.ptq.minifloat_quantized_fragments(q, q_scale, parts["fragments"], *numbers)
+        return torch.ops.ptq.minifloat_linear_quantized(q, q_scale, parts["tiles"], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """On the CPU tiles (`ptq.tiles`) and scales as bfloat16, and an empty part `shape` [n, k, 0]; where tiles don't
-        fit the groups, the same parts."""
-        if "tiles" in parts:
+        """What the kernels of the device read: on a CPU tiles (`ptq.tiles`), on a GPU fragments (`fp6.fragments`),
+        scales as bfloat16, and an empty part `shape` [n, k, 0]. Where they don't fit the groups, the stored parts."""
+        layout = LAYOUTS.get(torch.device(device).type)
+        if layout in parts:
             return parts
-        parts = {part: tensor.to(device).contiguous() for part, tensor in parts.items()}
-        if torch.device(device).type != "cpu" or not tiles.applies(self.group_size):
-            return parts
+        parts = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
+        return parts if layout is None or not tiles.applies(self.group_size) else self.lay_out(parts, layout)
+
+    def lay_out(self, parts: Parts, layout: str) -> Parts:
+        """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, size = parts["codes"].shape
         k = size * 8 // self.code.bits  # maybe one too many: the zeros that fill the last byte count as a code here
-        tiled = torch.ops.ptq.integer_prepack(parts["codes"], self.code.bits, k)
+        if layout == "tiles":
+            packed = torch.ops.ptq.integer_prepack(parts["codes"], self.code.bits, k)
+        else:
+            packed = fragments.prepack(parts["codes"], self.code, k)
         scale = tiles.tile_scales(as_bfloat16(parts["scale"]))
-        return {"tiles": tiled, "scale": scale, "shape": tiled.new_empty(n, k, 0)}
+        return {layout: packed, "scale": scale, "shape": packed.new_empty(n, k, 0)}
 
     def unprepack(self, parts: Parts) -> Parts:
-        if "tiles" not in parts:
+        if "shape" not in parts:
             return parts
         n, k = parts["shape"].shape[:2]
+        if "tiles" in parts:
+            codes = torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.code.bits, k)
+        else:
+            codes = fragments.unprepack(parts["fragments"], n, self.code, k)
         scale = tiles.untile_scales(parts["scale"], n)
-        return {
-            "codes": torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.code.bits, k),
-            "scale": scale if self.scale == "bfloat16" else as_e8m0(scale),
-        }
+        return {"codes": codes, "scale": scale if self.scale == "bfloat16" else as_e8m0(scale)}
 
     @property
     def _bits(self) -> tuple[int, int]:

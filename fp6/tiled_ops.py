@@ -37,14 +37,17 @@ def dequantize(
 ) -> Float32[Tensor, "n k"]:
     """The weight that tiles stand for."""
     element = Element(exponent, mantissa)
-    value = decode(unpack(tiles, n, element.bits, k), element)
-    number = untile_scales(scale, n).view(torch.bfloat16).float()
-    return value * _spread(number, group_size, k)
+    return scaled(unpack(tiles, n, element.bits, k), untile_scales(scale, n), element, group_size)
 
 
-def _spread(number: Float32[Tensor, "n g"], group_size: int, k: int | torch.SymInt) -> Tensor:
-    """The scale of every column, or the one of all of them."""
-    return number.repeat_interleave(group_size, 1)[:, :k] if group_size else number
+def scaled(
+    codes: UInt8[Tensor, "n k"], scale: Int16[Tensor, "n g"], element: Element, group_size: int
+) -> Float32[Tensor, "n k"]:
+    """The numbers that codes stand for; scales are bits of bfloat16."""
+    number = scale.view(torch.bfloat16).float()
+    if group_size:
+        number = number.repeat_interleave(group_size, 1)[:, : codes.shape[1]]
+    return decode(codes, element) * number
 
 
 def linear_quantized(
@@ -59,20 +62,35 @@ def linear_quantized(
     group_size: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
+    """`product` with a weight in tiles."""
+    element = Element(exponent, mantissa)
+    codes = unpack(tiles, n, element.bits, q.shape[-1])
+    return product(q, q_scale, codes, untile_scales(scale, n), bias, element, group_size, dtype)
+
+
+def product(
+    q: Int8[Tensor, "*t k"],
+    q_scale: Float32[Tensor, "*t"],
+    codes: UInt8[Tensor, "n k"],
+    scale: Int16[Tensor, "n g"],
+    bias: Float[Tensor, " n"] | None,
+    element: Element,
+    group_size: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "*t n"]:
     """The product of quantised tokens, as the module docstring defines it. Float64 holds the integers."""
-    element, k = Element(exponent, mantissa), q.shape[-1]
-    tokens, factor = q.reshape(-1, k).double(), q_scale.reshape(-1, 1)
+    tokens, factor = q.reshape(-1, q.shape[-1]).double(), q_scale.reshape(-1, 1)
+    value = decode(codes, element).double()
     shift = element.int8_shift
-    value = decode(unpack(tiles, n, element.bits, k), element).double()
     if shift is not None:
         value, factor = value * 2**shift, factor * 2.0**-shift
-    number = untile_scales(scale, n).view(torch.bfloat16).float()
-    acc = q_scale.new_zeros(tokens.shape[0], n, dtype=torch.float32)
+    number = scale.view(torch.bfloat16).float()
+    acc = q_scale.new_zeros(tokens.shape[0], codes.shape[0], dtype=torch.float32)
     for g in range(number.shape[1]):
         columns = slice(g * group_size, (g + 1) * group_size) if group_size else slice(None)
         acc = acc + number[:, g] * (tokens[:, columns] @ value[:, columns].t()).float()
     y = acc * factor
-    return (y if bias is None else y + bias.float()).to(dtype).view(*q.shape[:-1], n)
+    return (y if bias is None else y + bias.float()).to(dtype).view(*q.shape[:-1], codes.shape[0])
 
 
 REFERENCES = {

@@ -12,9 +12,11 @@ g + 8 else 0), i = e % 2 and step s = 2 h + u, a code's field of p bits begins
 
 so that a mask gives two neighbouring columns in the two halves of a register. Four steps of
 `mma.m16n8k16` (bf16, fp16) or two of `mma.m16n8k32` (int8) use a block up, and the tokens that lane l needs are
-8 neighbours: 16-byte loads on both sides (`csrc/integer_cuda/fragments.cuh`). In memory: uint8 [row tiles, blocks,
+8 neighbours: 16-byte loads on both sides (`csrc/fragments_cuda/weights.cuh`). In memory: uint8 [row tiles, blocks,
 128 bits].
 """
+
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Int32, UInt8
@@ -42,22 +44,27 @@ def _bit(width: int, device: torch.device) -> Int32[Tensor, "h u p r i"]:
     return bit.to(device, torch.int32)
 
 
-def _words(code: UInt8[Tensor, "tiles 16 columns"], bits: int) -> UInt8[Tensor, "tiles blocks size"]:
+def lanes(code: UInt8[Tensor, "tiles 16 columns"]) -> UInt8[Tensor, "tiles blocks 8 4 2 2 2 2 2"]:
+    """The codes that each lane holds: axes row tile, block, g, t, h, u, e // 2, row // 8, e % 2."""
     tiles, blocks = code.shape[0], code.shape[2] // COLUMNS
-    # rows (r, g), columns (block, h, t, u, p, i) -> block, g, t, h, u, p, r, i
-    fields = code.view(tiles, 2, 8, blocks, 2, 4, 2, 2, 2).permute(0, 3, 2, 5, 4, 6, 7, 1, 8).int()
-    planes, low = [], 0
+    return code.view(tiles, 2, 8, blocks, 2, 4, 2, 2, 2).permute(0, 3, 2, 5, 4, 6, 7, 1, 8)
+
+
+def planes(words: Int32[Tensor, "tiles blocks 8 4 bits"]) -> UInt8[Tensor, "tiles blocks size"]:
+    """The words of every lane as they lie in memory: plane after plane, lane after lane, little-endian."""
+    tiles, blocks, bits = words.shape[0], words.shape[1], words.shape[4]
+    flat, low = [], 0
     for width in PLANES[bits]:
-        field = ((fields >> low) & (2**width - 1)) << _bit(width, code.device)
-        dims = {4: (6, 7, 8), 2: (5, 6, 7, 8), 1: (4, 5, 6, 7, 8)}[width]
-        words = field.sum(dims, dtype=torch.int32)  # disjoint bits: the sum wraps where it reaches the sign
-        planes.append(words.reshape(tiles, blocks, 32 * width).contiguous().view(torch.uint8))
+        plane = words[..., low : low + width].reshape(tiles, blocks, 32 * width).contiguous()
+        flat.append(plane.view(torch.uint8))
         low += width
-    return torch.cat(planes, 2)
+    return torch.cat(flat, 2)
 
 
-def pack(code: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "tiles blocks size"]:
-    """Fragments of the codes, one in a byte."""
+def pack_words(
+    code: UInt8[Tensor, "n k"], bits: int, words: Callable[[Tensor], Int32[Tensor, "tiles blocks 8 4 bits"]]
+) -> UInt8[Tensor, "tiles blocks size"]:
+    """Fragments of the codes, one in a byte. `words` makes the `bits` words of a lane from its codes (see `lanes`)."""
     n, k = code.shape
     tiles, blocks = -(-n // ROWS), -(-k // COLUMNS)
     out = code.new_empty(tiles, blocks, 128 * bits)
@@ -65,25 +72,59 @@ def pack(code: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "tiles blocks s
         rows = code[first * ROWS : (first + _AT_ONCE) * ROWS]
         count = -(-rows.shape[0] // ROWS)
         padded = torch.nn.functional.pad(rows, (0, blocks * COLUMNS - k, 0, count * ROWS - rows.shape[0]))
-        out[first : first + count] = _words(padded.view(count, ROWS, -1), bits)
+        out[first : first + count] = planes(words(lanes(padded.view(count, ROWS, -1))))
     return out
+
+
+def unpack_words(
+    fragments: UInt8[Tensor, "tiles blocks size"],
+    n: int,
+    bits: int,
+    k: int | torch.SymInt,
+    codes: Callable[[Tensor], UInt8[Tensor, "tiles blocks 8 4 2 2 2 2 2"]],
+) -> UInt8[Tensor, "n k"]:
+    """The codes, one in a byte: exact inverse of `pack_words`, where `codes` is that of its `words`."""
+    tiles, blocks = fragments.shape[:2]
+    words, low = [], 0
+    for width in PLANES[bits]:
+        plane = fragments[:, :, 128 * low : 128 * (low + width)].contiguous()
+        words.append(plane.view(torch.int32).view(tiles, blocks, 8, 4, width))
+        low += width
+    rows = codes(torch.cat(words, 4)).permute(0, 7, 2, 1, 4, 3, 5, 6, 8)  # r, g, block, h, t, u, p, i
+    return rows.reshape(tiles * ROWS, blocks * COLUMNS)[:n, :k]
+
+
+def pack(code: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "tiles blocks size"]:
+    """Fragments of the codes, one in a byte."""
+
+    def words(lanes: UInt8[Tensor, "tiles blocks 8 4 2 2 2 2 2"]) -> Int32[Tensor, "tiles blocks 8 4 bits"]:
+        fields, all_words, low = lanes.int(), [], 0
+        for width in PLANES[bits]:
+            field = ((fields >> low) & (2**width - 1)) << _bit(width, code.device)
+            dims = {4: (6, 7, 8), 2: (5, 6, 7, 8), 1: (4, 5, 6, 7, 8)}[width]
+            word = field.sum(dims, dtype=torch.int32)  # disjoint bits: the sum wraps where it reaches the sign
+            all_words.append(word.reshape(*fields.shape[:4], width))
+            low += width
+        return torch.cat(all_words, 4)
+
+    return pack_words(code, bits, words)
 
 
 def unpack(
     fragments: UInt8[Tensor, "tiles blocks size"], n: int, bits: int, k: int | torch.SymInt
 ) -> UInt8[Tensor, "n k"]:
     """The codes, one in a byte: exact inverse of `pack`."""
-    tiles, blocks = fragments.shape[:2]
-    code, low = fragments.new_zeros(tiles, blocks, 8, 4, 2, 2, 2, 2, 2), 0  # block, g, t, h, u, p, r, i
-    for width in PLANES[bits]:
-        plane = fragments[:, :, 128 * low : 128 * (low + width)].contiguous()
-        words = plane.view(torch.int32).view(tiles, blocks, 8, 4, width)
-        shape = {4: (2, 2, 1, 1, 1), 2: (2, 1, 1, 1, 1), 1: (1, 1, 1, 1, 1)}[width]
-        field = words.view(tiles, blocks, 8, 4, *shape) >> _bit(width, fragments.device)
-        code |= ((field & (2**width - 1)) << low).to(torch.uint8)
-        low += width
-    rows = code.permute(0, 7, 2, 1, 4, 3, 5, 6, 8)  # r, g, block, h, t, u, p, i
-    return rows.reshape(tiles * ROWS, blocks * COLUMNS)[:n, :k]
+
+    def codes(words: Int32[Tensor, "tiles blocks 8 4 bits"]) -> UInt8[Tensor, "tiles blocks 8 4 2 2 2 2 2"]:
+        code, low = words.new_zeros(*words.shape[:4], 2, 2, 2, 2, 2, dtype=torch.uint8), 0
+        for width in PLANES[bits]:
+            shape = {4: (2, 2, 1, 1, 1), 2: (2, 1, 1, 1, 1), 1: (1, 1, 1, 1, 1)}[width]
+            field = words[..., low : low + width].reshape(*words.shape[:4], *shape) >> _bit(width, words.device)
+            code |= ((field & (2**width - 1)) << low).to(torch.uint8)
+            low += width
+        return code
+
+    return unpack_words(fragments, n, bits, k, codes)
 
 
 def prepack(codes: UInt8[Tensor, "n bytes"], bits: int, k: int) -> UInt8[Tensor, "tiles blocks size"]:

@@ -31,6 +31,8 @@ TINY = 1e-30
 SCHEMAS = {
     "kv_append": "(Tensor(a!) codes, Tensor(b!) scales, Tensor x, int start, int bits, float clip, bool channel_major) "
     "-> ()",
+    "kv_append_at": "(Tensor(a!) codes, Tensor(b!) scales, Tensor x, Tensor start, int bits, float clip, "
+    "bool channel_major) -> ()",
     "kv_dequantize": "(Tensor codes, Tensor scales, int length, int d, int bits, bool channel_major) -> Tensor",
     "kv_attend": "(Tensor q, Tensor k_codes, Tensor k_scales, Tensor v_codes, Tensor v_scales, int length, int k_bits, "
     "int v_bits, float scaling, Tensor? mask, Tensor? starts, Tensor? sink_keys, Tensor? sink_values) -> Tensor",
@@ -125,6 +127,20 @@ def append(
         scales[first:last, :, :, part] = stored.view(*lead, -1, CHUNK).permute(2, 0, 1, 3)
 
 
+def append_at(
+    codes: UInt8[Tensor, "chunks b h bytes"],
+    scales: BFloat16[Tensor, "chunks b h 2 256"],
+    x: Float[Tensor, "b h t d"],
+    start: Int64[Tensor, ""],
+    bits: int,
+    clip: float,
+    channel_major: bool,
+) -> None:
+    """`append` with `start` in a tensor, so that one graph serves every step. The CUDA kernel drops tokens that find no
+    room, as it cannot say so."""
+    torch.ops.ptq.kv_append(codes, scales, x, int(start), bits, clip, channel_major)
+
+
 def dequantize(
     codes: UInt8[Tensor, "chunks b h bytes"],
     scales: BFloat16[Tensor, "chunks b h 2 256"],
@@ -186,9 +202,10 @@ def attend(
     return out.to(q.dtype).transpose(1, 2).contiguous()
 
 
-REFERENCES = {"kv_append": append, "kv_dequantize": dequantize, "kv_attend": attend}
+REFERENCES = {"kv_append": append, "kv_append_at": append_at, "kv_dequantize": dequantize, "kv_attend": attend}
 FAKES = {
     "kv_append": lambda codes, scales, x, start, bits, clip, channel_major: None,
+    "kv_append_at": lambda codes, scales, x, start, bits, clip, channel_major: None,
     "kv_dequantize": lambda codes, scales, length, d, bits, channel_major: codes.new_empty(
         *codes.shape[1:3], length, d, dtype=torch.float32
     ),

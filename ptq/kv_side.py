@@ -37,14 +37,15 @@ class Side:
             chunks += 0 if exactly else chunks // 32
             self.tensors = [torch.cat(pair) for pair in zip(self.tensors, self._empty(chunks - held), strict=True)]
 
-    def append(self, x: Float[Tensor, "b h t d"], start: int) -> None:
-        """Store t tokens behind the first `start`."""
-        self.reserve(start + x.shape[2])
+    def append(self, x: Float[Tensor, "b h t d"], start: int | Tensor) -> None:
+        """Store t tokens behind the first `start`; where that is a tensor, there is room for them already."""
+        if isinstance(start, int):
+            self.reserve(start + x.shape[2])
         if self.bits < 16:
-            codes, scales = self.tensors
-            torch.ops.ptq.kv_append(codes, scales, x, start, self.bits, self.clip, self.channel_major)
+            op = torch.ops.ptq.kv_append if isinstance(start, int) else torch.ops.ptq.kv_append_at
+            op(*self.tensors, x, start, self.bits, self.clip, self.channel_major)
             return
-        at = torch.arange(start, start + x.shape[2], device=self.device)
+        at = torch.arange(x.shape[2], device=self.device) + start
         self.tensors[0][at // CHUNK, :, :, at % CHUNK] = x.permute(2, 0, 1, 3)
 
     def read(self, length: int) -> Float[Tensor, "b h length d"]:

@@ -63,22 +63,30 @@ class PackedLayer(CacheLayerMixin):
         batch, _, count, _ = key_states.shape
         if batch != self.key.batch:
             raise InputError(f"the PackedCache holds {self.key.batch} rows, the input has {batch}")
-        self.owner.check_room(self.length + count)
+        start = self._room_for(count)
         rotated, value = rotate(key_states, self.owner.settings).detach(), value_states.detach()
-        self.key.append(rotated, self.length)
-        self.value.append(value, self.length)
+        self.key.append(rotated, start)
+        self.value.append(value, start)
         if self.owner.settings.sinks:
-            self._keep_sinks(rotated, value)
-        self.length += count
+            self._keep_sinks(rotated, value, start)
+        self._advance(count)
         states = PackedStates(self, (key_states, value_states))
         return states, states
 
-    def _keep_sinks(self, key: Tensor, value: Tensor) -> None:
+    def _room_for(self, tokens: int) -> int | Tensor:
+        """Where new tokens go. Raises InputError where they are too many."""
+        self.owner.check_room(self.length + tokens)
+        return self.length
+
+    def _advance(self, tokens: int) -> None:
+        self.length += tokens
+
+    def _keep_sinks(self, key: Tensor, value: Tensor, start: int | Tensor) -> None:
         starts = self.owner.starts_of(key.shape[0], self.device)
         self.starts = starts
-        column = starts[:, None] + torch.arange(self.key_sinks.shape[2], device=self.device) - self.length
+        column = starts[:, None] + torch.arange(self.key_sinks.shape[2], device=self.device) - start
         new = (column >= 0) & (column < key.shape[2])
-        if new.any():
+        if isinstance(start, Tensor) or new.any():
             for kept, x in ((self.key_sinks, key), (self.value_sinks, value)):
                 index = column.clamp(0, key.shape[2] - 1)[:, None, :, None].expand(kept.shape)
                 kept.copy_(torch.where(new[:, None, :, None], x.float().gather(2, index), kept))
@@ -199,6 +207,8 @@ class PackedCache(Cache):
     None grows as far as the model's max_position_embeddings. Raises InputError where the settings don't fit the model.
     """
 
+    layer_class: type[PackedLayer] = PackedLayer
+
     def __init__(self, config: Any, settings: CacheQuantization, max_length: int | None = None) -> None:
         if max_length is not None and max_length < 1:
             raise InputError(f"PackedCache: max_length must be positive, found {max_length}")
@@ -206,7 +216,7 @@ class PackedCache(Cache):
         self.signature = Signature.of(config, settings)
         self.positions = _positions(config)
         self.starts: Tensor | None = None
-        super().__init__(layers=[PackedLayer(self) for _ in range(self.signature.layers)])
+        super().__init__(layers=[self.layer_class(self) for _ in range(self.signature.layers)])
 
     def __repr__(self) -> str:
         bits = f"key_bits={self.settings.key_bits}, value_bits={self.settings.value_bits}"

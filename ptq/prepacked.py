@@ -36,7 +36,7 @@ TARGETS = {
     "sm_80": Target("cuda", "fragments", 1),
     "sm_90": Target("cuda", "fragments", 1),
 }
-"""The layouts are in `ptq.tiles`, `quip_sharp.tiled_ops` and `ptq.fragments`."""
+"""The layouts are in `ptq.tiles`, `ptq.fragments`, `fp6.fragments`, `quip_sharp.tiled_ops` and `.fragment_ops`."""
 
 
 @runtime_checkable

@@ -15,17 +15,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import bench_cuda_cases as cases
 import torch
 import typer
 from torch import Tensor
 
 import ptq  # noqa: F401 (the ops)
+from fp6.minifloat import MinifloatFormat
 from ptq import hadamard, native
 from ptq.activations import Activation
 from quarot.integer import IntegerFormat
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672))  # n, k
-ROWS = (1, 4, 16, 64, 256)
+ROWS = (1, 4, 16, 64, 256, 1024)
+FORMS: dict[str, IntegerFormat | MinifloatFormat] = {
+    "W4A16 g128": IntegerFormat(4, 128, True),
+    "W4A16 row": IntegerFormat(4, 0, True),
+    "e2m3 W6A16 row": MinifloatFormat("e2m3"),
+    "e3m2 W6A16 row": MinifloatFormat("e3m2"),
+    "e2m3 W6A16 g128": MinifloatFormat("e2m3", 128),
+}
+HALF = ("e3m2 W6A16 row", "W4A16 g128")
+"""Those that are measured with float16 tokens too."""
 VECTORS = (4096, 8192, 11008, 14336, 28672)
 POOL = 1 << 29  # bytes, several times any L2
 
@@ -40,7 +51,7 @@ class Line:
     of_copy: float
     """Share of the copy bandwidth."""
     faster_than_cublas: float | None
-    """Times faster than `torch.nn.functional.linear` in bfloat16 on the same shape."""
+    """Times faster than torch in bfloat16 on the same shape: its linear layer, or its attention."""
 
 
 def microseconds(calls: list[Callable[[], Any]], seconds: float = 0.15) -> float:
@@ -74,43 +85,87 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / microseconds([lambda: target.copy_(source)] * 2) / 1e3
 
 
-def random_weight(form: IntegerFormat, n: int, k: int) -> dict[str, Tensor]:
+def bits_of(form: IntegerFormat | MinifloatFormat) -> int:
+    return form.bits if isinstance(form, IntegerFormat) else form.code.bits
+
+
+def random_weight(form: IntegerFormat | MinifloatFormat, n: int, k: int) -> dict[str, Tensor]:
     """Fragments of random codes, made on the GPU."""
     groups = form.codebook.groups(k)
-    codes = torch.randint(0, 256, (n, k * form.bits // 8), dtype=torch.uint8, device="cuda")
+    codes = torch.randint(0, 256, (n, k * bits_of(form) // 8), dtype=torch.uint8, device="cuda")
     scale = (torch.rand(n, groups, device="cuda") * 0.01).bfloat16().view(torch.int16)
     return form.prepack({"codes": codes, "scale": scale}, "cuda")
+
+
+def cublas_times(n: int, k: int) -> dict[int, float]:
+    """Microseconds of the bfloat16 product, by the number of rows."""
+    dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * n * k))]
+    times = {}
+    for rows in ROWS:
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        times[rows] = microseconds([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense])
+    return times
 
 
 def linear_lines(copy: float) -> list[Line]:
     lines = []
     for n, k in SHAPES:
-        dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * n * k))]
-        forms = {f"W4A16 g{size or 'row'}": IntegerFormat(4, size, True) for size in (128, 0)}
-        pools = {name: [random_weight(f, n, k) for _ in range(copies_for(n * k // 2))] for name, f in forms.items()}
-        for rows in ROWS:
-            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-            reference = microseconds([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense])
-            moved = 2 * rows * (n + k)
-            base = moved + 2 * n * k
-            shape = f"{n} x {k}"
-            lines.append(
-                Line("cuBLAS bf16", shape, rows, reference, base / reference / 1e3, base / reference / 1e3 / copy, 1.0)
-            )
-            for name, form in forms.items():
-                size = sum(part.numel() * part.element_size() for part in pools[name][0].values()) + moved
-                q, scale = Activation(8, 1.0).quantize(x)
-                calls: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
-                    name: lambda w, x=x, f=form: f.linear(x, w),
-                    name.replace("A16", "A8"): lambda w, q=q, s=scale, f=form: f.linear_quantized(
-                        q, s, w, None, torch.bfloat16
-                    ),
-                }
-                for title, call in calls.items():
-                    time = microseconds([lambda w=w, call=call: call(w) for w in pools[name]])
-                    rate = size / time / 1e3
-                    lines.append(Line(title, shape, rows, time, rate, rate / copy, reference / time))
+        reference = cublas_times(n, k)
+        for rows, time in reference.items():
+            rate = (2 * rows * (n + k) + 2 * n * k) / time / 1e3
+            lines.append(Line("cuBLAS bf16", f"{n} x {k}", rows, time, rate, rate / copy, 1.0))
+        for name, form in FORMS.items():
+            pool = [random_weight(form, n, k) for _ in range(copies_for(n * k * bits_of(form) // 8))]
+            packed = sum(part.numel() * part.element_size() for part in pool[0].values())
+            for rows in ROWS:
+                for title, call in _calls(name, form, rows, k).items():
+                    time = microseconds([lambda w=w, call=call: call(w) for w in pool])
+                    rate = (packed + 2 * rows * (n + k)) / time / 1e3
+                    lines.append(Line(title, f"{n} x {k}", rows, time, rate, rate / copy, reference[rows] / time))
+            del pool
+        for bits in (2, 3, 4):
+            pool = [cases.e8p_weight(bits, n, k) for _ in range(copies_for(n * k * bits // 8))]
+            for rows in ROWS:
+                for title, call in cases.e8p_calls(bits, rows, k).items():
+                    time = microseconds([lambda w=w, call=call: call(w) for w in pool])
+                    rate = (n * k * bits // 8 + 2 * rows * (n + k)) / time / 1e3
+                    lines.append(Line(title, f"{n} x {k}", rows, time, rate, rate / copy, reference[rows] / time))
+            del pool
     return lines
+
+
+def cache_lines(copy: float) -> list[Line]:
+    """Decode attention and appending, for one row of a model of 8B shape; beside it torch's attention in bfloat16."""
+    lines = []
+    for length in cases.LENGTHS:
+        shape, moved = f"{length} tokens", 4 * cases.HEADS * length * cases.HEAD_DIM
+        make, call = cases.plain_attention(length)
+        pool = [make() for _ in range(copies_for(moved))]
+        plain = microseconds([lambda c=c, call=call: call(c) for c in pool])
+        lines.append(Line("SDPA bf16", shape, 1, plain, moved / plain / 1e3, moved / plain / 1e3 / copy, 1.0))
+        for bits in (4, 2, 8):
+            packed = 2 * cases.HEADS * length * (cases.HEAD_DIM * bits // 8 + 4)
+            pool = [cases.cache(bits, length) for _ in range(copies_for(packed))]
+            for title, call in cases.cache_calls(bits, length).items():
+                time = microseconds([lambda c=c, call=call: call(c) for c in pool])
+                rate = packed / time / 1e3 if "attend" in title else 0.0
+                lines.append(Line(title, shape, 1, time, rate, rate / copy, plain / time if rate else None))
+    return lines
+
+
+def _calls(
+    name: str, form: IntegerFormat | MinifloatFormat, rows: int, k: int
+) -> dict[str, Callable[[dict[str, Tensor]], Tensor]]:
+    """What is measured of a format: bfloat16 tokens, maybe float16 ones, and quantised ones where they are exact."""
+    x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    calls: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {name: lambda w: form.linear(x, w)}
+    if name in HALF:
+        half = x.half()
+        calls[f"{name} fp16"] = lambda w: form.linear(half, w)
+    if isinstance(form, IntegerFormat) or form.code.int8_shift is not None:
+        q, scale = Activation(8, 1.0).quantize(x)
+        calls[name.replace("A16", "A8")] = lambda w: form.linear_quantized(q, scale, w, None, torch.bfloat16)
+    return calls
 
 
 def transform_lines(copy: float) -> list[Line]:
@@ -162,7 +217,7 @@ def main(output: Annotated[Path, typer.Option(help="Where to write: this name wi
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     copy = copy_bandwidth()
-    lines = [*transform_lines(copy), *linear_lines(copy)]
+    lines = [*transform_lines(copy), *linear_lines(copy), *cache_lines(copy)]
     table = markdown(machine(), copy, lines)
     record = {"machine": machine(), "copy": copy, "lines": [asdict(line) for line in lines]}
     output.with_suffix(".json").write_text(json.dumps(record, indent=1))

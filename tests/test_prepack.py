@@ -145,11 +145,13 @@ def test_targets_without_tiles(target: str, message: str, model: Path, tmp_path:
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize("method", ["quarot", "fp6"])
 def test_fragments_for_a_gpu_are_proven_and_refused_on_a_cpu(
-    target: str, group: int, model: Path, tmp_path: Path
+    method: str, group: int, target: str, model: Path, tmp_path: Path
 ) -> None:
     plain, out = tmp_path / "plain", tmp_path / "out"
-    assert quantize("quarot", model, plain, "--rounding", "nearest", "--group-size", group).exit_code == 0
+    done = quantize(method, model, plain, "--rounding", "nearest", "--group-size", group, "--no-report")
+    assert done.exit_code == 0
     done = quantize("prepack", plain, out, "--target", target)
     assert done.exit_code == 0 and f"14 linears in the layout of {target}" in done.stdout
     stored = load_file(out / "model.safetensors")
@@ -159,14 +161,14 @@ def test_fragments_for_a_gpu_are_proven_and_refused_on_a_cpu(
         logits(out)
 
 
-def test_formats_without_a_layout_for_a_gpu_are_said(model: Path, tmp_path: Path) -> None:
-    assert quantize("fp6", model, tmp_path / "plain", "--no-report").exit_code == 0
+def test_weights_without_a_layout_for_a_gpu_are_said(model: Path, tmp_path: Path) -> None:
+    assert quantize("fp6", model, tmp_path / "plain", "--group-size", 8, "--no-report").exit_code == 0
     done = quantize("prepack", tmp_path / "plain", tmp_path / "out", "--target", "sm_90")
     check_refused(done, "no weight of it has a layout for sm_90 (its formats: fp6/minifloat)")
     assert os.listdir(tmp_path) == ["plain"]
+    with pytest.raises(ptq.InputError, match="dense has no layout for sm_90"):
+        formats.get("prepacked", target="sm_90", of={"format": "dense", "version": 1})
     of = {"format": "fp6/minifloat", "version": 1}
-    with pytest.raises(ptq.InputError, match="fp6/minifloat has no layout for sm_90"):
-        formats.get("prepacked", target="sm_90", of=of)
     with pytest.raises(ptq.InputError, match="prepacked for cpu, but the model is on cuda"):
         formats.get("prepacked", of=of).prepack({"tiles": torch.empty(0)}, "cuda")
 

@@ -3,17 +3,19 @@
 // (device_host.h). Both headers define, in ptq::cuda:
 //
 //   PTQ_KERNEL(threads, blocks)   before `void name(Parameters p)`: at most `threads` in a block, `blocks` per SM
-//   wanted PTQ_DEVICE, PTQ_BOTH          before a function of the device; of device and host PTQ_UNROLL before a loop
+//   PTQ_DEVICE, PTQ_BOTH          before a function of the device; of device and host
+//   PTQ_UNROLL, PTQ_CONSTANT      before a loop; before a table that the device reads
 //   thread(), lane(), warp(), block_x(), block_y(), block_z(), shared()
 //   block_barrier(), warp_barrier(), shuffle(value, from lane), shuffle_xor(value, mask)
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory
 //   copy_async<bytes>(shared, global), copy_commit(), copy_wait<pending>()
 //   mma<T>(c, a, b0, b1)          m16n8k16, T = Half or Bfloat16, float32 sums
 //   mma_u8s8(c, a, b0, b1)        m16n8k32, A unsigned, B signed bytes, int32 sums
-//   dp4a(a, b, c), byte_permute(a, b, selector), and_or(a, mask, bits), keep(x)
+//   dp4a(a, b, c), byte_permute(a, b, selector), and_or(a, mask, bits), xor_and(a, b, mask)
+//   rotate_left(x, by), keep(x)
 //   fma2<T>(a, b, c)              two packed halves, each rounded once
 //   widen(T), narrow<T>(float), pack<T>(low, high), float_of(bits), bits_of(float)
-//   multiply, add, divide, round_to_int: rounded to the nearest, never contracted
+//   multiply, add, divide, round_to_int: rounded to the nearest, never contracted; exponential: e^x, nearly so
 //   launch<kernel>(grid, threads, shared_bytes, stream, parameters) -> error text or nullptr
 //
 // All 32 lanes of a warp take part in every shuffle, mma and warp barrier, all threads of a block in every block

@@ -11,6 +11,7 @@
 #define PTQ_KERNEL(threads, blocks) __global__ __launch_bounds__(threads, blocks)
 #define PTQ_DEVICE __device__ __forceinline__
 #define PTQ_BOTH __host__ __device__ inline
+#define PTQ_CONSTANT static __device__ const
 #define PTQ_UNROLL _Pragma("unroll")
 
 namespace ptq::cuda {
@@ -140,6 +141,15 @@ PTQ_DEVICE uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
     return d;
 }
 
+PTQ_DEVICE uint32_t xor_and(uint32_t a, uint32_t b, uint32_t mask) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0x28;" : "=r"(d) : "r"(a), "r"(b), "r"(mask));
+    return d;
+}
+PTQ_DEVICE uint32_t rotate_left(uint32_t x, int by) {
+    return __funnelshift_l(x, x, by);
+}
+
 template <class T>
 PTQ_DEVICE uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t d;
@@ -152,6 +162,9 @@ PTQ_DEVICE uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 
 // Keeps a number in its register, where the compiler would rather compute it again.
 PTQ_DEVICE void keep(int& x) {
+    asm volatile("" : "+r"(x));
+}
+PTQ_DEVICE void keep(uint32_t& x) {
     asm volatile("" : "+r"(x));
 }
 
@@ -195,6 +208,9 @@ PTQ_DEVICE float divide(float a, float b) {
 }
 PTQ_DEVICE double multiply(double a, double b) {
     return __dmul_rn(a, b);
+}
+PTQ_DEVICE float exponential(float x) {
+    return exp2f(x * 1.44269504f);
 }
 PTQ_DEVICE int round_to_int(float x) {
     return __float2int_rn(x);

@@ -16,6 +16,7 @@
 #define PTQ_KERNEL(threads, blocks)
 #define PTQ_DEVICE inline
 #define PTQ_BOTH inline
+#define PTQ_CONSTANT static const
 #define PTQ_UNROLL
 
 namespace ptq::cuda {
@@ -172,7 +173,14 @@ inline uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
     for (int i = 0; i < 4; i++) out |= static_cast<uint32_t>(both >> (8 * (selector >> (4 * i) & 7)) & 255) << (8 * i);
     return out;
 }
+inline uint32_t rotate_left(uint32_t x, int by) {
+    return std::rotl(x, by & 31);
+}
+inline uint32_t xor_and(uint32_t a, uint32_t b, uint32_t mask) {
+    return (a ^ b) & mask;
+}
 inline void keep(int&) {}
+inline void keep(uint32_t&) {}
 inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
     return (a & mask) | bits;
 }

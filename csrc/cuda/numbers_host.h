@@ -75,6 +75,9 @@ inline float divide(float a, float b) {
 inline double multiply(double a, double b) {
     return a * b;
 }
+inline float exponential(float x) {
+    return std::exp(x);
+}
 inline int round_to_int(float x) {
     return static_cast<int>(std::nearbyint(x));
 }

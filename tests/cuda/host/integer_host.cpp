@@ -28,24 +28,18 @@ extern "C" const char* test_integer(int mode, int backwards, int type, const voi
                     groups,
                     halves_of(k, groups)};
     const Number kind = bias ? Number::float32 : Number::none;
+    const Number out_kind = type == 0 ? Number::float32 : type == 2 ? Number::float16 : Number::bfloat16;
+    const float* of_tokens = static_cast<const float*>(scales.data());
     const bool aligned = !misalign && k * x_width % 16 == 0;
     const char* error = nullptr;
     if (mode == 0) {
-        const Linear p{w,      xs.data(), y.data(), static_cast<float*>(partial.data()), b.data(), kind,
-                       tokens, splits,    aligned};
+        const Linear p{w,        xs.data(), y.data(), static_cast<float*>(partial.data()),
+                       b.data(), out_kind,  kind,     nullptr,
+                       tokens,   splits,    aligned};
         error = type == 2 ? run_linear<Half>(p, bits, nullptr) : run_linear<Bfloat16>(p, bits, nullptr);
     } else if (mode == 1) {
-        const Quantized p{w,
-                          static_cast<const int8_t*>(xs.data()),
-                          static_cast<const float*>(scales.data()),
-                          y.data(),
-                          type == 0   ? Number::float32
-                          : type == 2 ? Number::float16
-                                      : Number::bfloat16,
-                          b.data(),
-                          kind,
-                          tokens,
-                          aligned};
+        const Quantized p{
+            w, static_cast<const int8_t*>(xs.data()), of_tokens, y.data(), b.data(), out_kind, kind, tokens, aligned};
         error = run_quantized(p, bits, nullptr);
     } else {
         const Dequantize p{w, y.data(), k * width % 16 == 0};

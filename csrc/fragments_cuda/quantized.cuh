@@ -1,27 +1,29 @@
-// Quantised tokens times fragments, to the bit as quarot/tiled_ops.py defines it: per group an exact integer sum on the
-// tensor cores (unsigned codes times signed bytes, minus the zero times the sum of the bytes); in float32, each
-// operation rounded, group after group: acc = acc + scale * sum; y = acc * q_scale (+ bias). No torch here.
+// Quantised tokens times fragments, to the bit as quarot/tiled_ops.py and fp6/tiled_ops.py define it: per group an
+// exact integer sum on the tensor cores (unsigned bytes times signed ones, minus the zero times the sum of the signed
+// ones); in float32, each operation rounded, group after group: acc = acc + scale * sum; y = acc * (q_scale 2^-shift)
+// (+ bias). No torch here.
 #pragma once
 
-#include "integer_cuda/stream.cuh"
+#include "fragments_cuda/weights.cuh"
 
-namespace ptq::integer_cuda {
+namespace ptq::fragments {
 
 struct Quantized {
     Weights w;
     const int8_t* q;       // [tokens, k]
     const float* q_scale;  // [tokens]
     void* out;             // [tokens, n]
-    Number out_kind;
     const void* bias;
-    Number bias_kind;
+    Number out_kind, bias_kind;
     int tokens;
     bool aligned;  // q and k are multiples of 16
 };
 
-// Groups must be added in their order, so one warp has all columns of its rows.
+// Groups must be added in their order, so one warp has all columns of its rows. Only where a row is one group may warps
+// share the columns, since integers can be added in any order.
 template <class S>
 struct IntegerSums {
+    using Code = typename S::Code;
     Scales<S> scales;
     int32_t sum[S::tiles][S::token_tiles][4] = {};
     int32_t bytes[S::token_tiles] = {};  // this lane's part of the sum of the group's bytes of token 8 m + g
@@ -29,7 +31,8 @@ struct IntegerSums {
     float scale[S::tiles][2] = {};
     int zero[S::tiles][2] = {};
 
-    PTQ_DEVICE void flush() {
+    // The sum of the group, without the zeros.
+    PTQ_DEVICE void settle() {
         PTQ_UNROLL
         for (int m = 0; m < S::token_tiles; m++) {
             int32_t of_token = bytes[m];  // lanes 4 g .. 4 g + 3 hold parts of token g
@@ -41,12 +44,18 @@ struct IntegerSums {
             for (int i = 0; i < 2; i++) of_column[i] = shuffle(of_token, 8 * (lane() % 4) + 4 * i);
             PTQ_UNROLL
             for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-            for (int i = 0; i < 4; i++) {
-                const int32_t exact = sum[r][m][i] - zero[r][i / 2] * of_column[i % 2];
-                total[r][m][i] = add(total[r][m][i], cuda::multiply(scale[r][i / 2], static_cast<float>(exact)));
-                sum[r][m][i] = 0;
-            }
+            for (int i = 0; i < 4; i++) sum[r][m][i] -= zero[r][i / 2] * of_column[i % 2];
             bytes[m] = 0;
+        }
+    }
+    PTQ_DEVICE void flush() {
+        settle();
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) {
+            total[r][m][i] = add(total[r][m][i], cuda::multiply(scale[r][i / 2], static_cast<float>(sum[r][m][i])));
+            sum[r][m][i] = 0;
         }
     }
     PTQ_DEVICE void enter() {
@@ -60,8 +69,7 @@ struct IntegerSums {
         scales.advance();
     }
     PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
-        uint32_t words[S::tiles][S::bits];
-        walk.load_words(stage, words);
+        const Words<S> words(walk, stage);
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
             if (scales.enters(2 * walk.block + h)) enter();
@@ -79,7 +87,7 @@ struct IntegerSums {
             for (int r = 0; r < S::tiles; r++) {
                 uint32_t a[4];
                 PTQ_UNROLL
-                for (int j = 0; j < 4; j++) a[j] = code_bytes(words[r], 2 * h + j / 2, j % 2);
+                for (int j = 0; j < 4; j++) a[j] = Code::bytes(words.of[r], 2 * h + j / 2, j % 2);
                 PTQ_UNROLL
                 for (int m = 0; m < S::token_tiles; m++) mma_u8s8(sum[r][m], a, b[m][0], b[m][1]);
             }
@@ -90,24 +98,36 @@ struct IntegerSums {
 template <class S>
 PTQ_KERNEL(S::threads, 1)
 void quantized_kernel(const Quantized p) {
-    static_assert(S::along == 1);
-    const int tile = (block_x() * S::across + warp()) * S::tiles, first_token = block_z() * S::tokens;
-    const int count = p.tokens - first_token < S::tokens ? p.tokens - first_token : S::tokens;
-    const int8_t* q = p.q + static_cast<int64_t>(first_token) * p.w.k;
-    IntegerSums<S> sums{Scales<S>(p.w, 0, tile)};
-    stream<S>(p.w, q, count, p.aligned, 0, 1, tile, 0, shared(), sums);
+    const int across = warp() % S::across, along = warp() / S::across;
+    const Place place = place_of<S>(p.tokens);
+    const int tile = (place.rows * S::across + across) * S::tiles;
+    IntegerSums<S> sums{Scales<S>(p.w, 2 * range_of<S>(p.w.k, along, S::along).first, tile)};
+    const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * p.w.k, place.count,
+                                   kept_rows<S>(p.tokens), p.aligned};
+    Feed<S, int8_t>(p.w.fragments, p.w.n, p.w.k, tokens, tile, along, shared()).run(sums);
+    if constexpr (S::along > 1) {  // one group, whose scale is still the one that was loaded, also without columns
+        sums.settle();
+        if (!add_along<S>(sums.sum, across, along)) return;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int second = 0; second < 2; second++) {
+            sums.scale[r][second] = float_of(sums.scales.scale[r][second]);
+            sums.zero[r][second] = 0;
+        }
+    }
     sums.flush();
     PTQ_UNROLL
     for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
     for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
     for (int i = 0; i < 4; i++) {
         const int row = tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2);
-        const int token = first_token + 8 * m + 2 * (lane() % 4) + i % 2;
+        const int token = place.first_token + 8 * m + 2 * (lane() % 4) + i % 2;
         if (row >= p.w.n || token >= p.tokens) continue;
-        float y = cuda::multiply(sums.total[r][m][i], p.q_scale[token]);
+        constexpr float of_values = 1.0f / (1 << S::Code::shift);
+        float y = cuda::multiply(sums.total[r][m][i], cuda::multiply(p.q_scale[token], of_values));
         if (p.bias_kind != Number::none) y = add(y, number_at(p.bias, p.bias_kind, row));
         store_number(p.out, p.out_kind, static_cast<int64_t>(token) * p.w.n + row, y);
     }
 }
 
-}  // namespace ptq::integer_cuda
+}  // namespace ptq::fragments

@@ -1,9 +1,9 @@
 // Fragments as plain numbers W[n, k], for products of many tokens in torch's own matrix multiplication. No torch here.
 #pragma once
 
-#include "integer_cuda/fragments.cuh"
+#include "fragments_cuda/weights.cuh"
 
-namespace ptq::integer_cuda {
+namespace ptq::fragments {
 
 struct Dequantize {
     Weights w;
@@ -17,15 +17,20 @@ PTQ_DEVICE int group_of(const Weights& w, int half) {
     return group < w.groups ? group : w.groups - 1;
 }
 
-// A warp makes one block of 16 x 64; number = scale * (code - zero), rounded to T once.
-template <class T, int bits>
+// A warp makes one block of 16 x 64; number = scale * the code's value, rounded to T once.
+template <class T, class Code>
 PTQ_KERNEL(32 * dequantize_warps, 2)
 void dequantize_kernel(const Dequantize p) {
+    static_assert(Code::template factor<Bfloat16> == 1);
     const int blocks = (p.w.k + block_columns - 1) / block_columns, tile = block_y();
     const int block = block_x() * dequantize_warps + warp();
     if (block >= blocks) return;
-    uint32_t words[bits];
-    load_block<bits>(p.w.fragments + (static_cast<int64_t>(tile) * blocks + block) * block_bytes(bits), words);
+    uint32_t stored[Code::bits], words[Code::words];
+    load_block<Code::bits>(p.w.fragments + (static_cast<int64_t>(tile) * blocks + block) * block_bytes(Code::bits),
+                           stored);
+    PTQ_UNROLL
+    for (int i = 0; i < Code::bits; i++) words[i] = stored[i];
+    Code::complete(words);
     PTQ_UNROLL
     for (int h = 0; h < 2; h++) {
         const int column = block_columns * block + half_columns * h + 8 * (lane() % 4);
@@ -35,13 +40,15 @@ void dequantize_kernel(const Dequantize p) {
             const int in_tile = lane() / 4 + 8 * second, row = tile_rows * tile + in_tile;
             if (row >= p.w.n) continue;
             const float scale = widen(Bfloat16{p.w.scale[16 * group + in_tile]});
-            const int zero = p.w.zero ? p.w.zero[16 * group + in_tile] : 1 << (bits - 1);
+            typename Code::template Offset<Bfloat16> offset;
+            offset.set(p.w.zero ? p.w.zero[16 * group + in_tile] : Code::zero);
             alignas(16) T numbers[8];
             PTQ_UNROLL
-            for (int i = 0; i < 8; i++) {
-                const uint32_t pair = code_pair(words, 2 * h + i / 4, second + i % 4 / 2 * 2);
-                const int code = static_cast<int>(pair >> (16 * (i % 2)) & 0xffff);
-                numbers[i] = convert<T>(scale * static_cast<float>(code - zero));
+            for (int i = 0; i < 8; i += 2) {
+                const uint32_t pair =
+                    Code::template numbers<Bfloat16>(words, 2 * h + i / 4, second + i % 4 / 2 * 2, offset);
+                numbers[i] = convert<T>(scale * float_of(pair << 16));
+                numbers[i + 1] = convert<T>(scale * float_of(pair & 0xffff0000u));
             }
             T* out = static_cast<T*>(p.out) + static_cast<int64_t>(row) * p.w.k + column;
             if (p.aligned && column + 8 <= p.w.k) {
@@ -56,4 +63,4 @@ void dequantize_kernel(const Dequantize p) {
     }
 }
 
-}  // namespace ptq::integer_cuda
+}  // namespace ptq::fragments

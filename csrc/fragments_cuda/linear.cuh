@@ -1,0 +1,123 @@
+// y = x W^T + bias for tokens x in float16 or bfloat16, with W in fragments: decoded in registers, multiplied on the
+// tensor cores with W as operand A. The numbers of codes are exact in both types; a group's sum is float32 and is
+// multiplied with the group's scale in float32. Sums over splits of the columns are added in their order. No torch
+// here.
+#pragma once
+
+#include "fragments_cuda/weights.cuh"
+
+namespace ptq::fragments {
+
+struct Linear {
+    Weights w;
+    const void* x;   // [tokens, k]
+    void* out;       // [tokens, n]
+    float* partial;  // [splits, tokens, n] where there is more than one split
+    const void* bias;
+    Number out_kind, bias_kind;
+    const float* token_scale;  // [tokens], of the result before the bias; or null
+    int tokens, splits;
+    bool aligned;  // x is a multiple of 16 and k of 8
+};
+
+// What a warp adds up: `sum` in the group that it is in, `total` over the groups before.
+template <class T, class S>
+struct Sums {
+    using Code = typename S::Code;
+    Scales<S> scales;
+    float sum[S::tiles][S::token_tiles][4] = {}, total[S::tiles][S::token_tiles][4] = {};
+    float scale[S::tiles][2] = {};
+    typename Code::template Offset<T> offset[S::tiles][2] = {};
+
+    PTQ_DEVICE void flush() {
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) {
+            total[r][m][i] += scale[r][i / 2] * sum[r][m][i];
+            sum[r][m][i] = 0;
+        }
+    }
+    PTQ_DEVICE void enter() {
+        flush();
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int second = 0; second < 2; second++) {
+            scale[r][second] = float_of(scales.scale[r][second]);
+            if (scales.zero_from) offset[r][second].set(scales.zero[r][second]);
+        }
+        scales.advance();
+    }
+    PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
+        const Words<S> words(walk, stage);
+        PTQ_UNROLL
+        for (int h = 0; h < 2; h++) {
+            if (scales.enters(2 * walk.block + h)) enter();
+            Words4 b[S::token_tiles];
+            PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++)
+                b[m] = load<Words4>(tokens + 8 * m * Buffers<S, 2>::row_bytes + 2 * half_columns * h);
+            PTQ_UNROLL
+            for (int u = 0; u < 2; u++) PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++) {
+                uint32_t a[4];
+                PTQ_UNROLL
+                for (int j = 0; j < 4; j++)
+                    a[j] = Code::template numbers<T>(words.of[r], 2 * h + u, j, offset[r][j % 2]);
+                PTQ_UNROLL
+                for (int m = 0; m < S::token_tiles; m++) mma<T>(sum[r][m], a, b[m].word[2 * u], b[m].word[2 * u + 1]);
+            }
+        }
+    }
+};
+
+PTQ_DEVICE void finish(const Linear& p, float y, int row, int token) {
+    if (p.token_scale) y *= p.token_scale[token];
+    store_number(p.out, p.out_kind, static_cast<int64_t>(token) * p.w.n + row, y + number_at(p.bias, p.bias_kind, row));
+}
+PTQ_DEVICE void write_out(const Linear& p, float y, int row, int token) {
+    if (row >= p.w.n || token >= p.tokens) return;
+    if (p.splits > 1)
+        p.partial[(static_cast<int64_t>(block_y()) * p.tokens + token) * p.w.n + row] = y;
+    else
+        finish(p, y, row, token);
+}
+
+template <class T, class S>
+PTQ_KERNEL(S::threads, 1)
+void linear_kernel(const Linear p) {
+    const int across = warp() % S::across, along = warp() / S::across;
+    const Place place = place_of<S>(p.tokens);
+    const int tile = (place.rows * S::across + across) * S::tiles;
+    const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(place.first_token) * p.w.k;
+    const Range range = range_of<S>(p.w.k, block_y() * S::along + along, p.splits * S::along);
+    Sums<T, S> sums{Scales<S>(p.w, 2 * range.first, tile)};
+    PTQ_UNROLL
+    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+    for (int second = 0; second < 2; second++) sums.offset[r][second].set(S::Code::zero);
+    const TokenRows<T> tokens{x, place.count, kept_rows<S>(p.tokens), p.aligned, block_y(), p.splits};
+    Feed<S, T>(p.w.fragments, p.w.n, p.w.k, tokens, tile, along, shared()).run(sums);
+    sums.flush();
+    if (!add_along<S>(sums.total, across, along)) return;
+    PTQ_UNROLL
+    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+    for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+    for (int i = 0; i < 4; i++)
+        write_out(p, sums.total[r][m][i] * S::Code::template factor<T>,
+                  tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2),
+                  place.first_token + 8 * m + 2 * (lane() % 4) + i % 2);
+}
+
+// The sum over the splits, in their order, and what remains to do.
+template <int threads>
+PTQ_KERNEL(threads, 2)
+void reduce_kernel(const Linear p) {
+    const int64_t i = static_cast<int64_t>(block_x()) * threads + thread(),
+                  count = static_cast<int64_t>(p.tokens) * p.w.n;
+    if (i >= count) return;
+    float y = p.partial[i];
+    for (int s = 1; s < p.splits; s++) y += p.partial[s * count + i];
+    finish(p, y, static_cast<int>(i % p.w.n), static_cast<int>(i / p.w.n));
+}
+
+}  // namespace ptq::fragments

@@ -1,0 +1,156 @@
+// Weights in fragments (ptq/fragments.py) for the tensor cores' operand A, shared by the formats that have them. A
+// block is 16 rows x 64 columns, lane l of a warp owns `bits` words of it, with g = l / 4, t = l % 4: rows g and g + 8,
+// columns 32 h + 8 t + 4 u + 0 .. 3 (h, u in {0, 1}), which are step s = 2 h + u of four mma steps. Pair j of a step:
+// j = 0: row g, its columns 0 and 1; 1: row g + 8; 2: row g, columns 2 and 3; 3: row g + 8. No torch here.
+//
+// A format brings a Code, which makes numbers of a lane's words:
+//   bits, words                        stored words; words in all, once `complete(words)` has made the others
+//   numbers<T>(words, s, j, offset)    a pair in packed halves: code values times 1 / factor<T>, exactly
+//   factor<T>                          a power of two
+//   Offset<T>                          of a row and a group; set(zero)
+//   bytes(words, s, second)            step s of row g + 8 second, columns 0, 2, 1, 3: values times 2^shift, plus zero
+//   shift, zero                        of `bytes`; `zero` unless zeros are stored
+#pragma once
+
+#include "cuda/numbers.cuh"
+#include "cuda/stream.cuh"
+
+namespace ptq::fragments {
+
+using namespace ptq::cuda;
+
+constexpr int block_columns = 64, half_columns = 32;
+PTQ_BOTH constexpr int block_bytes(int bits) {
+    return 128 * bits;
+}
+
+struct Weights {
+    const uint8_t* fragments;  // [row tiles, blocks, 128 bits]
+    const uint16_t* scale;     // [row tiles, groups, 16], bits of bfloat16
+    const uint8_t* zero;       // likewise, or null
+    int n, k, groups;
+    int halves;  // of 32 columns, in a group (rounded up, where a row is one group)
+};
+inline int halves_of(int k, int groups) {
+    return k > groups ? (k / groups + half_columns - 1) / half_columns : 1;
+}
+
+template <class Code_, int token_tiles_, int tiles_, int across_, int along_>
+struct Shape : StreamShape<Code_::bits, block_columns, token_tiles_, tiles_, across_, along_> {
+    using Code = Code_;
+};
+
+// All words of a lane, for every row tile.
+template <class S>
+struct Words {
+    uint32_t of[S::tiles][S::Code::words];
+
+    PTQ_DEVICE Words(const Walk<S>& walk, int stage) {
+        uint32_t stored[S::tiles][S::words];
+        walk.load_words(stage, stored);
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) {
+            PTQ_UNROLL
+            for (int i = 0; i < S::words; i++) of[r][i] = stored[r][i];
+            S::Code::complete(of[r]);
+        }
+    }
+};
+
+// Scales and zeros of rows g and g + 8, loaded into registers a group ahead.
+template <class S>
+struct Scales {
+    const uint16_t* scale_from;
+    const uint8_t* zero_from;  // or null
+    int at[S::tiles];          // of row g of the group that was loaded
+    int left;                  // groups from that one on
+    int begins;                // its first half of 32 columns
+    int halves;
+    uint32_t scale[S::tiles][2];  // bits of float32
+    int zero[S::tiles][2];
+
+    PTQ_DEVICE Scales(const Weights& w, int first_half, int tile) {
+        scale_from = w.scale;
+        zero_from = w.zero;
+        halves = w.halves;
+        int group = first_half / halves;
+        group = group < w.groups ? group : w.groups - 1;
+        left = w.groups - group;
+        begins = group * halves;
+        const int row_tiles = (w.n + tile_rows - 1) / tile_rows;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) {
+            const int t = tile + r < row_tiles ? tile + r : row_tiles - 1;
+            at[r] = (t * w.groups + group) * tile_rows + lane() / 4;
+            zero[r][0] = zero[r][1] = S::Code::zero;
+        }
+        fetch();
+    }
+    PTQ_DEVICE void fetch() {
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int second = 0; second < 2; second++)
+            scale[r][second] = static_cast<uint32_t>(scale_from[at[r] + 8 * second]) << 16;
+        if (!zero_from) return;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int second = 0; second < 2; second++) zero[r][second] = zero_from[at[r] + 8 * second];
+    }
+    // Whether half `half` begins the group that was loaded. Beyond the last group there are only zero columns.
+    PTQ_DEVICE bool enters(int half) const { return half >= begins; }
+    // After its scales and zeros were taken: the next one.
+    PTQ_DEVICE void advance() {
+        constexpr int never = 0x7fffffff;
+        begins = --left ? begins + halves : never;
+        if (left == 0) return;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) at[r] += tile_rows;
+        fetch();
+    }
+};
+
+// Blocks of threads follow each other along the tokens first, so that those which read the same weights run at the same
+// time, and all but the first find them in the L2 cache.
+struct Place {
+    int rows, first_token, count;
+};
+template <class S>
+PTQ_DEVICE Place place_of(int tokens) {
+    const int blocks = (tokens + S::tokens - 1) / S::tokens, first = block_x() % blocks * S::tokens;
+    return {block_x() / blocks, first, tokens - first < S::tokens ? tokens - first : S::tokens};
+}
+// Adds up what the warps that share columns have, in their order, through shared memory. Whether this warp has the sum.
+template <class S, class N>
+PTQ_DEVICE bool add_along(N (&numbers)[S::tiles][S::token_tiles][4], int across, int along) {
+    if constexpr (S::along > 1) {
+        constexpr int count = S::tiles * S::token_tiles * 4;
+        N* exchange = reinterpret_cast<N*>(shared());
+        block_barrier();
+        if (along > 0) {
+            N* to = exchange + ((along - 1) * S::across + across) * count * 32 + lane();
+            PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+            for (int i = 0; i < 4; i++) to[32 * ((r * S::token_tiles + m) * 4 + i)] = numbers[r][m][i];
+        }
+        block_barrier();
+        if (along > 0) return false;
+        PTQ_UNROLL
+        for (int other = 1; other < S::along; other++) {
+            const N* from = exchange + ((other - 1) * S::across + across) * count * 32 + lane();
+            PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+            for (int i = 0; i < 4; i++) numbers[r][m][i] += from[32 * ((r * S::token_tiles + m) * 4 + i)];
+        }
+    }
+    return true;
+}
+
+// Rows of tokens in shared memory.
+template <class S>
+PTQ_BOTH int kept_rows(int tokens) {
+    return S::token_tiles == 1 && tokens < S::tokens ? tokens : S::tokens;
+}
+
+}  // namespace ptq::fragments

@@ -1,0 +1,114 @@
+// Tokens into the packed KV cache, and out of it as float32: both to the bit as ptq/kv_ops.py defines them. No torch
+// here.
+#pragma once
+
+#include "kv_cache_cuda/layout.cuh"
+
+namespace ptq::kv_cache_cuda {
+
+constexpr int most_channels = 1024;
+
+struct Append {
+    Side to;
+    const void* x;  // [batch, kv heads, count, d], the channels side by side
+    Number kind;
+    int64_t batch_stride, head_stride, token_stride;  // of x
+    int kv_heads, start, count;
+    float clip;
+    const int64_t* start_at;  // or null; there a graph reads `start` when it runs. Tokens that find no room are dropped
+    int room;                 // tokens
+};
+constexpr int append_warps = 4;
+
+template <int width>
+PTQ_DEVICE void store_plane(const Side& to, uint32_t* words, const uint8_t* codes, int below, int first_word,
+                            int token) {
+    constexpr int fields = 32 / width;
+    for (int w = lane(); w < plane_words(to.d, width); w += 32) {
+        uint32_t word = 0;
+        for (int i = 0; i < fields; i++) word |= (codes[w * fields + i] >> below & ((1u << width) - 1)) << (i * width);
+        words[to.at(first_word + w, token)] = word;
+    }
+}
+
+// A warp quantises one token of one head.
+PTQ_KERNEL(32 * append_warps, 4)
+static void append_kernel(const Append p) {
+    const Side& to = p.to;
+    const int unit = block_x() * append_warps + warp();
+    if (unit >= to.heads * p.count) return;
+    const int head = unit / p.count, index = unit % p.count;
+    const int64_t wanted = (p.start_at ? *p.start_at : p.start) + index;
+    if (wanted < 0 || wanted >= p.room) return;
+    const int token = static_cast<int>(wanted);
+    const int64_t from =
+        head / p.kv_heads * p.batch_stride + head % p.kv_heads * p.head_stride + index * p.token_stride;
+    float low = 0, high = 0;
+    int bad = 0;
+    for (int c = lane(); c < to.d; c += 32) {
+        const float x = number_at(p.x, p.kind, from + c);
+        low = x < low ? x : low;
+        high = x > high ? x : high;
+        bad |= (bits_of(x) & 0x7fffffffu) >= 0x7f800000u;
+    }
+    PTQ_UNROLL
+    for (int mask = 16; mask; mask /= 2) {
+        const float l = shuffle_xor(low, mask), h = shuffle_xor(high, mask);
+        low = l < low ? l : low;
+        high = h > high ? h : high;
+        bad |= shuffle_xor(bad, mask);
+    }
+    low = multiply(low, p.clip);
+    high = multiply(high, p.clip);
+    const float top = static_cast<float>((1 << to.bits) - 1);
+    const Bfloat16 scale = narrow<Bfloat16>(add(high, -low) < 1e-30f ? 1 : add(divide(high, top), -divide(low, top)));
+    const Bfloat16 minimum = narrow<Bfloat16>(low);
+    const bool finite = !bad && (scale.bits & 0x7fff) < 0x7f80 && (minimum.bits & 0x7fff) < 0x7f80;
+    const float inverse = divide(1, widen(scale));
+    uint8_t* codes = shared() + warp() * (most_channels + 32);
+    for (int c = lane(); c < (to.d + 31) / 32 * 32; c += 32) {
+        float x = 0;
+        if (finite && c < to.d) x = multiply(add(number_at(p.x, p.kind, from + c), -widen(minimum)), inverse);
+        x = x < 0 ? 0 : x > top ? top : x;
+        codes[c] = static_cast<uint8_t>(round_to_int(x));
+    }
+    warp_barrier();
+    const int in_chunk = token % chunk, second = plane_words(to.d, wide_plane(to.bits));
+    uint32_t* words = to.codes_of(token / chunk, head);
+    if (to.bits == 8) store_plane<8>(to, words, codes, 0, 0, in_chunk);
+    if (to.bits == 4 || to.bits == 6) store_plane<4>(to, words, codes, 0, 0, in_chunk);
+    if (to.bits < 4) store_plane<2>(to, words, codes, 0, 0, in_chunk);
+    if (to.bits == 6) store_plane<2>(to, words, codes, 4, second, in_chunk);
+    if (to.bits == 3) store_plane<1>(to, words, codes, 2, second, in_chunk);
+    if (lane() < 2)
+        to.scales_of(token / chunk, head)[lane() * chunk + in_chunk] =
+            finite ? (lane() ? minimum.bits : scale.bits) : 0x7fc0;
+}
+
+struct Dequantize {
+    Side from;
+    float* out;  // [heads, length, d]
+    int length;
+};
+constexpr int dequantize_threads = 256;
+
+// A thread makes one number; block_y counts the heads.
+PTQ_KERNEL(dequantize_threads, 4)
+static void dequantize_kernel(const Dequantize p) {
+    const Side& from = p.from;
+    const int64_t i = static_cast<int64_t>(block_x()) * dequantize_threads + thread();
+    if (i >= static_cast<int64_t>(p.length) * from.d) return;
+    const int token = static_cast<int>(i / from.d), c = static_cast<int>(i % from.d), head = block_y();
+    const int width = wide_plane(from.bits), above = from.bits - width, in_chunk = token % chunk;
+    const uint32_t* words = from.codes_of(token / chunk, head);
+    uint32_t code = words[from.at(c * width / 32, in_chunk)] >> (c * width % 32) & ((1u << width) - 1);
+    if (above)
+        code |= (words[from.at(plane_words(from.d, width) + c * above / 32, in_chunk)] >> (c * above % 32) &
+                 ((1u << above) - 1))
+                << width;
+    const uint16_t* scales = from.scales_of(token / chunk, head) + in_chunk;
+    p.out[head * static_cast<int64_t>(p.length) * from.d + i] =
+        add(multiply(static_cast<float>(code), widen(Bfloat16{scales[0]})), widen(Bfloat16{scales[chunk]}));
+}
+
+}  // namespace ptq::kv_cache_cuda

@@ -1,0 +1,103 @@
+// What decode attention (attend.cuh) is given, and what a block of threads keeps in shared memory. No torch here.
+#pragma once
+
+#include "kv_cache_cuda/layout.cuh"
+
+namespace ptq::kv_cache_cuda {
+
+constexpr int rows_at_once = 8, attend_warps = 8, warp_blocks = chunk_blocks / attend_warps;
+constexpr int weight_row = chunk + 16;  // numbers: rows of weights begin in different banks
+constexpr float none = -__builtin_inff();
+
+// Channels of values at once: what the registers hold.
+PTQ_BOTH constexpr int segment_of(int bits) {
+    return bits < 4 ? 256 : 128;
+}
+
+struct Attend {
+    const void* q;  // [heads, rows, d]: a row is a query head of the group and a query token, the token innermost
+    Number q_kind;
+    int parts;  // bfloat16 numbers whose sum a query, or a weight, is
+    Side k, v;
+    const uint8_t* mask;                   // [batch or 1, tokens, length] of 0 and 1, or null
+    int64_t mask_batch;                    // 0 where all rows of the batch share one mask
+    const int64_t* starts;                 // [batch], or null: no sinks
+    const float *sink_keys, *sink_values;  // [heads, sinks, d]
+    float* partial;                        // [heads, chunks, rows, d + 2]
+    void* out;                             // [batch, tokens, q heads, d]
+    Number out_kind;
+    int kv_heads, groups, tokens, sinks, length;
+    float scaling;
+
+    PTQ_BOTH int rows() const { return groups * tokens; }
+    PTQ_BOTH int chunks() const { return (length + chunk - 1) / chunk; }
+    // Pairs of channels of a query in shared memory: whole steps of four words of the wide plane.
+    PTQ_BOTH int query_pairs() const {
+        const int fields = 32 / wide_plane(k.bits);
+        return (k.d + 4 * fields - 1) / (4 * fields) * 2 * fields;
+    }
+    PTQ_BOTH int query_row() const { return query_pairs() + 4; }  // padded: rows begin in different banks
+    PTQ_BOTH int width() const { return v.d < segment_of(v.bits) ? v.d : segment_of(v.bits); }
+    PTQ_BOTH int query_bytes() const { return parts * rows_at_once * query_row() * 4; }
+    PTQ_BOTH int weight_bytes() const { return parts * rows_at_once * weight_row * 2; }
+    // Queries, and later sums of values in their place.
+    PTQ_BOTH int first_bytes() const {
+        const int sums = attend_warps / 2 * rows_at_once * width() * 4;
+        return query_bytes() > sums ? query_bytes() : sums;
+    }
+    PTQ_BOTH int shared_bytes() const { return first_bytes() + weight_bytes() + rows_at_once * (chunk + 2) * 4; }
+};
+
+// What the kernel keeps in shared memory.
+struct Rooms {
+    uint32_t* queries;  // [parts, row, pairs]
+    uint16_t* weights;  // [parts, row, token]: weight * scale of the value
+    float* scores;      // [row, token], then weights
+    float* sums;        // [row]: of the queries; then what the minima of the values add to every channel
+    float* values;      // [attend_warps / 2, row, channel], where the queries were
+
+    PTQ_DEVICE explicit Rooms(const Attend& p) {
+        uint8_t* at = shared();
+        queries = reinterpret_cast<uint32_t*>(at);
+        values = reinterpret_cast<float*>(at);
+        weights = reinterpret_cast<uint16_t*>(at += p.first_bytes());
+        scores = reinterpret_cast<float*>(at += p.weight_bytes());
+        sums = scores + rows_at_once * chunk;
+    }
+};
+
+// The rows of this block, from `first` on, `count` of them.
+struct Rows {
+    int first, count, head, index, tokens;  // tokens: of the chunk
+    PTQ_DEVICE explicit Rows(const Attend& p) {
+        first = block_z() * rows_at_once;
+        count = p.rows() - first < rows_at_once ? p.rows() - first : rows_at_once;
+        head = block_y();
+        index = block_x();
+        tokens = p.length - index * chunk < chunk ? p.length - index * chunk : chunk;
+    }
+    PTQ_DEVICE int64_t query(const Attend& p, int row) const {
+        return (static_cast<int64_t>(head) * p.rows() + first + row) * p.k.d;
+    }
+};
+
+PTQ_DEVICE float sum_of_warp(float x) {
+    PTQ_UNROLL
+    for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);
+    return x;
+}
+
+// The sinks among the tokens of this chunk: sinks [first, last) are tokens at, at + 1, ...
+struct Sinks {
+    int first = 0, last = 0, at = 0;
+    PTQ_DEVICE Sinks(const Attend& p, const Rows& rows) {
+        if (!p.starts) return;
+        const int64_t start = p.starts[rows.head / p.kv_heads] - static_cast<int64_t>(rows.index) * chunk;
+        first = start >= 0 ? 0 : -start < p.sinks ? static_cast<int>(-start) : p.sinks;
+        const int64_t end = rows.tokens - start;
+        last = end < first ? first : end < p.sinks ? static_cast<int>(end) : p.sinks;
+        at = last > first ? static_cast<int>(start) + first : 0;
+    }
+};
+
+}  // namespace ptq::kv_cache_cuda

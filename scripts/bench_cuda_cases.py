@@ -1,0 +1,74 @@
+"""What `bench_cuda.py` measures of E8P weights and of the packed KV cache: GPU memory filled with random codes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ptq import kv_ops
+from ptq.activations import Activation
+from quip_sharp.e8p_format import E8PFormat
+
+HEADS, GROUPS, HEAD_DIM = 8, 4, 128  # those of Llama 3 8B
+LENGTHS = (1024, 4096, 32768)
+Call = Callable[[dict[str, Tensor]], Any]
+
+
+def e8p_weight(bits: int, n: int, k: int) -> dict[str, Tensor]:
+    """Fragments of random codes."""
+    form = E8PFormat(bits)
+    parts = {
+        name: torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
+        for name, (shape, _) in form.buffers(n, k).items()
+    }
+    scale = torch.full((1 if bits == 2 else 2,), 0.01, device="cuda").view(torch.int32)
+    return form.prepack({**parts, "scale": scale}, "cuda")
+
+
+def e8p_calls(bits: int, rows: int, k: int) -> dict[str, Call]:
+    """bfloat16 and quantised tokens times a weight."""
+    form, x = E8PFormat(bits), torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+    q, scale = Activation(8, 1.0).quantize(x)
+    return {
+        f"E8P W{bits}A16": lambda w: form.linear(x, w),
+        f"E8P W{bits}A8": lambda w: form.linear_quantized(q, scale, w, None, torch.bfloat16),
+    }
+
+
+def cache(bits: int, length: int) -> dict[str, Tensor]:
+    """Keys and values of one layer and row."""
+    sides = {}
+    for side in ("k", "v"):
+        codes, scales = kv_ops.empty_chunks(-(-length // 256), 1, HEADS, HEAD_DIM, bits, torch.device("cuda"))
+        sides |= {f"{side}_codes": codes.random_(0, 256), f"{side}_scales": scales.uniform_(0.1, 0.2)}
+    return sides
+
+
+def cache_calls(bits: int, length: int) -> dict[str, Call]:
+    """Attention of one token over `length` cached ones, and appending one."""
+    q = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(1, HEADS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+    none = (None,) * 4
+
+    def append(c: dict[str, Tensor]) -> None:
+        torch.ops.ptq.kv_append(c["k_codes"], c["k_scales"], x, length - 1, bits, 0.95, False)
+        torch.ops.ptq.kv_append(c["v_codes"], c["v_scales"], x, length - 1, bits, 0.95, True)
+
+    return {
+        f"KV{bits} attend": lambda c: torch.ops.ptq.kv_attend(q, *c.values(), length, bits, bits, 0.09, *none),
+        f"KV{bits} append": append,
+    }
+
+
+def plain_attention(length: int) -> tuple[Callable[[], dict[str, Tensor]], Call]:
+    """torch's own attention over bfloat16 keys and values of the same size."""
+    q = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
+
+    def make() -> dict[str, Tensor]:
+        return {s: torch.randn(1, HEADS, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for s in "kv"}
+
+    def call(c: dict[str, Tensor]) -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, c["k"], c["v"], enable_gqa=True)
+
+    return make, call

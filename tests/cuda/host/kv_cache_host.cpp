@@ -1,0 +1,93 @@
+// The kernels of csrc/kv_cache_cuda, run thread by thread on the CPU, for tests/test_cuda_host_kv_cache.py.
+#include "guarded.h"
+#include "kv_cache_cuda/launch.cuh"
+
+using namespace ptq::kv_cache_cuda;
+using ptq::test::Buffer;
+
+namespace {
+
+int64_t code_bytes(int chunks, int heads, int d, int bits) {
+    return int64_t{chunks} * heads * chunk * 4 * words_of(d, bits);
+}
+int64_t scale_bytes(int chunks, int heads) {
+    return int64_t{chunks} * heads * 2 * chunk * 2;
+}
+Number number_of(int type) {
+    return type == 0 ? Number::float32 : type == 2 ? Number::float16 : Number::bfloat16;
+}
+
+}  // namespace
+
+// x[heads, count, d] of type 0 float32, 2 float16, 3 bfloat16 into codes and scales, in place. Tokens of x lie
+// `token_stride` numbers apart.
+extern "C" const char* test_append(int backwards, int type, const void* x, uint8_t* codes, uint16_t* scales, int chunks,
+                                   int heads, int d, int bits, int channel_major, int start, int count, float clip,
+                                   int token_stride, int at_device) {
+    machine.backwards = backwards;
+    Buffer c(codes, code_bytes(chunks, heads, d, bits)), s(scales, scale_bytes(chunks, heads));
+    Buffer xs(x, int64_t{heads} * count * token_stride * (type ? 2 : 4));
+    const Side side{
+        static_cast<uint32_t*>(c.data()), static_cast<uint16_t*>(s.data()), heads, d, bits, channel_major != 0};
+    const int64_t given = start;
+    Buffer at(&given, 8);
+    const char* error = run_append({side, xs.data(), number_of(type), int64_t{count} * token_stride * heads,
+                                    int64_t{count} * token_stride, token_stride, heads, at_device ? 0 : start, count,
+                                    clip, at_device ? static_cast<const int64_t*>(at.data()) : nullptr, chunks * chunk},
+                                   nullptr);
+    c.give(codes);
+    s.give(scales);
+    return error ? error : c.damaged() || s.damaged() ? "written beside a buffer" : nullptr;
+}
+
+extern "C" const char* test_kv_dequantize(int backwards, const uint8_t* codes, const uint16_t* scales, float* out,
+                                          int chunks, int heads, int d, int bits, int channel_major, int length) {
+    machine.backwards = backwards;
+    Buffer c(codes, code_bytes(chunks, heads, d, bits)), s(scales, scale_bytes(chunks, heads));
+    Buffer y(nullptr, int64_t{heads} * length * d * 4);
+    const Side side{
+        static_cast<uint32_t*>(c.data()), static_cast<uint16_t*>(s.data()), heads, d, bits, channel_major != 0};
+    const char* error = run_dequantize({side, static_cast<float*>(y.data()), length}, nullptr);
+    y.give(out);
+    return error ? error : y.damaged() ? "written beside a buffer" : nullptr;
+}
+
+// sizes: batch, kv heads, groups, tokens, d, length, chunks, sinks, rows of the mask's batch.
+extern "C" const char* test_attend(int backwards, int type, const void* q, const uint8_t* k_codes,
+                                   const uint16_t* k_scales, const uint8_t* v_codes, const uint16_t* v_scales,
+                                   int k_bits, int v_bits, float scaling, const uint8_t* mask, const int64_t* starts,
+                                   const float* sink_keys, const float* sink_values, void* out, const int* sizes) {
+    machine.backwards = backwards;
+    const int batch = sizes[0], kv_heads = sizes[1], groups = sizes[2], tokens = sizes[3], d = sizes[4];
+    const int length = sizes[5], chunks = sizes[6], sinks = sizes[7], heads = batch * kv_heads;
+    const int64_t width = type ? 2 : 4, count = int64_t{heads} * groups * tokens * d * width;
+    Buffer kc(k_codes, code_bytes(chunks, heads, d, k_bits)), ks(k_scales, scale_bytes(chunks, heads));
+    Buffer vc(v_codes, code_bytes(chunks, heads, d, v_bits)), vs(v_scales, scale_bytes(chunks, heads));
+    const int64_t sink_bytes = sink_keys ? int64_t{heads} * sinks * d * 4 : 0;
+    Buffer sk(sink_keys, sink_bytes), sv(sink_values, sink_bytes), st(starts, starts ? 8 * batch : 0);
+    Buffer m(mask, mask ? int64_t{sizes[8]} * tokens * length : 0), qs(q, count), y(nullptr, count);
+    Attend p{};
+    p.q = qs.data(), p.q_kind = number_of(type), p.parts = type == 0 ? 3 : type == 2 ? 2 : 1;
+    p.k = {static_cast<uint32_t*>(kc.data()), static_cast<uint16_t*>(ks.data()), heads, d, k_bits, false};
+    p.v = {static_cast<uint32_t*>(vc.data()), static_cast<uint16_t*>(vs.data()), heads, d, v_bits, true};
+    p.mask = mask ? static_cast<const uint8_t*>(m.data()) : nullptr;
+    p.mask_batch = sizes[8] > 1 ? int64_t{tokens} * length : 0;
+    p.starts = starts ? static_cast<const int64_t*>(st.data()) : nullptr;
+    p.sink_keys = static_cast<const float*>(sk.data()), p.sink_values = static_cast<const float*>(sv.data());
+    p.kv_heads = kv_heads, p.groups = groups, p.tokens = tokens, p.sinks = sinks, p.length = length;
+    p.scaling = scaling;
+    Buffer partial(nullptr, int64_t{heads} * p.chunks() * p.rows() * (d + 2) * 4);
+    p.partial = static_cast<float*>(partial.data());
+    p.out = y.data(), p.out_kind = p.q_kind;
+    const char* error = run_attend(p, nullptr);
+    y.give(out);
+    return error ? error : y.damaged() || partial.damaged() ? "written beside a buffer" : nullptr;
+}
+
+extern "C" int test_attend_shared(int parts, int d, int k_bits, int v_bits) {
+    Attend p{};
+    p.parts = parts;
+    p.k.d = p.v.d = d;
+    p.k.bits = k_bits, p.v.bits = v_bits;
+    return p.shared_bytes();
+}

@@ -1,0 +1,119 @@
+"""A whole decode step under `torch.compile(fullgraph=True)`: ten steps, no new graphs, the numbers of plain PyTorch.
+
+All steps run in one process of their own (`main`): the types in signatures, which tests check, cannot be compiled.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, save_model
+from test_kv_cache import MIXED, model_of, tokens
+from torch import Tensor
+from transformers import AutoModelForCausalLM, StaticCache
+
+import ptq
+from fp6.plan import Fp6Recipe
+from ptq.attention import SETTINGS as SETTINGS_OF_MODEL
+from ptq.errors import InputError
+from ptq.kv_cache import CacheQuantization
+from ptq.packed_cache import PackedCache
+from ptq.static_cache import StaticPackedCache
+from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
+
+RECIPES = {
+    "quarot W4A16": QuarotRecipe(rounding="nearest", weight_bits=4),
+    "quarot W4A8, 4-bit cache": QuarotRecipe(
+        rounding="nearest", weight_bits=4, activation_bits=8, key_bits=4, value_bits=4
+    ),
+    "quip-sharp": QuipSharpRecipe(rounding="nearest"),
+    "fp6": Fp6Recipe(rounding="nearest"),
+}
+
+
+SETTINGS = {"3 and 8 bits, sinks": MIXED, "16 and 4 bits": CacheQuantization(16, 4)}
+
+
+@torch.no_grad()
+def run_steps(model: Any, cache: Any, other: Any, steps: int = 10) -> tuple[int, float]:
+    """Decodes greedily with a compiled step over `cache`, and with a plain one over `other`: graphs, difference."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ids = tokens(1, 10) % model.config.vocab_size
+    model(ids, past_key_values=other)
+    token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+    def step(token: Tensor, position: Tensor, cache: Any) -> Tensor:
+        return model(token, position_ids=position, past_key_values=cache).logits
+
+    compiled, worst = torch.compile(step, fullgraph=True, backend="eager"), 0.0
+    for i in range(steps):
+        position = torch.tensor([[10 + i]])
+        found, wanted = compiled(token, position, cache), step(token, position, other)
+        worst = max(worst, float((found - wanted).abs().max() / wanted.abs().max()))
+        token = found[:, -1:].argmax(-1)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], worst
+
+
+def main(folder: Path) -> None:
+    """Every case; what `run_steps` gives, as JSON."""
+    found = {}
+    source = save_model(folder / "model", **TINY)
+    for name, recipe in RECIPES.items():
+        packed = folder / name.replace(" ", "_")
+        ptq.quantize(source, packed, recipe, ptq.RunOptions(progress=False))
+        model = AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
+        settings = getattr(model.base_model, SETTINGS_OF_MODEL, None)
+        cache, other = (StaticCache(config=model.config, max_cache_len=32) for _ in range(2))
+        if settings is not None:
+            cache, other = StaticPackedCache(model.config, settings, 32), PackedCache(model.config, settings)
+        found[name] = run_steps(model, cache, other)
+    for name, settings in SETTINGS.items():
+        model = model_of(settings)
+        caches = StaticPackedCache(model.config, settings, 64), PackedCache(model.config, settings)
+        found[name] = run_steps(model, *caches)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, float]]:
+    folder = tmp_path_factory.mktemp("compile")
+    code = f"import pathlib, test_compile; test_compile.main(pathlib.Path({str(folder)!r}))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *SETTINGS])
+def test_a_graph_of_a_decode_step_serves_all_steps(name: str, found: dict[str, tuple[int, float]]) -> None:
+    graphs, difference = found[name]
+    assert graphs <= 2 and difference < 1e-4  # the second one where plain steps have taught the layers something
+
+
+@torch.no_grad()
+def test_a_cache_of_a_fixed_size_without_a_compiler() -> None:
+    model = model_of(MIXED)
+    ids = tokens(2, 24)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    static, plain = StaticPackedCache(model.config, MIXED, 30), PackedCache(model.config, MIXED)
+    for _ in range(2):
+        for begin, end in ((0, 9), (9, 10), (10, 13), (13, 24)):
+            more = dict(attention_mask=mask[:, :end])
+            found, wanted = (
+                model(ids[:, begin:end], past_key_values=cache, **more).logits for cache in (static, plain)
+            )
+            torch.testing.assert_close(found[:, 5 - min(begin, 5) :], wanted[:, 5 - min(begin, 5) :])
+        for cache in (static, plain):
+            cache.crop(-4)
+            assert cache.get_seq_length() == 20
+            cache.reset()
+    with pytest.raises(InputError, match="30 tokens"):
+        model(tokens(2, 31), past_key_values=static)
+    with pytest.raises(InputError, match="max_position_embeddings"):
+        StaticPackedCache(model.config, MIXED, 10**6)
