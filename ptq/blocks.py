@@ -62,6 +62,13 @@ class Part:
         layers[0] = self.splice
         self.prefix = f"{family.layers}.{layer}." if layer is not None else ""
 
+    def __del__(self) -> None:
+        """Modules with a method of our own hold themselves: without this a block would stay until the garbage collector
+        comes by, and it does not see how large it is."""
+        for module in self.model.modules() if "model" in vars(self) else ():
+            for method in ("forward", "_prepare_cache_for_generation"):
+                vars(module).pop(method, None)
+
     @property
     def block(self) -> nn.Module:
         """The decoder block itself."""

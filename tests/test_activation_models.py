@@ -1,8 +1,10 @@
 """Models with quantised activations: plan, config.json, loading, and Hessians of what the weights see."""
 
 import dataclasses
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +182,21 @@ def test_hessians_are_of_the_quantised_input(source: Path) -> None:
     assert module.online.activation is not None
     x = activations.dequantize(*module.quantized_input(inputs[-1])).flatten(0, 1).double()
     torch.testing.assert_close(h.double(), x.T @ x, rtol=1e-5, atol=1e-4)
+
+
+def test_a_block_is_gone_when_nobody_holds_it(source: Path) -> None:
+    """Without waiting for the garbage collector: a block of a large model is most of the memory of a run."""
+    target = ptq.plan(str(source), QuarotRecipe(rounding="nearest", key_bits=4, value_bits=4))
+    drawn = {name: torch.ones(length, dtype=torch.int8) for name, length in target.plan.signs.items()}
+    job = Job(recipe=QuarotRecipe(), signs=drawn, device=torch.device("cpu"), **vars(target))
+    gc.disable()
+    try:
+        part = job.original_block(0)
+        job.rotate_block(0, part)
+        job.quantize_inputs(0, part)
+        part.run(torch.randn(1, 9, 72))
+        blocks = [weakref.ref(module) for module in part.block.modules()]
+        del part
+        assert not [module for block in blocks if (module := block()) is not None]
+    finally:
+        gc.enable()
