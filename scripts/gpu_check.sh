@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # On a machine with a GPU and nvcc, without a network: builds the kernels, runs the tests that need a GPU, measures.
 #
-#     scripts/gpu_check.sh [FOLDER]     writes gpu_check.json, gpu_check.md and the logs there (./gpu_check)
+#     scripts/gpu_check.sh [FOLDER]     writes there (./gpu_check): logs, and as .json and .md
+#                                       gpu_check (kernels), generate (decoding), generate_compiled (if time is left)
 #
 # Meant to end within nine minutes. PYTHON names the interpreter whose torch is used (.venv/bin/python, or python3).
 set -euo pipefail
@@ -29,7 +30,20 @@ tests=0
 "$python" -m pytest -q -o addopts="" -p no:cacheprovider tests/cuda >"$output/tests.log" 2>&1 || tests=$?
 tail -25 "$output/tests.log"
 
-echo "== benchmark ($(date +%T))"
-"$python" scripts/bench_cuda.py --output "$output/gpu_check"
-echo "== end ($(date +%T)); tests: exit code $tests"
-exit "$tests"
+echo "== kernels ($(date +%T))"
+kernels=0
+"$python" scripts/bench_cuda.py --output "$output/gpu_check" || kernels=$?
+
+echo "== decoding ($(date +%T))"
+decoding=0
+timeout 150 "$python" scripts/bench_cuda_generate.py --output "$output/generate" || decoding=$?
+
+compiled=not-run
+if [ "$SECONDS" -lt 360 ]; then  # compiling 32 layers may take a minute
+    echo "== compiled decoding ($(date +%T))"
+    compiled=0
+    timeout 170 "$python" scripts/bench_cuda_generate.py --output "$output/generate_compiled" --compiled \
+        --only "INT4 W4A16 g128" --only "FP6 e2m3 W6A16" || compiled=$?
+fi
+echo "== end ($(date +%T)); exit codes: tests $tests, kernels $kernels, decoding $decoding, compiled $compiled"
+[ "$tests$kernels$decoding" = 000 ]
