@@ -19,6 +19,7 @@ from ptq.linear import NOT_OF_THE_FORMAT, describe
 from ptq.plan import LinearPlan, Plan, Rotation
 from ptq.progress import console
 from ptq.recipe import Recipe, RunOptions
+from ptq.work import RECORD
 
 app = typer.Typer(
     name="quantize",
@@ -31,9 +32,9 @@ app = typer.Typer(
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq.")
 ]
-Out = Annotated[Path, typer.Argument(help="Folder of the result; must not exist or be empty.")]
+Out = Annotated[Path, typer.Argument(help="Folder of the result: new, empty, or of the same command unfinished.")]
 Calibration = Annotated[
-    str | None, typer.Option(help="Text for GPTQ: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
+    str | None, typer.Option(help="Calibration text: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
 ]
 Samples = Annotated[int, typer.Option(help="Calibration rows.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row. Default: 2048, or the model's limit.")]
@@ -81,11 +82,15 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     if show_plan:
         print_plan(pipeline.plan(model, recipe).plan)
         return
+    finished_before = (out / RECORD).is_file()
     result = pipeline.quantize(model, out, recipe, options)
     if os.environ.get("RANK", "0") != "0":
         return  # started by torchrun: the first process speaks
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
     console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
+    if finished_before:
+        console.print("finished before, by the same command: nothing was done, its files are as they were written")
+        return
     console.print(
         f"proven: the rotated model equals the original to {result.rotation_error:.1e}; "
         "read again, the checkpoint gives the logits that were measured; "

@@ -214,9 +214,11 @@ def is_finished(out: Path, record: Record) -> bool:
     if not path.is_file() or compare(record, stored := read_record(path)):
         return False
     Checkpoint.open(out)
-    missing = [name for name in stored.get("files", {}) if not (out / name).is_file()]
-    if missing:
-        raise InputError(f"{out / missing[0]}: is missing from the finished result; remove {out} and run again")
+    written, found = stored.get("files", {}), file_hashes(out)
+    for name in written:
+        if found.get(name) != written[name]:
+            what = "is not as it was written (its SHA-256 differs)" if name in found else "is missing"
+            raise InputError(f"{out / name}: {what}; the result was finished before, so remove {out} and run again")
     return True
 
 

@@ -116,5 +116,5 @@ def block_notes(widths: dict[str, int]) -> Iterator[str]:
     for name, width in widths.items():
         order = hadamard.largest_block(width)
         if order != width:
-            blocks = f"{width // order} of {order}"
-            yield f"{name} {width}: no Hadamard matrix of that order can be built, so {blocks} are used"
+            blocks = f"{width // order} blocks of order {order}"
+            yield f"{name} {width}: no Hadamard matrix of that order can be built; {blocks} mix fewer channels"

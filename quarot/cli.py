@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import typer
 
 from ptq import cli
+from ptq.errors import InputError
 from ptq.recipe import RunOptions
 from quarot.plan import QuarotRecipe
 
@@ -73,7 +74,16 @@ def quarot(
         key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
         cache_clip=kv_clip, cache_sinks=kv_sinks,
     )  # fmt: skip
+    _check_used(recipe)
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
+
+
+def _check_used(recipe: QuarotRecipe) -> None:
+    """Raise InputError for an option that would change nothing."""
+    if recipe.activation_clip is not None and recipe.activation_bits == 16:
+        raise InputError("--activation-clip does nothing without --activation-bits 8, 6 or 4")
+    if recipe.key_bits == recipe.value_bits == 16 and (recipe.cache_clip is not None or recipe.cache_sinks):
+        raise InputError("--kv-clip and --kv-sinks do nothing without --kv-bits, --key-bits or --value-bits below 16")
 
 
 def rotate(

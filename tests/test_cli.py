@@ -31,6 +31,11 @@ def packed(tiny: Path) -> Path:
     return out
 
 
+def test_a_finished_result_is_left_as_it_is(packed: Path, tiny: Path) -> None:
+    result = quantize("quarot", tiny, packed, "--rounding", "nearest")
+    assert result.exit_code == 0 and "nothing was done" in result.stderr and "proven" not in result.stderr
+
+
 # --- bad options ----------------------------------------------------------------------------------------------------
 
 BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
@@ -46,9 +51,17 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "one bit": (["--weight-bits", "1"], "weight bits must be 2 to 8"),
     "no damping": (["--damping", "0"], "damping must lie"),
     "odd activation bits": (["--activation-bits", "5"], "activation bits must be 4, 6 or 8, or 16"),
-    "an activation clip above one": (["--activation-clip", "1.01"], "activation clip must lie above 0"),
+    "an activation clip above one": (
+        ["--activation-bits", "8", "--activation-clip", "1.01"],
+        "activation clip must lie above 0",
+    ),
     "no activation clip": (["--activation-bits", "8", "--activation-clip", "0"], "activation clip must lie above 0"),
-    "an activation clip that is no number": (["--activation-clip", "nan"], "activation clip must lie above 0"),
+    "an activation clip that is no number": (
+        ["--activation-bits", "8", "--activation-clip", "nan"],
+        "activation clip must lie above 0",
+    ),
+    "a clip of activations that are left alone": (["--activation-clip", "0.9"], "does nothing without"),
+    "sinks of a cache that is left alone": (["--kv-sinks", "4"], "do nothing without"),
     "one bit of a key": (["--kv-bits", "4", "--key-bits", "1"], "key_bits must be one of"),
     "too many bits of a value": (["--kv-bits", "9"], "bits must be one of"),
     "a KV clip above one": (["--kv-bits", "4", "--kv-clip", "1.5"], "clip must be above 0"),

@@ -232,7 +232,12 @@ def test_a_tied_head_with_other_numbers_is_refused(tmp_path: Path) -> None:
 
 def test_a_finished_result_that_lost_its_tensors_is_no_result(tiny: Path, tmp_path: Path) -> None:
     ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
-    (tmp_path / "out" / "model.safetensors").unlink()
+    weights = tmp_path / "out" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ptq.InputError, match="model.safetensors: is not as it was written"):
+        ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+    weights.unlink()
     with pytest.raises(ptq.InputError, match="model.safetensors"):
         ptq.quantize(tiny, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
 
