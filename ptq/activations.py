@@ -16,8 +16,9 @@ import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 
-from ptq import hadamard, native
+from ptq import hadamard
 from ptq.errors import InputError
+from ptq.op_declarations import declare
 
 TINY = 1e-30
 """Below this the scale could underflow."""
@@ -72,12 +73,6 @@ def _check(bits: object, clip: object) -> None:
 
 # --- ops ------------------------------------------------------------------------------------------------------------
 
-torch.library.define("ptq::quantize_tokens", "(Tensor x, int bits, float clip) -> (Tensor, Tensor)")
-torch.library.define(
-    "ptq::hadamard_quantize",
-    "(Tensor x, Tensor? signs, Tensor[] factors, int order, int bits, float clip) -> (Tensor, Tensor)",
-)
-
 
 def reference(x: Float[Tensor, "*batch k"], bits: int, clip: float) -> _Quantized:
     """`ptq::quantize_tokens` in plain torch."""
@@ -107,10 +102,17 @@ def _no_gradient(ctx, *gradients):
     raise RuntimeError("ptq: there is no gradient through quantised activations; take it through the original model")
 
 
-torch.library.impl("ptq::quantize_tokens", "CompositeExplicitAutograd")(reference)
-torch.library.impl("ptq::hadamard_quantize", "CompositeExplicitAutograd")(_hadamard_reference)
-torch.library.register_fake("ptq::quantize_tokens")(lambda x, bits, clip: _empty(x))
-torch.library.register_fake("ptq::hadamard_quantize")(lambda x, signs, factors, order, bits, clip: _empty(x))
+declare(
+    "quantize_tokens",
+    "(Tensor x, int bits, float clip) -> (Tensor, Tensor)",
+    reference=reference,
+    fake=lambda x, bits, clip: _empty(x),
+)
+declare(
+    "hadamard_quantize",
+    "(Tensor x, Tensor? signs, Tensor[] factors, int order, int bits, float clip) -> (Tensor, Tensor)",
+    reference=_hadamard_reference,
+    fake=lambda x, signs, factors, order, bits, clip: _empty(x),
+)
 for _name in ("quantize_tokens", "hadamard_quantize"):
     torch.library.register_autograd(f"ptq::{_name}", _no_gradient)
-native.load()

@@ -16,8 +16,8 @@ import torch
 from jaxtyping import Float, Float64, Num
 from torch import Tensor
 
-from ptq import native
 from ptq.errors import InputError
+from ptq.op_declarations import declare
 from ptq.paley import paley, paley1, paley2, prime_power
 
 MAX_ORDER = 1 << 24  # far beyond any layer; bounds what a hostile checkpoint can ask for
@@ -171,8 +171,6 @@ def _factors(order: int | str, device: torch.device) -> tuple[list[Tensor], int]
 
 
 _ARGUMENTS = "Tensor? signs, Tensor[] factors, int order, int dim, bool transpose"
-torch.library.define("ptq::hadamard", f"(Tensor x, {_ARGUMENTS}) -> Tensor")
-torch.library.define("ptq::hadamard_", f"(Tensor(a!) x, {_ARGUMENTS}) -> ()")
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -190,14 +188,12 @@ def _check(x: Tensor, signs: Tensor | None, order: int, dim: int) -> None:
         )
 
 
-@torch.library.register_fake("ptq::hadamard")
-def _(x, signs, factors, order, dim, transpose):
+def _fake(x, signs, factors, order, dim, transpose):
     _check(x, signs, order, dim)
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.register_fake("ptq::hadamard_")
-def _(x, signs, factors, order, dim, transpose):
+def _fake_inplace(x, signs, factors, order, dim, transpose):
     _check(x, signs, order, dim)
 
 
@@ -233,11 +229,7 @@ def reference(x: Tensor, signs: Tensor | None, factors: list[Tensor], order: int
     return y.movedim(-1, dim).to(x.dtype, memory_format=torch.contiguous_format, copy=True).contiguous()
 
 
-torch.library.impl("ptq::hadamard", "CompositeExplicitAutograd")(reference)
-
-
-@torch.library.impl("ptq::hadamard_", "CompositeExplicitAutograd")
-def _(x, signs, factors, order, dim, transpose):
+def _inplace_reference(x, signs, factors, order, dim, transpose):
     x.copy_(reference(x, signs, factors, order, dim, transpose))
 
 
@@ -254,8 +246,9 @@ def _backward(ctx, grad):
     return back, None, [None] * ctx.count, None, None, None
 
 
+declare("hadamard", f"(Tensor x, {_ARGUMENTS}) -> Tensor", reference, _fake)
+declare("hadamard_", f"(Tensor(a!) x, {_ARGUMENTS}) -> ()", _inplace_reference, _fake_inplace)
 torch.library.register_autograd("ptq::hadamard", _backward, setup_context=_setup_context)
-native.load()
 
 
 def dense_factors(order: int | str, device: torch.device) -> tuple[list[Tensor], int]:

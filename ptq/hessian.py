@@ -101,16 +101,19 @@ def observe(
     return sums
 
 
+def panel_shapes(k: int) -> list[tuple[int, int]]:
+    """Rows and columns of the panels of one H."""
+    ends = [min(start + PANEL, k) for start in range(0, k, PANEL)]
+    return [(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def _zeros(k: int, device: torch.device) -> list[Float32[Tensor, "_ _"]]:
     """The panels of a sum of nothing. They share one piece of memory, made before the block runs: many small ones among
     its activations would leave holes."""
-    ends = [min(start + PANEL, k) for start in range(0, k, PANEL)]
-    shapes = [(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
-    flat = torch.zeros(sum(rows * columns for rows, columns in shapes), device=device)
-    return [
-        panel.view(shape)
-        for panel, shape in zip(flat.split([rows * columns for rows, columns in shapes]), shapes, strict=True)
-    ]
+    shapes = panel_shapes(k)
+    sizes = [rows * columns for rows, columns in shapes]
+    flat = torch.zeros(sum(sizes), device=device)
+    return [panel.view(shape) for panel, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
 def whole(panels: list[Float32[Tensor, "_ _"]]) -> Float32[Tensor, "k k"]:

@@ -15,7 +15,7 @@ from ptq import finetune
 from ptq.errors import InputError
 from ptq.families import ModelShape
 from ptq.finetune_full import LOGITS
-from ptq.hessian import MAX_PARTS, PART_CHUNKS
+from ptq.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
 from ptq.tasks import CHUNK_TOKENS
@@ -56,13 +56,13 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
     block_weights = sum(linear.n * linear.k for linear in block)
     largest = max(linear.n * linear.k for linear in plan.linears)
     inputs = {linear.statistics: linear.k for linear in block if linear.statistics}
-    hessians = 4 * sum(k * k for k in inputs.values()) if rows is not None else 0
     packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
     seconds = weights / (STREAM_RATE * torch.get_num_threads())
     memory = BASE_MEMORY + max(4 * block_weights + 12 * max(linear.n * linear.k for linear in block), 6 * largest)
-    hidden, parts = 0, 0
+    hidden, parts, hessians = 0, 0, 0
     if rows is not None:
         tokens = rows.numel()
+        hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
         parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
         hidden = 2 * 4 * tokens * shape.hidden
         square = sum(k * k for k in inputs.values())

@@ -4,14 +4,13 @@ import functools
 
 import pytest
 import torch
-from test_ops import GPU, HALVES, error, poison, random
+from test_ops import GPU, HALVES, check_graphs_and_compile, error, poison, random
 from torch import Tensor
 
 from fp6 import tiled_ops
 from fp6.element import ELEMENTS
 from fp6.minifloat import MinifloatFormat
-from ptq import bitstream, hadamard
-from ptq.activations import Activation
+from ptq import bitstream
 
 __all__ = ["poison"]  # the fixture
 
@@ -120,23 +119,5 @@ def test_wrong_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["e2m3", "e3m2"])
 def test_graphs_and_compile(name: str) -> None:
-    """Hadamard, quantisation and both products, captured once and replayed on other tokens; and in one graph."""
     form = MinifloatFormat(name, 128)
-    _, packed, _ = weight(512, 1024, form)
-    construction = hadamard.construction(1024)
-    x = random(4, 1024, dtype=torch.bfloat16).to(GPU)
-
-    def layer(x: Tensor) -> Tensor:
-        q, scale = Activation(8, 1.0).quantize(x, construction)
-        return form.linear(x, packed) + form.linear_quantized(q, scale, packed, None, x.dtype)
-
-    layer(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer(x)
-    for seed in (1, 2):
-        x.copy_(random(4, 1024, dtype=torch.bfloat16, seed=seed))
-        graph.replay()
-        assert torch.equal(y, layer(x))
-    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+    check_graphs_and_compile(form, weight(512, 1024, form)[1])

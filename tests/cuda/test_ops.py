@@ -1,6 +1,7 @@
 """The CUDA kernels on a GPU, against the references on the CPU: odd shapes, strides, dtypes, poisoned memory."""
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -191,10 +192,9 @@ def test_wrong_weights_are_refused() -> None:
     torch.cuda.synchronize()  # no error sticks
 
 
-def test_graphs_and_compile() -> None:
-    """Hadamard, quantisation and both products, captured once and replayed on other tokens; and in one graph."""
-    form = IntegerFormat(4, 128, True)
-    _, packed, _ = weight(512, 1024, form)
+def check_graphs_and_compile(form: Any, packed: dict[str, Tensor]) -> None:
+    """Hadamard, quantisation and both products of a weight [512, 1024], captured once and replayed on other tokens; and
+    in one graph."""
     construction = hadamard.construction(1024)
     x = random(4, 1024, dtype=torch.bfloat16).to(GPU)
 
@@ -212,3 +212,8 @@ def test_graphs_and_compile() -> None:
         graph.replay()
         assert torch.equal(y, layer(x))
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x))
+
+
+def test_graphs_and_compile() -> None:
+    form = IntegerFormat(4, 128, True)
+    check_graphs_and_compile(form, weight(512, 1024, form)[1])
