@@ -175,7 +175,8 @@ def inspect(
             str(len(group.linears)), f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
         )  # fmt: skip
     table.add_row("plain tensors", "", "", "", "", f"{found.plain_bytes / 1e6:.2f}", "")
-    table.add_row("all", "", "", "", "", f"{found.nbytes / 1e6:.2f}", f"{found.bits_per_weight or 0:.3f}")
+    bits = "" if found.bits_per_weight is None else f"{found.bits_per_weight:.3f}"
+    table.add_row("all", "", "", "", "", f"{found.nbytes / 1e6:.2f}", bits)
     typer.echo(_render(table))
     if found.report is not None:
         typer.echo(f"report: {found.report}")
@@ -197,7 +198,10 @@ def verify_command(
     if as_json:
         print(json.dumps(asdict(found), indent=2))
         return
-    typer.echo(f"{checkpoint}: {found.tensors} tensors in {found.files} files, every one as it was written")
+    state = "every one as it was written" if found.recorded else (
+        f"whole; without {RECORD} (save_pretrained writes none) changed bytes inside a tensor cannot be found"
+    )  # fmt: skip
+    typer.echo(f"{checkpoint}: {found.tensors} tensors in {found.files} files, {state}")
     if found.kl is not None:
         typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
                    f"{found.tokens} tokens")  # fmt: skip

@@ -102,10 +102,11 @@ class PtqQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         assert isinstance(self.quantization_config, PtqConfig)
-        replaced = {name: swap(model, name, entry) for name, entry in self.quantization_config.entries().items()}
+        entries = self.quantization_config.entries().items()
+        replaced = {own_name(model, name): swap(model, own_name(model, name), entry) for name, entry in entries}
         files = kwargs.get("checkpoint_files")
         if files:
-            check_files(replaced, [Path(file) for file in files])
+            check_files(replaced, [Path(file) for file in files], f"{model.base_model_prefix}.")
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         assert isinstance(self.quantization_config, PtqConfig)
@@ -114,7 +115,7 @@ class PtqQuantizer(HfQuantizer):
             attach(model, cache)
         fast_decode.install(model)
         for name in self.quantization_config.linears:
-            module = model.get_submodule(name)
+            module = model.get_submodule(own_name(model, name))
             assert isinstance(module, QuantLinear), name
             module.prepack()  # one after the other, so that no two copies of the model are ever in memory
 
@@ -130,16 +131,23 @@ register_quantization_config(QUANT_METHOD)(PtqConfig)
 register_quantizer(QUANT_METHOD)(PtqQuantizer)
 
 
-def check_files(modules: dict[str, QuantLinear], files: list[Path]) -> None:
-    """Check that the files hold every tensor of the packed modules, in its shape and dtype.
+def own_name(model: PreTrainedModel, name: str) -> str:
+    """What a model calls a linear of its checkpoint: without a head (`AutoModel`) names begin behind "model."."""
+    headless = not hasattr(model, model.base_model_prefix)
+    return name.removeprefix(f"{model.base_model_prefix}.") if headless else name
+
+
+def check_files(modules: dict[str, QuantLinear], files: list[Path], prefix: str) -> None:
+    """Check that the files hold every tensor of the packed modules, in its shape and dtype; with or without `prefix`,
+    for transformers adds and removes it.
 
     transformers would fill a missing tensor with random numbers and go on. Raises InputError.
     """
-    stored = {name: info for file in files for name, info in read_header(file)[0].items()}
+    stored = {name.removeprefix(prefix): info for file in files for name, info in read_header(file)[0].items()}
     for owner, module in modules.items():
         for leaf, parameter in module.named_parameters():
             name = f"{owner}.{leaf}"
-            info = stored.get(name)
+            info = stored.get(name.removeprefix(prefix))
             if info is None:
                 raise InputError(f"{files[0].parent}: tensor {name!r} is missing; the checkpoint is damaged")
             if tuple(info.shape) != tuple(parameter.shape):

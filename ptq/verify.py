@@ -21,6 +21,8 @@ class Verification:
 
     tensors: int
     files: int
+    recorded: bool
+    """Whether the bytes are those that were written. False: other software wrote the files again and left no record."""
     tokens: int | None = None
     kl: float | None = None
     """Mean KL divergence from the original, nats per token."""
@@ -30,37 +32,46 @@ class Verification:
 def verify(checkpoint: str, against: str | None = None, text: Path | None = None) -> Verification:
     """Check a checkpoint against its own record and, if asked, against the original model.
 
-    Raises InputError for a checkpoint that was not made by `quantize`, or whose files are not as they were written.
+    Raises InputError for a checkpoint that is not quantised by ptq, or whose files are not as they were written. Without
+    a record (`save_pretrained` writes none), everything else is checked.
     """
     folder = source.resolve(checkpoint)
     files, tensors = check_integrity(folder)
+    recorded = (folder / RECORD).is_file()
     if against is None:
-        return Verification(tensors, files)
+        return Verification(tensors, files, recorded)
     original = source.resolve(against)
     sizes = [load_config(model).get_text_config().vocab_size for model in (folder, original)]
     if sizes[0] != sizes[1]:
         raise InputError(f"{original}: is not the original: it knows {sizes[1]} tokens, {folder} {sizes[0]}")
     models = load_model(folder, torch.float32), load_model(original, torch.float32)
     agreement = evaluate.compare(*models, _windows(original, text))
-    return Verification(tensors, files, agreement.model.tokens, agreement.kl, agreement.top1)
+    return Verification(tensors, files, recorded, agreement.model.tokens, agreement.kl, agreement.top1)
 
 
 def check_integrity(folder: Path) -> tuple[int, int]:
     """Numbers of files and tensors of a checkpoint that is as it was written. Raises InputError where it is not."""
     found = Checkpoint.open(folder)
-    summary(found)
-    if not (folder / RECORD).is_file():
-        raise InputError(f"{folder}: has no {RECORD}: it was not made by quantize, or the file is lost")
-    expected = read_record(folder / RECORD).get("files")
-    if not isinstance(expected, dict):
-        raise InputError(f"{folder / RECORD}: lists no files; quantise again")
+    groups = summary(found).groups
     hashes = writer.file_hashes(folder)
-    for name in sorted(expected.keys() | hashes.keys()):
-        if expected.get(name) != hashes.get(name):
-            raise InputError(f"{folder / name}: is not the file that was written (its SHA-256 differs); fetch it again")
+    if (folder / RECORD).is_file():
+        _check_hashes(folder, hashes)
+    elif groups:
+        load_model(folder)  # the shape and dtype of every packed tensor
+    else:
+        raise InputError(f"{folder}: has no {RECORD}: it was not made by quantize, or the file is lost")
     for name in found.tensors:
         check_finite(name, found.read(name))
     return len(hashes), len(found.tensors)
+
+
+def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
+    expected = read_record(folder / RECORD).get("files")
+    if not isinstance(expected, dict):
+        raise InputError(f"{folder / RECORD}: lists no files; quantise again")
+    for name in sorted(expected.keys() | hashes.keys()):
+        if expected.get(name) != hashes.get(name):
+            raise InputError(f"{folder / name}: is not the file that was written (its SHA-256 differs); fetch it again")
 
 
 def _windows(original: Path, text: Path | None) -> evaluate.Windows:

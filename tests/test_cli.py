@@ -13,7 +13,8 @@ import pytest
 import torch
 import typer
 from conftest import check_refused, edit_config, listing, quantize
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq import preflight
@@ -217,6 +218,7 @@ def test_inspect(packed: Path, tiny: Path) -> None:
     assert found["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
     assert found["kv_cache"] is None
     assert json.loads(quantize("inspect", tiny, "--json").stdout)["groups"] == []
+    assert "0.000" not in quantize("inspect", tiny).stdout
 
 
 def test_inspect_shows_what_happens_when_the_model_runs(packed: Path, tmp_path: Path) -> None:
@@ -270,7 +272,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a config that is lost": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
     "weights that are lost": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither"),
     "a second file of weights": (lambda f: shutil.copy(f / "model.safetensors", f / "more.safetensors"), "SHA-256"),
-    "a record that is lost": (lambda folder: (folder / "ptq.json").unlink(), "was not made by quantize"),
     "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "not a record"),
 }
 
@@ -280,6 +281,19 @@ def test_verify_detects_damage(damage: Callable[[Path], Any], message: str, pack
     copy = shutil.copytree(packed, tmp_path / "copy")
     damage(copy)
     check_refused(quantize("verify", copy), message)
+
+
+def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:
+    """save_pretrained writes no ptq.json: what can be checked is checked, and the output says what cannot."""
+    saved = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(packed).save_pretrained(saved)
+    result = quantize("verify", saved)
+    assert result.exit_code == 0 and "changed bytes" in result.stdout and "as it was written" not in result.stdout
+    assert json.loads(quantize("verify", saved, "--json").stdout)["recorded"] is False
+    tensors = load_file(saved / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    save_file({**tensors, name: tensors[name][:-1].clone()}, saved / "model.safetensors", {"format": "pt"})
+    check_refused(quantize("verify", saved), name)
 
 
 # --- options that stay ----------------------------------------------------------------------------------------------

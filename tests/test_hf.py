@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import save_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import ptq
 from ptq import blocks, hf
@@ -103,6 +103,17 @@ def test_dtypes(packed: Path, dtype: torch.dtype) -> None:
     assert layer.bias.dtype == model.lm_head.weight.dtype == logits(model).dtype == dtype
     tolerance = 4 * torch.finfo(dtype).eps
     assert (logits(model) - logits(exact)).norm() / logits(exact).norm() <= tolerance
+
+
+def test_a_model_without_a_head(packed: Path, tmp_path: Path) -> None:
+    """AutoModel's modules have names without "model."; so have the tensors that it saves."""
+    expected = load(packed).model(IDS).last_hidden_state
+    for folder in (packed, tmp_path):
+        model = AutoModel.from_pretrained(folder, dtype=torch.float32)
+        assert isinstance(model.get_submodule("layers.0.mlp.up_proj"), QuantLinear)
+        assert torch.equal(model(IDS).last_hidden_state, expected)
+        model.save_pretrained(tmp_path)
+    assert torch.equal(load(tmp_path).model(IDS).last_hidden_state, expected)
 
 
 def test_two_loads_agree_to_the_bit(packed: Path) -> None:
