@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
-from ptq import contents, methods, pipeline, prepack, verify
+from ptq import console_tables, contents, methods, pipeline, preflight, prepack, verify
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError, RunError
-from ptq.linear import NOT_OF_THE_FORMAT, describe
-from ptq.plan import LinearPlan, Plan, Rotation
+from ptq.plan import Plan
 from ptq.progress import console
 from ptq.recipe import Recipe, RunOptions
 from ptq.work import RECORD
@@ -80,7 +78,10 @@ def _sentence(error: BaseException) -> str:
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
     if show_plan:
-        print_plan(pipeline.plan(model, recipe).plan)
+        plan = pipeline.plan(model, recipe).plan
+        print_plan(plan)
+        if recipe.calibration is None and model != "demo" and preflight.needs_text(plan, recipe):
+            console.print("to do this, the command needs --calibration TEXT")
         return
     finished_before = (out / RECORD).is_file()
     result = pipeline.quantize(model, out, recipe, options)
@@ -101,57 +102,11 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
 
 def print_plan(plan: Plan) -> None:
     """Print a plan as a table on stdout."""
-    table = Table("linear", "n x k", "norm", "input", "output", "online", "format", box=None)
-    for linear in plan.linears:
-        table.add_row(linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear), _format(linear))
     for note in plan.notes:
         console.print(note, soft_wrap=True)
-    typer.echo(_render(table))
+    typer.echo(console_tables.plan_table(plan))
     if plan.cache is not None:
-        typer.echo(_cache(asdict(plan.cache)))
-
-
-def _cache(settings: dict[str, Any]) -> str:
-    return f"KV cache: {' '.join(f'{key}={value}' for key, value in settings.items())}"
-
-
-def _rotations(linear: LinearPlan) -> list[str]:
-    def text(rotation: Rotation | None) -> str:
-        if rotation is None:
-            return ""
-        blocks = f"{rotation.size // rotation.order} x " if rotation.order != rotation.size else ""
-        matrix = f"{blocks}H{rotation.order}" if rotation.order > 1 else ""
-        return " ".join(filter(None, [matrix, f"signs {rotation.signs}" if rotation.signs else ""]))
-
-    return [text(linear.input), text(linear.output), text(linear.online)]
-
-
-def _format(linear: LinearPlan) -> str:
-    if linear.format is None:
-        return "as it is"
-    entry = describe(linear)
-    return f"{entry['format']} {_options(entry)}"
-
-
-def _options(scheme: dict[str, Any]) -> str:
-    """What config.json says of a scheme beside its format and Hadamard matrix."""
-    options = [f"{key}={value}" for key, value in scheme.items() if key not in NOT_OF_THE_FORMAT]
-    activation = scheme.get("activation")
-    return " ".join(options + ([f"input bits={activation['bits']} clip={activation['clip']}"] if activation else []))
-
-
-def _matrices(scheme: dict[str, Any]) -> str:
-    """The Hadamard matrices that run with a layer: of its input, and of its product."""
-    return " | ".join(str(scheme[side]) for side in ("hadamard", "output_hadamard") if side in scheme)
-
-
-def _render(table: Table) -> str:
-    from rich.console import Console
-
-    plain = Console(width=250)
-    with plain.capture() as capture:
-        plain.print(table)
-    return capture.get().rstrip()
+        typer.echo(console_tables.cache_line(asdict(plan.cache)))
 
 
 @app.command()
@@ -167,21 +122,11 @@ def inspect(
                           "bits_per_weight": found.bits_per_weight, "kv_cache": found.cache,
                           "report": found.report}, indent=2))  # fmt: skip
         return
-    table = Table("format", "options", "online rotation", "linears", "weights", "MB", "bits/weight", box=None)
-    for group in found.groups:
-        scheme = group.scheme
-        table.add_row(
-            f"{scheme['format']} v{scheme['version']}", _options(scheme), _matrices(scheme),
-            str(len(group.linears)), f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
-        )  # fmt: skip
-    table.add_row("plain tensors", "", "", "", "", f"{found.plain_bytes / 1e6:.2f}", "")
-    bits = "" if found.bits_per_weight is None else f"{found.bits_per_weight:.3f}"
-    table.add_row("all", "", "", "", "", f"{found.nbytes / 1e6:.2f}", bits)
-    typer.echo(_render(table))
+    typer.echo(console_tables.contents_table(found))
     if found.report is not None:
         typer.echo(f"report: {found.report}")
     if found.cache is not None:
-        typer.echo(_cache(found.cache))
+        typer.echo(console_tables.cache_line(found.cache))
 
 
 @app.command(name="verify")

@@ -253,8 +253,7 @@ def _rows(target: Target, recipe: Recipe) -> tuple[Int[Tensor, "samples t"] | No
     """Token ids: the calibration rows, or None where the recipe needs none, and the probe, which are other rows of the
     same text if it has any, and random tokens where there is no text."""
     vocab = shape_of(target.config).vocab
-    solved = recipe.rounding != "nearest" or target.plan.finetune != "none"
-    needed = solved and any(linear.statistics for linear in target.plan.linears)
+    needed = preflight.needs_text(target.plan, recipe)
     if recipe.calibration is None:
         if needed:
             raise InputError(

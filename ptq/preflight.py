@@ -96,6 +96,12 @@ def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, rows: Tensor) -> 
     )
 
 
+def needs_text(plan: Plan, recipe: Recipe) -> bool:
+    """Whether a run needs calibration text."""
+    solved = recipe.rounding != "nearest" or plan.finetune != "none"
+    return solved and any(linear.statistics for linear in plan.linears)
+
+
 def warnings(plan: Plan, rows: Tensor | None) -> Iterator[str]:
     """What a user should know about the calibration rows."""
     widest = max((linear.k for linear in plan.linears if linear.statistics), default=0)

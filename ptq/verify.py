@@ -32,8 +32,8 @@ class Verification:
 def verify(checkpoint: str, against: str | None = None, text: Path | None = None) -> Verification:
     """Check a checkpoint against its own record and, if asked, against the original model.
 
-    Raises InputError for a checkpoint that is not quantised by ptq, or whose files are not as they were written. Without
-    a record (`save_pretrained` writes none), everything else is checked.
+    Raises InputError for a checkpoint that is not quantised by ptq, or whose files are not as they were written.
+    Without a record (`save_pretrained` writes none), everything else is checked.
     """
     folder = source.resolve(checkpoint)
     files, tensors = check_integrity(folder)

@@ -1,0 +1,99 @@
+"""A plan, and what is inside a checkpoint, as tables for people."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+
+from ptq.contents import Contents
+from ptq.linear import NOT_OF_THE_FORMAT, describe
+from ptq.plan import LinearPlan, Plan, Rotation
+
+LEGEND = """\
+norm: its gain moves into the weight. input, output: rotations that are fused into the weight. online: what a layer does
+to its input when the model runs. 4 x H64: a Hadamard matrix of order 64 for each quarter; signs: random, so named."""
+
+
+def plan_table(plan: Plan) -> str:
+    """What happens to every linear. Blocks whose row is the same share one, with * for their number."""
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for linear in plan.linears:
+        names = (linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear))
+        number = re.match(rf"{re.escape(plan.layers)}\.(\d+)\.", linear.name)
+        if number:  # of the block; sign vectors bear it too: R2.0
+            names = tuple(re.sub(rf"(?<=\.){number[1]}(?=[. ]|$)", "*", name) for name in names)
+        rows.setdefault((*names, _format(linear)), []).extend([int(number[1])] if number else [])
+    table = Table("linear", "blocks", "n x k", "norm", "input", "output", "online", "format", box=None)
+    for (name, *cells), blocks in rows.items():
+        table.add_row(name, ", ".join(_ranges(blocks)), *cells)
+    return f"{_render(table)}\n{LEGEND}"
+
+
+def contents_table(contents: Contents) -> str:
+    """Formats, sizes and true bits per weight."""
+    table = Table("format", "options", "online rotation", "linears", "weights", "MB", "bits/weight", box=None)
+    for group in contents.groups:
+        scheme = group.scheme
+        table.add_row(
+            f"{scheme['format']} v{scheme['version']}", _options(scheme), _matrices(scheme),
+            str(len(group.linears)), f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
+        )  # fmt: skip
+    table.add_row("plain tensors", "", "", "", "", f"{contents.plain_bytes / 1e6:.2f}", "")
+    bits = "" if contents.bits_per_weight is None else f"{contents.bits_per_weight:.3f}"
+    table.add_row("all", "", "", "", "", f"{contents.nbytes / 1e6:.2f}", bits)
+    return _render(table)
+
+
+def cache_line(settings: dict[str, Any]) -> str:
+    """How keys and values are cached."""
+    return f"KV cache: {' '.join(f'{key}={value}' for key, value in settings.items())}"
+
+
+def _ranges(numbers: list[int]) -> Iterator[str]:
+    """0, 1, 2, 5 as 0-2 and 5."""
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            first, last = numbers[start], numbers[end - 1]
+            yield str(first) if first == last else f"{first}-{last}"
+            start = end
+
+
+def _rotations(linear: LinearPlan) -> list[str]:
+    def text(rotation: Rotation | None) -> str:
+        if rotation is None:
+            return ""
+        blocks = f"{rotation.size // rotation.order} x " if rotation.order != rotation.size else ""
+        matrix = f"{blocks}H{rotation.order}" if rotation.order > 1 else ""
+        return " ".join(filter(None, [matrix, f"signs {rotation.signs}" if rotation.signs else ""]))
+
+    return [text(linear.input), text(linear.output), text(linear.online)]
+
+
+def _format(linear: LinearPlan) -> str:
+    if linear.format is None:
+        return "as it is"
+    entry = describe(linear)
+    return f"{entry['format']} {_options(entry)}"
+
+
+def _options(scheme: dict[str, Any]) -> str:
+    """What config.json says of a scheme beside its format and Hadamard matrix."""
+    options = [f"{key}={value}" for key, value in scheme.items() if key not in NOT_OF_THE_FORMAT]
+    activation = scheme.get("activation")
+    return " ".join(options + ([f"input bits={activation['bits']} clip={activation['clip']}"] if activation else []))
+
+
+def _matrices(scheme: dict[str, Any]) -> str:
+    """The Hadamard matrices that run with a layer: of its input, and of its product."""
+    return " | ".join(str(scheme[side]) for side in ("hadamard", "output_hadamard") if side in scheme)
+
+
+def _render(table: Table) -> str:
+    from rich.console import Console
+
+    plain = Console(width=250)
+    with plain.capture() as capture:
+        plain.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
