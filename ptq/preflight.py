@@ -21,6 +21,8 @@ from ptq.recipe import Recipe
 from ptq.tasks import CHUNK_TOKENS
 from ptq.writer import partial_folder
 
+ELEMENT_RATE = 1e9
+"""Numbers per second and core that training goes through outside of matrix products, there and back."""
 BASE_MEMORY = 500 << 20
 """Bytes that Python, torch and transformers take before any weight is read."""
 TOKENS_PER_CHANNEL = 10
@@ -83,13 +85,16 @@ def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, rows: Tensor) -> 
     activations = 4 * tokens * (24 * shape.hidden + 10 * shape.intermediate)  # what the gradient needs of one block
     memory = BASE_MEMORY + 4 * 6 * block + activations
     kept = 4 * 4 * block
+    numbers = 24 * shape.hidden + 10 * shape.intermediate + 6 * shape.heads * rows.shape[1]  # of a token in a block
+    passes = finetune.weights(plan) / block
+    seconds = 8 * finetune.weights(plan) / _matmul_rate() + passes * numbers / (ELEMENT_RATE * torch.get_num_threads())
     if plan.finetune == "full":
         states = 4 * tokens * shape.hidden * plan.blocks
         memory = max(memory, BASE_MEMORY + 4 * (8 * head + block) + activations + states + 8 * 4 * LOGITS)
         kept = max(kept, 4 * 4 * head)
     return replace(
         made,
-        seconds=made.seconds + 8 * rows.numel() * finetune.weights(plan) / _matmul_rate(),
+        seconds=made.seconds + rows.numel() * seconds,
         memory=max(made.memory, memory),
         work=2 * made.work + kept,
         remedy="fine-tune less (--finetune blocks or none), close other programs or use a machine with more",
