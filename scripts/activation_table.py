@@ -7,7 +7,6 @@ Protocol and checks are those of scripts/perplexity_table.py: every row is a ful
 measured on the packed bytes through the ops that users run, in float32. `--only` picks some of the tables.
 """
 
-import itertools
 import json
 import math
 import tempfile
@@ -22,7 +21,7 @@ from unittest import mock
 
 import typer
 from perplexity_table import Task, increase, measure_original, prepared, quantised
-from plant_outliers import plant
+from plant_outliers import plant, plant_keys
 
 from ptq import methods
 from ptq.kv_cache import key_rotation
@@ -91,12 +90,12 @@ ABLATION: dict[str, dict[str, Any]] = {
     "and GPTQ": FOUR,
 }
 """Each row adds to the one above. Clipping: 0.9 for activations, 0.95 for the cache; weights always search."""
-KEYS: dict[int, dict[str, dict[str, Any]]] = {
-    bits: {f"K{bits}, no R3": change, f"K{bits} and R3": change}
+KEYS: list[dict[str, dict[str, Any]]] = [
+    {f"K{bits}, no R3": change, f"K{bits} and R3": change}
     for bits in (4, 3, 2)
     for change in [{"weight_bits": 16, "key_bits": bits, "online": False}]
-}
-"""R3 alone: nothing but keys is quantised."""
+]
+"""R3 alone: nothing but keys is quantised. Also with outliers in the keys."""
 
 AND_R3 = "and R3"
 """R3 without R4 is no option of the recipe: the plan of these rows is edited."""
@@ -158,6 +157,16 @@ def steps(
         step, error = increase(found, above) if above else (None, None)
         yield replace(own, step=step, step_error=error)
         above = found
+
+
+def keys_table(task: Task, group_size: int, original: list[float]) -> Iterator[Row]:
+    """R3 and nothing else, on the model and on the one with outliers in its keys."""
+    with tempfile.TemporaryDirectory() as temporary:
+        other = replace(task, folder=plant_keys(task.folder, Path(temporary) / "planted"))
+        for pair in KEYS:
+            yield from steps("keys", task, group_size, pair, original)
+            planted = {f"outliers in keys, {name}": change for name, change in pair.items()}
+            yield from steps("keys", other, group_size, planted, original)
 
 
 def planted_table(task: Task, group_size: int, original: list[float], channels: int) -> Iterator[Row]:
@@ -224,7 +233,7 @@ def main(
         tables = {
             Part.bits: lambda: bits_table(task, size, original),
             Part.ablation: lambda: steps("ablation", task, size, ABLATION, original),
-            Part.keys: lambda: itertools.chain(*(steps("keys", task, size, pair, original) for pair in KEYS.values())),
+            Part.keys: lambda: keys_table(task, size, original),
             Part.planted: lambda: planted_table(task, size, original, channels),
         }
         for part in only or list(Part):

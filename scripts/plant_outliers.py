@@ -5,11 +5,14 @@ python scripts/plant_outliers.py MODEL OUT
 In every block, a few channels of the residual stream are scaled where the norms hand them to attention and MLP (the
 norm's gain times s, the columns of its readers over s), and a few channels between up and down (rows of up times s,
 columns of down over s). Scales that are powers of two leave every product as it was, to the bit, in any dtype.
+
+With --keys only keys get outliers: the two channels of a pair that turns with the position, in every key-value head,
+times s, and over s in the queries that read them.
 """
 
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +29,8 @@ from ptq.shards import write_tensors
 
 FACTORS = (32.0, 64.0)
 """Between 30 and 100, as outliers of large models are, and exact in any dtype."""
+
+KEY_FACTOR = 8.0
 
 Edit = tuple[str, int, Tensor]
 """A tensor, its axis, and what every channel of that axis is multiplied with."""
@@ -48,6 +53,22 @@ def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[fl
         yield f"{block}.{family.down}.weight", 1, 1 / inside
 
 
+def key_edits(family: Family, shape: ModelShape, factor: float, seed: int) -> Iterator[Edit]:
+    """The same for keys."""
+    if any("k_norm" in name for name in family.kept):
+        raise typer.BadParameter(f"{family.model_type} has a norm behind its keys, which would take the outliers back")
+    generator = torch.Generator().manual_seed(seed)
+    pairs, readers = shape.head_dim // 2, shape.heads // shape.kv_heads
+    for index in range(shape.blocks):
+        scale = torch.ones(shape.kv_heads, 2, pairs, dtype=torch.float64)
+        chosen = torch.randint(pairs, (shape.kv_heads,), generator=generator)
+        scale[torch.arange(shape.kv_heads), :, chosen] = factor
+        keys, queries = scale.flatten(), 1 / scale.flatten(1).repeat_interleave(readers, 0).flatten()
+        for name, rows in ((family.key, keys), (family.query, queries)):
+            yield f"{family.layers}.{index}.{name}.weight", 0, rows
+            yield f"{family.layers}.{index}.{name}.bias", 0, rows
+
+
 def _scale(width: int, channels: int, factors: Sequence[float], generator: torch.Generator) -> Tensor:
     """1 for every channel but a few, which are drawn by chance."""
     scale = torch.ones(width, dtype=torch.float64)
@@ -58,10 +79,18 @@ def _scale(width: int, channels: int, factors: Sequence[float], generator: torch
 
 def plant(model: str | Path, out: Path, channels: int = 4, factors: Sequence[float] = FACTORS, seed: int = 0) -> Path:
     """Write the model with outliers to the folder `out`, as plain safetensors, one file of the source at a time."""
+    return _plant(model, out, lambda family, shape: edits(family, shape, channels, factors, seed))
+
+
+def plant_keys(model: str | Path, out: Path, factor: float = KEY_FACTOR, seed: int = 0) -> Path:
+    """The same with outliers in the keys alone."""
+    return _plant(model, out, lambda family, shape: key_edits(family, shape, factor, seed))
+
+
+def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape], Iterator[Edit]]) -> Path:
     checkpoint = Checkpoint.open(source.resolve(str(model)))
-    family, shape = family_of(checkpoint.config), shape_of(read_config(checkpoint))
     wanted: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-    for name, axis, factor in edits(family, shape, channels, factors, seed):
+    for name, axis, factor in what(family_of(checkpoint.config), shape_of(read_config(checkpoint))):
         wanted[name].append((axis, factor))
     out.mkdir(parents=True)
     for path in sorted(checkpoint.folder.iterdir()):
@@ -83,10 +112,15 @@ def main(
     model: Annotated[str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`.")],
     out: Annotated[Path, typer.Argument(help="Folder of the result; must not exist.")],
     channels: Annotated[int, typer.Option(help="Channels of each kind that become outliers.")] = 4,
-    factor: Annotated[list[float] | None, typer.Option(help="Repeatable.  [default: 32, 64]")] = None,
+    factor: Annotated[list[float] | None, typer.Option(help="Repeatable.  [default: 32, 64; keys: 8]")] = None,
+    keys: Annotated[bool, typer.Option("--keys", help="Plant them in the keys, and nowhere else.")] = False,
     seed: Annotated[int, typer.Option(help="Of the choice of channels.")] = 0,
 ) -> None:
     """Write a model that computes the same, with outliers."""
+    if keys:
+        plant_keys(model, out, factor[0] if factor else KEY_FACTOR, seed)
+        print(f"{out}: two channels scaled in every key-value head")
+        return
     plant(model, out, channels, factor or FACTORS, seed)
     print(f"{out}: {channels} channels scaled in every norm and between up and down")
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ptq import evaluate, hadamard, outliers, pipeline
 from ptq.activations import Activation, dequantize
-from ptq.families import FAMILIES
+from ptq.families import FAMILIES, shape_of
 from ptq.job import Job
 from ptq.outliers import Input
 from ptq.work import Record
@@ -203,3 +203,20 @@ def test_planting_with_any_factor(tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(load(planted)(IDS).logits, load(folder)(IDS).logits, rtol=1e-5, atol=2e-5)
     assert {path.name for path in planted.iterdir()} == {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if not family.kept])
+def test_outliers_planted_in_keys(model_type: str, tmp_path: Path) -> None:
+    """The same logits; one pair of channels of every key-value head is eight times as large."""
+    folder = save_model(tmp_path / "model", model_type)
+    planted = plant_outliers.plant_keys(folder, tmp_path / "planted")
+    with torch.no_grad():
+        before, after = load(folder), load(planted)
+        torch.testing.assert_close(after(IDS).logits, before(IDS).logits, rtol=1e-5, atol=1e-5)
+    shape = shape_of(before.config)
+    for block in range(shape.blocks):
+        name = f"model.layers.{block}.self_attn.k_proj"
+        grown = after.get_submodule(name).weight / before.get_submodule(name).weight
+        factors = grown.mean(1).view(shape.kv_heads, 2, shape.head_dim // 2)
+        assert (factors.sort(-1).values == torch.tensor([1.0] * (shape.head_dim // 2 - 1) + [8.0])).all()
+        assert torch.equal(factors[:, 0], factors[:, 1])
