@@ -1,9 +1,13 @@
 """Balance: a scale per channel that two linears share, so that no channel between them is far larger than the others.
 
-Where a linear reads another one's output channel by channel, rows of the first times s and columns of the second over s
-compute the same. A rotation between them then mixes channels of like size; it would spread one of 64 times the size
-over all the others. SmoothQuant (Xiao et al. 2022, equation 4) with strength 1/2, on weights alone, and in powers of
-two: these are exact in every dtype, and channels of usual size are left as they are, to the bit.
+- Where a linear reads another one's output channel by channel, rows of the first times s and columns of the second over
+  s compute the same (`Balance`). A rotation between them then mixes channels of like size; it would spread one of 64
+  times the size over all the others.
+- A product of queries and keys is a sum over channels, and RoPE turns pairs of them: rows of the query times s and of
+  the key over s, s the same for the two of a pair, compute the same (`KeyBalance`). Keys are then easier to cache.
+
+SmoothQuant (Xiao et al. 2022, equation 4) with strength 1/2, on weights alone, and in powers of two: these are exact in
+every dtype, and channels of usual size are left as they are, to the bit.
 """
 
 from collections.abc import Callable
@@ -12,7 +16,7 @@ import torch
 from jaxtyping import Float, Float64
 from torch import Tensor
 
-from ptq.plan import LinearPlan
+from ptq.plan import Balance, KeyBalance, LinearPlan
 
 MAX_ROW_SCALE = 2.0**10
 PIECE = 256
@@ -31,9 +35,58 @@ def row_scale(w: Float[Tensor, "n k"]) -> Float64[Tensor, " n"]:
     return torch.where(squares > 0, size, 1.0).to(torch.float16).double()
 
 
-def scale_of(linear: LinearPlan, read: Callable[[str], Tensor]) -> Float64[Tensor, " c"] | None:
-    """The scale of a linear's balance, None where it has none; `read` gives a tensor of the source by name."""
-    return scale(read(linear.balance.producer), read(linear.balance.reader)) if linear.balance else None
+def scale_of(balance: Balance | KeyBalance, read: Callable[[str], Tensor | None]) -> Float64[Tensor, "*c"]:
+    """The scale of a balance; `read` gives a tensor of the source by name, None for one that it lacks."""
+
+    def tensor(name: str) -> Tensor:
+        found = read(name)
+        assert found is not None, name
+        return found
+
+    if isinstance(balance, Balance):
+        return scale(tensor(balance.producer), tensor(balance.reader))
+    gain = tensor(balance.norm)
+    query, key = (
+        row_sizes(tensor(f"{name}.weight"), gain, read(f"{name}.bias")) for name in (balance.query, balance.key)
+    )
+    return key_scale(query, key, balance.kv_heads)
+
+
+def factor(linear: LinearPlan, scale: Float64[Tensor, "*c"]) -> Float64[Tensor, " n"]:
+    """What the rows of a linear, or its columns, are multiplied with."""
+    if isinstance(linear.balance, KeyBalance):
+        if linear.name == linear.balance.key:
+            return 1 / scale.repeat(1, 2).flatten()
+        heads = linear.n // (2 * scale.numel())  # that read one key-value head
+        return scale.repeat(1, 2).repeat_interleave(heads, 0).flatten()
+    return 1 / scale if linear.balanced_columns else scale
+
+
+def row_sizes(
+    w: Float[Tensor, "n k"], gain: Float[Tensor, " k"], bias: Float[Tensor, " n"] | None
+) -> Float64[Tensor, " n"]:
+    """The mean square of every output W (g x) + b for inputs x of variance 1: |W diag(g)|^2 + b^2 by rows."""
+    squares = torch.cat([(piece.float() * gain.float()).square().sum(1) for piece in w.split(PIECE)]).double()
+    return squares if bias is None else squares + bias.double().square()
+
+
+def key_scale(
+    query: Float64[Tensor, " q"], key: Float64[Tensor, " n"], kv_heads: int
+) -> Float64[Tensor, "{kv_heads} pairs"]:
+    """The scale s of every pair of channels (i, i + head_dim / 2) of every key-value head, from the mean squares of
+    queries and keys: the power of two nearest to sqrt(|key| / |query|), relative to the median pair of the head. 1 for
+    a pair that is zero on one side.
+
+    Rounding keys to one grid per head adds the same error e to each channel of k / s, hence (s |q|)^2 e to the square
+    of the product; e grows with the sum of (|k| / s)^2. The product of both sums is least for this s (Cauchy-Schwarz).
+    """
+    size = key.view(kv_heads, 2, -1).sum(1)
+    reader = query.view(kv_heads, -1, 2, size.shape[1]).sum((1, 2))
+    alive = (size > 0) & (reader > 0)
+    ratio = torch.where(alive, size / reader.where(alive, 1.0), 1.0).log2() / 4
+    ratio = torch.where(alive, ratio, float("nan"))
+    relative = (ratio - ratio.nanmedian(1, keepdim=True).values).round()
+    return torch.where(alive, relative, 0.0).exp2()
 
 
 def scale(producer: Float[Tensor, "c k"], reader: Float[Tensor, "n c"]) -> Float64[Tensor, " c"]:

@@ -14,7 +14,7 @@ from ptq.checkpoint import Checkpoint, check_finite
 from ptq.families import Family
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, guard, stored_signs
 from ptq.matmul import FEW_TOKENS
-from ptq.plan import Balance, LinearPlan, Plan, Rotation
+from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
 
 PIECE_BYTES = 8 << 20
@@ -34,7 +34,7 @@ class Job:
     plan: Plan
     signs: rewrite.Signs
     device: torch.device
-    scales: dict[Balance, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    scales: dict[Balance | KeyBalance, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """The scale of the balance that was computed last."""
     row_scales: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """Those that were computed, by linear."""
@@ -56,7 +56,7 @@ class Job:
         name = f"{linear.name}.bias"
         if name not in self.checkpoint.tensors:
             return None
-        return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs, self._scale(linear))
+        return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs, self._factor(linear))
 
     def sign_tensors(self, linear: LinearPlan) -> dict[str, Tensor]:
         """The stored sign vectors of a linear that transforms its product back; none for others."""
@@ -178,22 +178,24 @@ class Job:
             return w.to(dtype)
         order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
         rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
-        scale, row_scale = self._scale(linear), self.row_scale(linear) if linear.even_rows else None
+        factor, row_scale = self._factor(linear), self.row_scale(linear) if linear.even_rows else None
         result = torch.empty(len(w), linear.k, dtype=dtype, device=self.device)
         for start in range(0, len(w), rows):
             piece = slice(start, start + rows)
-            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start, scale, row_scale)
+            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start, factor, row_scale)
         return result
 
-    def _scale(self, linear: LinearPlan) -> Float64[Tensor, " c"] | None:
+    def _factor(self, linear: LinearPlan) -> Float64[Tensor, " c"] | None:
+        """What the balance of a linear multiplies its rows or columns with."""
         if linear.balance is None:
             return None
         if linear.balance not in self.scales:
             self.scales.clear()  # two linears want it, one after the other
-            scale = balance.scale_of(linear, lambda name: self.tensor(name).to(self.device))
-            assert scale is not None
-            self.scales[linear.balance] = scale
-        return self.scales[linear.balance]
+            self.scales[linear.balance] = balance.scale_of(linear.balance, self._read)
+        return balance.factor(linear, self.scales[linear.balance])
+
+    def _read(self, name: str) -> Tensor | None:
+        return self.tensor(name).to(self.device) if name in self.checkpoint.tensors else None
 
     def residual_rotation(self) -> Rotation | None:
         """R1, as the embedding applies it."""

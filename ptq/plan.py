@@ -50,6 +50,21 @@ class Balance:
 
 
 @dataclass(frozen=True)
+class KeyBalance:
+    """Queries and keys that share a scale s per key-value head and pair of channels that RoPE turns (see ptq.balance).
+
+    Rows of the query are multiplied with s, rows of the key are divided by it, and so are their biases.
+    """
+
+    query: str
+    """Module name; so is `key`."""
+    key: str
+    norm: str
+    """Tensor of the gain of the norm in front of both."""
+    kv_heads: int
+
+
+@dataclass(frozen=True)
 class LinearPlan:
     """What happens to one weight matrix W[n, k] (a linear layer, the embedding or the head)."""
 
@@ -67,8 +82,8 @@ class LinearPlan:
     """The part of `input` that the layer applies to its activations at run time; the rest is done by its producers."""
     online_output: Rotation | None = None
     """`output`, where the layer undoes it on its own product; None where its readers expect a rotated product."""
-    balance: Balance | None = None
-    """Applied to W before anything else, on the side that `source` has in it."""
+    balance: Balance | KeyBalance | None = None
+    """Applied to W before anything else, to its rows but for the `reader`."""
     statistics: str | None = None
     """Name of the linear whose input's Hessian is used: one for all that read the same input; None where the weight
     is not rounded."""
@@ -89,6 +104,11 @@ class LinearPlan:
     def rewritten(self) -> bool:
         """Whether its weight is another one than the source's before it is rounded."""
         return any((self.norm, self.input, self.output, self.balance))
+
+    @property
+    def balanced_columns(self) -> bool:
+        """Whether it is the columns of W that its balance scales."""
+        return isinstance(self.balance, Balance) and self.source == self.balance.reader
 
     @property
     def acts_online(self) -> bool:

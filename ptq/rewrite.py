@@ -51,18 +51,18 @@ def weight(
     gain: Float[Tensor, " k"] | None,
     signs: Signs,
     first: int = 0,
-    scale: Float64[Tensor, " c"] | None = None,
+    factor: Float64[Tensor, " c"] | None = None,
     row_scale: Float64[Tensor, " n"] | None = None,
 ) -> Float64[Tensor, "r k"]:
     """The rewritten weight R_out W diag(g) R_inᵀ of one layer, in float64.
 
-    `w` may be only some rows of W, from row `first` on: whole blocks of the output's Hadamard matrix. `scale`: of the
-    plan's balance; `row_scale`: what rows are divided by.
+    `w` may be only some rows of W, from row `first` on: whole blocks of the output's Hadamard matrix. `factor`: what
+    the plan's balance multiplies rows or columns with; `row_scale`: what rows are divided by.
     """
     w = w.to(torch.float64, copy=True)  # the one copy; everything else happens in its place
     if linear.balance is not None:
-        assert scale is not None, linear.name
-        w *= scale[first : first + len(w), None] if linear.source == linear.balance.producer else 1 / scale
+        assert factor is not None, linear.name
+        w *= factor if linear.balanced_columns else factor[first : first + len(w), None]
     if linear.norm is not None:
         assert gain is not None, linear.name
         w *= gain.double()
@@ -78,12 +78,12 @@ def weight(
 
 
 def bias(
-    linear: LinearPlan, b: Float[Tensor, " n"], signs: Signs, scale: Float64[Tensor, " c"] | None = None
+    linear: LinearPlan, b: Float[Tensor, " n"], signs: Signs, factor: Float64[Tensor, " c"] | None = None
 ) -> Float64[Tensor, " n"]:
-    """The rewritten bias R_out b of one layer, in float64. `scale`: of the plan's balance."""
-    if linear.balance is not None and linear.source == linear.balance.producer:
-        assert scale is not None, linear.name
-        b = b.double() * scale
+    """The rewritten bias R_out b of one layer, in float64. `factor`: as above."""
+    if linear.balance is not None and not linear.balanced_columns:
+        assert factor is not None, linear.name
+        b = b.double() * factor
     if linear.output is None or linear.online_output is not None:  # added after the layer has turned its product back
         return b.double()
     return rotate(b.double(), linear.output, signs)

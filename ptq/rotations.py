@@ -15,7 +15,7 @@ from dataclasses import replace
 from ptq import hadamard
 from ptq.families import Family, ModelShape
 from ptq.outline import block_of
-from ptq.plan import Balance, LinearPlan, Plan, Rotation
+from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 
 READERS = {
     "query": "attention_norm",
@@ -91,6 +91,25 @@ def _r4(linear: LinearPlan, index: int, shape: ModelShape, family: Family, layer
     if linear.role == "up":
         return replace(linear, output=Rotation(size, 1, signs), balance=balance)
     return replace(linear, input=Rotation(size, order, signs), online=Rotation(size, order), balance=balance)
+
+
+def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
+    """The plan with a balance of queries and keys; as it is where the family has a norm behind them, which undoes it.
+
+    Every family so far pairs channel i of a head with i + head_dim / 2 in RoPE.
+    """
+    norm = family.attention_norm
+    if norm is None or any(name.endswith("k_norm.weight") for name in family.kept):
+        return plan
+
+    def balanced(linear: LinearPlan) -> LinearPlan:
+        if linear.role not in ("query", "key"):
+            return linear
+        block = f"{plan.layers}.{block_of(linear, plan)}"
+        query, key = f"{block}.{family.query}", f"{block}.{family.key}"
+        return replace(linear, balance=KeyBalance(query, key, f"{block}.{norm}.weight", shape.kv_heads))
+
+    return replace(plan, linears=tuple(balanced(linear) for linear in plan.linears))
 
 
 def _sign_lengths(shape: ModelShape, residual: Rotation | None, online: bool) -> dict[str, int]:

@@ -11,7 +11,7 @@ from ptq.kv_cache import CacheQuantization, key_rotation
 from ptq.outline import Dtypes, check_groups, chosen, outline
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
-from ptq.rotations import rotated
+from ptq.rotations import keys_balanced, rotated
 
 CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 """Clip of activations by their bits. Cutting the largest numbers pays where steps are coarse; at 8 bits a clip of 0.9
@@ -66,6 +66,8 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: Dtypes
     made = outline(recipe.method, shape, family, dtypes)
     if recipe.rotate:
         made = rotated(made, shape, family, recipe.online)
+        if recipe.key_bits < 16:
+            made = keys_balanced(made, shape, family)
     activation = None
     if recipe.activation_bits < 16:
         clip = CLIP[recipe.activation_bits] if recipe.activation_clip is None else recipe.activation_clip

@@ -95,10 +95,13 @@ KEYS: list[dict[str, dict[str, Any]]] = [
     for bits in (4, 3, 2)
     for change in [{"weight_bits": 16, "key_bits": bits, "online": False}]
 ]
-"""R3 alone: nothing but keys is quantised. Also with outliers in the keys."""
+"""R3 alone: nothing but keys is quantised. Also with outliers in the keys, where the balance is a third row."""
 
 AND_R3 = "and R3"
 """R3 without R4 is no option of the recipe: the plan of these rows is edited."""
+
+NO_BALANCE = "no balance"
+"""Nor is a plan without the balance of queries and keys."""
 
 PLANTED: dict[str, dict[str, Any]] = {
     "W4A4, no rotation, nearest": {"weight_bits": 4, "activation_bits": 4, "rotate": False, "rounding": "nearest"},
@@ -131,11 +134,16 @@ def keys_online() -> AbstractContextManager[Any]:
     return mock.patch.object(methods, "planner", edited)
 
 
+def unbalanced(edit: bool) -> AbstractContextManager[Any]:
+    """Plans without the balance of queries and keys."""
+    return mock.patch("quarot.plan.keys_balanced", lambda plan, *_: plan) if edit else nullcontext()
+
+
 def row(
     table: str, name: str, task: Task, recipe: QuarotRecipe, original: list[float], compared: str = "original"
 ) -> tuple[Row, list[float]]:
     """Quantise, measure, and compare with `original`."""
-    with keys_online() if name.endswith(AND_R3) else nullcontext():
+    with keys_online() if name.endswith(AND_R3) else nullcontext(), unbalanced(NO_BALANCE in name):
         result, found = quantised(task, recipe)
     changes = {key: value for key, value in recipe.as_dict().items() if key != "calibration"}
     perplexity = math.exp(min(fmean(found), 700.0))
@@ -165,7 +173,8 @@ def keys_table(task: Task, group_size: int, original: list[float]) -> Iterator[R
         other = replace(task, folder=plant_keys(task.folder, Path(temporary) / "planted"))
         for pair in KEYS:
             yield from steps("keys", task, group_size, pair, original)
-            planted = {f"outliers in keys, {name}": change for name, change in pair.items()}
+            planted = {f"outliers in keys, {NO_BALANCE}, {name}": change for name, change in pair.items()}
+            planted |= {f"outliers in keys, {name}": change for name, change in pair.items() if name.endswith(AND_R3)}
             yield from steps("keys", other, group_size, planted, original)
 
 

@@ -1,4 +1,4 @@
-"""The scale between up and down: exact, and gone where nobody needs it."""
+"""The scales between up and down, and of queries and keys: exact, and gone where nobody needs them."""
 
 import importlib.util
 from dataclasses import replace
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import save_model
+from safetensors.torch import load_file, save_file
 
+import ptq
 from ptq import balance, hadamard, pipeline
 from ptq.families import FAMILIES
 from ptq.job import Job, dense_weight
@@ -27,6 +29,10 @@ def job_of(folder: Path, recipe: QuarotRecipe = RECIPE) -> Job:
     target = pipeline.plan(str(folder), recipe)
     signs = Record.of(recipe, target.plan, "", None).sign_vectors(target.plan)
     return Job(recipe=recipe, signs=signs, device=torch.device("cpu"), **vars(target))
+
+
+def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return torch.equal(a, b) if a is not None and b is not None else a is b
 
 
 def test_the_scale_is_the_power_of_two_next_to_the_ratio() -> None:
@@ -56,15 +62,14 @@ def test_planted_outliers_vanish_to_the_bit(model_type: str, dtype: torch.dtype,
     for linear in first.plan.block(1):
         # A family without norms in front of its readers has nothing planted there.
         assert torch.equal(parts[0].parameter(dense_weight(linear)), parts[1].parameter(dense_weight(linear)))
-        biases = [job.bias(linear) for job in (first, second)]
-        assert biases[0] is None and biases[1] is None or torch.equal(biases[0], biases[1])
+        assert same(*(job.bias(linear) for job in (first, second)))
 
 
 def test_usual_models_are_left_as_they_are(tmp_path: Path) -> None:
     job = job_of(save_model(tmp_path / "model"))
     up = job.plan.linear("model.layers.0.mlp.up_proj")
     assert up is not None and up.balance is not None
-    scale = job._scale(up)
+    scale = job._factor(up)
     assert scale is not None and torch.equal(scale, torch.ones_like(scale))
     without = replace(up, balance=None)
     assert torch.equal(job.rewritten(up, torch.float32), job.rewritten(without, torch.float32))
@@ -74,6 +79,78 @@ def test_usual_models_are_left_as_they_are(tmp_path: Path) -> None:
 def test_only_where_the_channels_are_rotated(recipe: QuarotRecipe, tmp_path: Path) -> None:
     found = pipeline.plan(str(save_model(tmp_path / "model")), recipe).plan
     assert not any(linear.balance for linear in found.linears)
+
+
+# --- queries and keys -----------------------------------------------------------------------------------------------
+
+CACHE = QuarotRecipe(rounding="nearest", key_bits=4)
+NO_NORM = [name for name, family in FAMILIES.items() if not family.kept]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", NO_NORM)
+def test_outliers_planted_in_keys_vanish_to_the_bit(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", model_type, dtype)
+    jobs = job_of(folder, CACHE), job_of(plant_outliers.plant_keys(folder, tmp_path / "planted"), CACHE)
+    parts = [job.original_block(1) for job in jobs]
+    for job, part in zip(jobs, parts, strict=True):
+        job.rotate_block(1, part)
+    for linear in jobs[0].plan.block(1):
+        assert torch.equal(parts[0].parameter(dense_weight(linear)), parts[1].parameter(dense_weight(linear)))
+        assert same(*(job.bias(linear) for job in jobs))
+
+
+def test_large_biases_of_keys(tmp_path: Path) -> None:
+    """As Qwen2 has them: the function stays, and what is cached has channels of like size."""
+    folder = save_model(tmp_path / "model", "qwen2")
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("model.layers.0.self_attn.k_proj.bias", "model.layers.1.self_attn.k_proj.bias"):
+        tensors[name][2] = 300.0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    result = ptq.quantize(folder, tmp_path / "out", replace(CACHE, weight_bits=8), ptq.RunOptions(progress=False))
+    assert result.rotation_error < 1e-5
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert 10 < written["model.layers.1.self_attn.k_proj.bias"].abs().max() < 60
+
+
+def test_the_scale_of_keys_makes_the_error_least() -> None:
+    """(sum of (|k| / s)^2) (sum of (s |q|)^2), against its minimum: the nearest power of two costs at most 25 / 16."""
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.rand(size, generator=generator).double() for size in (2 * 3 * 8, 2 * 8))
+    key *= torch.logspace(-3, 3, 16).double()[torch.randperm(16, generator=generator)]
+    found = balance.key_scale(query, key, 2)
+    q, k = query.view(2, 3, 2, 4).sum((1, 2)), key.view(2, 2, 4).sum(1)
+
+    def error(s: torch.Tensor) -> torch.Tensor:
+        return (k / s**2).sum(1) * (q * s**2).sum(1)
+
+    best = (k * q).sqrt().sum(1) ** 2
+    assert (error(found) < 25 / 16 * best).all() and (error(torch.ones(2, 4)) > 2 * best).all()
+    assert torch.equal(found, found.log2().round().exp2()) and (found == 1).any(1).all()
+    key[[0, 4]] = 0  # a pair
+    assert balance.key_scale(query, key, 2)[0, 0] == 1
+    assert torch.equal(balance.key_scale(torch.zeros(16), torch.zeros(8).double(), 1), torch.ones(1, 4).double())
+
+
+def test_keys_of_usual_models_are_left_as_they_are(tmp_path: Path) -> None:
+    job = job_of(save_model(tmp_path / "model"), CACHE)
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
+        linear = job.plan.linear(name)
+        assert linear is not None and linear.balance is not None
+        factor = job._factor(linear)
+        assert factor is not None and torch.equal(factor, torch.ones(linear.n).double())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_only_where_keys_are_quantised_and_have_no_norm(model_type: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", model_type)
+
+    def balanced(recipe: QuarotRecipe) -> set[str]:
+        plan = pipeline.plan(str(folder), recipe).plan
+        return {linear.role for linear in plan.linears if linear.balance and linear.role in ("query", "key")}
+
+    assert balanced(CACHE) == ({"query", "key"} if model_type in NO_NORM else set())
+    assert balanced(replace(CACHE, key_bits=16, value_bits=4)) == balanced(replace(CACHE, rotate=False)) == set()
 
 
 # --- rows of one size -----------------------------------------------------------------------------------------------

@@ -71,10 +71,12 @@ def rewritten(plan: Plan, source: dict[str, Tensor]) -> dict[str, Tensor]:
     result |= {name: source[name] for name in plan.kept}
     for linear in plan.linears:
         gain = source[linear.norm] if linear.norm else None
-        scale = balance.scale_of(linear, source.__getitem__)
-        result[f"{linear.name}.weight"] = rewrite.weight(linear, source[linear.source], gain, signs, scale=scale)
+        factor = None
+        if linear.balance is not None:
+            factor = balance.factor(linear, balance.scale_of(linear.balance, source.get))
+        result[f"{linear.name}.weight"] = rewrite.weight(linear, source[linear.source], gain, signs, factor=factor)
         if f"{linear.name}.bias" in source:
-            result[f"{linear.name}.bias"] = rewrite.bias(linear, source[f"{linear.name}.bias"], signs, scale)
+            result[f"{linear.name}.bias"] = rewrite.bias(linear, source[f"{linear.name}.bias"], signs, factor)
     return result
 
 
@@ -100,7 +102,11 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
     shape = shape_of(config)
     if "R1" in keep and not FAMILIES[model_type].rotate_residual:
         pytest.skip(f"{model_type}: R1 is not valid for this family")
-    full = plan(shape, FAMILIES[model_type], WITHOUT_DATA, {name: torch.float32 for name in source})
+    for name in source:
+        if "k_proj" in name:  # one large pair of channels per head, for the balance of queries and keys
+            source[name].view(shape.kv_heads, 2, shape.head_dim // 2, -1)[:, :, 1] *= 30
+    recipe = dataclasses.replace(WITHOUT_DATA, key_bits=4)
+    full = plan(shape, FAMILIES[model_type], recipe, {name: torch.float32 for name in source})
     check_claims(full, {name: tuple(tensor.shape) for name, tensor in source.items()})
     part = only(full, keep)
     assert any(linear.input or linear.output for linear in part.linears)
