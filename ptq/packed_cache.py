@@ -131,8 +131,9 @@ class PackedLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.length, self.starts = 0, None
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens."""
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
+        """Remove the last -tokens_to_remove tokens; transformers 5.16 gives the number as a tensor."""
+        tokens_to_remove = int(tokens_to_remove)
         if not -self.length <= tokens_to_remove <= 0:
             raise InputError(
                 f"crop: expected 0 to {-self.length} (minus the tokens to remove), found {tokens_to_remove}"

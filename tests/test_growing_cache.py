@@ -62,10 +62,11 @@ def test_what_generate_does_to_a_cache(change) -> None:
             change(cache)
         check(plain, growing, 2)
         assert torch.equal(seen, before)  # what was given out stays
-    growing.reset()
-    assert growing.get_seq_length() == 0
-    growing.update(draw(1, 3), draw(1, 4), 0)
-    assert torch.equal(layer_of(growing).keys, draw(1, 3))
+    batch = layer_of(plain).keys.shape[0]
+    for cache in (plain, growing):
+        cache.reset()  # in transformers 5.16 zeros stay, in later versions nothing
+    found, wanted = (cache.update(draw(1, 3, batch), draw(1, 4, batch), 0) for cache in (growing, plain))
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 
 
 def test_copies_gradients_and_inference_mode() -> None:
