@@ -1,10 +1,11 @@
-"""What can still be gained when LDLQ is done: guarded sweeps of coordinate descent, and the best scales for the codes.
+"""What can still be gained when LDLQ is done: guarded sweeps of coordinate descent, and the best scale for the codes.
 
 Both lower tr((W - Ŵ) H (W - Ŵ)ᵀ), H with its damping, and neither can raise it: what does not lower it is not taken.
 Sweeps are QuIP#'s (Tseng et al. 2024, arXiv:2402.04396, section 4.3), which takes every step unseen: on steep Hessians
 that raises the loss, because a step rounds in the Euclidean norm what counts in that of H.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +19,7 @@ from ptq.matmul import product
 COLUMN_BLOCK = 128
 """Columns between two products with H or its factor."""
 STEPS = 4096
-"""Scales are refitted in steps of one part in so many: the last digits of a sum depend on the number of threads, and
+"""A scale is refitted in steps of one part in so many: the last digits of a sum depend on the number of threads, and
 the bytes of a run must not."""
 
 
@@ -94,23 +95,15 @@ def _sweep_columns(
 
 
 def refit(problem: Problem, codes: Shaped[Tensor, "m n"], scales: Scales, every: int) -> Scales:
-    """The scales with the least loss for these codes, by least squares over every `every`-th row; `scales` where these
-    are no better. The numbers of the codebook are sums of its scales times points."""
+    """The scale with the least loss for these codes, by least squares over every `every`-th row; `scales` where it is
+    no better."""
     assert isinstance(problem.codebook, ScaledCodebook)
     part, codes = problem.rows(every), codes[:, ::every]
-    scale = scales["scale"]
-    only = [scale * (torch.arange(len(scale)) == i) for i in range(len(scale))]
-    terms = [part.decode(codes, {"scale": s}) for s in only]
-
-    def inner(a: Tensor, b: Tensor) -> float:
-        return (part.loss(a + b) - part.loss(a - b)) / 4
-
-    gram = torch.tensor([[inner(a, b) for b in terms] for a in terms], dtype=torch.float64)
-    right = torch.tensor([inner(a, part.wt) for a in terms], dtype=torch.float64)
-    gains, failed = torch.linalg.solve_ex(gram, right)
-    gains = (gains * STEPS).round() / STEPS
-    if int(failed) or not bool((gains > 0).all() and gains.isfinite().all()):
+    rounded = part.decode(codes, scales)
+    square = part.loss(rounded)
+    inner = (part.loss(rounded + part.wt) - part.loss(rounded - part.wt)) / 4
+    if not 0 < inner < math.inf or not 0 < square < math.inf:
         return scales
-    fitted = {"scale": (scale * gains).float()}
+    fitted = {"scale": scales["scale"] * (round(inner / square * STEPS) / STEPS)}
     before, after = (part.loss(part.wt - part.decode(codes, s)) for s in (scales, fitted))
     return fitted if after < before else scales

@@ -1,14 +1,14 @@
-"""The E8 codebooks as `ptq.formats.Codebook`: one code for eight weights, one or two scales for a whole weight.
+"""The E8 codebooks as `ptq.formats.Codebook`: one code for eight weights, one scale for a whole weight.
 
-| bits | sum of | scales on a Gaussian of variance 1 | squared error |
+| bits | sum of | scale of E8P on a Gaussian of variance 1 | squared error |
 |---|---|---|---|
 | 2 | E8P | 1 / 1.04 | 0.0914 |
-| 3 | E8P + 1-bit residual | 1 / 1.005, 1.76 times less | 0.0284 |
-| 4 | E8P + E8P | 1 / 0.90, 3.66 times less | 0.0076 |
+| 3 | E8P + 1-bit residual / 1.75 | 1 / 1.005 | 0.0284 |
+| 4 | E8P + E8P / 3.5 | 1 / 0.91 | 0.0076 |
 
 With two stages the scales are chosen together, and the search keeps several candidates of the first stage: what is best
 for the first stage alone is not best for the sum. (Tseng et al. 2024, arXiv:2402.04396, section 4.3, choose one after
-the other, for 0.0295 and 0.0096; decoding is the same.)
+the other, for 0.0295 and 0.0096.) Their ratio makes all numbers integers below 128 (`e8p.MULTIPLIERS`).
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,12 @@ from ptq.errors import InputError
 from ptq.formats import Scales
 from quip_sharp import e8p_ops
 
-GAUSSIAN = {2: (1 / 1.04,), 3: (1 / 1.005, 1 / 1.005 / 1.76), 4: (1 / 0.90, 1 / 0.90 / 3.66)}
-"""Scales of the points themselves for weights of variance 1."""
-UNITS = {2: (4,), 3: (4, 2), 4: (4, 4)}
-"""The tables hold so many times the points."""
+GAUSSIAN = {2: 1 / 1.04 / 4, 3: 1 / 1.005 / 28, 4: 1 / 0.91 / 28}
+"""Scales for weights of variance 1: the integer points of E8P are four times the points, with 3 and 4 bits 7 times
+that."""
 TRIALS = (0.92, 0.96, 1.0, 1.04, 1.08, 1.13, 1.18)
-"""What LDLQ tries, relative to the fitted scales: feedback makes the targets larger than the weights."""
-CANDIDATES = {2: 1, 3: 4, 4: 4}
+"""What LDLQ tries, relative to the fitted scale: feedback makes the targets larger than the weights."""
+CANDIDATES = {2: 1, 3: 4, 4: 8}
 """Pairs (entry, shift) of the first stage for which the second is searched."""
 TINY = 1e-30
 """A weight whose root mean square is below this is stored with scale zero."""
@@ -37,8 +36,8 @@ TINY = 1e-30
 
 @dataclass(frozen=True)
 class E8Codebook:
-    """Codebook of dimension 8. One part of scales: `scale` float32 [1], for 3 and 4 bits [2], times the integer points
-    of the tables. Codes are int32 (`e8p_ops`)."""
+    """Codebook of dimension 8. One part of scales: `scale` float32 [1], times integer points. Codes are int32
+    (`e8p_ops`)."""
 
     bits: int = 2
 
@@ -50,15 +49,14 @@ class E8Codebook:
         return e8p_ops.tables(self.bits)
 
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
-        """The scales that are best if the weights are Gaussian, which a randomised Hadamard transform makes them.
+        """The scale that is best if the weights are Gaussian, which a randomised Hadamard transform makes them.
         Raises InputError for NaN and infinity."""
         squares = torch.linalg.vector_norm(w, dim=1).double().square()
         if not bool(squares.isfinite().all()):
             row = int((~w.isfinite().all(1)).nonzero()[0])
             raise InputError(f"{name}: NaN or infinity in row {row}; the weight cannot be quantised")
         rms = float((squares.sum() / max(1, w.numel())).sqrt())
-        factors = [rms * scale / unit for scale, unit in zip(GAUSSIAN[self.bits], UNITS[self.bits], strict=True)]
-        return {"scale": torch.tensor(factors, device=w.device) * (rms > TINY)}
+        return {"scale": torch.tensor([rms * GAUSSIAN[self.bits]], device=w.device) * (rms > TINY)}
 
     def trials(self, scales: Scales) -> Sequence[Scales]:
         return [{"scale": scales["scale"] * trial} for trial in TRIALS]

@@ -13,6 +13,10 @@ table's entry is negative, which makes the parity right. Four times a point is a
 
 **The residual codebook**, 1 bit: 256 points of E8 itself with squared norm <= 4: 0, the 240 roots (squared norm 2) and
 15 of the 16 vectors +-2 e_i. T1 holds twice these points.
+
+**Two stages.** 3 and 4 bits add a second point to the first: P = 7 P0 + 8 T1[r], or 7 P0 + 2 P1 (`MULTIPLIERS`). That
+is a vector of integers up to 109, or 99: a weight of any number of bits is one scale times bytes. (docs/math.md says
+what that costs: next to nothing.)
 """
 
 import functools
@@ -21,6 +25,9 @@ import itertools
 import torch
 from jaxtyping import Int8
 from torch import Tensor
+
+MULTIPLIERS = {2: (1,), 3: (7, 8), 4: (7, 2)}
+"""How many times the point of each stage counts. csrc/e8p/multipliers.h has them again."""
 
 
 @functools.cache

@@ -1,18 +1,18 @@
 """E8 lattice weights of 2, 3 and 4 bits: the bytes and the linear layer. Format `quip_sharp/e8p`, version 1.
 
 **Numbers.** Eight neighbouring weights of a row share one code of 16, 24 or 32 bits: an E8P code (a, m), at 3 bits with
-an entry r of the residual codebook, at 4 bits with a second E8P code. W = scale[0] P0 + scale[1] P1: P0 and P1 are the
-integer points of `quip_sharp.e8p` (four times the points of E8P, twice those of the residual codebook), each operation
-rounded to float32. Columns that fill the last code of a row are not part of W.
+an entry r of the residual codebook, at 4 bits with a second E8P code. W = scale * P, rounded to float32: P is the
+integer point of `quip_sharp.e8p`, at 2 bits P0 of (a, m), at 3 bits 7 P0 + 8 T1[r], at 4 bits 7 P0 + 2 P1. Columns that
+fill the last code of a row are not part of W.
 
 **Bytes**, for W[n, k] with c = ceil(k / 8):
 
 - `abs`, U8 [n, c]: a of each code. `signs`, U8 [n, c]: m of each code.
 - 3 bits: `residual`, U8 [n, c]: r of each code. 4 bits: `residual_abs` and `residual_signs`, U8 [n, c].
-- `scale`, I32 [1], for 3 and 4 bits [2]: the bits of float32 numbers, zero or positive, little-endian. An integer
-  dtype, because loaders cast floating-point tensors to the model's dtype.
+- `scale`, I32 [1]: the bits of a float32 number, zero or positive, little-endian. An integer dtype, because loaders
+  cast floating-point tensors to the model's dtype.
 
-True bits per weight: 2, 3 or 4, and 32 or 64 for the whole weight.
+True bits per weight: 2, 3 or 4, and 32 for the whole weight.
 """
 
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class E8PFormat:
 
     def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         planes = {plane: ((n, -(-k // 8)), torch.uint8) for plane in PLANES[self.bits]}
-        return {**planes, "scale": ((1 if self.bits == 2 else 2,), torch.int32)}
+        return {**planes, "scale": ((1,), torch.int32)}
 
     def pack(self, rounded: Rounded) -> Parts:
         planes = {
@@ -94,6 +94,7 @@ class E8PFormat:
         parts: Parts,
         bias: Tensor | None,
         dtype: torch.dtype,
+        input_bits: int = 8,
     ) -> Float[Tensor, "*t n"]:
         """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; other parts go a slow
         way."""
@@ -145,6 +146,6 @@ class E8PFormat:
         scale = parts["scale"].view(torch.float32)
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             raise InputError(
-                f"{self.name} [{n}, {k}]: `scale` must hold the bits of finite float32 numbers, not negative; "
-                f"found {scale.tolist()}"
+                f"{self.name} [{n}, {k}]: `scale` must hold the bits of a finite float32 number, not negative; "
+                f"found {scale.item()}"
             )

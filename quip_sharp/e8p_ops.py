@@ -1,12 +1,13 @@
 """The ops of the E8 codebooks: schema, fake kernel and reference in PyTorch. Native kernels (`csrc/e8p`) override them.
 
 A code is an int32: its bits 0-15 are an E8P code, m + 256 a (`quip_sharp.e8p`); bits 16-31 are the second stage, for
-3 bits the entry of T1, for 4 bits another E8P code. It stands for scale[0] P0 + scale[1] P1, with P0 and P1 the
-integer points that T0 and T1 hold. `tables` are these, [1 or 2, 256, 8].
+3 bits the entry of T1, for 4 bits another E8P code. It stands for scale * P, with P the integer point of
+`quip_sharp.e8p`: P0, or the sum of two, each times its multiplier. `tables` are T0 and T1, [1 or 2, 256, 8].
 
 **Search.** The nearest point to y has, for each shift and each entry of T0, the signs of y - shift; where their parity
 is wrong, the sign that costs least is flipped. So 2 x 256 inner products find it, of 2^16 points. With two stages, the
-second is searched for each of the `candidates` best pairs (entry, shift) of the first, and the nearest sum is taken.
+second is searched for each of the `candidates` best pairs (entry, shift) of the first, and the nearest sum is taken:
+y = w / scale, the first stage looks for y / m0, the second for (y - m0 P0) / m1.
 
 **Ties.** Of equally near points the first is taken: shift +1/4 before -1/4, then the lower entry; of equally cheap
 signs the one of the lower coordinate is flipped; zero has the sign +. All arithmetic is float32, each operation
@@ -18,7 +19,7 @@ from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
 from ptq.op_declarations import declare_all
-from quip_sharp.e8p import residual_table, table
+from quip_sharp.e8p import MULTIPLIERS, residual_table, table
 
 SCHEMAS = {
     "e8p_round": "(Tensor w, Tensor scale, Tensor tables, int bits, int candidates) -> Tensor",
@@ -38,7 +39,7 @@ def tables(bits: int) -> Int8[Tensor, "stages 256 8"]:
 
 def round_nearest(
     w: Float32[Tensor, "n k"],
-    scale: Float32[Tensor, " stages"],
+    scale: Float32[Tensor, "1"],
     tables: Int8[Tensor, "stages 256 8"],
     bits: int,
     candidates: int,
@@ -53,7 +54,7 @@ def ldlq(
     target: Float32[Tensor, "c n"],
     w: Float32[Tensor, "c n"],
     factor: Float32[Tensor, "c c"],
-    scale: Float32[Tensor, " stages"],
+    scale: Float32[Tensor, "1"],
     tables: Int8[Tensor, "stages 256 8"],
     bits: int,
     candidates: int,
@@ -73,27 +74,29 @@ def ldlq(
 
 
 def decode(
-    codes: Int32[Tensor, "n m"], scale: Float32[Tensor, " stages"], tables: Int8[Tensor, "stages 256 8"], bits: int
+    codes: Int32[Tensor, "n m"], scale: Float32[Tensor, "1"], tables: Int8[Tensor, "stages 256 8"], bits: int
 ) -> Float32[Tensor, "n k"]:
-    """scale[0] P0 + scale[1] P1, each operation rounded."""
-    w = _e8p_points(codes, tables[0].float()) * scale[0]
-    if bits != 2:
-        w += _second_points(codes >> 16 & 0xFFFF, tables[-1].float(), bits) * scale[1]
-    return w.flatten(1)
+    """scale * P."""
+    first, *second = MULTIPLIERS[bits]
+    points = _e8p_points(codes, tables[0].float()) * first
+    if second:
+        points += _second_points(codes >> 16 & 0xFFFF, tables[1].float(), bits) * second[0]
+    return (points * scale).flatten(1)
 
 
 def _codes(
     x: Float32[Tensor, "v 8"], scale: Tensor, tables: Float32[Tensor, "stages 256 8"], bits: int, candidates: int
 ) -> Int32[Tensor, " v"]:
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    y = x * inverse[0]
+    y = x * torch.where(scale > 0, 1 / scale, 0.0)
     if bits == 2:
         return _e8p_code(y, _e8p_search(y, tables[0], 1)[1][:, 0], tables[0])
+    multiplier, second_multiplier = MULTIPLIERS[bits]
+    z = y / multiplier
     best = torch.full((len(x),), -torch.inf)
     found = torch.zeros(len(x), dtype=torch.int32)
-    for entry in _e8p_search(y, tables[0], candidates)[1].unbind(1):
-        first = _e8p_code(y, entry, tables[0])
-        rest = (x - _e8p_points(first, tables[0]) * scale[0]) * inverse[1]
+    for entry in _e8p_search(z, tables[0], candidates)[1].unbind(1):
+        first = _e8p_code(z, entry, tables[0])
+        rest = (y - _e8p_points(first, tables[0]) * multiplier) / second_multiplier
         if bits == 3:
             value, second = _plain_search(rest, tables[1])
         else:

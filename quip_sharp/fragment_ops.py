@@ -5,9 +5,9 @@
 **Fragments**, layout version 1: uint8 [row tiles, blocks, 256 bits]. W is padded to blocks of 16 rows and 128 columns;
 padding codes are zeros. Of a block, lane l of a warp (g = l // 4, t = l % 4) holds rows g and g + 8, of which codes
 4 u + t for u in 0..3: eight codes, a byte of each in one plane, byte 2 u + r for row g + 8 r. The first two planes
-(entries and signs of the first book) lie beside each other, 16 bytes for each lane, lane after lane; behind them the
+(entries and signs of the first stage) lie beside each other, 16 bytes for each lane, lane after lane; behind them the
 others: at 3 bits 8 bytes for each lane, at 4 bits 16. So a lane reads 16 bytes at once, a warp 512 in a row.
-`scale` holds the bits of float32 numbers, int32 [1] or [2].
+`scale` holds the bits of a float32 number, int32 [1].
 
 The products are those of `tiled_ops`: `e8p_linear_fragments` for floats, whose kernels differ from the reference in the
 last bits, and `e8p_quantized_fragments` for quantised tokens, the same to the bit.
@@ -48,7 +48,7 @@ def unpack(
 
 def dequantize(
     fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int32[Tensor, " books"],
+    scale: Int32[Tensor, "1"],
     n: int,
     bits: int,
     k: int | torch.SymInt,
@@ -61,7 +61,7 @@ def quantized(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
     fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int32[Tensor, " books"],
+    scale: Int32[Tensor, "1"],
     bias: Float[Tensor, " n"] | None,
     n: int,
     bits: int,

@@ -1,25 +1,24 @@
 """E8P weights in the layout that the CPU kernels read: ops, with references in PyTorch. Not on disk.
 
 **Codes**: uint8 [bits, n, c] with c = ceil(k / 8), the parts of the stored weight one upon the other: the entries and
-the signs of the first book; at 3 bits the entries of the residual book, at 4 bits the entries and signs of a second
-E8P. Column 8 i + j of W is coordinate j of code i; what lies beyond k counts as zero. With the integer points P0, P1 of
-`e8p` and float32 scales, W = scale[0] P0 + scale[1] P1; `scale` holds their bits, int32 [1] or [2].
+the signs of the first stage; at 3 bits the entries of the residual book, at 4 bits the entries and signs of a second
+E8P. Column 8 i + j of W is coordinate j of code i; what lies beyond k counts as zero. With the integer points P of
+`e8p` and a float32 scale, W = scale * P; `scale` holds its bits, int32 [1].
 
 **Tiles**, layout version 1 (`csrc/e8p_tiled/layout.h`): uint8 [row tiles, bits * blocks, 64]. W is padded to blocks of
-16 rows and 32 columns, four codes of each row; padding codes are zeros. A book is stored as vectors of 64 bytes: byte
-4 r + i belongs to row r, code i of the block. Each row tile holds the first book, for all its blocks in turn (a vector
-of entries, then one of signs), then all blocks of the second book (3 bits: entries only). Two bytes are renumbered:
+16 rows and 32 columns, four codes of each row; padding codes are zeros. A block is a vector of 64 bytes for each part
+of the codes, in their order: byte 4 r + i belongs to row r, code i of the block. Two kinds of bytes are renumbered:
 
 - signs: bits 0 .. 6 are the true signs (m' of `e8p`) of coordinates 4, 5, 2, 3, 0, 1, 6, bit 7 is p. The sign of
   coordinate 7 follows, as m' has an even number of ones.
 - entries of the residual book: the 128 with odd coordinates and the 128 others are counted separately, in order; bit 5
   is set for the first kind, the other seven bits, from the lowest up, are the count.
 
-So a look-up of 128 entries gives the last sign, and one of 64 a weight: two shuffles with AVX-512 VBMI.
+So a look-up of 128 entries gives the last sign, and one of 64 a coordinate: two shuffles with AVX-512 VBMI.
 
 **Quantised tokens.** q int8 [*, k] and q_scale float32 [*] stand for x = q_scale * q. `e8p_linear_quantized` is defined
-to the bit: I0 = sum of q P0 and I1 = sum of q P1, exact integers; in float32, each operation rounded,
-acc = scale[0] * I0, then acc + scale[1] * I1; y = acc * q_scale, then + bias, then the cast to the dtype asked for.
+to the bit: I = sum of q P, an exact integer; in float32, each operation rounded, y = (scale * I) * q_scale, then
++ bias, then the cast to the dtype asked for.
 """
 
 import functools
@@ -77,8 +76,7 @@ def prepack(codes: UInt8[Tensor, "bits n c"]) -> UInt8[Tensor, "tiles vectors 64
     tiles, blocks = -(-n // ROWS), -(-c * 8 // COLUMNS)
     # The byte of a padding code is zero as it is: entry 0, all signs +, p = 0.
     codes = torch.nn.functional.pad(codes, (0, blocks * 4 - c, 0, tiles * ROWS - n))
-    vectors = codes.view(bits, tiles, ROWS, blocks, 4).permute(1, 3, 0, 2, 4).reshape(tiles, blocks, bits, 64)
-    return torch.cat([vectors[:, :, :2].flatten(1, 2), vectors[:, :, 2:].flatten(1, 2)], 1)
+    return codes.view(bits, tiles, ROWS, blocks, 4).permute(1, 3, 0, 2, 4).reshape(tiles, blocks * bits, 64)
 
 
 def unprepack(
@@ -86,23 +84,20 @@ def unprepack(
 ) -> UInt8[Tensor, "bits n c"]:
     """Exact inverse of `prepack`, for k columns."""
     count, blocks = tiles.shape[0], -(-k // COLUMNS)
-    books = [
-        tiles[:, : 2 * blocks].view(count, blocks, 2, 64),
-        tiles[:, 2 * blocks :].view(count, blocks, bits - 2, 64),
-    ]
-    vectors = torch.cat(books, 2).view(count, blocks, bits, ROWS, 4)
+    vectors = tiles.view(count, blocks, bits, ROWS, 4)
     codes = vectors.permute(2, 0, 3, 1, 4).reshape(bits, count * ROWS, blocks * 4)
     return _renumbered(codes[:, :n, : -(-k // 8)], inverse=True)
 
 
-def points(codes: UInt8[Tensor, "bits n c"], k: int | torch.SymInt) -> tuple[Int8[Tensor, "n k"], ...]:
-    """The integer points that codes stand for: P0, or P0 and P1."""
-    books = [_e8p_points(codes[0], codes[1])]
+def points(codes: UInt8[Tensor, "bits n c"], k: int | torch.SymInt) -> Int8[Tensor, "n k"]:
+    """The integer points P that codes stand for."""
+    first, *second = e8p.MULTIPLIERS[codes.shape[0]]
+    found = _e8p_points(codes[0], codes[1]) * first
     if codes.shape[0] == 3:
-        books.append(e8p.residual_table().to(codes.device)[codes[2].long()])
+        found += e8p.residual_table().to(codes.device)[codes[2].long()] * second[0]
     if codes.shape[0] == 4:
-        books.append(_e8p_points(codes[2], codes[3]))
-    return tuple(book.flatten(1)[:, :k] for book in books)
+        found += _e8p_points(codes[2], codes[3]) * second[0]
+    return found.flatten(1)[:, :k]
 
 
 def _e8p_points(entry: UInt8[Tensor, "n c"], signs: UInt8[Tensor, "n c"]) -> Int8[Tensor, "n c 8"]:
@@ -114,7 +109,7 @@ def _e8p_points(entry: UInt8[Tensor, "n c"], signs: UInt8[Tensor, "n c"]) -> Int
 
 def dequantize(
     tiles: UInt8[Tensor, "tiles vectors 64"],
-    scale: Int32[Tensor, " books"],
+    scale: Int32[Tensor, "1"],
     n: int,
     bits: int,
     k: int | torch.SymInt,
@@ -124,29 +119,24 @@ def dequantize(
 
 
 def weight_of(
-    codes: UInt8[Tensor, "bits n c"], scale: Int32[Tensor, " books"], k: int | torch.SymInt
+    codes: UInt8[Tensor, "bits n c"], scale: Int32[Tensor, "1"], k: int | torch.SymInt
 ) -> Float32[Tensor, "n k"]:
     """The weight that codes stand for."""
-    w, *rest = (number * book for number, book in zip(scale.view(torch.float32), points(codes, k), strict=True))
-    return w.add_(rest[0]) if rest else w
+    return scale.view(torch.float32) * points(codes, k)
 
 
 def product(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
     codes: UInt8[Tensor, "bits n c"],
-    scale: Int32[Tensor, " books"],
+    scale: Int32[Tensor, "1"],
     bias: Float[Tensor, " n"] | None,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
     """The product of quantised tokens with codes, as the module docstring defines it. Float64 holds the integers."""
     n, tokens = codes.shape[1], q.reshape(q_scale.numel(), q.shape[-1]).double()
-    books = points(codes, q.shape[-1])
-    acc, *rest = (
-        number * (tokens @ book.double().t()).float()
-        for number, book in zip(scale.view(torch.float32), books, strict=True)
-    )
-    y = (acc + rest[0] if rest else acc) * q_scale.reshape(-1, 1)
+    sums = tokens @ points(codes, q.shape[-1]).double().t()
+    y = scale.view(torch.float32) * sums.float() * q_scale.reshape(-1, 1)
     y = y if bias is None else y + bias.float()
     return y.to(dtype).view(*q.shape[:-1], n)
 
@@ -155,7 +145,7 @@ def linear_quantized(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
     tiles: UInt8[Tensor, "tiles vectors 64"],
-    scale: Int32[Tensor, " books"],
+    scale: Int32[Tensor, "1"],
     bias: Float[Tensor, " n"] | None,
     n: int,
     bits: int,

@@ -20,7 +20,7 @@ SHAPES = ((4096, 4096), (4096, 14336))
 def e8p_cases(n: int, k: int, x: Tensor, bits: int) -> dict[str, Case]:
     """Random codes; as fast as any other."""
     codes = torch.randint(0, 256, (bits, n, k // 8), dtype=torch.uint8)
-    scale = torch.tensor([0.01, 0.003])[: 1 if bits == 2 else 2].view(torch.int32)
+    scale = torch.tensor([0.01]).view(torch.int32)
     weights = [torch.ops.ptq.e8p_prepack(codes) for _ in range(copies(codes.nbytes))]
     activation, like, ops = Activation(8, 1.0), x.bfloat16(), torch.ops.ptq
 

@@ -36,8 +36,7 @@ def random_codes(bits: int, n: int, k: int) -> torch.Tensor:
     return torch.randint(0, 256, (bits, n, -(-k // 8)), dtype=torch.uint8, generator=draw(n * k + bits))
 
 
-def scales(bits: int) -> torch.Tensor:
-    return torch.tensor([0.137, 0.0371][: 1 if bits == 2 else 2]).view(torch.int32)
+SCALE = torch.tensor([0.137]).view(torch.int32)
 
 
 def random_tokens(t: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,24 +56,20 @@ def e8p_points(entry: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return torch.stack(columns, 2)
 
 
-def books(codes: torch.Tensor, k: int) -> list[torch.Tensor]:
-    """The integer points [n, k] of one or two books."""
-    found = [e8p_points(codes[0], codes[1])]
+def points(codes: torch.Tensor, k: int) -> torch.Tensor:
+    """The integer points [n, k]."""
+    found = e8p_points(codes[0], codes[1])
     if len(codes) == 3:
-        found.append(e8p.residual_table().long()[codes[2].long()])
+        found = 7 * found + 8 * e8p.residual_table().long()[codes[2].long()]
     if len(codes) == 4:
-        found.append(e8p_points(codes[2], codes[3]))
-    return [book.flatten(1)[:, :k] for book in found]
+        found = 7 * found + 2 * e8p_points(codes[2], codes[3])
+    return found.flatten(1)[:, :k]
 
 
 def exact_product(q, q_scale, codes, scale, bias) -> torch.Tensor:
     """The definition: integers, then float32 steps."""
-    first, *second = (
-        number * (q[:, None].long() * book[None]).sum(2).to(torch.float32)
-        for number, book in zip(scale.view(torch.float32), books(codes, q.shape[1]), strict=True)
-    )
-    y = first + second[0] if second else first
-    return y * q_scale[:, None] + bias
+    sums = (q[:, None].long() * points(codes, q.shape[1])[None]).sum(2)
+    return scale.view(torch.float32) * sums.to(torch.float32) * q_scale[:, None] + bias
 
 
 # --- the layout -------------------------------------------------------------------------------------------------------
@@ -93,10 +88,9 @@ def test_unpack_inverts_pack(bits, implementation):
 @pytest.mark.parametrize("bits", BITS)
 def test_weights_to_the_bit(bits, implementation):
     for n, k in SHAPES:
-        codes, scale = random_codes(bits, n, k), scales(bits)
-        w, *second = (s * book for s, book in zip(scale.view(torch.float32), books(codes, k), strict=True))
-        w = w + second[0] if second else w
-        assert torch.equal(implementation["e8p_dequantize"](tiled_ops.prepack(codes), scale, n, bits, k), w)
+        codes = random_codes(bits, n, k)
+        w = SCALE.view(torch.float32) * points(codes, k)
+        assert torch.equal(implementation["e8p_dequantize"](tiled_ops.prepack(codes), SCALE, n, bits, k), w)
 
 
 def test_a_strided_weight_is_packed_as_it_is(implementation):
@@ -121,13 +115,13 @@ def test_every_byte_is_where_the_layout_says(bits, implementation):
         tiles = implementation["e8p_prepack"](codes)
         expected = torch.zeros(2, blocks * bits, 64, dtype=torch.uint8)
         block, byte = column // 32, 4 * (row % 16) + column % 32 // 8
-        expected[row // 16, 2 * block, byte] = 7
-        expected[row // 16, 2 * block + 1, byte] = 0b0010011
+        expected[row // 16, bits * block, byte] = 7
+        expected[row // 16, bits * block + 1, byte] = 0b0010011
         if bits == 3:  # entry 50 is number 35 of those with odd coordinates: 0 and 14 others come before them
-            expected[row // 16, 2 * blocks + block, byte] = 3 | 32 | 1 << 6
+            expected[row // 16, bits * block + 2, byte] = 3 | 32 | 1 << 6
         if bits == 4:
-            expected[row // 16, 2 * blocks + 2 * block, byte] = 200
-            expected[row // 16, 2 * blocks + 2 * block + 1, byte] = 0b10100011
+            expected[row // 16, bits * block + 2, byte] = 200
+            expected[row // 16, bits * block + 3, byte] = 0b10100011
         assert torch.equal(tiles, expected)
 
 
@@ -140,22 +134,24 @@ def test_true_bytes():
 
 
 def test_all_codes(implementation):
-    """Every code of E8P, and every entry of the residual book, as the definition has it."""
+    """Every code of E8P in either stage, and every entry of the residual book, as the definition has it."""
     byte = torch.arange(256, dtype=torch.uint8)
     codes = torch.stack([byte.repeat_interleave(256), byte.repeat(256), byte.flip(0).repeat(256)]).view(3, 256, 256)
-    assert torch.cat(books(codes[:2], 2048)).view(-1, 8).unique(dim=0).shape[0] == 65536
+    assert points(codes[:2], 2048).view(-1, 8).unique(dim=0).shape[0] == 65536
     q, q_scale = random_tokens(3, 2048)
     for bits, all_codes in ((2, codes[:2]), (3, codes), (4, codes[[0, 1, 1, 0]])):
         tiles = implementation["e8p_prepack"](all_codes)
-        y = implementation["e8p_linear_quantized"](q, q_scale, tiles, scales(bits), None, 256, bits, torch.float32)
-        assert torch.equal(y, exact_product(q, q_scale, all_codes, scales(bits), 0.0))
+        y = implementation["e8p_linear_quantized"](q, q_scale, tiles, SCALE, None, 256, bits, torch.float32)
+        assert torch.equal(y, exact_product(q, q_scale, all_codes, SCALE, 0.0))
+        w = implementation["e8p_linear_tiled"](torch.eye(2048), tiles, SCALE, None, 256, bits)
+        assert torch.equal(w.t(), SCALE.view(torch.float32) * points(all_codes, 2048))
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_quantised_tokens_to_the_bit(bits, implementation):
     for n, k in SHAPES:
         codes, bias = random_codes(bits, n, k), torch.randn(n, generator=draw(n))
-        tiles, scale = tiled_ops.prepack(codes), scales(bits)
+        tiles, scale = tiled_ops.prepack(codes), SCALE
         for t in (0, 1, 2, 3, 4, 7, 8, 9, 14):
             q, q_scale = random_tokens(t, k)
             y = implementation["e8p_linear_quantized"](q, q_scale, tiles, scale, bias, n, bits, torch.float32)
@@ -167,16 +163,17 @@ def test_quantised_tokens_to_the_bit(bits, implementation):
 
 @pytest.mark.parametrize("t", [2, 13])
 def test_the_largest_sums(t, implementation):
-    """Points of 11 in all columns times -128: sums beyond 2^24, which float32 rounds once."""
+    """The largest points in all columns times -128: sums beyond 2^24, which float32 rounds once."""
     largest = e8p_points(torch.arange(256)[:, None], torch.zeros(256, 1)).flatten(1).abs().sum(1).argmax()
-    codes = torch.full((4, 17, 8200), int(largest), dtype=torch.uint8)
+    codes = torch.full((4, 17, 8192), int(largest), dtype=torch.uint8)
     codes[1::2], codes[1::2, 1] = 0, 255
-    q, q_scale = random_tokens(t, 65600)
-    tiles = tiled_ops.prepack(codes)
-    for bits in (2, 4):
-        tiles = tiled_ops.prepack(codes[:bits])
-        y = implementation["e8p_linear_quantized"](q, q_scale, tiles, scales(bits), None, 17, bits, torch.float32)
-        assert torch.equal(y, tiled_ops.product(q, q_scale, codes[:bits], scales(bits), None, torch.float32))
+    q, q_scale = random_tokens(t, 65536)
+    for bits in BITS:
+        some = codes[:bits].clone()
+        some[2:3] = 255 if bits == 3 else some[2:3]  # T1 with a 4
+        tiles = tiled_ops.prepack(some)
+        y = implementation["e8p_linear_quantized"](q, q_scale, tiles, SCALE, None, 17, bits, torch.float32)
+        assert torch.equal(y, tiled_ops.product(q, q_scale, some, SCALE, None, torch.float32))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -184,7 +181,7 @@ def test_tokens_do_not_depend_on_the_others_nor_on_threads(bits, implementation)
     """More tokens than a unit takes; each one alone, and in any number of threads."""
     threads, n, k = torch.get_num_threads(), 100, 1100
     codes, (q, q_scale) = random_codes(bits, n, k), random_tokens(530, k)
-    tiles, scale = tiled_ops.prepack(codes), scales(bits)
+    tiles, scale = tiled_ops.prepack(codes), SCALE
     expected = tiled_ops.product(q, q_scale, codes, scale, None, torch.float32)
     try:
         for count in (1, 3):
@@ -201,7 +198,7 @@ def test_tokens_do_not_depend_on_the_others_nor_on_threads(bits, implementation)
 def test_strides_and_batch_axes(implementation):
     n, k = 35, 100
     codes, bias, (q, q_scale) = random_codes(3, n, k), torch.randn(n, generator=draw(1)), random_tokens(24, k)
-    tiles, scale = tiled_ops.prepack(codes), scales(3)
+    tiles, scale = tiled_ops.prepack(codes), SCALE
     expected = tiled_ops.product(q, q_scale, codes, scale, bias, torch.float32)
     strided = torch.stack([q, q + 1], 2)[..., 0].view(2, 12, k)
     op = implementation["e8p_linear_quantized"]
@@ -217,7 +214,7 @@ def test_strides_and_batch_axes(implementation):
 
 def test_nothing(implementation):
     """No token, no row, no column."""
-    tiles, scale = tiled_ops.prepack(random_codes(4, 20, 64)), scales(4)
+    tiles, scale = tiled_ops.prepack(random_codes(4, 20, 64)), SCALE
     q, q_scale = random_tokens(12, 64)
     quantized, floats = implementation["e8p_linear_quantized"], implementation["e8p_linear_tiled"]
     assert quantized(q[:0], q_scale[:0], tiles, scale, None, 20, 4, torch.float32).shape == (0, 20)
@@ -240,9 +237,8 @@ def test_nothing(implementation):
 def test_floats_against_float64(bits, dtype, implementation):
     for n, k in SHAPES:
         codes = random_codes(bits, n, k)
-        tiles, scale, bias = tiled_ops.prepack(codes), scales(bits), torch.randn(n, generator=draw(n))
-        w = sum(s * book for s, book in zip(scale.view(torch.float32).double(), books(codes, k), strict=True))
-        assert isinstance(w, torch.Tensor)
+        tiles, scale, bias = tiled_ops.prepack(codes), SCALE, torch.randn(n, generator=draw(n))
+        w = scale.view(torch.float32).double() * points(codes, k)
         for t in (1, 2, 3, 5, 9, 37):
             x = torch.randn(t, k, generator=draw(k + t)).to(dtype)
             y = implementation["e8p_linear_tiled"](x, tiles, scale, bias, n, bits)
@@ -260,7 +256,7 @@ def test_floats_do_not_depend_on_threads(dtype, implementation):
         found = []
         for count in (1, 2, 3):
             torch.set_num_threads(count)
-            found.append([implementation["e8p_linear_tiled"](x[:t], tiles, scales(3), None, n, 3) for t in (1, 4, 40)])
+            found.append([implementation["e8p_linear_tiled"](x[:t], tiles, SCALE, None, n, 3) for t in (1, 4, 40)])
     finally:
         torch.set_num_threads(threads)
     if implementation is not tiled_ops.REFERENCES:  # whose sums are torch's
@@ -271,7 +267,7 @@ def test_floats_do_not_depend_on_threads(dtype, implementation):
 def test_gradients(bits):
     n, k = 19, 45
     codes = random_codes(bits, n, k)
-    tiles, scale = tiled_ops.prepack(codes), scales(bits)
+    tiles, scale = tiled_ops.prepack(codes), SCALE
     w = tiled_ops.dequantize(tiles, scale, n, bits, k)
     x, bias = torch.randn(2, 3, k, generator=draw(0)), torch.randn(n, generator=draw(1))
     grad = torch.randn(2, 3, n, generator=draw(2))
@@ -293,9 +289,9 @@ def test_ops_are_well_formed(bits):
     ops: Any = torch.ops.ptq
     torch.library.opcheck(ops.e8p_prepack.default, (codes,))
     torch.library.opcheck(ops.e8p_unprepack.default, (tiles, 18, bits, 40))
-    torch.library.opcheck(ops.e8p_dequantize.default, (tiles, scales(bits), 18, bits, 40))
-    torch.library.opcheck(ops.e8p_linear_tiled.default, (x, tiles, scales(bits), bias, 18, bits))
-    arguments = (q, q_scale, tiles, scales(bits), bias, 18, bits, torch.bfloat16)
+    torch.library.opcheck(ops.e8p_dequantize.default, (tiles, SCALE, 18, bits, 40))
+    torch.library.opcheck(ops.e8p_linear_tiled.default, (x, tiles, SCALE, bias, 18, bits))
+    arguments = (q, q_scale, tiles, SCALE, bias, 18, bits, torch.bfloat16)
     torch.library.opcheck(ops.e8p_linear_quantized.default, arguments)
 
 
@@ -303,14 +299,14 @@ def test_what_does_not_fit_is_refused():
     if not native.available():
         pytest.skip("native kernels are not built")
     tiles, (q, q_scale) = tiled_ops.prepack(random_codes(4, 18, 64)), random_tokens(2, 64)
-    good: list[Any] = [q, q_scale, tiles, scales(4), None, 18, 4, torch.float32]
-    wrong = {0: q[:, :32], 1: q_scale[:1], 2: tiles[:1], 3: scales(2), 4: torch.ones(17), 5: 40, 6: 3}
+    good: list[Any] = [q, q_scale, tiles, SCALE, None, 18, 4, torch.float32]
+    wrong = {0: q[:, :32], 1: q_scale[:1], 2: tiles[:1], 3: torch.cat([SCALE, SCALE]), 4: torch.ones(17), 5: 40, 6: 3}
     for place, value in wrong.items():
         with pytest.raises(RuntimeError, match="e8p"):
             torch.ops.ptq.e8p_linear_quantized(*good[:place], value, *good[place + 1 :])
-    with pytest.raises(RuntimeError, match="more than 524288 columns"):
-        wide = torch.zeros(1, 524296, dtype=torch.int8)
-        torch.ops.ptq.e8p_linear_quantized(wide, q_scale[:1], tiles, scales(4), None, 18, 4, torch.float32)
+    with pytest.raises(RuntimeError, match="more than 65536 columns"):
+        wide = torch.zeros(1, 65544, dtype=torch.int8)
+        torch.ops.ptq.e8p_linear_quantized(wide, q_scale[:1], tiles, SCALE, None, 18, 4, torch.float32)
     for codes in (torch.zeros(5, 2, 4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.uint8), torch.zeros(2, 2, 4)):
         with pytest.raises(RuntimeError, match="e8p"):
             torch.ops.ptq.e8p_prepack(codes)

@@ -77,11 +77,24 @@ def test_r3_alone(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch
     real = tables.keys_online
     edited: list[bool] = []
     monkeypatch.setattr(tables, "keys_online", lambda: edited.append(True) or real())
-    rows = list(tables.steps("keys", task, 0, tables.KEYS[3], ORIGINAL))
+    rows = list(tables.steps("keys", task, 0, tables.KEYS[1], ORIGINAL))
     assert [row.name for row in rows] == ["K3, no R3", "K3 and R3"] and edited == [True]
     assert [found.cache.hadamard is not None for _, _, found in asked] == [False, True]
     assert [(found.cache.key_bits, found.cache.value_bits) for _, _, found in asked] == [(3, 16)] * 2
     assert not any(linear.online or linear.activation for _, _, found in asked for linear in found.linears)
+
+
+def test_keys_with_outliers(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = recipes_run(tables, task, monkeypatch, [2.0, 1.8, 4.0, 3.0, 1.8] * 3)
+    rows = list(tables.keys_table(task, 0, ORIGINAL))
+    four = rows[:5]
+    names = ["K4, no R3", "K4 and R3"]
+    planted = [f"outliers in keys, no balance, {name}" for name in names] + ["outliers in keys, K4 and R3"]
+    assert [row.name for row in four] == [*names, *planted] and len(rows) == 15
+    assert [folder == task.folder for folder, _, _ in asked[:5]] == [True, True, False, False, False]
+    balanced = [any(linear.balance for linear in found.linears) for _, _, found in asked[:5]]
+    assert balanced == [True, True, False, False, True]
+    assert [row.step for row in four] == [None, pytest.approx(-0.2), None, pytest.approx(-1.0), pytest.approx(-1.2)]
 
 
 def test_planted_models_are_compared_with_themselves_unplanted(

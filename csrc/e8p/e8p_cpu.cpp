@@ -12,6 +12,7 @@
 #include "common/cpu_level.h"
 #include "common/parallel.h"
 #include "e8p/kernels.h"
+#include "e8p/multipliers.h"
 
 namespace ptq::e8p {
 namespace {
@@ -54,19 +55,18 @@ Book book_from(const Tensor& scale, const Tensor& tables, int64_t bits, int64_t 
     STD_TORCH_CHECK(bits >= 2 && bits <= 4, "e8p: bits must be 2, 3 or 4, found ", bits);
     STD_TORCH_CHECK(candidates == 1 || candidates == 2 || candidates == 4 || candidates == max_candidates,
                     "e8p: candidates must be 1, 2, 4 or 8, found ", candidates);
-    const int64_t stages = bits == 2 ? 1 : 2;
-    check(scale, ScalarType::Float, {stages}, "scale");
-    check(tables, ScalarType::Char, {stages, entries, dim}, "tables");
+    const int64_t count = stages(static_cast<int>(bits));
+    check(scale, ScalarType::Float, {1}, "scale");
+    check(tables, ScalarType::Char, {count, entries, dim}, "tables");
     const Tensor s = contiguous(scale), t = contiguous(tables);
     const int8_t* from = static_cast<const int8_t*>(t.const_data_ptr());
     Book book;
     book.first = table_from(from);
-    book.second = table_from(from + (stages - 1) * entries * dim);
-    for (int64_t i = 0; i < 2; i++) {
-        book.scale[i] = i < stages ? static_cast<const float*>(s.const_data_ptr())[i] : 0.0f;
-        book.inverse[i] = book.scale[i] > 0 ? 1.0f / book.scale[i] : 0.0f;
-    }
+    book.second = table_from(from + (count - 1) * entries * dim);
+    book.scale = *static_cast<const float*>(s.const_data_ptr());
+    book.inverse = book.scale > 0 ? 1.0f / book.scale : 0.0f;
     book.bits = static_cast<int>(bits);
+    for (int i = 0; i < 2; i++) book.multiplier[i] = static_cast<float>(multiplier(book.bits, i));
     book.candidates = static_cast<int>(candidates);
     return book;
 }

@@ -143,39 +143,37 @@ inline void e8p_point(int32_t code, const Table& table, float* point) {
     for (int j = 0; j < dim; j++) point[j] = (signs >> j & 1 ? -table.point[a][j] : table.point[a][j]) + shift;
 }
 
-// scale[0] P0 + scale[1] P1.
+// scale * (m0 P0 + m1 P1).
 inline void value_of(int32_t code, const Book& book, float* w) {
-    float point[dim];
-    e8p_point(code, book.first, point);
-    for (int j = 0; j < dim; j++) w[j] = point[j] * book.scale[0];
-    if (book.bits == 2) return;
-    if (book.bits == 4)
-        e8p_point(code >> 16, book.second, point);
-    else
-        std::memcpy(point, book.second.point[code >> 16 & 0xff], sizeof point);
-    for (int j = 0; j < dim; j++) w[j] += point[j] * book.scale[1];
+    float first[dim], second[dim] = {};
+    e8p_point(code, book.first, first);
+    if (book.bits == 3) std::memcpy(second, book.second.point[code >> 16 & 0xff], sizeof second);
+    if (book.bits == 4) e8p_point(code >> 16, book.second, second);
+    for (int j = 0; j < dim; j++) w[j] = (first[j] * book.multiplier[0] + second[j] * book.multiplier[1]) * book.scale;
 }
 
-// What is left of x behind the first stage, in units of the second.
-inline void residual(const Lanes* x, Ints codes, const Book& book, Lanes* rest) {
+// What is left of y behind the first stage, in units of the second.
+inline void residual(const Lanes* y, Ints codes, const Book& book, Lanes* rest) {
     alignas(64) float points[dim][lanes];
     for (int i = 0; i < lanes; i++) {
         float point[dim];
         e8p_point(codes[i], book.first, point);
         for (int j = 0; j < dim; j++) points[j][i] = point[j];
     }
-    for (int j = 0; j < dim; j++) rest[j] = (x[j] - load(points[j]) * book.scale[0]) * book.inverse[1];
+    for (int j = 0; j < dim; j++) rest[j] = (y[j] - load(points[j]) * book.multiplier[0]) / book.multiplier[1];
 }
 
 template <int count>
-Ints two_stages(const Lanes* x, const Lanes* y, const Book& book) {
-    const Best<count> firsts = search_e8p<count>(y, book.first);
+Ints two_stages(const Lanes* y, const Book& book) {
+    Lanes z[dim];
+    for (int j = 0; j < dim; j++) z[j] = y[j] / book.multiplier[0];
+    const Best<count> firsts = search_e8p<count>(z, book.first);
     Lanes best = fill(-std::numeric_limits<float>::infinity());
     Ints codes{};
     for (int i = 0; i < count; i++) {
-        const Ints first = e8p_codes(y, firsts.entry[i], book.first);
+        const Ints first = e8p_codes(z, firsts.entry[i], book.first);
         Lanes rest[dim];
-        residual(x, first, book, rest);
+        residual(y, first, book, rest);
         const Best<1> second = book.bits == 3 ? search_plain(rest, book.second) : search_e8p<1>(rest, book.second);
         const Ints code = book.bits == 3 ? second.entry[0] : e8p_codes(rest, second.entry[0], book.second);
         const Ints nearer = second.value[0] > best;
@@ -188,17 +186,17 @@ Ints two_stages(const Lanes* x, const Lanes* y, const Book& book) {
 // The codes of vectors, coordinate by coordinate.
 Ints codes_of(const Lanes* x, const Book& book) {
     Lanes y[dim];
-    for (int j = 0; j < dim; j++) y[j] = x[j] * book.inverse[0];
+    for (int j = 0; j < dim; j++) y[j] = x[j] * book.inverse;
     if (book.bits == 2) return e8p_codes(y, search_e8p<1>(y, book.first).entry[0], book.first);
     switch (book.candidates) {
         case 1:
-            return two_stages<1>(x, y, book);
+            return two_stages<1>(y, book);
         case 2:
-            return two_stages<2>(x, y, book);
+            return two_stages<2>(y, book);
         case 4:
-            return two_stages<4>(x, y, book);
+            return two_stages<4>(y, book);
         default:
-            return two_stages<max_candidates>(x, y, book);
+            return two_stages<max_candidates>(y, book);
     }
 }
 

@@ -19,7 +19,8 @@ struct Table {
 
 struct Book {
     Table first, second;
-    float scale[2], inverse[2];
+    float scale, inverse;
+    float multiplier[2];
     int bits;  // 2: one stage; 3: E8P and plain entries; 4: E8P twice
     int candidates;
 };

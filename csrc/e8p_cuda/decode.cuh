@@ -12,6 +12,7 @@
 
 #include "cuda/numbers.cuh"
 #include "cuda/stream.cuh"
+#include "e8p/multipliers.h"
 #include "e8p_cuda/points.h"
 
 namespace ptq::e8p_cuda {
@@ -24,23 +25,20 @@ constexpr int block_columns = 128, code_columns = 8;
 PTQ_BOTH constexpr int block_bytes(int bits) {
     return 256 * bits;
 }
-PTQ_BOTH constexpr int books_of(int bits) {
-    return bits == 2 ? 1 : 2;
-}
-PTQ_BOTH constexpr bool is_residual(int bits, int book) {
-    return bits == 3 && book == 1;
-}
-// A point is times * n - minus.
-PTQ_BOTH constexpr int times_of(int bits, int book) {
-    return is_residual(bits, book) ? 1 : 2;
-}
-PTQ_BOTH constexpr int minus_of(int bits, int book) {
-    return is_residual(bits, book) ? 4 : 15;
-}
+
+// What a nibble of a stage is worth: P is the sum of times * n - minus over the stages.
+template <int bits, int stage>
+struct Worth {
+    static constexpr bool residual = bits == 3 && stage == 1;
+    static constexpr int times = e8p::multiplier(bits, stage) * (residual ? 1 : 2);
+    static constexpr int minus = e8p::multiplier(bits, stage) * (residual ? 4 : 15);
+};
+template <int bits>
+constexpr int stages_of = e8p::stages(bits);
 
 struct Weights {
     const uint8_t* fragments;  // [row tiles, blocks, 256 bits]
-    const float* scale;        // [books]
+    const float* scale;        // one
     int n, k;
 };
 
@@ -99,33 +97,53 @@ struct Tables {
     PTQ_DEVICE uint32_t look_up(int table, uint32_t word, int byte) const {
         return load<uint32_t>(shared() + and_or(rotate_left(word, turn[byte]), mask, at[table]));
     }
-    // Of code `byte` of half h, of a book: two words whose xor are its nibbles. `words` are the lane's of a block.
+    // Of code `byte` of half h, of a stage: two words whose xor are its nibbles. `words` are the lane's of a block.
     struct Nibbles {
         uint32_t word, flips;
     };
-    PTQ_DEVICE Nibbles nibbles(const uint32_t (&words)[2 * bits], int book, int h, int byte) const {
+    PTQ_DEVICE Nibbles nibbles(const uint32_t (&words)[2 * bits], int stage, int h, int byte) const {
         if constexpr (bits == 3)
-            if (book == 1) return {look_up(2, words[4 + h], byte), 0};
-        return {look_up(0, words[4 * book + h], byte), look_up(1, words[4 * book + 2 + h], byte)};
+            if (stage == 1) return {look_up(2, words[4 + h], byte), 0};
+        return {look_up(0, words[4 * stage + h], byte), look_up(1, words[4 * stage + 2 + h], byte)};
     }
 };
 
 // --- operands --------------------------------------------------------------------------------------------------------
 
-// What makes times * n - minus, over `times`, of a nibble in the fraction of 64 (float16) or 16 (bfloat16): exact.
+// Coordinates 2 q and 2 q + 1 of an arranged word, as the nibble n in the fraction of 64 (float16) or 16 (bfloat16).
 template <class T>
-PTQ_DEVICE uint32_t offset_of(int bits, int book) {
-    const float base = std::is_same_v<T, Half> ? 64 : 16, number = -(base + (is_residual(bits, book) ? 4.0f : 7.5f));
-    return pack<T>(number, number);
-}
-// Coordinates 2 q and 2 q + 1 of an arranged word.
+constexpr int base_of = std::is_same_v<T, Half> ? 64 : 16;
 template <class T>
-PTQ_DEVICE uint32_t number_pair(uint32_t word, int q, uint32_t offset) {
+PTQ_DEVICE uint32_t nibble_pair(uint32_t word, int q) {
     const uint32_t turned = q == 0 ? word : q == 1 ? word >> 8 : rotate_left(word, q == 2 ? 4 : 28);
-    if constexpr (std::is_same_v<T, Half>)
-        return fma2<T>(and_or(turned, 0x00f000f0u, 0x54005400u), 0x3c003c00u, offset);
-    else
-        return fma2<T>(and_or(turned, 0x00780078u, 0x41804180u), 0x3f803f80u, offset);
+    return std::is_same_v<T, Half> ? and_or(turned, 0x00f000f0u, 0x54005400u)
+                                   : and_or(turned, 0x00780078u, 0x41804180u);
 }
+// Half of P, exactly: every result along the way is a number of the type.
+template <class T, int bits>
+struct HalfPoints {
+    // With float16 the second stage brings what is to be taken off the first; with bfloat16 it would be rounded.
+    static constexpr bool fused = bits > 2 && std::is_same_v<T, Half>;
+    uint32_t times[2], minus[2];  // of the stages
+
+    PTQ_DEVICE HalfPoints() {
+        const auto set = [&]<int stage>(float more) {
+            constexpr float factor = 0.5f * Worth<bits, stage>::times, off = 0.5f * Worth<bits, stage>::minus;
+            const float whole = factor * base_of<T> + off;
+            times[stage] = pack<T>(factor, factor);
+            minus[stage] = pack<T>(-(whole + more), -(whole + more));
+            return whole;
+        };
+        const float first = set.template operator()<0>(0);
+        if constexpr (bits > 2) set.template operator()<1>(fused ? first : 0);
+        if (!fused) minus[0] = pack<T>(-(base_of<T> + 7.5f), -(base_of<T> + 7.5f));  // before it is multiplied
+    }
+    PTQ_DEVICE uint32_t pair(uint32_t word, uint32_t second, int q) const {
+        uint32_t x = nibble_pair<T>(word, q);
+        if constexpr (!fused) x = fma2<T>(x, pack<T>(1.0f, 1.0f), minus[0]);
+        if constexpr (bits == 2) return x;
+        return fma2<T>(x, times[0], fma2<T>(nibble_pair<T>(second, q), times[1], minus[1]));
+    }
+};
 
 }  // namespace ptq::e8p_cuda

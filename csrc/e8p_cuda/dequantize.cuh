@@ -1,5 +1,5 @@
-// Fragments as plain numbers W[n, k], or as the integer points of one book, for products of many tokens in torch's own
-// matrix multiplication. No torch here.
+// Fragments as plain numbers W[n, k], or as integer points, for products of many tokens in torch's own matrix
+// multiplication. No torch here.
 #pragma once
 
 #include "e8p_cuda/decode.cuh"
@@ -8,8 +8,7 @@ namespace ptq::e8p_cuda {
 
 struct Dequantize {
     Weights w;
-    void* out;  // [n, k]
-    int bits, book;
+    void* out;     // [n, k]
     bool aligned;  // rows of `out` are multiples of 16 bytes (8 of int8)
 };
 constexpr int dequantize_threads = 256, codes_of_block = tile_rows * block_columns / code_columns;
@@ -20,15 +19,23 @@ PTQ_DEVICE uint8_t code_byte(const uint8_t* block, int bits, int plane, int code
     if (plane < 2) return block[16 * at + 8 * plane + byte];
     return block[512 + 8 * (bits - 2) * at + 8 * (plane - 2) + byte];
 }
-PTQ_DEVICE uint32_t nibbles_of(const uint8_t* block, int bits, int book, int code) {
-    if (is_residual(bits, book)) return point_words.residual[code_byte(block, bits, 2, code)];
-    return point_words.e8p[code_byte(block, bits, 2 * book, code)] ^
-           point_words.signs[code_byte(block, bits, 2 * book + 1, code)];
+template <int bits, int stage>
+PTQ_DEVICE uint32_t nibbles_of(const uint8_t* block, int code) {
+    if constexpr (Worth<bits, stage>::residual) return point_words.residual[code_byte(block, bits, 2, code)];
+    return point_words.e8p[code_byte(block, bits, 2 * stage, code)] ^
+           point_words.signs[code_byte(block, bits, 2 * stage + 1, code)];
+}
+// Of the nibble in some bits of the words of both stages.
+template <int bits>
+PTQ_DEVICE int point_of(uint32_t word, uint32_t second, int bit) {
+    int point = Worth<bits, 0>::times * static_cast<int>(word >> bit & 15) - Worth<bits, 0>::minus;
+    if constexpr (bits > 2)
+        point += Worth<bits, 1>::times * static_cast<int>(second >> bit & 15) - Worth<bits, 1>::minus;
+    return point;
 }
 
-// A thread makes the eight numbers of one code: scale[0] P0 + scale[1] P1, each operation rounded, then rounded to Out;
-// or, with Out int8_t, the points of `book`.
-template <class Out>
+// A thread makes the eight numbers of one code: scale * P, rounded to Out; or, with Out int8_t, P.
+template <class Out, int bits>
 PTQ_KERNEL(dequantize_threads, 2)
 void dequantize_kernel(const Dequantize p) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns;
@@ -37,24 +44,18 @@ void dequantize_kernel(const Dequantize p) {
     const int row = tile_rows * block_y() + at / 4 + 8 * (byte % 2);
     const int column = block_columns * block + 32 * (byte / 2) + 8 * (at % 4);
     if (block >= blocks || row >= p.w.n || column >= p.w.k) return;
-    const uint8_t* from = p.w.fragments + (static_cast<int64_t>(block_y()) * blocks + block) * block_bytes(p.bits);
+    const uint8_t* from = p.w.fragments + (static_cast<int64_t>(block_y()) * blocks + block) * block_bytes(bits);
     alignas(16) Out numbers[8];
-    const int books = books_of(p.bits), first = sizeof(Out) == 1 ? p.book : 0;
-    const uint32_t word = nibbles_of(from, p.bits, first, code);
-    const uint32_t other = sizeof(Out) > 1 && books == 2 ? nibbles_of(from, p.bits, 1, code) : 0;
+    const uint32_t word = nibbles_of<bits, 0>(from, code);
+    uint32_t second = 0;
+    if constexpr (bits > 2) second = nibbles_of<bits, 1>(from, code);
     PTQ_UNROLL
     for (int j = 0; j < 8; j++) {
-        const int bit = 8 * (j % 4) + 4 * (j / 4);
-        const auto point = [&](uint32_t w, int book) {
-            return times_of(p.bits, book) * static_cast<int>(w >> bit & 15) - minus_of(p.bits, book);
-        };
-        if constexpr (sizeof(Out) == 1) {
-            numbers[j] = static_cast<Out>(point(word, first));
-        } else {
-            float w = multiply(p.w.scale[0], static_cast<float>(point(word, 0)));
-            if (books == 2) w = add(w, multiply(p.w.scale[1], static_cast<float>(point(other, 1))));
-            numbers[j] = convert<Out>(w);
-        }
+        const int point = point_of<bits>(word, second, 8 * (j % 4) + 4 * (j / 4));
+        if constexpr (sizeof(Out) == 1)
+            numbers[j] = static_cast<Out>(point);
+        else
+            numbers[j] = convert<Out>(multiply(*p.w.scale, static_cast<float>(point)));
     }
     Out* out = static_cast<Out*>(p.out) + static_cast<int64_t>(row) * p.w.k + column;
     if (p.aligned && column + 8 <= p.w.k) {

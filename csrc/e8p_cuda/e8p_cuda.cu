@@ -21,8 +21,7 @@ Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, c
     STD_TORCH_CHECK(
         fragments.dim() == 3 && fragments.size(0) == tiles && fragments.size(1) == blocks && fragments.size(2) == size,
         op, ": fragments must be [", tiles, ", ", blocks, ", ", size, "] for this weight; prepack it again");
-    STD_TORCH_CHECK(scale.numel() == books_of(static_cast<int>(bits)), op, ": scale has ", scale.numel(),
-                    " numbers, expected ", books_of(static_cast<int>(bits)));
+    STD_TORCH_CHECK(scale.numel() == 1, op, ": scale has ", scale.numel(), " numbers, expected one");
     STD_TORCH_CHECK(cuda::is_aligned(fragments.const_data_ptr()), op, ": fragments must begin at a multiple of 16");
     return {static_cast<const uint8_t*>(fragments.const_data_ptr()), static_cast<const float*>(scale.const_data_ptr()),
             static_cast<int>(n), static_cast<int>(k)};
@@ -33,18 +32,17 @@ Device device_of(const Tensor& x) {
     return {p.processors, p.shared_per_block, p.shared_per_processor};
 }
 
-Tensor plain(const char* op, const Weights& w, const Tensor& beside, ScalarType type, int64_t bits, int book,
-             Stream stream) {
+Tensor plain(const char* op, const Weights& w, const Tensor& beside, ScalarType type, int64_t bits_, Stream stream) {
     const std::array<int64_t, 2> sizes{w.n, w.k};
     const Tensor out = cuda::empty_like_device({sizes.data(), sizes.size()}, type, beside);
     const int64_t row_bytes = w.k * static_cast<int64_t>(out.element_size());
-    const Dequantize d{w, out.mutable_data_ptr(), static_cast<int>(bits), book,
-                       row_bytes % (type == ScalarType::Char ? 8 : 16) == 0};
+    const Dequantize d{w, out.mutable_data_ptr(), row_bytes % (type == ScalarType::Char ? 8 : 16) == 0};
+    const int bits = static_cast<int>(bits_);
     if (out.numel() == 0) return out;
-    cuda::check_launch(op, type == ScalarType::Char    ? run_dequantize<int8_t>(d, stream)
-                           : type == ScalarType::Float ? run_dequantize<float>(d, stream)
-                           : type == ScalarType::Half  ? run_dequantize<Half>(d, stream)
-                                                       : run_dequantize<Bfloat16>(d, stream));
+    cuda::check_launch(op, type == ScalarType::Char    ? run_dequantize<int8_t>(d, bits, stream)
+                           : type == ScalarType::Float ? run_dequantize<float>(d, bits, stream)
+                           : type == ScalarType::Half  ? run_dequantize<Half>(d, bits, stream)
+                                                       : run_dequantize<Bfloat16>(d, bits, stream));
     return out;
 }
 
@@ -52,7 +50,7 @@ Tensor dequantize(const Tensor& fragments, const Tensor& scale, int64_t n, int64
     constexpr const char* op = "e8p_dequantize_fragments";
     const torch::stable::accelerator::DeviceGuard guard(fragments.get_device_index());
     device_of(fragments);
-    return plain(op, weights(op, fragments, fragments, scale, n, k, bits), fragments, ScalarType::Float, bits, 0,
+    return plain(op, weights(op, fragments, fragments, scale, n, k, bits), fragments, ScalarType::Float, bits,
                  cuda::current_stream(fragments.get_device_index()));
 }
 
@@ -70,7 +68,7 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
     const Number kind = cuda::bias_kind(op, bias, x, n);
     const Stream stream = cuda::current_stream(x.get_device_index());
     if (type == ScalarType::Float || tokens > most_half_tokens || w.k == 0)
-        return cuda::torch_linear(op, in, plain(op, w, in, type, bits, 0, stream), bias);
+        return cuda::torch_linear(op, in, plain(op, w, in, type, bits, stream), bias);
     const Tensor out = cuda::empty_like_device({sizes.data(), sizes.size()}, type, in);
     if (out.numel() == 0) return out;
     Linear p{};
@@ -84,7 +82,7 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
     return out;
 }
 
-// Sums of many tokens with the points of a book: torch's own product of bytes, which is exact.
+// Sums of many tokens with points: torch's own product of bytes, which is exact.
 Tensor point_sums(const char* op, const Tensor& q, const Tensor& points) {
     std::array<StableIValue, 2> stack{torch::stable::detail::from(q),
                                       torch::stable::detail::from(torch::stable::transpose(points, 0, 1))};
@@ -116,14 +114,16 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
     if (tokens > most_exact_tokens && w.k % 8 == 0 && w.n % 8 == 0 && w.k > 0) {
         const std::array<int64_t, 2> flat{tokens, w.k};
         const Tensor rows = torch::stable::reshape(in, {flat.data(), flat.size()});
-        std::vector<Tensor> sums;
-        for (int book = 0; book < books_of(static_cast<int>(bits)); book++)
-            sums.push_back(point_sums(op, rows, plain(op, w, in, ScalarType::Char, bits, book, stream)));
-        const auto at = [&](size_t book) {
-            return book < sums.size() ? static_cast<const int32_t*>(sums[book].const_data_ptr()) : nullptr;
-        };
-        const Scaled p{{at(0), at(1)}, w.scale,     scale_at, out.mutable_data_ptr(), out_kind, bias_at,
-                       kind,           out.numel(), w.n};
+        const Tensor sums = point_sums(op, rows, plain(op, w, in, ScalarType::Char, bits, stream));
+        const Scaled p{static_cast<const int32_t*>(sums.const_data_ptr()),
+                       w.scale,
+                       scale_at,
+                       out.mutable_data_ptr(),
+                       out_kind,
+                       bias_at,
+                       kind,
+                       out.numel(),
+                       w.n};
         cuda::check_launch(op, run_scale(p, stream));
         return out;
     }

@@ -10,7 +10,7 @@ namespace ptq::e8p_cuda {
 
 template <int bits_, int token_tiles, int across, int along>
 struct Shape : StreamShape<2 * bits_, block_columns, token_tiles, 1, across, along> {
-    static constexpr int bits = bits_, books = books_of(bits_);
+    static constexpr int bits = bits_, stages_of_code = stages_of<bits_>;
 };
 
 struct Linear {
@@ -27,17 +27,19 @@ struct Linear {
     bool aligned;  // x and its rows are multiples of 16 bytes
 };
 
-// Sums of int8 tokens. `ones`: of the tokens alone, for the offset of the nibbles.
+// Sums of int8 tokens. The nibbles of the two stages of 3 and 4 bits have sums of their own: to add up the stages of
+// each weight would take more instructions than it saves. `ones`: of the tokens alone, for the offset of the nibbles.
 template <class X, class S>
 struct Product {
     static constexpr bool exact = true;
     Tables<S::bits> tables;
-    int32_t low[S::books][S::token_tiles][4] = {}, high[S::books][S::token_tiles][4] = {}, ones[S::token_tiles][4] = {};
+    int32_t low[S::stages_of_code][S::token_tiles][4] = {}, high[S::stages_of_code][S::token_tiles][4] = {},
+            ones[S::token_tiles][4] = {};
 
     PTQ_DEVICE explicit Product(const Linear& p) : tables(p.log_copies) {}
-    PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
+    PTQ_DEVICE void step(const Walk<S>& walk, int place, const uint8_t* tokens) {
         uint32_t words[1][S::words];
-        walk.load_words(stage, words);
+        walk.load_words(place, words);
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
             uint32_t b[S::token_tiles][2][2];  // lower and upper columns of two codes: as the operands lie in registers
@@ -47,18 +49,18 @@ struct Product {
                 b[m][i / 2][i % 2] =
                     load<uint32_t>(tokens + 8 * m * Buffers<S, 1>::row_bytes + 64 * h + 32 * (i % 2) + 4 * (i / 2));
             PTQ_UNROLL
-            for (int book = 0; book < S::books; book++) {
+            for (int stage = 0; stage < S::stages_of_code; stage++) {
                 uint32_t lower[4], upper[4];
                 PTQ_UNROLL
                 for (int i = 0; i < 4; i++) {
-                    const auto [word, flips] = tables.nibbles(words[0], book, h, i);
+                    const auto [word, flips] = tables.nibbles(words[0], stage, h, i);
                     lower[i] = xor_and(word, flips, 0x0f0f0f0fu);
                     upper[i] = xor_and(word, flips, 0xf0f0f0f0u);
                 }
                 PTQ_UNROLL
                 for (int m = 0; m < S::token_tiles; m++) {
-                    mma_u8s8(low[book][m], lower, b[m][0][0], b[m][0][1]);
-                    mma_u8s8(high[book][m], upper, b[m][1][0], b[m][1][1]);
+                    mma_u8s8(low[stage][m], lower, b[m][0][0], b[m][0][1]);
+                    mma_u8s8(high[stage][m], upper, b[m][1][0], b[m][1][1]);
                 }
             }
             const uint32_t one[4] = {0x01010101u, 0x01010101u, 0x01010101u, 0x01010101u};
@@ -67,40 +69,34 @@ struct Product {
             for (int half = 0; half < 2; half++) mma_u8s8(ones[m], one, b[m][half][0], b[m][half][1]);
         }
     }
-    PTQ_DEVICE int32_t sum(int book, int m, int i) const {
-        const int32_t nibbles = low[book][m][i] + high[book][m][i] / 16;
-        return times_of(S::bits, book) * nibbles - minus_of(S::bits, book) * ones[m][i];
+    template <int stage = 0>
+    PTQ_DEVICE int32_t sum(int m, int i) const {
+        using W = Worth<S::bits, stage>;
+        const int32_t all = W::times * (low[stage][m][i] + high[stage][m][i] / 16) - W::minus * ones[m][i];
+        if constexpr (stage + 1 < S::stages_of_code) return all + sum<stage + 1>(m, i);
+        return all;
     }
     using Sum = int32_t;
-    static constexpr int sums = S::books;
-    // Of the sums of all columns.
-    PTQ_DEVICE static float result(const Linear& p, const int32_t (&sum)[sums], int token) {
-        float y = multiply(p.w.scale[0], static_cast<float>(sum[0]));
-        if constexpr (S::books == 2) y = add(y, multiply(p.w.scale[1], static_cast<float>(sum[1])));
-        return multiply(y, p.q_scale[token]);
+    // Of the sum of all columns.
+    PTQ_DEVICE static float result(const Linear& p, int32_t sum, int token) {
+        return multiply(multiply(*p.w.scale, static_cast<float>(sum)), p.q_scale[token]);
     }
 };
 
-// Sums of float16 or bfloat16 tokens: of points over `times`. The scales are multiplied at the end.
+// Sums of float16 or bfloat16 tokens: of half the points. The scale is multiplied at the end.
 template <class T, class S>
     requires(sizeof(T) == 2)
 struct Product<T, S> {
     static constexpr bool exact = false;
     Tables<S::bits> tables;
-    float total[S::books][S::token_tiles][4] = {};
-    uint32_t offset[S::books];
-    float scale[S::books];
+    HalfPoints<T, S::bits> points;
+    float total[S::token_tiles][4] = {};
+    float scale;
 
-    PTQ_DEVICE explicit Product(const Linear& p) : tables(p.log_copies) {
-        PTQ_UNROLL
-        for (int book = 0; book < S::books; book++) {
-            offset[book] = offset_of<T>(S::bits, book);
-            scale[book] = p.w.scale[book] * times_of(S::bits, book);
-        }
-    }
-    PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
+    PTQ_DEVICE explicit Product(const Linear& p) : tables(p.log_copies), scale(2 * *p.w.scale) {}
+    PTQ_DEVICE void step(const Walk<S>& walk, int place, const uint8_t* tokens) {
         uint32_t words[1][S::words];
-        walk.load_words(stage, words);
+        walk.load_words(place, words);
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) PTQ_UNROLL
         for (int v = 0; v < 2; v++) {
@@ -108,65 +104,49 @@ struct Product<T, S> {
             PTQ_UNROLL
             for (int m = 0; m < S::token_tiles; m++)
                 b[m] = load<Words4>(tokens + 8 * m * Buffers<S, 2>::row_bytes + 128 * h + 64 * v);
+            uint32_t code[2][2] = {};  // of rows g and g + 8, of both stages
             PTQ_UNROLL
-            for (int book = 0; book < S::books; book++) {
-                uint32_t code[2];  // of rows g and g + 8
+            for (int r = 0; r < 2; r++) PTQ_UNROLL
+            for (int stage = 0; stage < S::stages_of_code; stage++) {
+                const auto [word, flips] = tables.nibbles(words[0], stage, h, 2 * v + r);
+                code[r][stage] = word ^ flips;
+            }
+            PTQ_UNROLL
+            for (int u = 0; u < 2; u++) {
+                uint32_t a[4];
                 PTQ_UNROLL
-                for (int r = 0; r < 2; r++) {
-                    const auto [word, flips] = tables.nibbles(words[0], book, h, 2 * v + r);
-                    code[r] = word ^ flips;
-                }
+                for (int i = 0; i < 4; i++) a[i] = points.pair(code[i % 2][0], code[i % 2][1], 2 * u + i / 2);
                 PTQ_UNROLL
-                for (int u = 0; u < 2; u++) {
-                    uint32_t a[4];
-                    PTQ_UNROLL
-                    for (int i = 0; i < 4; i++) a[i] = number_pair<T>(code[i % 2], 2 * u + i / 2, offset[book]);
-                    PTQ_UNROLL
-                    for (int m = 0; m < S::token_tiles; m++)
-                        mma<T>(total[book][m], a, b[m].word[2 * u], b[m].word[2 * u + 1]);
-                }
+                for (int m = 0; m < S::token_tiles; m++) mma<T>(total[m], a, b[m].word[2 * u], b[m].word[2 * u + 1]);
             }
         }
     }
-    PTQ_DEVICE float sum(int, int m, int i) const {
-        float y = scale[0] * total[0][m][i];
-        if constexpr (S::books == 2) y += scale[1] * total[1][m][i];
-        return y;
-    }
+    PTQ_DEVICE float sum(int m, int i) const { return scale * total[m][i]; }
     using Sum = float;
-    static constexpr int sums = 1;
-    PTQ_DEVICE static float result(const Linear&, const float (&sum)[sums], int) { return sum[0]; }
+    PTQ_DEVICE static float result(const Linear&, float sum, int) { return sum; }
 };
 
 // Adds up the warps along the columns, and writes.
 template <class S, class P>
 PTQ_DEVICE void finish(const Linear& p, const P& product, int tile, int first_token, uint8_t* memory) {
     using Sum = typename P::Sum;
-    constexpr int numbers = P::sums * S::token_tiles * 4;
+    constexpr int numbers = S::token_tiles * 4;
     const int across = warp() % S::across, along = warp() / S::across;
-    Sum sum[S::token_tiles][4][P::sums];
+    Sum sum[numbers];
     PTQ_UNROLL
-    for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-    for (int i = 0; i < 4; i++) PTQ_UNROLL
-    for (int j = 0; j < P::sums; j++) sum[m][i][j] = product.sum(j, m, i);
+    for (int i = 0; i < numbers; i++) sum[i] = product.sum(i / 4, i % 4);
     if constexpr (S::along > 1) {
         Sum* exchange = reinterpret_cast<Sum*>(memory) + across * numbers * 32 + lane();
-        const auto at = [](int m, int i, int j) { return 32 * ((m * 4 + i) * P::sums + j); };
         block_barrier();  // nobody needs the tokens any more
         if (along > 0) {
             PTQ_UNROLL
-            for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-            for (int i = 0; i < 4; i++) PTQ_UNROLL
-            for (int j = 0; j < P::sums; j++)
-                exchange[(along - 1) * S::across * numbers * 32 + at(m, i, j)] = sum[m][i][j];
+            for (int i = 0; i < numbers; i++) exchange[((along - 1) * S::across * numbers + i) * 32] = sum[i];
         }
         block_barrier();
         if (along > 0) return;
         PTQ_UNROLL
         for (int other = 0; other < S::along - 1; other++) PTQ_UNROLL
-        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-        for (int i = 0; i < 4; i++) PTQ_UNROLL
-        for (int j = 0; j < P::sums; j++) sum[m][i][j] += exchange[other * S::across * numbers * 32 + at(m, i, j)];
+        for (int i = 0; i < numbers; i++) sum[i] += exchange[(other * S::across * numbers + i) * 32];
     }
     PTQ_UNROLL
     for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
@@ -174,7 +154,7 @@ PTQ_DEVICE void finish(const Linear& p, const P& product, int tile, int first_to
         const int row = tile_rows * tile + lane() / 4 + 8 * (i / 2);
         const int token = 8 * m + 2 * (lane() % 4) + i % 2;
         if (row >= p.w.n || token >= p.rows || first_token + token >= p.tokens) continue;
-        float y = P::result(p, sum[m][i], first_token + token);
+        float y = P::result(p, sum[4 * m + i], first_token + token);
         if (p.bias_kind != Number::none) y = add(y, number_at(p.bias, p.bias_kind, row));
         store_number(p.out, p.out_kind, static_cast<int64_t>(first_token + token) * p.w.n + row, y);
     }
@@ -199,9 +179,9 @@ void linear_kernel(const Linear p) {
     }
 }
 
-// What of a result the plain product of points with many int8 tokens leaves to do: sums[book][token, row].
+// What of a result the plain product of points with many int8 tokens leaves to do.
 struct Scaled {
-    const int32_t* sums[2];  // the second one null with 2 bits
+    const int32_t* sums;  // [token, row]
     const float *scale, *q_scale;
     void* out;
     Number out_kind;
@@ -215,9 +195,7 @@ PTQ_KERNEL(scale_threads, 2)
 static void scale_kernel(const Scaled p) {
     const int64_t i = static_cast<int64_t>(block_x()) * scale_threads + thread();
     if (i >= p.count) return;
-    float y = multiply(p.scale[0], static_cast<float>(p.sums[0][i]));
-    if (p.sums[1]) y = add(y, multiply(p.scale[1], static_cast<float>(p.sums[1][i])));
-    y = multiply(y, p.q_scale[i / p.n]);
+    float y = multiply(multiply(*p.scale, static_cast<float>(p.sums[i])), p.q_scale[i / p.n]);
     if (p.bias_kind != Number::none) y = add(y, number_at(p.bias, p.bias_kind, i % p.n));
     store_number(p.out, p.out_kind, i, y);
 }

@@ -34,7 +34,7 @@ void arrange(const Arrange& p, int64_t first, int64_t last) {
         const int8_t* q = p.q + t * p.k;
         int32_t sum = 0;
         for (int64_t i = 0; i < p.k; i++) sum += q[i];
-        p.offsets[t] = -offset * sum;
+        p.offsets[t] = -p.offset * sum;
         for (int64_t c = 0; c < width; c += block_columns) {
             Columns x{};
             if (c + block_columns <= p.k)
@@ -47,25 +47,26 @@ void arrange(const Arrange& p, int64_t first, int64_t last) {
     }
 }
 
-// The integers of a row tile and a book, without the offset.
-template <Book book, int tokens>
-inline void integers(const Points<book>& points, const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride,
+// The integers of a row tile, without the offset.
+template <int bits, int tokens>
+inline void integers(const Points<bits>& points, const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride,
                      SignedInts total[tokens]) {
     constexpr int chains = tokens > 2 ? 2 : 4;  // independent sums hide the latency of `dot`
     SignedInts acc[tokens][chains] = {};
     if (blocks == 0) return static_cast<void>(std::fill_n(total, tokens, SignedInts{}));
     auto begun = points.begin(block);
     for (int64_t b = 0; b < blocks; b++, q += block_columns) {
-        fetch(block, block_bytes(book));
+        fetch(block, block_bytes(bits));
         Dwords weights[quads];
         points.end(begun, weights);
-        block += b + 1 < blocks ? block_bytes(book) : 0;
+        block += b + 1 < blocks ? block_bytes(bits) : 0;
         begun = points.begin(block);
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++)
 #pragma GCC unroll 4
             for (int t = 0; t < tokens; t++)
-                acc[t][i % chains] = dot<false>(acc[t][i % chains], weights[i], load_int(q + t * stride + 4 * i));
+                acc[t][i % chains] =
+                    dot<are_wide(bits)>(acc[t][i % chains], weights[i], load_int(q + t * stride + 4 * i));
     }
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++) {
@@ -75,36 +76,27 @@ inline void integers(const Points<book>& points, const uint8_t* block, int64_t b
 }
 
 template <int bits, int tokens>
-void quantized_tile(const Quantized& p, const Points<Book::e8p>& first, const Points<book_of(bits, 1)>& second,
-                    int64_t tile, int64_t from) {
+void quantized_tile(const Quantized& p, const Points<bits>& points, int64_t tile, int64_t from) {
     const int64_t blocks = blocks_in(p.w.k), stride = blocks * block_columns;
     const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, bits);
     const int8_t* q = p.q + from * stride;
     SignedInts total[tokens];
-    Lanes y[tokens];
-    integers<Book::e8p, tokens>(first, block, blocks, q, stride, total);
-    for (int t = 0; t < tokens; t++)
-        y[t] = p.w.scale[0] * __builtin_convertvector(total[t] + p.offsets[from + t], Lanes);
-    if constexpr (books(bits) == 2) {
-        integers<book_of(bits, 1), tokens>(second, block + second_book(p.w.k), blocks, q, stride, total);
-        for (int t = 0; t < tokens; t++)
-            y[t] += p.w.scale[1] * __builtin_convertvector(total[t] + p.offsets[from + t], Lanes);
-    }
+    integers<bits, tokens>(points, block, blocks, q, stride, total);
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
     const Lanes bias = load_bias(p.bias, row, count);
     for (int t = 0; t < tokens; t++) {
-        Lanes result = y[t] * p.q_scale[from + t];
-        if (p.bias) result += bias;
-        store_result(p.out, p.out_type, (from + t) * p.w.n + row, result, count);
+        const Lanes sum = __builtin_convertvector(total[t] + p.offsets[from + t], Lanes);
+        Lanes y = p.w.scale * sum * p.q_scale[from + t];
+        if (p.bias) y += bias;
+        store_result(p.out, p.out_type, (from + t) * p.w.n + row, y, count);
     }
 }
 
 template <int bits>
 void quantized_of(const Quantized& p, int64_t first, int64_t last) {
-    const Points<Book::e8p> e8p(tables());
-    const Points<book_of(bits, 1)> second(tables());
+    const Points<bits> points(tables());
     over_tokens(p.t, first, last,
-                [&]<int tokens>(int64_t tile, int64_t t) { quantized_tile<bits, tokens>(p, e8p, second, tile, t); });
+                [&]<int tokens>(int64_t tile, int64_t t) { quantized_tile<bits, tokens>(p, points, tile, t); });
 }
 
 void quantized(const Quantized& p, int64_t first, int64_t last) {

@@ -1,7 +1,7 @@
-// Few tokens of floating-point numbers. Points are exact numbers, multiplied with x in float32; a scale comes once for
-// a book. Included once per level, by decode.h.
+// Few tokens of floating-point numbers. Points are exact numbers, multiplied with x in float32; the scale comes at the
+// end. Included once per level, by decode.h.
 //
-// With AVX-512 BF16, a table turns two weights of a row into a pair of bfloat16 numbers, and one instruction adds both
+// With AVX-512 BF16, tables turn two weights of a row into a pair of bfloat16 numbers, and one instruction adds both
 // products. A float32 x is cut into three bfloat16 numbers whose sum it is, exactly.
 #pragma once
 
@@ -29,38 +29,59 @@ struct Order {
     }
 };
 
-void spread(const Floats& p, int64_t first, int64_t last) {
-    const int parts = p.x_type == Number::float32 ? 3 : 1;
-    const Order order(p.pairs);
-    for (int64_t t = first; t < last; t++)
-        for (int64_t b = 0; b < blocks_in(p.w.k); b++) {
-            const int64_t c = b * block_columns, left = p.w.k - c;
-            Dwords x[2];
-            for (int i = 0; i < 2; i++)
-                x[i] = (Dwords)read(p.x, p.x_type, t * p.w.k + std::min(c + i * tile_rows, p.w.k),
-                                    std::clamp(left - i * tile_rows, int64_t{0}, tile_rows));
-            if (!p.pairs) {
-                uint8_t* to = p.spread + t * p.spread_stride + b * 2 * sizeof(Dwords);
-                for (int i = 0; i < 2; i++) {
-                    const Dwords out = __builtin_shuffle(x[0], x[1], order.floats[i]);
-                    std::memcpy(to + i * sizeof out, &out, sizeof out);
-                }
-                continue;
-            }
-            uint8_t* to = p.spread + t * p.spread_stride + b * parts * part_bytes;
-            for (int part = 0; part < parts; part++, to += part_bytes) {
-                typedef uint16_t Half __attribute__((vector_size(32)));
-                Half half[2];
-                for (int i = 0; i < 2; i++) {
-                    half[i] = __builtin_convertvector(x[i] >> 16, Half);
-                    x[i] = (Dwords)((Lanes)x[i] - (Lanes)(x[i] & 0xffff0000u));  // exact
-                }
-                BlockWords words;
-                std::memcpy(&words, half, sizeof words);
-                words = __builtin_shuffle(words, order.words);
-                std::memcpy(to, &words, sizeof words);
-            }
+// Sixteen columns as they lie in memory from column c on, zeros beyond the last.
+inline Dwords columns(const Floats& p, int64_t t, int64_t c) {
+    return (Dwords)read(p.x, p.x_type, t * p.w.k + std::min(c, p.w.k), std::clamp(p.w.k - c, int64_t{0}, tile_rows));
+}
+
+void spread_floats(const Floats& p, const Order& order, int64_t t) {
+    uint8_t* to = p.spread + t * p.spread_stride;
+    for (int64_t c = 0; c < p.w.k; c += block_columns) {
+        const Dwords x[2] = {columns(p, t, c), columns(p, t, c + tile_rows)};
+        for (int i = 0; i < 2; i++, to += sizeof(Dwords)) {
+            const Dwords out = __builtin_shuffle(x[0], x[1], order.floats[i]);
+            std::memcpy(to, &out, sizeof out);
         }
+    }
+}
+
+void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
+    const auto* from = static_cast<const uint16_t*>(p.x) + t * p.w.k;
+    uint8_t* to = p.spread + t * p.spread_stride;
+    for (int64_t c = 0; c < p.w.k; c += block_columns, to += part_bytes) {
+        BlockWords x{};
+        if (c + block_columns <= p.w.k)
+            std::memcpy(&x, from + c, sizeof x);
+        else
+            std::memcpy(&x, from + c, (p.w.k - c) * sizeof *from);
+        x = __builtin_shuffle(x, order.words);
+        std::memcpy(to, &x, sizeof x);
+    }
+}
+
+void spread_parts(const Floats& p, const Order& order, int64_t t) {
+    typedef uint16_t Half __attribute__((vector_size(32)));
+    uint8_t* to = p.spread + t * p.spread_stride;
+    for (int64_t c = 0; c < p.w.k; c += block_columns) {
+        Dwords x[2] = {columns(p, t, c), columns(p, t, c + tile_rows)};
+        for (int part = 0; part < 3; part++, to += part_bytes) {
+            Half half[2];
+            for (int i = 0; i < 2; i++) {
+                half[i] = __builtin_convertvector(x[i] >> 16, Half);
+                x[i] = (Dwords)((Lanes)x[i] - (Lanes)(x[i] & 0xffff0000u));  // exact
+            }
+            BlockWords words;
+            std::memcpy(&words, half, sizeof words);
+            words = __builtin_shuffle(words, order.words);
+            std::memcpy(to, &words, sizeof words);
+        }
+    }
+}
+
+void spread(const Floats& p, int64_t first, int64_t last) {
+    const Order order(p.pairs);
+    const auto one = !p.pairs ? spread_floats : p.x_type == Number::bfloat16 ? spread_bfloat16 : spread_parts;
+    for (int64_t t = first; t < last; t++) one(p, order, t);
 }
 
 // --- products --------------------------------------------------------------------------------------------------------
@@ -72,8 +93,8 @@ inline __m512bh two(const uint8_t* pair) {
     return (__m512bh)_mm512_set1_epi32(x);
 }
 
-template <Book book, int tokens, int parts>
-inline void multiply(const Points<book>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+template <int bits, int tokens, int parts>
+inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                      Lanes total[tokens]) {
     // A product takes six cycles, and two begin in each: about twelve independent sums.
     constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
@@ -84,14 +105,14 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
         for (int c = 0; c < parts; c++)
 #pragma GCC unroll 8
             for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
-    for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), x += parts * part_bytes) {
-        fetch(block, block_bytes(book));
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
+        fetch(block, block_bytes(bits));
         Dwords weights[quads];
         points.unpack(block, weights);
 #pragma GCC unroll 16
         for (int i = 0; i < 2 * quads; i++) {
             Dwords pairs[2];
-            to_pairs(weights[i / 2], pairs);
+            to_pairs<bits>(weights[i / 2], pairs);
             const __m512bh pair = (__m512bh)pairs[i % 2];
 #pragma GCC unroll 4
             for (int t = 0; t < tokens; t++)
@@ -112,19 +133,19 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
     }
 }
 #else
-template <Book book, int tokens, int parts>
-inline void multiply(const Points<book>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+template <int bits, int tokens, int parts>
+inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                      Lanes total[tokens]) {
     constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
     Lanes acc[tokens][chains] = {};
-    for (int64_t b = 0; b < blocks; b++, block += block_bytes(book), x += block_columns * sizeof(float)) {
-        fetch(block, block_bytes(book));
+    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
+        fetch(block, block_bytes(bits));
         Dwords weights[quads];
         points.unpack(block, weights);
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++) {
             Dwords numbers[4];
-            to_floats(weights[i], numbers);
+            to_floats<bits>(weights[i], numbers);
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
 #pragma GCC unroll 4
@@ -145,34 +166,27 @@ inline void multiply(const Points<book>& points, const uint8_t* block, int64_t b
 #endif
 
 template <int bits, int tokens, int parts>
-void floats_tile(const Floats& p, const Points<Book::e8p>& first, const Points<book_of(bits, 1)>& second, int64_t tile,
-                 int64_t from) {
-    const int64_t blocks = blocks_in(p.w.k);
+void floats_tile(const Floats& p, const Points<bits>& points, int64_t tile, int64_t from) {
     const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, bits);
     const uint8_t* x = p.spread + from * p.spread_stride;
-    Lanes y[tokens], total[tokens];
-    multiply<Book::e8p, tokens, parts>(first, block, blocks, x, p.spread_stride, total);
-    for (int t = 0; t < tokens; t++) y[t] = p.w.scale[0] * total[t];
-    if constexpr (books(bits) == 2) {
-        multiply<book_of(bits, 1), tokens, parts>(second, block + second_book(p.w.k), blocks, x, p.spread_stride,
-                                                  total);
-        for (int t = 0; t < tokens; t++) y[t] = fma(fill(p.w.scale[1]), total[t], y[t]);
-    }
+    Lanes total[tokens];
+    multiply<bits, tokens, parts>(points, block, blocks_in(p.w.k), x, p.spread_stride, total);
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
     const Lanes bias = load_bias(p.bias, row, count);
-    for (int t = 0; t < tokens; t++)
-        store_result(p.out, p.out_type, (from + t) * p.w.n + row, p.bias ? y[t] + bias : y[t], count);
+    for (int t = 0; t < tokens; t++) {
+        const Lanes y = p.w.scale * total[t];
+        store_result(p.out, p.out_type, (from + t) * p.w.n + row, p.bias ? y + bias : y, count);
+    }
 }
 
 template <int bits>
 void floats_of(const Floats& p, int64_t first, int64_t last) {
-    const Points<Book::e8p> e8p(tables());
-    const Points<book_of(bits, 1)> second(tables());
+    const Points<bits> points(tables());
     over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
         if (in_pairs && p.x_type == Number::float32)
-            floats_tile<bits, tokens, in_pairs ? 3 : 1>(p, e8p, second, tile, t);
+            floats_tile<bits, tokens, in_pairs ? 3 : 1>(p, points, tile, t);
         else
-            floats_tile<bits, tokens, 1>(p, e8p, second, tile, t);
+            floats_tile<bits, tokens, 1>(p, points, tile, t);
     });
 }
 
@@ -183,34 +197,29 @@ void floats(const Floats& p, int64_t first, int64_t last) {
 
 // --- the weight as it is ---------------------------------------------------------------------------------------------
 
-template <Book book, bool add>
-void write_book(const Dequantize& p, const uint8_t* block, float scale, int64_t tile) {
-    const Points<book> points(tables());
+template <int bits>
+void write(const Dequantize& p, int64_t tile) {
+    const Points<bits> points(tables());
     const int64_t rows = std::min(tile_rows, p.w.n - tile * tile_rows);
-    for (int64_t c = 0; c < p.w.k; c += block_columns, block += block_bytes(book)) {
+    const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, bits);
+    for (int64_t c = 0; c < p.w.k; c += block_columns, block += block_bytes(bits)) {
         Dwords weights[quads];
         points.unpack(block, weights);
         const auto* bytes = reinterpret_cast<const uint8_t*>(weights);
         for (int64_t r = 0; r < rows; r++) {
-            float* to = p.out + (tile * tile_rows + r) * p.w.k + c;
             float numbers[block_columns];
             for (int i = 0; i < block_columns; i++)
                 numbers[column_of(i / 4, i % 4)] =
-                    scale * static_cast<float>(bytes[i / 4 * 64 + 4 * r + i % 4] - offset);
-            const int64_t count = std::min(block_columns, p.w.k - c);
-            for (int64_t i = 0; i < count; i++) to[i] = add ? to[i] + numbers[i] : numbers[i];
+                    p.w.scale * static_cast<float>(bytes[i / 4 * 64 + 4 * r + i % 4] - offset_of(bits));
+            std::memcpy(p.out + (tile * tile_rows + r) * p.w.k + c, numbers,
+                        std::min(block_columns, p.w.k - c) * sizeof(float));
         }
     }
 }
 
 void dequantize(const Dequantize& p, int64_t first, int64_t last) {
-    for (int64_t tile = first; tile < last; tile++) {
-        const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, p.w.bits);
-        const uint8_t* second = block + second_book(p.w.k);
-        write_book<Book::e8p, false>(p, block, p.w.scale[0], tile);
-        if (p.w.bits == 3) write_book<Book::residual, true>(p, second, p.w.scale[1], tile);
-        if (p.w.bits == 4) write_book<Book::e8p, true>(p, second, p.w.scale[1], tile);
-    }
+    constexpr decltype(&write<2>) of[] = {write<2>, write<3>, write<4>};
+    for (int64_t tile = first; tile < last; tile++) of[p.w.bits - 2](p, tile);
 }
 
 }  // namespace

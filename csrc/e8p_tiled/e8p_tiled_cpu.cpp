@@ -64,13 +64,12 @@ Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>&
     check_bits(bits);
     STD_TORCH_CHECK(k <= most_columns, "e8p tiles: more than ", most_columns, " columns: ", k);
     check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64}, "tiles");
-    check(scale, ScalarType::Int, {books(static_cast<int>(bits))}, "scale");
+    check(scale, ScalarType::Int, {1}, "scale");
     STD_TORCH_CHECK(!bias || bias->numel() == n, "e8p tiles: bias must have ", n, " elements");
     Held h{compact(tiles), std::nullopt, {}};
     if (bias) h.bias = as_float(*bias);
     h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()), {}, n, k, static_cast<int>(bits)};
-    const Tensor numbers = compact(scale);
-    std::memcpy(h.w.scale, numbers.const_data_ptr(), books(h.w.bits) * sizeof(float));
+    std::memcpy(&h.w.scale, scale.const_data_ptr(), sizeof h.w.scale);
     return h;
 }
 
@@ -105,7 +104,8 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
     const Tensor tokens = compact(q), token_scale = as_float(q_scale);
     const std::unique_ptr<int32_t[]> arranged(new int32_t[t * width / 4]), offsets(new int32_t[t]);
     auto* rows = reinterpret_cast<int8_t*>(arranged.get());
-    run(kernels().arrange, Arrange{static_cast<const int8_t*>(tokens.const_data_ptr()), t, k, rows, offsets.get()}, t,
+    run(kernels().arrange,
+        Arrange{static_cast<const int8_t*>(tokens.const_data_ptr()), t, k, rows, offsets.get(), offset_of(h.w.bits)}, t,
         k / 4);
     const Tensor out = empty_result(q, n, kernel_type(dtype));
     const auto* scales = static_cast<const float*>(token_scale.const_data_ptr());
@@ -128,12 +128,13 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     const Tensor out = empty_result(x, n, inside);
     const bool many = t > few_tokens && k, pairs = kernels().pairs && (!many || inside == ScalarType::BFloat16);
-    const std::unique_ptr<int32_t[]> spread(new int32_t[t * spread_bytes(k) / 4]);
+    const int64_t row_steps = blocks_in(k) * 16 * (pairs && inside == ScalarType::BFloat16 ? 1 : pairs ? 3 : 2);
+    const std::unique_ptr<int32_t[]> spread(new int32_t[t * row_steps]);
     const Floats p{h.w,
                    in.const_data_ptr(),
                    number_of(inside),
                    reinterpret_cast<uint8_t*>(spread.get()),
-                   spread_bytes(k),
+                   4 * row_steps,
                    pairs,
                    h.bias_data(),
                    out.mutable_data_ptr(),
@@ -141,8 +142,8 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
                    t};
     run(kernels().spread, p, t, k);
     if (many)
-        many_tokens({h.w, pairs ? Kind::pairs : Kind::floats, spread.get(), spread_bytes(k) / 4, t, nullptr, nullptr,
-                     p.bias, p.out, p.out_type, nullptr, 0});
+        many_tokens({h.w, pairs ? Kind::pairs : Kind::floats, spread.get(), row_steps, t, nullptr, nullptr, p.bias,
+                     p.out, p.out_type, nullptr, 0});
     else
         run(kernels().floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
     return inside == dtype ? out : torch::stable::to(out, dtype);

@@ -36,8 +36,9 @@ struct Steps {  // of a block
     using Number = std::conditional_t<kind == Kind::bytes, int32_t, float>;
     using Sum = std::conditional_t<kind == Kind::bytes, SignedInts, Lanes>;
 
+    template <int bits>
     static Sum product(Sum sum, Dwords w, int32_t x) {
-        if constexpr (kind == Kind::bytes) return integer_tiled::dot<false>(sum, w, x);
+        if constexpr (kind == Kind::bytes) return integer_tiled::dot<are_wide(bits)>(sum, w, x);
 #if defined(__AVX512BF16__)
         else if constexpr (kind == Kind::pairs)
             return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
@@ -72,18 +73,17 @@ void pack(const Gemm& g, int64_t first, int64_t last) {
 struct Scratch {
     uint32_t* panel;  // [strip, steps_of_a_panel, 16]
     void* sums;       // [tokens, strip, 16]: of the panels before
-    Lanes* totals;    // the same: scaled sums of the first book
 };
 
 // `count` blocks of some row tiles; meanwhile those that follow are fetched.
-template <Kind kind, Book book, int tiles>
-void unpack_panel(const Points<book>& points, const uint8_t* blocks, int64_t tile_step, int64_t count,
+template <Kind kind, int bits, int tiles>
+void unpack_panel(const Points<bits>& points, const uint8_t* blocks, int64_t tile_step, int64_t count,
                   uint32_t* panel) {
-    constexpr int64_t ahead = gemm::steps_of_a_panel / Steps<kind>::count * block_bytes(book);
+    constexpr int64_t ahead = gemm::steps_of_a_panel / Steps<kind>::count * block_bytes(bits);
     for (int r = 0; r < tiles; r++) {
         const uint8_t* from = blocks + r * tile_step;
-        for (int64_t b = 0; b < count; b++, from += block_bytes(book)) {
-            for (int64_t i = 0; i < block_bytes(book); i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
+        for (int64_t b = 0; b < count; b++, from += block_bytes(bits)) {
+            for (int64_t i = 0; i < block_bytes(bits); i += 64) __builtin_prefetch(from + ahead + i, 0, 2);
             Dwords weights[quads];
             points.unpack(from, weights);
 #pragma GCC unroll 8
@@ -93,10 +93,10 @@ void unpack_panel(const Points<book>& points, const uint8_t* blocks, int64_t til
                 if constexpr (kind == Kind::bytes) {
                     steps[0] = weights[i];
                 } else if constexpr (kind == Kind::floats) {
-                    to_floats(weights[i], steps);
+                    to_floats<bits>(weights[i], steps);
                 } else {
 #if defined(__AVX512BF16__)
-                    to_pairs(weights[i], steps);
+                    to_pairs<bits>(weights[i], steps);
 #endif
                 }
                 std::memcpy(panel, steps, each * sizeof(Dwords));
@@ -110,7 +110,7 @@ void unpack_panel(const Points<book>& points, const uint8_t* blocks, int64_t til
     _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 4") for (int r = 0; r < tiles; r++)
 
 // A panel and a block of tokens: sums += their products. The first panel begins with the offsets.
-template <Kind kind, int tiles, int tokens>
+template <Kind kind, int bits, int tiles, int tokens>
 void multiply_panel(const uint32_t* panel, int64_t steps, const int32_t* x, const int32_t* offsets,
                     typename Steps<kind>::Sum* sums) {
     using Sum = typename Steps<kind>::Sum;
@@ -119,35 +119,30 @@ void multiply_panel(const uint32_t* panel, int64_t steps, const int32_t* x, cons
         PTQ_EACH_SUM sum[t][r] = Sum{} + static_cast<typename Steps<kind>::Number>(offsets[t]);
     else
         PTQ_EACH_SUM sum[t][r] = sums[t * tiles + r];
-    gemm::multiply_steps<tiles, tokens, block_tokens<kind>, Sum, Dwords>(panel, steps, x, sum, Steps<kind>::product);
+    gemm::multiply_steps<tiles, tokens, block_tokens<kind>, Sum, Dwords>(panel, steps, x, sum,
+                                                                         Steps<kind>::template product<bits>);
     PTQ_EACH_SUM sums[t * tiles + r] = sum[t][r];
 }
 #undef PTQ_EACH_SUM
 
 // The same for any number of tokens up to a block; the last sums for nothing.
-template <Kind kind, int tiles>
+template <Kind kind, int bits, int tiles>
 void multiply_tokens(const uint32_t* panel, int64_t steps, const int32_t* x, const int32_t* offsets,
                      typename Steps<kind>::Sum* sums, int64_t tokens) {
     if (most_tokens<kind> == 8 && tokens > 4)
-        return multiply_panel<kind, tiles, most_tokens<kind>>(panel, steps, x, offsets, sums);
+        return multiply_panel<kind, bits, tiles, most_tokens<kind>>(panel, steps, x, offsets, sums);
     for (; tokens > 0; tokens -= 4, x += 4, offsets += offsets ? 4 : 0, sums += 4 * tiles)
-        (tokens > 2 ? multiply_panel<kind, tiles, 4> : multiply_panel<kind, tiles, 2>)(panel, steps, x, offsets, sums);
+        (tokens > 2 ? multiply_panel<kind, bits, tiles, 4> : multiply_panel<kind, bits, tiles, 2>)(panel, steps, x,
+                                                                                                   offsets, sums);
 }
 
-// The last panel of a book is done.
-template <Kind kind, int bits, int tiles>
-void end_book(const Gemm& g, int book, const typename Steps<kind>::Sum* sums, Lanes* totals, int64_t tile,
-              int64_t first, int64_t tokens) {
+// The last panel is done.
+template <Kind kind, int tiles>
+void finish(const Gemm& g, const typename Steps<kind>::Sum* sums, int64_t tile, int64_t first, int64_t tokens) {
     for (int64_t t = 0; t < tokens; t++)
         for (int r = 0; r < tiles; r++) {
-            const int64_t i = t * tiles + r;
-            Lanes y = g.w.scale[book] * __builtin_convertvector(sums[i], Lanes);
-            if (book) y = totals[i] + y;
-            if (book + 1 < books(bits)) {
-                totals[i] = y;
-                continue;
-            }
             const int64_t row = (tile + r) * tile_rows, count = std::min(tile_rows, g.w.n - row);
+            Lanes y = g.w.scale * __builtin_convertvector(sums[t * tiles + r], Lanes);
             if (kind == Kind::bytes) y *= g.q_scale[first + t];
             if (g.bias) y += integer_tiled::load_bias(g.bias, row, count);
             integer_tiled::store_result(g.out, g.out_type, (first + t) * g.w.n + row, y, count);
@@ -163,16 +158,16 @@ void fetch_results(const Gemm& g, int64_t tile, int64_t first, int64_t tokens) {
             __builtin_prefetch(static_cast<const uint8_t*>(g.out) + (t * g.w.n + tile * tile_rows) * size + at, 1, 2);
 }
 
-template <Kind kind, int bits, int book, int tiles>
-void multiply_book(const Gemm& g, const Points<book_of(bits, book)>& points, const Scratch& scratch, int64_t tile,
-                   int64_t first, int64_t last) {
-    constexpr Book which = book_of(bits, book);
+// All of y for some row tiles and the tokens [first, last).
+template <Kind kind, int bits, int tiles>
+void multiply_strip(const Gemm& g, const Points<bits>& points, const Scratch& scratch, int64_t tile, int64_t first,
+                    int64_t last) {
     const int64_t steps = steps_of(g), tile_step = tile_bytes(g.w.k, bits);
-    const uint8_t* blocks = g.w.tiles + tile * tile_step + (book ? second_book(g.w.k) : 0);
+    const uint8_t* blocks = g.w.tiles + tile * tile_step;
     for (int64_t step = 0; step < steps; step += gemm::steps_of_a_panel) {
         const int64_t count = std::min(gemm::steps_of_a_panel, steps - step), block = step / Steps<kind>::count;
-        unpack_panel<kind, which, tiles>(points, blocks + block * block_bytes(which), tile_step,
-                                         count / Steps<kind>::count, scratch.panel);
+        unpack_panel<kind, bits, tiles>(points, blocks + block * block_bytes(bits), tile_step,
+                                        count / Steps<kind>::count, scratch.panel);
         constexpr int64_t each = block_tokens<kind>;
         const bool done = step + count == steps;
         for (int64_t t = first; t < last; t += each) {
@@ -182,42 +177,28 @@ void multiply_book(const Gemm& g, const Points<book_of(bits, book)>& points, con
             const int32_t* x = g.x + gemm::place(steps, (g.t + each - 1) / each, each, step, t / each);
             auto* sums = static_cast<typename Steps<kind>::Sum*>(scratch.sums) + (t - first) * tiles;
             if (done) fetch_results<tiles>(g, tile, t, each);
-            multiply_tokens<kind, tiles>(scratch.panel, count, x, step ? nullptr : offsets, sums, tokens);
-            if (done) end_book<kind, bits, tiles>(g, book, sums, scratch.totals + (t - first) * tiles, tile, t, tokens);
+            multiply_tokens<kind, bits, tiles>(scratch.panel, count, x, step ? nullptr : offsets, sums, tokens);
+            if (done) finish<kind, tiles>(g, sums, tile, t, tokens);
         }
     }
 }
 
-template <int bits>
-struct Books {
-    Points<Book::e8p> first;
-    Points<book_of(bits, 1)> second;
-};
-
-// All of y for some row tiles and the tokens [first, last).
-template <Kind kind, int bits, int tiles>
-void multiply_strip(const Gemm& g, const Books<bits>& all, const Scratch& scratch, int64_t tile, int64_t first,
-                    int64_t last) {
-    multiply_book<kind, bits, 0, tiles>(g, all.first, scratch, tile, first, last);
-    if constexpr (books(bits) == 2) multiply_book<kind, bits, 1, tiles>(g, all.second, scratch, tile, first, last);
-}
-
 template <Kind kind, int bits>
 void multiply_of(const Gemm& g, int64_t first, int64_t last) {
-    const Books<bits> all{Points<Book::e8p>(tables()), Points<book_of(bits, 1)>(tables())};
+    const Points<bits> points(tables());
     const int64_t tiles = row_tiles(g.w.n), most = gemm::row_tiles_of_a_strip, strips = (tiles + most - 1) / most;
     const int64_t panel = gemm::steps_of_a_panel * strip * 64, outputs = g.tokens * strip * 64;
-    auto* memory = static_cast<uint8_t*>(::operator new(panel + 2 * outputs, std::align_val_t{64}));
-    const Scratch scratch{reinterpret_cast<uint32_t*>(memory), memory + panel,
-                          reinterpret_cast<Lanes*>(memory + panel + outputs)};
+    auto* memory = static_cast<uint8_t*>(::operator new(panel + outputs, std::align_val_t{64}));
+    const Scratch scratch{reinterpret_cast<uint32_t*>(memory), memory + panel};
     for (int64_t unit = first; unit < last; unit++) {
         const int64_t from = unit / strips * g.tokens, to = std::min(g.t, from + g.tokens);
         int64_t tile = unit % strips * most;
         const int64_t end = std::min(tiles, tile + most);
-        for (; tile + strip <= end; tile += strip) multiply_strip<kind, bits, strip>(g, all, scratch, tile, from, to);
+        for (; tile + strip <= end; tile += strip)
+            multiply_strip<kind, bits, strip>(g, points, scratch, tile, from, to);
         if constexpr (strip == 3) {
-            if (end - tile == 2) multiply_strip<kind, bits, 2>(g, all, scratch, tile, from, to);
-            if (end - tile == 1) multiply_strip<kind, bits, 1>(g, all, scratch, tile, from, to);
+            if (end - tile == 2) multiply_strip<kind, bits, 2>(g, points, scratch, tile, from, to);
+            if (end - tile == 1) multiply_strip<kind, bits, 1>(g, points, scratch, tile, from, to);
         }
     }
     ::operator delete(memory, std::align_val_t{64});

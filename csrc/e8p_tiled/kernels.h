@@ -9,10 +9,10 @@ namespace ptq::e8p_tiled {
 
 using integer_tiled::Number;
 
-// W[n, k] in tiles: scale[0] * the first book + scale[1] * the second.
+// W[n, k] in tiles.
 struct Weight {
     const uint8_t* tiles;
-    float scale[2];
+    float scale;
     int64_t n, k;
     int bits;
 };
@@ -23,6 +23,7 @@ struct Arrange {
     int64_t t, k;
     int8_t* to;        // [t, columns of whole blocks]: within a block in the order of the level, then zeros
     int32_t* offsets;  // [t]: - offset * the sum of q
+    int offset;        // of the weights' bytes
 };
 
 // y[t, n] as quip_sharp/tiled_ops.py defines it: the same bits at every level.
@@ -42,7 +43,7 @@ struct Floats {
     Weight w;
     const void* x;  // [t, k]
     Number x_type;
-    uint8_t* spread;        // [t, spread_bytes(k)]: x as `floats` wants it, made by `spread`
+    uint8_t* spread;        // [t, spread_stride]: x as `floats` wants it, made by `spread`
     int64_t spread_stride;  // bytes
     bool pairs;             // spread it as bfloat16, in three parts if x is float32
     const float* bias;
@@ -50,8 +51,6 @@ struct Floats {
     Number out_type;
     int64_t t;
 };
-
-using integer_tiled::spread_bytes;
 
 // W[n, k] itself, as float32.
 struct Dequantize {

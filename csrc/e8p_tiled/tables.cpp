@@ -93,23 +93,37 @@ int number_of(std::vector<std::array<int, 2>>& pairs, int a, int b) {
     return static_cast<int>(at);
 }
 
-void two_stages(Tables& t, const Points& e8p, const Points& residual) {
+// The points of a stage to `values`, of a table: [book].
+template <size_t count>
+void add_values(Tables& t, const int (&points)[2][count], uint8_t* (*of)(Values&, int stage)) {
+    for (int bits = 2; bits <= 4; bits++)
+        for (int stage = 0; stage < stages(bits); stage++) {
+            const auto& from = points[bits == 3 && stage == 1 ? residual_book : e8p_book];
+            uint8_t* to = of(t.values[bits - 2], stage);
+            for (size_t i = 0; i < count; i++)
+                to[i] = static_cast<uint8_t>((stage ? 0 : offset_of(bits)) + multiplier(bits, stage) * from[i]);
+        }
+}
+
+void two_look_ups(Tables& t, const Points& e8p, const Points& residual) {
     std::vector<std::array<int, 2>> pairs, kinds[2];
     for (int a = 0; a < 256; a++)
         for (int i = 0; i < 4; i++) {
             const int at = number_of(pairs, e8p[a][2 * i], e8p[a][2 * i + 1]);
-            t.pairs[0][i / 2][a] |= static_cast<uint8_t>(at << i % 2 * 4);
+            t.pairs[e8p_book][i / 2][a] |= static_cast<uint8_t>(at << i % 2 * 4);
             const Vector& v = residual[t.stored_residual[a]];
             const int kind = number_of(kinds[a >> 5 & 1], v[2 * i], v[2 * i + 1]);
-            t.pairs[1][i / 2][a] |= static_cast<uint8_t>(kind << i % 2 * 4);
+            t.pairs[residual_book][i / 2][a] |= static_cast<uint8_t>(kind << i % 2 * 4);
         }
     pairs.resize(16), kinds[0].resize(16), kinds[1].resize(16);
-    for (int i = 0; i < 64; i++)
-        for (int half = 0; half < 2; half++) {
+    int points[2][128];
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 64; i++) {
             const int point = pairs[i & 15][half], sign = i >> (4 + half) & 1;
-            t.values[0][half][i] = static_cast<uint8_t>(offset + 1 + (sign ? -point : point));
-            t.values[1][half][i] = static_cast<uint8_t>(offset + kinds[i >> 5 & 1][i & 15][half]);
+            points[e8p_book][64 * half + i] = 1 + (sign ? -point : point);
+            points[residual_book][64 * half + i] = kinds[i >> 5 & 1][i & 15][half];
         }
+    add_values(t, points, [](Values& v, int stage) { return v.pairs[stage][0]; });
     for (int s = 0; s < 128; s++) t.last_signs[s] = static_cast<uint8_t>((s >> 6 & 1) << 4 | parity(s) << 5);
 }
 
@@ -121,24 +135,27 @@ void nibbles(Tables& t, const Points& e8p, const Points& residual) {
             const int x = e8p[a][j];
             const uint32_t e8p_nibble = static_cast<uint32_t>((std::abs(x) - 2) / 4 | (x < 0) << 2);
             const auto residual_nibble = static_cast<uint32_t>(residual[t.stored_residual[a]][j] + 4);
-            t.nibbles[0][a] |= e8p_nibble << 4 * j, t.nibbles[1][a] |= residual_nibble << 4 * j;
+            t.nibbles[e8p_book][a] |= e8p_nibble << 4 * j;
+            t.nibbles[residual_book][a] |= residual_nibble << 4 * j;
         }
         const uint32_t p = a >> 7;
         for (int i = 0; i < 7; i++) t.sign_nibbles[a] |= static_cast<uint32_t>(a >> i & 1) << (4 * places[i] + 2);
         t.sign_nibbles[a] |= static_cast<uint32_t>(parity(a & 127)) << (4 * 7 + 2) | p * 0x88888888u;
     }
+    int points[2][16];
     for (int i = 0; i < 16; i++) {
         const int size = 2 + 4 * (i & 3), shift = i & 8 ? -1 : 1;
-        t.nibble_values[0][i] = static_cast<uint8_t>(offset + (i & 4 ? -size : size) + shift);
-        t.nibble_values[1][i] = static_cast<uint8_t>(offset + i - 4);
+        points[e8p_book][i] = (i & 4 ? -size : size) + shift;
+        points[residual_book][i] = i - 4;
     }
+    add_values(t, points, [](Values& v, int stage) { return v.nibbles[stage]; });
 }
 
 Tables build() {
     Tables t{};
     const Points e8p = e8p_points(), residual = residual_points();
     number_bytes(t, residual);
-    two_stages(t, e8p, residual);
+    two_look_ups(t, e8p, residual);
     nibbles(t, e8p, residual);
     return t;
 }

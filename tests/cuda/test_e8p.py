@@ -23,7 +23,7 @@ def weight(n: int, k: int, bits: int) -> tuple[Tensor, dict[str, Tensor], Tensor
     """Random codes on the GPU; fragments; the float64 weight."""
     generator = torch.Generator().manual_seed(n + k)
     codes = torch.randint(0, 256, (bits, n, -(-k // 8)), generator=generator, dtype=torch.uint8).to(GPU)
-    scale = torch.tensor([0.037, 0.011][: 1 if bits == 2 else 2]).view(torch.int32).to(GPU)
+    scale = torch.tensor([0.037]).view(torch.int32).to(GPU)
     names = list(E8PFormat(bits).buffers(n, k))[:-1]
     packed = E8PFormat(bits).prepack({**dict(zip(names, codes.unbind(), strict=True)), "scale": scale}, GPU)
     assert "fragments" in packed

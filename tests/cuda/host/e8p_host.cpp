@@ -13,18 +13,18 @@ Number number_of(int type) {
 
 }  // namespace
 
-// mode: 0 x times W, 1 quantised tokens times W, 2 W itself, 3 the points of book `book`, 4 what is done to the sums
-// of points, which are x. type: 0 float32, 2 float16, 3 bfloat16, of x and the result (of the result alone for
-// quantised tokens). `shared`: of a block of the device. Null, or what went wrong.
+// mode: 0 x times W, 1 quantised tokens times W, 2 W itself, 3 its integer points, 4 what is done to the sums of
+// points, which are x. type: 0 float32, 2 float16, 3 bfloat16, of x and the result (of the result alone for quantised
+// tokens). `shared`: of a block of the device. Null, or what went wrong.
 extern "C" const char* test_e8p(int mode, int backwards, int type, const void* x, const float* q_scale,
                                 const uint8_t* fragments, const float* scale, const float* bias, void* out, int tokens,
-                                int n, int k, int bits, int book, int processors, int shared, int misalign) {
+                                int n, int k, int bits, int processors, int shared, int misalign) {
     machine.backwards = backwards;
     const int64_t tiles = (n + 15) / 16, blocks = (k + block_columns - 1) / block_columns;
     const int width = mode == 3 ? 1 : type == 0 ? 4 : 2, x_width = mode == 1 ? 1 : mode == 4 ? 4 : width;
     const bool weight_alone = mode == 2 || mode == 3;
-    const int64_t numbers = weight_alone ? 0 : mode == 4 ? int64_t{tokens} * n * books_of(bits) : int64_t{tokens} * k;
-    Buffer f(fragments, tiles * blocks * block_bytes(bits)), s(scale, 4 * books_of(bits)), b(bias, bias ? 4 * n : 0);
+    const int64_t numbers = weight_alone ? 0 : mode == 4 ? int64_t{tokens} * n : int64_t{tokens} * k;
+    Buffer f(fragments, tiles * blocks * block_bytes(bits)), s(scale, 4), b(bias, bias ? 4 * n : 0);
     Buffer xs(x, numbers * x_width, misalign ? x_width : 0);
     Buffer scales(q_scale, q_scale ? 4 * tokens : 0);
     Buffer y(nullptr, (weight_alone ? int64_t{n} * k : int64_t{tokens} * n) * width);
@@ -51,14 +51,13 @@ extern "C" const char* test_e8p(int mode, int backwards, int type, const void* x
                 : type == 2 ? run_linear<Half>(p, bits, device, nullptr)
                             : run_linear<Bfloat16>(p, bits, device, nullptr);
     } else if (weight_alone) {
-        const Dequantize p{w, y.data(), bits, book, k * width % (mode == 3 ? 8 : 16) == 0};
-        error = mode == 3   ? run_dequantize<int8_t>(p, nullptr)
-                : type == 0 ? run_dequantize<float>(p, nullptr)
-                : type == 2 ? run_dequantize<Half>(p, nullptr)
-                            : run_dequantize<Bfloat16>(p, nullptr);
+        const Dequantize p{w, y.data(), k * width % (mode == 3 ? 8 : 16) == 0};
+        error = mode == 3   ? run_dequantize<int8_t>(p, bits, nullptr)
+                : type == 0 ? run_dequantize<float>(p, bits, nullptr)
+                : type == 2 ? run_dequantize<Half>(p, bits, nullptr)
+                            : run_dequantize<Bfloat16>(p, bits, nullptr);
     } else {
-        const int32_t* sums = static_cast<const int32_t*>(xs.data());
-        const Scaled p{{sums, bits == 2 ? nullptr : sums + int64_t{tokens} * n},
+        const Scaled p{static_cast<const int32_t*>(xs.data()),
                        w.scale,
                        static_cast<const float*>(scales.data()),
                        y.data(),
