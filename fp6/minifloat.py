@@ -24,6 +24,7 @@ from torch import Tensor
 from fp6 import fragment_ops, fragments, minifloat_ops, tiled_ops  # noqa: F401  (their imports declare the ops)
 from fp6.element import Element, element_of
 from ptq import bitstream, tiles
+from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
@@ -199,6 +200,7 @@ class MinifloatFormat:
         parts: Parts,
         bias: Tensor | None,
         dtype: torch.dtype,
+        input_bits: int = 8,
     ) -> Float[Tensor, "*t n"]:
         """The same on quantised tokens: W6A8, with exact integer sums where the element's numbers fit int8. Made for
         tiles and fragments; where there can be none, the tokens go as the numbers that they stand for."""
@@ -209,6 +211,15 @@ class MinifloatFormat:
         if "fragments" in parts:
             return torch.ops.ptq.minifloat_quantized_fragments(q, q_scale, parts["fragments"], *numbers)
         return torch.ops.ptq.minifloat_linear_quantized(q, q_scale, parts["tiles"], *numbers)
+
+    def linear_tokens(
+        self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
+    ) -> Float[Tensor, "*t n"] | None:
+        """The same where the input is quantised in the same call; None where the weight is not in tiles."""
+        if "tiles" not in parts:
+            return None
+        numbers = (parts["shape"].shape[0], *self._bits, self.group_size, activation.bits, activation.clip)
+        return torch.ops.ptq.minifloat_linear_tokens(x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read: on a CPU tiles (`ptq.tiles`), on a GPU fragments (`fp6.fragments`),

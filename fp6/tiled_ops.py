@@ -12,7 +12,8 @@ zero.
 integers that int8 holds (`Element.int8_shift`), it is defined to the bit: per output and group I = sum of q (value
 2^s), an exact integer; in float32, group after group, acc = acc + scale * I, each operation rounded; y = acc *
 (q_scale 2^-s), then + bias, then the cast to the dtype asked for. For the other elements q is multiplied as bfloat16,
-exactly, and summed as in W6A16; then * q_scale, + bias.
+exactly, and summed as in W6A16; then * q_scale, + bias. `minifloat_linear_tokens` quantises x itself, as
+`ptq.activations` does: the same bits in one call.
 """
 
 import torch
@@ -20,7 +21,8 @@ from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
 from fp6.element import Element, decode
-from ptq.op_declarations import declare_linear, declare_quantized_linear
+from ptq import activations as _activations  # noqa: F401 (its ops)
+from ptq.op_declarations import declare_linear, declare_quantized_linear, declare_tokens_linear
 from ptq.tiles import unpack, untile_scales
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale", "int n, int exponent, int mantissa, int group_size"
@@ -98,3 +100,6 @@ REFERENCES = {
     "minifloat_linear_quantized": linear_quantized,
 }
 declare_quantized_linear("minifloat_linear_quantized", WEIGHT, NUMBERS, linear_quantized)
+REFERENCES["minifloat_linear_tokens"] = declare_tokens_linear(
+    "minifloat_linear_tokens", WEIGHT, NUMBERS, "minifloat_linear_quantized"
+)

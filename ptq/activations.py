@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ptq import hadamard
 from ptq.errors import InputError
-from ptq.op_declarations import declare
+from ptq.op_declarations import declare, refuse_gradient
 
 TINY = 1e-30
 """Below this the scale could underflow."""
@@ -98,10 +98,6 @@ def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
     return q, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
 
 
-def _no_gradient(ctx, *gradients):
-    raise RuntimeError("ptq: there is no gradient through quantised activations; take it through the original model")
-
-
 declare(
     "quantize_tokens",
     "(Tensor x, int bits, float clip) -> (Tensor, Tensor)",
@@ -115,4 +111,4 @@ declare(
     fake=lambda x, signs, factors, order, bits, clip: _empty(x),
 )
 for _name in ("quantize_tokens", "hadamard_quantize"):
-    torch.library.register_autograd(f"ptq::{_name}", _no_gradient)
+    refuse_gradient(_name)

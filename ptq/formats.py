@@ -18,6 +18,7 @@ from ptq import matmul
 from ptq.errors import InputError
 
 if TYPE_CHECKING:
+    from ptq.activations import Activation
     from ptq.rounding import Rounded
 
 Scales = dict[str, Tensor]
@@ -71,8 +72,8 @@ class BlockCodebook(Codebook, Protocol):
 
 @runtime_checkable
 class ScaledCodebook(Codebook, Protocol):
-    """A codebook with few scales for a whole weight, one part `scale` [s]: a number is the sum of s points, each times
-    its scale. `rounding.ldlq` then chooses them by the loss itself."""
+    """A codebook with one scale for a whole weight, part `scale` [1], times points. `rounding.ldlq` then chooses it by
+    the loss itself."""
 
     def trials(self, scales: Scales) -> Sequence[Scales]:
         """Scales that may be better than the fitted ones when feedback is added to the weight; these among them."""
@@ -146,8 +147,25 @@ class IntegerInput(Protocol):
         parts: Parts,
         bias: Tensor | None,
         dtype: torch.dtype,
+        input_bits: int = 8,
     ) -> Float[Tensor, "*t n"]:
-        """(q_scale * q) Wᵀ + bias, in `dtype`."""
+        """(q_scale * q) Wᵀ + bias, in `dtype`. `input_bits`: the bits that the integers q have."""
+        ...
+
+
+@runtime_checkable
+class NumberInput(IntegerInput, Protocol):
+    """A format that also quantises its input itself, in the same call."""
+
+    def linear_tokens(
+        self,
+        x: Float[Tensor, "*t k"],
+        activation: "Activation",
+        parts: Parts,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Float[Tensor, "*t n"] | None:
+        """`linear_quantized` of the quantised x, to the bit; None where these parts take two calls."""
         ...
 
 

@@ -1,5 +1,6 @@
 """`QuantLinear`, the only quantised module, and the entry of config.json that describes one."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -7,12 +8,12 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, Num
 from torch import Tensor, nn
 
-from ptq import activations, formats, hadamard
+from ptq import activations, formats, hadamard, input_steps, matmul
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Format, IntegerInput
+from ptq.formats import Format, IntegerInput, NumberInput
 from ptq.plan import LinearPlan
-from ptq.shared_input import SharedInput
+from ptq.shared_input import Given, SharedInput
 
 GUARD = "weight"
 """Name of the one-element tensor that every packed layer stores where a plain layer has its weight.
@@ -61,7 +62,8 @@ class QuantLinear(nn.Module):
         self.format = format
         self.online = online
         self.takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
-        self.shared: SharedInput | None = None  # set in a loaded model, see ptq/shared_input.py
+        self.takes_numbers = isinstance(format, NumberInput)
+        self.shared: SharedInput | Given | None = None  # set in a loaded model, see ptq/shared_input.py
         self.register_parameter(GUARD, frozen(guard()))
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
@@ -129,6 +131,19 @@ class QuantLinear(nn.Module):
             known = self._signs[name] = stored, version, loaded_signs(stored)
         return known[2]
 
+    def treatment(self) -> tuple[Tensor | None, list[Tensor], int, int, float]:
+        """What is done to the input, as the ops of `ptq.input_steps` take it: signs, dense factors and order (0: no
+        transform), bits (0: it is not quantised) and clip."""
+        online, device = self.online, next(iter(self.parts().values())).device
+        factors, order = ([], 0) if online.input is None else hadamard.dense_factors(online.input, device)
+        clip = 1.0 if online.activation is None else online.activation.clip
+        return self.signs(INPUT_SIGNS), factors, order, self.input_bits, clip
+
+    @property
+    def input_bits(self) -> int:
+        """Of the integers that the input is quantised to; 0: it is not."""
+        return 0 if self.online.activation is None else self.online.activation.bits
+
     def quantized_input(
         self, x: Float[Tensor, "*batch k"]
     ) -> tuple[Int8[Tensor, "*batch k"], Float32[Tensor, "*batch"]]:
@@ -148,22 +163,43 @@ class QuantLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """x Wᵀ + b, in the dtype of x."""
-        bias = self._parameters["bias"]
-        if self.online.output is None:
-            return self._product(x, bias, x.dtype)
-        product = self._product(x, None, torch.float32)
-        y = hadamard.apply(product, self.signs(OUTPUT_SIGNS), self.online.output, transpose=True)
-        return (y if bias is None else y + bias).to(x.dtype)
+        return self.finished(self._product(x), x.dtype)
 
-    def _product(self, x: Float[Tensor, "*batch k"], bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _product(self, x: Tensor) -> Tensor:
         if self.shared is not None:
             found = self.shared.product(self, x)
             if found is not None:
                 return found
-        if self.online.activation is not None and self.takes_integers:
-            q, scale = self.quantized_input(x)
-            return cast(IntegerInput, self.format).linear_quantized(q, scale, self.parts(), bias, dtype)
-        return self.format.linear(self.transform(x), self.parts(), bias).to(dtype)
+        integers = self.online.activation is not None and self.takes_integers
+        if integers and self.takes_numbers and self.online.input is None:
+            format, after = cast(NumberInput, self.format), self._bias_and_dtype(x.dtype)
+            found = format.linear_tokens(x, cast(Activation, self.online.activation), self.parts(), *after)
+            if found is not None:
+                return found
+        return self.product_of(self.quantized_input(x) if integers else (self.transform(x),), x.dtype)
+
+    def product_of(self, seen: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """The product with an input that was treated: numbers, or integers and scales. Before what is done to it where
+        there is an output transform: then without bias, in float32."""
+        bias, dtype = self._bias_and_dtype(dtype)
+        if len(seen) == 2:
+            return cast(IntegerInput, self.format).linear_quantized(
+                seen[0], seen[1], self.parts(), bias, dtype, self.input_bits
+            )
+        return self.format.linear(seen[0], self.parts(), bias).to(dtype)
+
+    def _bias_and_dtype(self, dtype: torch.dtype) -> tuple[Tensor | None, torch.dtype]:
+        return (self._parameters["bias"], dtype) if self.online.output is None else (None, torch.float32)
+
+    def finished(self, product: Float[Tensor, "*batch n"], dtype: torch.dtype) -> Float[Tensor, "*batch n"]:
+        """What the layer gives, from its product."""
+        if self.online.output is None:
+            return product
+        bias, signs = self._parameters["bias"], self.signs(OUTPUT_SIGNS)
+        if bias is None and matmul.is_gpu(product):
+            return input_steps.transformed_back(product, signs, self.online.output, dtype)
+        y = hadamard.apply(product, signs, self.online.output, transpose=True)
+        return (y if bias is None else y + bias).to(dtype)
 
     def extra_repr(self) -> str:
         bias = self._parameters["bias"] is not None

@@ -82,5 +82,35 @@ def declare_quantized_linear(op: str, weight: str, numbers: str, reference: Call
     declare(op, schema, reference, fake)
 
 
+def declare_tokens_linear(op: str, weight: str, numbers: str, quantized: str) -> Callable[..., Tensor]:
+    """Declare `ptq::<op>(x, weight ..., bias, numbers ..., input_bits, clip, dtype)`: the op `quantized` (see
+    `declare_quantized_linear`) on the tokens of x as `ptq::quantize_tokens` makes them: in one call, to the bit. No
+    gradient. Returns the reference.
+    """
+    tensors = weight.count("Tensor")
+
+    def reference(x, *rest):
+        *rest, bits, clip, dtype = rest
+        tokens = torch.ops.ptq.quantize_tokens(x, bits, clip)
+        return getattr(torch.ops.ptq, quantized)(*tokens, *rest, dtype)
+
+    def fake(x, *rest):
+        return x.new_empty(*x.shape[:-1], _rows(numbers, rest, rest[tensors + 1 :]), dtype=rest[-1])
+
+    schema = f"(Tensor x, {weight}, Tensor? bias, {numbers}, int input_bits, float clip, ScalarType dtype) -> Tensor"
+    declare(op, schema, reference, fake)
+    refuse_gradient(op)
+    return reference
+
+
+def refuse_gradient(op: str) -> None:
+    """Let the backward pass through `ptq::<op>`, which rounds its input, raise RuntimeError."""
+
+    def backward(ctx, *gradients):
+        raise RuntimeError("ptq: there is no gradient through quantised activations; take that of the original model")
+
+    torch.library.register_autograd(f"ptq::{op}", backward)
+
+
 def _rows(numbers: str, weight: tuple[Any, ...], values: tuple[Any, ...]) -> int | torch.SymInt:
     return values[0] if numbers.startswith("int n,") else weight[0].shape[0]

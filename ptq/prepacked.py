@@ -15,8 +15,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptq import formats, fragments
+from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Codebook, Format, IntegerInput, Parts, Scales
+from ptq.formats import Codebook, Format, IntegerInput, NumberInput, Parts, Scales
 from ptq.rounding import Rounded
 
 
@@ -125,11 +126,20 @@ class PrepackedFormat:
         parts: Parts,
         bias: Tensor | None,
         dtype: torch.dtype,
+        input_bits: int = 8,
     ) -> Float[Tensor, "*t n"]:
         """The inner format's product, or with the numbers that the tokens stand for where it has none."""
         if isinstance(self.inner, IntegerInput):
-            return cast(IntegerInput, self.inner).linear_quantized(q, q_scale, parts, bias, dtype)
+            return cast(IntegerInput, self.inner).linear_quantized(q, q_scale, parts, bias, dtype, input_bits)
         return self.inner.linear((q.float() * q_scale[..., None]).to(dtype), parts, bias)
+
+    def linear_tokens(
+        self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
+    ) -> Float[Tensor, "*t n"] | None:
+        """The inner format's, where it has one."""
+        if isinstance(self.inner, NumberInput):
+            return cast(NumberInput, self.inner).linear_tokens(x, activation, parts, bias, dtype)
+        return None
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """The parts as they are. Raises InputError on a device that is not the target's."""

@@ -9,8 +9,8 @@ minimises tr((W - Ŵ) H (W - Ŵ)ᵀ) one column, or one block of d columns, afte
 so that (W - Ŵ) L is exactly the matrix of rounding errors of Q, and the loss is the sum of its squares times D. GPTQ's
 updates are the same numbers (same paper, section 5.1), but it takes them from the inverse, with four times the work.
 
-Before, a codebook with few scales for the whole weight (`ScaledCodebook`) has them chosen by the loss of LDLQ itself on
-some rows; behind, sweeps of coordinate descent and a refit of such scales may lower the loss further (`ptq.sweeps`).
+Before, a codebook with one scale for the whole weight (`ScaledCodebook`) has it chosen by the loss of LDLQ itself on
+some rows; behind, sweeps of coordinate descent and a refit of such a scale may lower the loss further (`ptq.sweeps`).
 
 Columns are taken in the order of descending diag(H): the heavy ones are rounded first, while the others can still make
 up for their errors. Groups stay what they are, and no order is stored.

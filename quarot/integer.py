@@ -26,6 +26,7 @@ from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
 from ptq import bitstream, fragments
+from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
 from ptq.rounding import Rounded
@@ -168,15 +169,13 @@ class IntegerFormat:
         return integer_ops.dequantize(parts["codes"], parts["scale"], parts.get("zero"), self.bits, self.group_size, k)
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        tiles, n = parts.get("tiles"), parts["shape"].shape[0] if "shape" in parts else 0
-        scale, zero = parts["scale"], parts.get("zero")
+        scale, zero, numbers = parts["scale"], parts.get("zero"), (self.bits, self.group_size)
+        if "shape" not in parts:
+            return torch.ops.ptq.integer_linear(x, parts["codes"], scale, zero, bias, *numbers)
+        numbers = parts["shape"].shape[0], *numbers
         if "fragments" in parts:
-            return torch.ops.ptq.integer_linear_fragments(
-                x, parts["fragments"], scale, zero, bias, n, self.bits, self.group_size
-            )
-        if tiles is None:
-            return torch.ops.ptq.integer_linear(x, parts["codes"], scale, zero, bias, self.bits, self.group_size)
-        return torch.ops.ptq.integer_linear_tiled(x, tiles, scale, zero, bias, n, self.bits, self.group_size)
+            return torch.ops.ptq.integer_linear_fragments(x, parts["fragments"], scale, zero, bias, *numbers)
+        return torch.ops.ptq.integer_linear_tiled(x, parts["tiles"], scale, zero, bias, *numbers)
 
     def linear_quantized(
         self,
@@ -185,9 +184,9 @@ class IntegerFormat:
         parts: Parts,
         bias: Tensor | None,
         dtype: torch.dtype,
+        input_bits: int = 8,
     ) -> Float[Tensor, "*t n"]:
-        """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; other parts go a slow
-        way."""
+        """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; others go a slow way."""
         parts = parts if "shape" in parts else self.prepack(parts, q.device)
         scale, zero = parts["scale"], parts.get("zero")
         if "shape" not in parts:
@@ -196,11 +195,21 @@ class IntegerFormat:
         n = parts["shape"].shape[0]
         if "fragments" in parts:
             return torch.ops.ptq.integer_quantized_fragments(
-                q, q_scale, parts["fragments"], scale, zero, bias, n, self.bits, self.group_size, dtype
+                q, q_scale, parts["fragments"], scale, zero, bias, n, self.bits, self.group_size, input_bits, dtype
             )
         return torch.ops.ptq.integer_linear_quantized(
             q, q_scale, parts["tiles"], scale, zero, bias, n, self.bits, self.group_size, dtype
         )
+
+    def linear_tokens(
+        self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
+    ) -> Float[Tensor, "*t n"] | None:
+        """The same where the input is quantised in the same call; None where the weight is not in tiles."""
+        if "tiles" not in parts:
+            return None
+        weight = parts["tiles"], parts["scale"], parts.get("zero"), bias, parts["shape"].shape[0]
+        numbers = self.bits, self.group_size, activation.bits, activation.clip
+        return torch.ops.ptq.integer_linear_tokens.default(x, *weight, *numbers, dtype)
 
     def linears(
         self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]

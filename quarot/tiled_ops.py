@@ -8,6 +8,7 @@
 **Quantised tokens.** q int8 [*, k] and q_scale float32 [*] stand for x = q_scale * q. `integer_linear_quantized` is
 defined to the bit: per output and group I = sum of q (code - zero), an exact integer; in float32, group after group,
 acc = acc + scale * I, each operation rounded; y = acc * q_scale, then + bias, then the cast to the dtype asked for.
+`integer_linear_tokens` quantises x itself, as `ptq.activations` does: the same bits in one call.
 
 **Several weights**, one input: `integer_linears_...` give the same numbers as one call for each, and wake the threads
 once. The lists `zero` and `bias` are empty, or have one tensor for each weight. No gradients.
@@ -20,7 +21,8 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
-from ptq.op_declarations import declare_all, declare_linear, declare_quantized_linear
+from ptq import activations as _activations  # noqa: F401 (its ops)
+from ptq.op_declarations import declare_all, declare_linear, declare_quantized_linear, declare_tokens_linear
 from ptq.tiles import REFERENCES as TILE_REFERENCES
 from ptq.tiles import unpack, untile_scales
 
@@ -112,6 +114,9 @@ REFERENCES = {
     ),
 }
 declare_quantized_linear("integer_linear_quantized", WEIGHT, NUMBERS, linear_quantized)
+REFERENCES["integer_linear_tokens"] = declare_tokens_linear(
+    "integer_linear_tokens", WEIGHT, NUMBERS, "integer_linear_quantized"
+)
 
 FAKES = {
     "integer_linears_tiled": lambda x, tiles, scale, zero, bias, n, bits, group_size: [

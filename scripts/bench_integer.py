@@ -31,7 +31,7 @@ def integer_cases(n: int, k: int, x: Tensor, group: int) -> dict[str, Case]:
         activation = Activation(bits, 0.9)
 
         def run(weight, activation=activation):
-            return format.linear_quantized(*activation.quantize(x), weight, None, x.dtype)
+            return format.linear_tokens(x, activation, weight, None, x.dtype)
 
         cases[f"{name}, INT{bits}"] = Case(pooled(run, weights), nbytes)
     return cases

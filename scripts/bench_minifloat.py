@@ -33,7 +33,7 @@ def minifloat_cases(n: int, k: int, x: Tensor, name: str, group: int) -> dict[st
         return ops.minifloat_linear_tiled(like, *weight, None, *shape)
 
     def quantized(weight: tuple[Tensor, Tensor]) -> Tensor:
-        return ops.minifloat_linear_quantized(*activation.quantize(x), *weight, None, *shape, x.dtype)
+        return ops.minifloat_linear_tokens(x, *weight, None, *shape, activation.bits, activation.clip, x.dtype)
 
     title = f"{name} {f'group {group}' if group else 'per channel'}"
     cases = {f"{title}, bfloat16": Case(pooled(floats, weights), nbytes)}

@@ -32,6 +32,10 @@ class Layer(nn.Module):
         parts = dict(self.named_buffers())
         if self.activation is None:
             return self.format.linear(x, parts)
+        if isinstance(self.format, IntegerFormat):
+            y = self.format.linear_tokens(x, self.activation, parts, None, x.dtype)
+            assert y is not None
+            return y
         return self.format.linear_quantized(*self.activation.quantize(x), parts, None, x.dtype)
 
 

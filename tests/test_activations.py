@@ -207,7 +207,9 @@ def test_a_dense_layer_multiplies_what_it_was_quantised_to(construction: str | N
 class WithIntegers(DenseFormat):
     """A format that says what it was given."""
 
-    def linear_quantized(self, q: Tensor, q_scale: Tensor, parts: Any, bias: Any, dtype: torch.dtype) -> Tensor:
+    def linear_quantized(
+        self, q: Tensor, q_scale: Tensor, parts: Any, bias: Any, dtype: torch.dtype, input_bits: int = 8
+    ) -> Tensor:
         return (activations.dequantize(q, q_scale) @ parts["dense"].T + bias + 1000).to(dtype)
 
 

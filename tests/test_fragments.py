@@ -107,7 +107,7 @@ def test_opcheck(group_size: int, symmetric: bool) -> None:
     w = fragment_ops.dequantize(p["fragments"], p["scale"], p.get("zero"), n, 4, group_size, k)
     assert x.grad is not None and torch.allclose(x.grad, w.sum(0).expand(3, -1), rtol=1e-4)
     q, q_scale = torch.randint(-128, 128, (3, k), dtype=torch.int8), torch.rand(3)
-    quantised = (q, q_scale, p["fragments"], p["scale"], p.get("zero"), None, n, 4, group_size, torch.bfloat16)
+    quantised = (q, q_scale, p["fragments"], p["scale"], p.get("zero"), None, n, 4, group_size, 8, torch.bfloat16)
     torch.library.opcheck(torch.ops.ptq.integer_quantized_fragments.default, quantised)
 
 
@@ -118,7 +118,7 @@ def test_references_are_the_definition() -> None:
     codes = bitstream.unpack(parts["codes"], bits, k)
     q, q_scale = torch.randint(-128, 128, (5, k), dtype=torch.int8), torch.rand(5)
     found = fragment_ops.quantized(
-        q, q_scale, p["fragments"], p["scale"], p["zero"], None, n, bits, group_size, torch.float32
+        q, q_scale, p["fragments"], p["scale"], p["zero"], None, n, bits, group_size, 8, torch.float32
     )
     wanted = tiled_ops.product(q, q_scale, codes, parts["scale"], parts["zero"], None, bits, group_size, torch.float32)
     assert torch.equal(found, wanted)

@@ -1,5 +1,6 @@
 """Small floats in tiles: every native kernel against the references, on quantised tokens to the bit."""
 
+import math
 from typing import Any
 
 import pytest
@@ -141,6 +142,21 @@ def test_more_columns_than_32_bits_hold(t, level):
     assert torch.equal(y, torch.tensor([-128 * 60.0 * k, 128 * 60.0 * k, -128 * 60.0 * (k - 1)]).expand(t, 3))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["e2m3", "e3m2"])
+def test_numbers_are_quantised_as_by_the_single_op(name, dtype, level):
+    """`minifloat_linear_tokens`, with integers and with numbers behind it."""
+    element, op = ELEMENTS[name], torch.ops.ptq.minifloat_linear_tokens
+    for n, k, group in SHAPES:
+        tiles, bias = weight(element, n, k, group), torch.randn(n, generator=draw(n))
+        for t in TOKENS:
+            x = torch.randn(t, 2, k, generator=draw(t))[:, 1].to(dtype)
+            arguments = (x, *tiles, bias, n, element.exponent, element.mantissa, group, 8, 0.95, dtype)
+            expected = tiled_ops.REFERENCES["minifloat_linear_tokens"](*arguments)
+            assert torch.equal(op(*arguments), expected), (n, k, group, t)
+    torch.library.opcheck(op.default, arguments)
+
+
 # --- floats -----------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +177,24 @@ def test_floats_against_float64(name, dtype, level):
             rounding_error = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
             assert y.dtype == dtype and y.shape == (t, n)
             assert ((y.double() - exact).abs() <= 4e-6 * size + rounding_error * exact.abs() + 1e-7).all(), (n, k, t)
+
+
+@pytest.mark.parametrize("spread", [0, 1e3, 1e12, 1e60])
+def test_scales_of_any_size(spread, level):
+    """Scales of a row that are zero, or up to `spread` apart in either direction: each group counts as it should."""
+    element, (n, k, group) = ELEMENTS["e3m2"], (50, 1408, 128)
+    tiles, _ = weight(element, n, k, group)
+    scale = torch.randn(n, 11, generator=draw(1)) * 0.1
+    scale = scale * torch.exp((torch.rand(n, 11, generator=draw(2)) - 0.5) * math.log(spread or 1))
+    scale[3, 0] = scale[4, 1:3] = scale[5, 10] = scale[6] = scale[7, :10] = 0
+    w = tiled_ops.dequantize(tiles, ptq.tiles.tile_scales(scale.bfloat16().view(torch.int16)), n, 3, 2, group, k)
+    for t in (9, 18):
+        x = torch.randn(t, k, generator=draw(k)).bfloat16()
+        y = floats(x.float(), tiles, ptq.tiles.tile_scales(scale.bfloat16().view(torch.int16)), None, n, element, group)
+        z = floats(x, tiles, ptq.tiles.tile_scales(scale.bfloat16().view(torch.int16)), None, n, element, group)
+        exact, size = x.double() @ w.t().double(), x.double().abs() @ w.t().double().abs()
+        assert ((y - exact).abs() <= 4e-6 * size).all()
+        assert ((z - exact).abs() <= 4e-6 * size + 2**-8 * exact.abs()).all()
 
 
 @pytest.mark.parametrize("t", [1, 7])

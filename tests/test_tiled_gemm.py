@@ -109,3 +109,42 @@ def test_nothing(level):
     tiles, scale = torch.zeros(0, 2, 256, dtype=torch.uint8), torch.zeros(0, 2, 16, dtype=torch.int16)
     y = torch.ops.ptq.integer_linear_quantized(q, q_scale, tiles, scale, None, None, 0, 4, 32, torch.float32)
     assert y.shape == (12, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_numbers_are_quantised_as_by_the_single_op(dtype, symmetric, level):
+    """`integer_linear_tokens`: few and many tokens, columns that fill no super-block, strides, NaN, any dtype."""
+    threads = torch.get_num_threads()
+    shapes = [(33, 45, 1, 0), (50, 96, 8, 32), (33, 45, 13, 0), (100, 1152, 530, 128), (20, 2304, 41, 768)]
+    for n, k, t, group in shapes:
+        _, _, (codes, *rest), bias = arguments(n, k, 1, 4, group, symmetric)
+        x = torch.randn(t, 2 * k, generator=torch.Generator().manual_seed(t)).to(dtype)[:, ::2]
+        x[t - 1] = 0
+        x[t // 2, 3] = torch.nan
+        tiles = ptq.tiles.prepack(torch.ops.ptq.integer_pack(codes, 4), 4, k)
+        weight = (tiles, *[None if part is None else ptq.tiles.tile_scales(part) for part in rest], bias, n, 4, group)
+        try:
+            for bits, clip, count in ((8, 1.0, 1), (4, 0.9, 3)):
+                torch.set_num_threads(count)
+                expected = tiled_ops.REFERENCES["integer_linear_tokens"](x, *weight, bits, clip, dtype)
+                y = torch.ops.ptq.integer_linear_tokens(x, *weight, bits, clip, dtype)
+                torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
+                assert y[t // 2].isnan().all()
+        finally:
+            torch.set_num_threads(threads)
+
+
+def test_numbers_with_any_axes_and_what_is_refused():
+    tiles, scale = torch.zeros(2, 2, 256, dtype=torch.uint8), torch.zeros(2, 2, 16, dtype=torch.int16)
+    op = torch.ops.ptq.integer_linear_tokens
+    for shape in ((64,), (0, 64), (2, 0, 64), (2, 3, 64), (3, 4, 64)):
+        y = op(torch.randn(shape), tiles, scale, None, None, 20, 4, 32, 8, 1.0, torch.bfloat16)
+        assert y.shape == (*shape[:-1], 20) and y.dtype == torch.bfloat16
+    x = torch.randn(4, 64, requires_grad=True)
+    rest = (tiles, scale, None, None, 20, 4, 32, 8, 1.0, torch.float32)
+    torch.library.opcheck(op.default, (x.detach(), *rest))
+    with pytest.raises(RuntimeError, match="no gradient"):
+        op(x, *rest).sum().backward()
+    with pytest.raises(RuntimeError, match="bits"):
+        op(x.detach(), *rest[:7], 9, 1.0, torch.float32)

@@ -33,26 +33,34 @@ Quantizer quantizer(int64_t bits, double clip) {
     return {-middle, middle - 1, static_cast<float>(clip / ((1 << (bits - 1)) - 1))};
 }
 
-std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double clip) {
+void quantize(const Numbers& n, int64_t token, int8_t* q, float* scale) {
+    const int64_t at = token * n.k;
+    if (n.wide)
+        kernels().float32(n.quantizer, static_cast<const float*>(n.x) + at, n.k, q, scale);
+    else
+        kernels().bfloat16(n.quantizer, static_cast<const uint16_t*>(n.x) + at, n.k, q, scale);
+}
+
+Held hold(const Tensor& x, int64_t bits, double clip) {
     const Quantizer z = quantizer(bits, clip);
     STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
     const bool direct = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
     const Tensor in = compact(direct ? x : torch::stable::to(x, ScalarType::Float));
+    int64_t t = 1;
+    for (int64_t i = 0; i + 1 < in.dim(); i++) t *= in.size(i);
+    return {in, {z, in.const_data_ptr(), in.scalar_type() == ScalarType::Float, t, in.size(-1)}};
+}
+
+std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double clip) {
+    const auto [in, numbers] = hold(x, bits, clip);
     const auto sizes = in.sizes();
     const Tensor q = fresh(sizes, ScalarType::Char), scale = fresh(sizes.slice(0, sizes.size() - 1), ScalarType::Float);
-    const int64_t k = in.size(-1), t = scale.numel();
-    const void* from = in.const_data_ptr();
     int8_t* to = static_cast<int8_t*>(q.mutable_data_ptr());
     float* scales = static_cast<float*>(scale.mutable_data_ptr());
-    const bool wide = in.scalar_type() == ScalarType::Float;
     // A thread is worth waking for about 32k elements.
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, k));
-    torch::stable::parallel_for(0, t, grain, [&, kernel = kernels()](int64_t first, int64_t last) {
-        for (int64_t i = first; i < last; i++)
-            if (wide)
-                kernel.float32(z, static_cast<const float*>(from) + i * k, k, to + i * k, scales + i);
-            else
-                kernel.bfloat16(z, static_cast<const uint16_t*>(from) + i * k, k, to + i * k, scales + i);
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, numbers.k));
+    torch::stable::parallel_for(0, numbers.t, grain, [&, &numbers = numbers](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) quantize(numbers, i, to + i * numbers.k, scales + i);
     });
     return {q, scale};
 }

@@ -53,6 +53,7 @@ inline float largest(const T* x, int64_t k, bool* finite) {
     for (; i + vectors * lanes <= k; i += vectors * lanes)
 #pragma GCC unroll 4
         for (int v = 0; v < vectors; v++) {
+            __builtin_prefetch(x + i + v * lanes + k, 0, 2);  // the next token
             const Vector m = magnitudes<Vector>(x + i + v * lanes);
             tops[v] = m > tops[v] ? m : tops[v];
         }

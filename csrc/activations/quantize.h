@@ -16,6 +16,15 @@ struct Kernels {
     void (*bfloat16)(const Quantizer& quantizer, const uint16_t* x, int64_t k, int8_t* q, float* scale);
 };
 
+// Tokens that become integers one by one.
+struct Numbers {
+    Quantizer quantizer;
+    const void* x;  // [t, k]: float32, or bits of bfloat16
+    bool wide;      // float32
+    int64_t t, k;
+};
+void quantize(const Numbers& numbers, int64_t token, int8_t* q, float* scale);
+
 // The kernels of the level in use.
 const Kernels& kernels();
 

@@ -19,23 +19,43 @@ using integer::Lanes;
 using integer::SignedInts;
 using integer_tiled::tile_rows;
 
+// The codes of some row tiles that come next: they are fetched meanwhile, some lines with every 32 columns.
+struct Ahead {
+    const uint8_t* codes;
+    int64_t tiles, tile_bytes, bytes;  // row tiles, bytes from one to the next, and of each
+    int64_t each, at = 0;              // lines at a time; bytes of this tile that were fetched
+
+    // `steps`: how often `next` will be called.
+    static Ahead of(const uint8_t* codes, int64_t tiles, int64_t tile_bytes, int64_t bytes, int64_t steps) {
+        return {codes, tiles, tile_bytes, bytes, (tiles * bytes / 64 + steps - 1) / steps};
+    }
+    [[gnu::always_inline]] void next() {
+        for (int64_t i = 0; i < each && tiles > 0; i++) {
+            __builtin_prefetch(codes + at, 0, 2);
+            at += 64;
+            if (at >= bytes) codes += tile_bytes, at = 0, tiles--;
+        }
+    }
+};
+
 struct Block {
     const uint8_t* codes;
-    int64_t tile_step;     // bytes between the row tiles of codes, where they are not in a panel
-    const uint32_t* x;     // [step, token]
-    const uint32_t* next;  // the x that comes then: it is fetched meanwhile
-    const uint8_t* ahead;  // what else to fetch: `ahead_count` streams, `ahead_step` apart,
-    int64_t ahead_count, ahead_step, ahead_bytes;  // so much of each for 32 columns
-    const uint16_t* scale;  // [tile, group, 16], bits of bfloat16, from the first group of the panel on
-    const uint8_t* zero;    // likewise, or null
-    int64_t scale_step;     // numbers from tile to tile of both
-    const int32_t* offset;  // [group, `offset_step`], likewise: integers begin with offset of a token, times zero
-    int64_t offset_step;
-    float* total;    // [token, tile, 16]: of the groups before, times their scales
-    int32_t* open;   // the same: sums of a group that began in the panel before
-    int64_t groups;  // that are whole; none: there is a part of one, and whether its first and last columns
+    int64_t tile_step;  // bytes between the row tiles of codes, where they are not in a panel
+    const uint32_t* x;  // [step, token]
+    float* total;       // [token, tile, 16]: integers: of the groups before, times their scales; floats: the sums
+    int64_t groups;     // that are whole; none: there is a part of one, and whether its first and last columns
     bool begins, ends;
     int64_t blocks;  // 32 columns each, in a group, or in the part
+    Ahead* ahead;
+    // [group, tile, 16], from the first group of the panel on. Integers: scales. Floats: what brings the sums of the
+    // groups before into the unit of the group.
+    const float* scale;
+    // Integers:
+    const uint8_t* zero;    // [tile, group, 16], from the first group of the panel on, or null
+    int64_t zero_step;      // bytes from tile to tile
+    const int32_t* offset;  // [group, `offset_step`], likewise: sums begin with offset of a token, times zero
+    int64_t offset_step;
+    int32_t* open;  // [token, tile, 16]: sums of a group that began in the panel before
 };
 
 // Whether totals, too, have registers.
@@ -47,10 +67,7 @@ template <int tiles, int tokens>
 constexpr bool hold = false;
 #endif
 
-// total + scale * sum. Integers: each operation rounded, as it is defined.
-inline Lanes scaled(Lanes total, Lanes scale, Lanes sum) {
-    return integer::fma(scale, sum, total);
-}
+// total + scale * sum, each operation rounded, as it is defined.
 inline Lanes scaled(Lanes total, Lanes scale, SignedInts sum) {
     return total + scale * __builtin_convertvector(sum, Lanes);
 }
@@ -60,45 +77,53 @@ inline Lanes scaled(Lanes total, Lanes scale, SignedInts sum) {
 // Sums that are not taken apart into registers would be many times slower.
 #define PTQ_IN_REGISTERS [[gnu::always_inline]] inline
 
-template <class Sum, int tiles, int tokens>
-PTQ_IN_REGISTERS void begin_group(const Block& b, Sum sum[tokens][tiles]) {
-    if constexpr (std::is_same_v<Sum, Lanes>) {
-        PTQ_EACH_SUM sum[t][r] = Lanes{};
-    } else if (b.zero) {
+template <int tiles, int tokens>
+PTQ_IN_REGISTERS void begin_group(const Block& b, int64_t group, SignedInts sum[tokens][tiles]) {
+    const int32_t* offset = b.offset + group * b.offset_step;
+    if (b.zero) {
         SignedInts zero[tiles];
-        for (int r = 0; r < tiles; r++) zero[r] = integer_tiled::load_zero(b.zero + r * b.scale_step);
-        PTQ_EACH_SUM sum[t][r] = zero[r] * b.offset[t];
+        for (int r = 0; r < tiles; r++)
+            zero[r] = integer_tiled::load_zero(b.zero + group * tile_rows + r * b.zero_step);
+        PTQ_EACH_SUM sum[t][r] = zero[r] * offset[t];
     } else {
-        PTQ_EACH_SUM sum[t][r] = SignedInts{} + b.offset[t];
+        PTQ_EACH_SUM sum[t][r] = SignedInts{} + offset[t];
     }
 }
 
-template <class Op, int tiles, int tokens>
-PTQ_IN_REGISTERS void multiply_columns(Block& b, typename Op::Sum sum[tokens][tiles]) {
-    for (int64_t i = 0; i < b.blocks; i++) {
-#pragma GCC unroll 16
-        for (int64_t line = 0; line < Op::x_step; line += 16) __builtin_prefetch(b.next + line, 0, 3);
-        for (int64_t stream = 0; stream < b.ahead_count; stream++)
-            for (int64_t at = 0; at < b.ahead_bytes; at += 64)
-                __builtin_prefetch(b.ahead + stream * b.ahead_step + at, 0, 2);
-        b.ahead += b.ahead_bytes;
-        Op::template multiply<tiles, tokens>(b.codes, b.tile_step, b.x, sum);
-        b.codes += Op::template codes_step<tiles>, b.x += Op::x_step, b.next += Op::x_step;
+// What the next group is multiplied with. A block itself is only read: to copy it in one piece, as compilers do, would
+// wait for all that was just written into it.
+struct Place {
+    const uint8_t* codes;
+    const uint32_t* x;
+};
+
+// The columns of a group, or part; `blocks` where it is known, 0 where it is not.
+template <class Op, int tiles, int tokens, int blocks>
+PTQ_IN_REGISTERS void multiply_columns(const Block& b, Place& at, typename Op::Sum sum[tokens][tiles]) {
+    const int64_t count = blocks ? blocks : b.blocks, tile_step = b.tile_step;
+    Ahead* const ahead = b.ahead;
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < count; i++) {
+        ahead->next();
+        Op::template multiply<tiles, tokens>(at.codes, tile_step, at.x, sum);
+        at.codes += Op::template codes_step<tiles>, at.x += Op::x_step;
     }
 }
 
-template <class Op, int tiles, int tokens>
-void multiply_groups(Block b) {
+template <class Op, int tiles, int tokens, int blocks>
+void multiply_groups(const Block& b) {
     constexpr bool held = hold<tiles, tokens>;
+    Place at{b.codes, b.x};
+    const float* scales = b.scale;
     Lanes total[tokens][tiles];
     if constexpr (held) PTQ_EACH_SUM total[t][r] = integer::load(b.total + (t * tiles + r) * tile_rows);
-    for (int64_t group = 0; group < b.groups; group++) {
-        typename Op::Sum sum[tokens][tiles];
-        begin_group<typename Op::Sum, tiles, tokens>(b, sum);
-        multiply_columns<Op, tiles, tokens>(b, sum);
+    for (int64_t group = 0, groups = b.groups; group < groups; group++) {
+        SignedInts sum[tokens][tiles];
+        begin_group<tiles, tokens>(b, group, sum);
+        multiply_columns<Op, tiles, tokens, blocks>(b, at, sum);
         Lanes scale[tiles];
 #pragma GCC unroll 3
-        for (int r = 0; r < tiles; r++) scale[r] = integer_tiled::load_scale(b.scale + r * b.scale_step);
+        for (int r = 0; r < tiles; r++) scale[r] = integer::load(scales + r * tile_rows);
         PTQ_EACH_SUM {
             float* to = b.total + (t * tiles + r) * tile_rows;
             if constexpr (held)
@@ -106,29 +131,64 @@ void multiply_groups(Block b) {
             else
                 integer::store(to, scaled(integer::load(to), scale[r], sum[t][r]));
         }
-        b.offset += b.offset_step, b.scale += tile_rows, b.zero += b.zero ? tile_rows : 0;
+        scales += tiles * tile_rows;
     }
     if constexpr (held) PTQ_EACH_SUM integer::store(b.total + (t * tiles + r) * tile_rows, total[t][r]);
 }
 
 template <class Op, int tiles, int tokens>
-void multiply_part(Block b) {
-    typename Op::Sum sum[tokens][tiles];
+void multiply_part(const Block& b) {
+    SignedInts sum[tokens][tiles];
+    Place at{b.codes, b.x};
     if (b.begins)
-        begin_group<typename Op::Sum, tiles, tokens>(b, sum);
+        begin_group<tiles, tokens>(b, 0, sum);
     else
         PTQ_EACH_SUM std::memcpy(&sum[t][r], b.open + (t * tiles + r) * tile_rows, sizeof sum[t][r]);
-    multiply_columns<Op, tiles, tokens>(b, sum);
+    multiply_columns<Op, tiles, tokens, 0>(b, at, sum);
     if (!b.ends) {
         PTQ_EACH_SUM std::memcpy(b.open + (t * tiles + r) * tile_rows, &sum[t][r], sizeof sum[t][r]);
         return;
     }
     Lanes scale[tiles];
-    for (int r = 0; r < tiles; r++) scale[r] = integer_tiled::load_scale(b.scale + r * b.scale_step);
+    for (int r = 0; r < tiles; r++) scale[r] = integer::load(b.scale + r * tile_rows);
     PTQ_EACH_SUM {
         float* to = b.total + (t * tiles + r) * tile_rows;
         integer::store(to, scaled(integer::load(to), scale[r], sum[t][r]));
     }
+}
+
+// Floats: sums go on from group to group, in the unit of each, so that its end costs one product.
+template <class Op, int tiles, int tokens, int blocks>
+void multiply_floats(const Block& b) {
+    Place at{b.codes, b.x};
+    const float* ratios = b.scale;
+    const bool begins = b.begins;
+    Lanes sum[tokens][tiles];
+    PTQ_EACH_SUM sum[t][r] = integer::load(b.total + (t * tiles + r) * tile_rows);
+    const int64_t groups = std::max(b.groups, int64_t{1});
+    for (int64_t group = 0; group < groups; group++) {
+        if (begins) {
+            Lanes ratio[tiles];
+#pragma GCC unroll 3
+            for (int r = 0; r < tiles; r++) ratio[r] = integer::load(ratios + r * tile_rows);
+            PTQ_EACH_SUM sum[t][r] *= ratio[r];
+            ratios += tiles * tile_rows;
+        }
+        multiply_columns<Op, tiles, tokens, blocks>(b, at, sum);
+    }
+    PTQ_EACH_SUM integer::store(b.total + (t * tiles + r) * tile_rows, sum[t][r]);
+}
+
+template <class Op, int tiles, int tokens>
+void multiply_block(const Block& b) {
+    constexpr int usual = 4;  // groups of 128: a loop of a fixed length is faster
+    const bool whole = b.groups > 0 && b.blocks == usual;
+    if constexpr (std::is_same_v<typename Op::Sum, Lanes>)
+        whole ? multiply_floats<Op, tiles, tokens, usual>(b) : multiply_floats<Op, tiles, tokens, 0>(b);
+    else if (whole)
+        multiply_groups<Op, tiles, tokens, usual>(b);
+    else
+        b.groups ? multiply_groups<Op, tiles, tokens, 0>(b) : multiply_part<Op, tiles, tokens>(b);
 }
 
 // Which columns of which groups a panel has.
@@ -151,23 +211,12 @@ struct Columns {
     }
 };
 
-// The codes of some row tiles that come next, shared out among the first blocks of tokens.
-struct Ahead {
-    const uint8_t* codes;
-    int64_t tiles, tile_bytes, each;  // row tiles, and how many go with a block
-
-    static Ahead of(const uint8_t* codes, int64_t tiles, int64_t tile_bytes, int64_t blocks) {
-        return {codes, tiles, tile_bytes, (tiles + blocks - 1) / blocks};
-    }
-    void next(Block& b) {
-        b.ahead = codes, b.ahead_step = tile_bytes, b.ahead_count = std::min(tiles, each);
-        codes += b.ahead_count * tile_bytes, tiles -= b.ahead_count;
-    }
-};
-
-template <class Op, int tiles, int tokens>
-void multiply_block(const Block& b) {
-    b.groups ? multiply_groups<Op, tiles, tokens>(b) : multiply_part<Op, tiles, tokens>(b);
+// The scales of some row tiles as floats: [group, tile, 16].
+template <int tiles>
+void load_scales(const uint16_t* from, int64_t groups, float* to) {
+    for (int64_t g = 0; g < groups; g++)
+        for (int64_t r = 0; r < tiles; r++, to += tile_rows)
+            integer::store(to, integer_tiled::load_scale(from + (r * groups + g) * tile_rows));
 }
 
 // --- results ---------------------------------------------------------------------------------------------------------
@@ -181,10 +230,12 @@ struct Results {
     int64_t t, n;
 };
 
+// factor [tiles, 16]: of the totals, or null.
 template <int tiles>
-void finish(const Results& p, const float* total, int64_t tile, int64_t first, int64_t tokens) {
+void finish(const Results& p, const float* total, const float* factor, int64_t tile, int64_t first, int64_t tokens) {
     const int64_t row = tile * tile_rows;
-    if (p.type == integer_tiled::Number::float32 && p.token_scale && !p.bias && row + tiles * tile_rows <= p.n) {
+    if (!factor && p.type == integer_tiled::Number::float32 && p.token_scale && !p.bias &&
+        row + tiles * tile_rows <= p.n) {
         float* to = static_cast<float*>(p.out) + first * p.n + row;
         for (int64_t t = 0; t < tokens; t++, to += p.n, total += tiles * tile_rows)
 #pragma GCC unroll 3
@@ -196,6 +247,7 @@ void finish(const Results& p, const float* total, int64_t tile, int64_t first, i
         for (int64_t i = 0; i < tiles * tile_rows; i += tile_rows, total += tile_rows) {
             const int64_t count = std::min(tile_rows, p.n - row - i);
             Lanes y = integer::load(total);
+            if (factor) y *= integer::load(factor + i);
             if (p.token_scale) y *= p.token_scale[first + t];
             if (p.bias) y += integer_tiled::load_bias(p.bias, row + i, count);
             integer_tiled::store_result(p.out, p.type, (first + t) * p.n + row + i, y, count);

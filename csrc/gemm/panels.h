@@ -3,6 +3,7 @@
 // With AVX-512 the sums of 48 rows and eight tokens stay in 24 registers; those of integers, of four tokens, in twelve,
 // beside the scaled sums of the groups before. A step loads three vectors of weights and a number of x for each token,
 // well below the two loads that a cycle can do beside two products.
+#include <limits>
 #include <new>
 #include <type_traits>
 
@@ -68,82 +69,196 @@ struct Steps {
 
 struct Scratch {
     int32_t* panel;  // [panel_steps, panel_tiles, 16]
-    int32_t* open;   // [tokens, panel_tiles, 16]
-    float* total;    // the same
+    float* total;    // [tokens, panel_tiles, 16]
+    int32_t* open;   // the same; floats whose groups are added one by one: their sum, as floats
+    float*
+        scale;  // [groups, panel_tiles, 16]; floats: ratios of scales, then [panel_tiles, 16]: those of the last group
 };
 
 // A block of tokens; where it has fewer than there are sums, the last ones for nothing.
 template <Mode mode, int tiles>
-inline void multiply_tokens(Block b, int64_t tokens) {
+inline void multiply_tokens(const Block& b, int64_t tokens) {
     using Op = Steps<mode>;
-    if (most_tokens<mode> == 8 && tokens > 4) return multiply_block<Op, tiles, most_tokens<mode>>(b);
-    for (; tokens > 0; tokens -= 4) {
-        tokens > 2 ? multiply_block<Op, tiles, 4>(b) : multiply_block<Op, tiles, 2>(b);
-        b.x += 4, b.offset += 4, b.total += 4 * tiles * tile_rows, b.open += 4 * tiles * tile_rows, b.ahead_count = 0;
+    if (tokens <= 2) return multiply_block<Op, tiles, 2>(b);
+    if (tokens <= 4) return multiply_block<Op, tiles, 4>(b);
+    if constexpr (most_tokens<mode> == 8) return multiply_block<Op, tiles, 8>(b);
+    multiply_block<Op, tiles, 4>(b);
+    Block rest = b;
+    rest.x += 4, rest.total += 4 * tiles * tile_rows;
+    multiply_tokens<mode, tiles>(rest, tokens - 4);
+}
+
+// --- scales of floats ------------------------------------------------------------------------------------------------
+
+// Sums are kept in the unit of the group that they are in, its scale. Where scales of a row are zero, the numbers of
+// the panel are cleared; where they are too different, or not finite, groups are added one by one.
+struct Scales {
+    bool zeros, apart;
+};
+
+constexpr float widest = 1 << 30;  // between the scales of a row
+
+template <int tiles>
+Scales find_ratios(const Panels& w, int64_t tile, float* ratio) {
+    Scales found{false, false};
+    for (int r = 0; r < tiles; r++) {
+        Lanes last{}, low = integer::fill(std::numeric_limits<float>::max()), high{};
+        SignedInts usual = SignedInts{} - 1, zeros{};
+        for (int64_t g = 0; g < w.groups; g++) {
+            const Lanes scale = integer_tiled::load_scale(w.scale + ((tile + r) * w.groups + g) * tile_rows);
+            const Lanes size = (Lanes)((SignedInts)scale & INT32_MAX), one = integer::fill(1.0f);
+            const SignedInts zero = size == 0.0f;
+            integer::store(ratio + (g * tiles + r) * tile_rows, zero | (last == 0.0f) ? one : last / scale);
+            last = zero ? last : scale;
+            zeros |= zero, usual &= size <= std::numeric_limits<float>::max();
+            low = integer::min(low, zero ? low : size), high = integer::max(high, size);
+        }
+        integer::store(ratio + (w.groups * tiles + r) * tile_rows, last);
+        usual &= (high <= low * widest) | (high == 0.0f);
+        for (int64_t i = 0; i < tile_rows; i++) found.zeros |= zeros[i] != 0, found.apart |= usual[i] == 0;
+    }
+    if (found.apart)
+        for (int64_t i = 0; i < w.groups * tiles * tile_rows; i++) ratio[i] = 1.0f;
+    return found;
+}
+
+// The numbers of a panel whose scales are zero.
+template <Mode mode, int tiles>
+void clear_zeros(const Panels& w, int64_t tile, const Columns& c, int32_t* panel) {
+    for (int64_t column = c.column; column < c.end; column += columns_of(mode), panel += tiles * tile_rows)
+        for (int r = 0; r < tiles; r++) {
+            const int64_t at = (tile + r) * w.groups + column / w.group_columns;
+            const Lanes scale = integer_tiled::load_scale(w.scale + at * tile_rows);
+            const SignedInts kept = load_step(reinterpret_cast<uint8_t*>(panel + r * tile_rows)) & (scale != 0.0f);
+            std::memcpy(panel + r * tile_rows, &kept, sizeof kept);
+        }
+}
+
+// The sums of a group, which has ended, are added to those before.
+template <int tiles>
+void add_group(const Panels& w, int64_t tile, int64_t group, int64_t tokens, float* total, float* sum) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int r = 0; r < tiles; r++, total += tile_rows, sum += tile_rows) {
+            const Lanes scale = integer_tiled::load_scale(w.scale + ((tile + r) * w.groups + group) * tile_rows);
+            integer::store(sum, integer::fma(scale, integer::load(total), integer::load(sum)));
+            integer::store(total, Lanes{});
+        }
+}
+
+// --- a strip ---------------------------------------------------------------------------------------------------------
+
+// Row tiles and tokens of y.
+struct Part {
+    int64_t tile, first, last;
+};
+
+// Columns c of a panel, for all tokens. `done`: they are the last ones, and what is then multiplied with the sums.
+template <Mode mode, int tiles>
+void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& part, const Columns& panel,
+                         const Columns& c, Ahead& ahead, bool done, const float* factor) {
+    constexpr int64_t each = tokens_of(mode);
+    const auto [tile, first, last] = part;
+    const Panels& w = p.w;
+    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, w.n};
+    const int64_t group = c.column / w.group_columns, before = (c.column - panel.column) / columns_of(mode);
+    Block b{};
+    c.describe(b);
+    b.codes = reinterpret_cast<const uint8_t*>(scratch.panel + before * tiles * tile_rows);
+    b.x = p.packed + place(p, panel.column, panel.end, first / each) + before * each;
+    b.scale = scratch.scale + group * tiles * tile_rows;
+    b.offset = p.offset + (first / each * w.groups + group) * each, b.offset_step = each;
+    b.total = scratch.total, b.open = scratch.open, b.ahead = &ahead;
+    for (int64_t t = first; t < last; t += each) {
+        if (done) fetch_results<tiles>(results, tile, t + each, each);
+        multiply_tokens<mode, tiles>(b, std::min(each, last - t));
+        if (done) finish<tiles>(results, b.total, factor, tile, t, std::min(each, last - t));
+        b.x += (panel.end - panel.column) / columns_of(mode) * each, b.offset += w.groups * each;
+        b.total += each * tiles * tile_rows, b.open += each * tiles * tile_rows;
     }
 }
 
-// All of y for some row tiles and the tokens [first, last).
+// Groups one by one.
 template <Mode mode, int tiles>
-void multiply_strip(const Product& p, const Scratch& scratch, int64_t tile, int64_t first, int64_t last) {
+void multiply_apart(const Product& p, const Scratch& scratch, const Part& part, const Columns& panel, Ahead& ahead) {
+    auto* sum = reinterpret_cast<float*>(scratch.open);
+    for (Columns c = panel; c.column < panel.end; c.column = c.end) {
+        const int64_t group = c.column / c.group;
+        c.end = std::min(panel.end, (group + 1) * c.group);
+        multiply_columns_of<mode, tiles>(p, scratch, part, panel, c, ahead, false, nullptr);
+        if (c.end % c.group == 0 || c.end == c.all)
+            add_group<tiles>(p.w, part.tile, group, part.last - part.first, scratch.total, sum);
+    }
+    if (panel.end == panel.all) {
+        const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, p.w.n};
+        finish<tiles>(results, sum, nullptr, part.tile, part.first, part.last - part.first);
+    }
+}
+
+inline int64_t strips_of(const Panels& w) {
+    return (w.n + panel_tiles * tile_rows - 1) / (panel_tiles * tile_rows);
+}
+
+// All of y for some row tiles and tokens. The strip that comes next is fetched meanwhile.
+template <Mode mode, int tiles>
+void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, const Part& part) {
     constexpr int64_t each = tokens_of(mode);
+    constexpr bool floats = std::is_same_v<Sum<mode>, Lanes>;
     const Panels& w = p.w;
-    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, w.n};
-    std::memset(scratch.total, 0, (last - first + each - 1) / each * each * tiles * tile_rows * sizeof(float));
+    const int64_t blocks = (part.last - part.first + each - 1) / each, sums = blocks * each * tiles * tile_rows;
+    const float* factor = floats ? scratch.scale + w.groups * tiles * tile_rows : nullptr;
+    Scales scales{};
+    if constexpr (floats)
+        scales = find_ratios<tiles>(w, part.tile, scratch.scale);
+    else
+        load_scales<tiles>(w.scale + part.tile * w.groups * tile_rows, w.groups, scratch.scale);
+    std::memset(scratch.total, 0, sums * sizeof(float));
+    if (scales.apart) std::memset(scratch.open, 0, sums * sizeof(float));
     for (int64_t column = 0; column < w.columns;) {
-        const Columns c = panel_at(p, column);
-        const int64_t width = c.end - c.column, group = c.column / w.group_columns;
-        w.unpack(w.weight, tile, tiles, c.column, c.end, scratch.panel);
-        const bool done = c.end == w.columns;
-        const uint8_t* ahead =
-            w.codes + (done ? (tile + tiles) * w.tile_bytes : tile * w.tile_bytes + c.end / column_step * w.step_bytes);
-        Block b{};
-        c.describe(b);
-        b.codes = reinterpret_cast<const uint8_t*>(scratch.panel), b.ahead_bytes = w.step_bytes;
-        b.x = p.packed + place(p, c.column, c.end, first / each);
-        b.scale_step = w.groups * tile_rows, b.scale = w.scale + tile * b.scale_step + group * tile_rows;
-        b.offset = p.offset + (first / each * w.groups + group) * each, b.offset_step = each;
-        b.total = scratch.total, b.open = scratch.open;
-        const int64_t x_block = width / columns_of(mode) * each;
-        auto codes = Ahead::of(ahead, tiles, w.tile_bytes, (last - first + each - 1) / each);
-        for (int64_t t = first; t < last; t += each) {
-            codes.next(b);
-            b.next = b.x + x_block;
-            if (done) fetch_results<tiles>(results, tile, t + each, each);
-            multiply_tokens<mode, tiles>(b, std::min(each, last - t));
-            if (done) finish<tiles>(results, b.total, tile, t, std::min(each, last - t));
-            b.x += x_block, b.offset += w.groups * each;
-            b.total += each * tiles * tile_rows, b.open += each * tiles * tile_rows;
+        const Columns panel = panel_at(p, column);
+        w.unpack(w.weight, part.tile, tiles, column, panel.end, scratch.panel);
+        column = panel.end;
+        const bool done = column == w.columns;
+        const uint8_t* next = w.codes + (done ? run.likely() % strips_of(w) * panel_tiles * w.tile_bytes
+                                              : part.tile * w.tile_bytes + column / column_step * w.step_bytes);
+        const int64_t bytes = (panel.end - panel.column) / column_step * w.step_bytes;
+        const int64_t steps = (panel.end - panel.column) / column_step * blocks;
+        Ahead ahead = Ahead::of(next, tiles, w.tile_bytes, bytes, steps);
+        if (scales.apart) {
+            multiply_apart<mode, tiles>(p, scratch, part, panel, ahead);
+            continue;
         }
-        column = c.end;
+        if (scales.zeros) clear_zeros<mode, tiles>(w, part.tile, panel, scratch.panel);
+        multiply_columns_of<mode, tiles>(p, scratch, part, panel, panel, ahead, done, factor);
     }
 }
 
 template <Mode mode>
-void multiply_of(const Product& p, int64_t first, int64_t last) {
-    const int64_t tiles = (p.w.n + tile_rows - 1) / tile_rows, strips = (tiles + panel_tiles - 1) / panel_tiles;
+void multiply_of(const Product& p, Units& units) {
+    const int64_t tiles = (p.w.n + tile_rows - 1) / tile_rows, strips = strips_of(p.w);
     const int64_t panel = panel_steps * panel_tiles * tile_rows, outputs = p.tokens * panel_tiles * tile_rows;
-    auto* memory = static_cast<int32_t*>(::operator new(4 * (panel + 2 * outputs), std::align_val_t{64}));
-    const Scratch scratch{memory, memory + panel, reinterpret_cast<float*>(memory + panel + outputs)};
-    for (int64_t unit = first; unit < last; unit++) {
-        const int64_t from = unit / strips * p.tokens, to = std::min(p.t, from + p.tokens);
-        int64_t tile = unit % strips * panel_tiles;
-        const int64_t end = std::min(tiles, tile + panel_tiles);
-        for (; tile + strip <= end; tile += strip) multiply_strip<mode, strip>(p, scratch, tile, from, to);
+    const int64_t count = panel + 2 * outputs + (p.w.groups + 1) * panel_tiles * tile_rows;
+    auto* memory = static_cast<int32_t*>(::operator new(4 * count, std::align_val_t{64}));
+    auto* numbers = reinterpret_cast<float*>(memory + panel + outputs);
+    const Scratch scratch{memory, numbers, memory + panel, numbers + outputs};
+    for (Run run{units}; run.next();) {
+        const int64_t from = run.unit / strips * p.tokens, to = std::min(p.t, from + p.tokens);
+        int64_t tile = run.unit % strips * panel_tiles;
+        const int64_t last = std::min(tiles, tile + panel_tiles);
+        for (; tile + strip <= last; tile += strip) multiply_strip<mode, strip>(p, run, scratch, {tile, from, to});
         if constexpr (strip == 3) {
-            if (end - tile == 2) multiply_strip<mode, 2>(p, scratch, tile, from, to);
-            if (end - tile == 1) multiply_strip<mode, 1>(p, scratch, tile, from, to);
+            if (last - tile == 2) multiply_strip<mode, 2>(p, run, scratch, {tile, from, to});
+            if (last - tile == 1) multiply_strip<mode, 1>(p, run, scratch, {tile, from, to});
         }
     }
     ::operator delete(memory, std::align_val_t{64});
 }
 
-void multiply(const Product& p, int64_t first, int64_t last) {
-    if (p.mode == Mode::quads) return multiply_of<Mode::quads>(p, first, last);
+void multiply(const Product& p, Units& units) {
+    if (p.mode == Mode::quads) return multiply_of<Mode::quads>(p, units);
 #if defined(__AVX512BF16__)
-    if (p.mode == Mode::pairs) return multiply_of<Mode::pairs>(p, first, last);
+    if (p.mode == Mode::pairs) return multiply_of<Mode::pairs>(p, units);
 #endif
-    multiply_of<Mode::floats>(p, first, last);
+    multiply_of<Mode::floats>(p, units);
 }
 
 }  // namespace

@@ -2,16 +2,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-
 #include "common/cpu_level.h"
+#include "common/parallel.h"
 #include "gemm/panels_kernels.h"
+#include "gemm/sizes.h"
 
 namespace ptq::gemm {
 namespace {
-
-constexpr int64_t most_tokens = 512;  // of a unit: their sums stay in the second-level cache
-constexpr int64_t least_tokens = 64;  // below, unpacking would cost too large a share
 
 const PanelKernels& kernels() {
 #if defined(__x86_64__)
@@ -21,14 +18,6 @@ const PanelKernels& kernels() {
     if (cpu_level() >= CpuLevel::avx2) return panels_avx2;
 #endif
     return panels_portable;
-}
-
-// As many as possible, as long as every thread gets several units.
-int64_t tokens_of_a_unit(int64_t t, int64_t strips) {
-    const int64_t threads = torch::stable::get_num_threads();
-    int64_t tokens = most_tokens;
-    while (tokens > least_tokens && strips * ((t + tokens - 1) / tokens) < 8 * threads) tokens /= 2;
-    return tokens;
 }
 
 }  // namespace
@@ -44,12 +33,10 @@ void multiply_panels(Product p) {
     const auto offset = dwords(p.mode == Mode::quads ? blocks * block_tokens : 0, p.w.groups);
     p.packed = static_cast<uint32_t*>(packed.mutable_data_ptr());
     p.offset = static_cast<int32_t*>(offset.mutable_data_ptr());
-    p.tokens = tokens_of_a_unit(p.t, strips);
-    const auto run = [&](void (*kernel)(const Product&, int64_t, int64_t), int64_t units) {
-        torch::stable::parallel_for(0, units, 1, [&](int64_t first, int64_t last) { kernel(p, first, last); });
-    };
-    run(kernels().pack, blocks);
-    run(kernels().multiply, strips * ((p.t + p.tokens - 1) / p.tokens));
+    p.tokens = tokens_of_a_unit(p.t, strips, torch::stable::get_num_threads());
+    const PanelKernels& level = kernels();
+    torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) { level.pack(p, first, last); });
+    share(strips * ((p.t + p.tokens - 1) / p.tokens), [&](Units& units) { level.multiply(p, units); });
 }
 
 }  // namespace ptq::gemm

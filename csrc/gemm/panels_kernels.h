@@ -4,6 +4,8 @@
 // brought into the same steps. What a step is depends on the `Mode`.
 #pragma once
 
+#include "common/units.h"
+#include "gemm/tokens.h"
 #include "integer_tiled/kernels.h"
 
 namespace ptq::gemm {
@@ -51,22 +53,23 @@ struct Panels {
 struct Product {
     Panels w;
     Mode mode;
-    const void* x;  // [t, k]: float32 or bfloat16 (pairs: bfloat16), or int8
+    const void* x;  // [t, k]: float32 or bfloat16 (pairs: bfloat16); quads: see `from`
     Number x_type;
     int64_t t, k;
     const float* token_scale;  // [t], or null
     const float* bias;         // [n], or null
     void* out;                 // [t, n]
     Number out_type;
-    uint32_t* packed;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
-    int32_t* offset;  // quads: minus `byte_offset` times the sums of x, made by `pack`: [block of tokens, group, token]
-    int64_t tokens;   // that a unit of `multiply` takes at most: a multiple of eight
+    Tokens from{};               // quads: x
+    uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
+    int32_t* offset = nullptr;   // quads: minus `byte_offset` times the sums of x: see `Quads`
+    int64_t tokens = 0;          // that a unit of `multiply` takes at most: a multiple of eight
 };
 
 // Units of `pack`: blocks of tokens. Units of `multiply`: strips of row tiles, for each run of `tokens` tokens.
 struct PanelKernels {
     void (*pack)(const Product&, int64_t first, int64_t last);
-    void (*multiply)(const Product&, int64_t first, int64_t last);
+    void (*multiply)(const Product&, Units&);
 };
 
 extern const PanelKernels panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16;

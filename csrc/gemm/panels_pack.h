@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "gemm/block.h"
 #include "gemm/panels_kernels.h"
+#include "gemm/quads.h"
 #include "gemm/transpose.h"
 
 namespace ptq::gemm {
@@ -52,43 +52,32 @@ inline Eight eight_steps(const Product& p, int64_t token, int64_t column) {
     return arranged<mode>(x);
 }
 
-void offsets(const Product& p, int64_t b) {
-    constexpr int64_t tokens = tokens_of(Mode::quads);
-    for (int64_t g = 0; g < p.w.groups; g++)
-        for (int64_t j = 0; j < tokens; j++) {
-            const int64_t token = b * tokens + j;
-            const int8_t* q = static_cast<const int8_t*>(p.x) + token * p.k;
-            int32_t sum = 0;
-            if (token < p.t)
-                for (int64_t i = g * p.w.group_columns; i < std::min(p.k, (g + 1) * p.w.group_columns); i++)
-                    sum += q[i];
-            p.offset[(b * p.w.groups + g) * tokens + j] = -byte_offset * sum;
-        }
-}
-
 template <Mode mode>
 void pack_of(const Product& p, int64_t first, int64_t last) {
     constexpr int64_t columns = 8 * columns_of(mode), tokens = tokens_of(mode);
-    for (int64_t b = first; b < last; b++) {
-        if (mode == Mode::quads) offsets(p, b);
+    static_assert(tokens == 8);
+    for (int64_t b = first; b < last; b++)
         for (int64_t column = 0; column < p.w.columns;) {
             const int64_t end = panel_at(p, column).end;
             uint32_t* to = p.packed + place(p, column, end, b);
-            for (; column < end; column += columns) {
+            for (; column < end; column += columns, to += 8 * tokens) {
                 Eight x[8];
 #pragma GCC unroll 8
-                for (int64_t j = 0; j < 8; j++)
-                    x[j] = j < tokens ? eight_steps<mode>(p, b * tokens + j, column) : Eight{};
+                for (int64_t j = 0; j < 8; j++) x[j] = eight_steps<mode>(p, b * tokens + j, column);
                 transpose(x);
-#pragma GCC unroll 8
-                for (int64_t i = 0; i < 8; i++, to += tokens) std::memcpy(to, &x[i], tokens * sizeof *to);
+                std::memcpy(to, x, sizeof x);
             }
         }
-    }
+}
+
+void pack_integers(const Product& p, int64_t first, int64_t last) {
+    pack_quads({p.from, p.w.columns, p.w.group_columns, p.w.groups, panel_steps * columns_of(Mode::quads),
+                reinterpret_cast<int32_t*>(p.packed), p.offset, -byte_offset},
+               first, last);
 }
 
 void pack(const Product& p, int64_t first, int64_t last) {
-    if (p.mode == Mode::quads) return pack_of<Mode::quads>(p, first, last);
+    if (p.mode == Mode::quads) return pack_integers(p, first, last);
     if (p.mode == Mode::pairs) return pack_of<Mode::pairs>(p, first, last);
     pack_of<Mode::floats>(p, first, last);
 }

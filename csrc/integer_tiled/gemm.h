@@ -74,10 +74,15 @@ struct Codes {
 
 // --- a strip ---------------------------------------------------------------------------------------------------------
 
+inline int64_t strips_of(const Weight& w) {
+    return (row_tiles(w.n) + gemm_tiles - 1) / gemm_tiles;
+}
+
 struct Scratch {
     uint8_t* panel;  // [gemm_columns / 32, strip, 8, 64]
     float* total;    // [tokens, strip, 16]
     int32_t* open;   // the same
+    float* scale;    // [groups, strip, 16]
 };
 
 // Up to here, taking codes apart for every block of tokens costs less than a panel (measured on Zen 5).
@@ -86,48 +91,54 @@ constexpr int64_t direct_tokens = bits == 8                ? 1 << 30
                                   : bits == 4 || bits == 2 ? 32
                                                            : 0;
 
-// A panel and the tokens [first, last). `ahead`: the codes that come next.
+// A panel and the tokens [first, last).
 template <class Op, int tiles>
 void multiply_tokens(const Gemm& g, const Columns& c, Block b, int64_t tile, int64_t first, int64_t last,
-                     const uint8_t* ahead) {
+                     gemm::Ahead& ahead) {
     const Quantized& p = g.p;
     const gemm::Results results{p.q_scale, p.bias, p.out, p.out_type, p.t, p.w.n};
-    const int64_t width = c.end - c.column, bytes = tile_bytes(p.w.k, p.w.bits), group = c.column / c.group;
+    const int64_t width = c.end - c.column, group = c.column / c.group;
     const bool done = c.end == c.all;
-    b.x = reinterpret_cast<const uint32_t*>(g.x) + place(p, c.column, c.end, first / gemm_tokens), b.next = b.x + width;
+    b.x = reinterpret_cast<const uint32_t*>(g.x) + place(p, c.column, c.end, first / gemm_tokens);
     b.offset = g.offset + first * p.w.groups + group * gemm_tokens, b.offset_step = gemm_tokens;
-    b.scale_step = p.w.groups * tile_rows, b.scale = p.w.scale + tile * b.scale_step + group * tile_rows;
-    b.zero = p.w.zero ? p.w.zero + tile * b.scale_step + group * tile_rows : nullptr;
-    b.ahead_bytes = block_bytes(p.w.bits);
-    auto codes = gemm::Ahead::of(ahead, tiles, bytes, (last - first + gemm_tokens - 1) / gemm_tokens);
+    b.scale += group * tiles * tile_rows;
+    b.zero_step = p.w.groups * tile_rows;
+    b.zero = p.w.zero ? p.w.zero + tile * b.zero_step + group * tile_rows : nullptr;
+    b.ahead = &ahead;
     c.describe(b);
     for (int64_t t = first; t < last; t += gemm_tokens) {
-        codes.next(b);
         if (done) gemm::fetch_results<tiles>(results, tile, t + gemm_tokens, gemm_tokens);
         last - t > 2 ? gemm::multiply_block<Op, tiles, 4>(b) : gemm::multiply_block<Op, tiles, 2>(b);
-        if (done) gemm::finish<tiles>(results, b.total, tile, t, std::min(gemm_tokens, last - t));
-        b.x += width, b.next += width, b.offset += p.w.groups * gemm_tokens;
+        if (done) gemm::finish<tiles>(results, b.total, nullptr, tile, t, std::min(gemm_tokens, last - t));
+        b.x += width, b.offset += p.w.groups * gemm_tokens;
         b.total += gemm_tokens * tiles * tile_rows, b.open += gemm_tokens * tiles * tile_rows;
     }
 }
 
-// All of y for some row tiles and the tokens [first, last).
+// All of y for some row tiles and the tokens [first, last). The strip that comes next is fetched meanwhile.
 template <int bits, int tiles>
-void multiply_strip(const Gemm& g, const Scratch& scratch, int64_t tile, int64_t first, int64_t last) {
+void multiply_strip(const Gemm& g, const Run& run, const Scratch& scratch, int64_t tile, int64_t first, int64_t last) {
     const Weight& w = g.p.w;
     const int64_t bytes = tile_bytes(w.k, bits), blocks = (last - first + gemm_tokens - 1) / gemm_tokens;
-    const auto* scales =
-        reinterpret_cast<const uint8_t*>(w.scale + (tile + tiles) * w.groups * tile_rows);  // that follow
-    for (int64_t at = 0; at < tiles * w.groups * tile_rows * 2; at += 64) __builtin_prefetch(scales + at, 0, 2);
+    const auto scales = [&](int64_t tile) { return w.scale + tile * w.groups * tile_rows; };
+    gemm::load_scales<tiles>(scales(tile), w.groups, scratch.scale);
     std::memset(scratch.total, 0, blocks * gemm_tokens * tiles * tile_rows * sizeof(float));
     for (int64_t column = 0, width = columns(g.p); column < width;) {
         const Columns c = panel_at(g.p, column);
         const auto codes = [&](int64_t tile, int64_t column) {
             return w.tiles + tile * bytes + column / block_columns * block_bytes(bits);
         };
-        const uint8_t* ahead = c.end < width ? codes(tile, c.end) : codes(tile + tiles, 0);
+        const uint8_t* next = codes(tile, c.end);
+        if (c.end == width) {
+            const int64_t following = run.likely() % strips_of(w) * gemm_tiles;
+            for (int64_t i = 0; i < tiles * w.groups * tile_rows; i += 32)
+                __builtin_prefetch(scales(following) + i, 0, 2);
+            next = codes(following, 0);
+        }
+        const int64_t panel_bytes = (c.end - c.column) / block_columns * block_bytes(bits);
+        auto ahead = gemm::Ahead::of(next, tiles, bytes, panel_bytes, (c.end - c.column) / block_columns * blocks);
         Block b{};
-        b.tile_step = bytes, b.total = scratch.total, b.open = scratch.open;
+        b.tile_step = bytes, b.scale = scratch.scale, b.total = scratch.total, b.open = scratch.open;
         column = c.end;
         if constexpr (direct_tokens<bits> > 0)
             if (last - first <= direct_tokens<bits>) {
@@ -142,29 +153,30 @@ void multiply_strip(const Gemm& g, const Scratch& scratch, int64_t tile, int64_t
 }
 
 template <int bits>
-void multiply_of(const Gemm& g, int64_t first, int64_t last) {
-    const int64_t tiles = row_tiles(g.p.w.n), strips = (tiles + gemm_tiles - 1) / gemm_tiles;
+void multiply_of(const Gemm& g, Units& units) {
+    const int64_t tiles = row_tiles(g.p.w.n), strips = strips_of(g.p.w);
     const int64_t panel = gemm_columns * strip * tile_rows, outputs = g.tokens * strip * tile_rows;
-    auto* memory = static_cast<uint8_t*>(::operator new(panel + 8 * outputs, std::align_val_t{64}));
+    const int64_t bytes = panel + 4 * (2 * outputs + g.p.w.groups * strip * tile_rows);
+    auto* memory = static_cast<uint8_t*>(::operator new(bytes, std::align_val_t{64}));
     auto* numbers = reinterpret_cast<float*>(memory + panel);
-    const Scratch scratch{memory, numbers, reinterpret_cast<int32_t*>(numbers + outputs)};
-    for (int64_t unit = first; unit < last; unit++) {
-        const int64_t from = unit / strips * g.tokens, to = std::min(g.p.t, from + g.tokens);
-        int64_t tile = unit % strips * gemm_tiles;
-        const int64_t end = std::min(tiles, tile + gemm_tiles);
-        for (; tile + strip <= end; tile += strip) multiply_strip<bits, strip>(g, scratch, tile, from, to);
+    const Scratch scratch{memory, numbers, reinterpret_cast<int32_t*>(numbers + outputs), numbers + 2 * outputs};
+    for (Run run{units}; run.next();) {
+        const int64_t from = run.unit / strips * g.tokens, to = std::min(g.p.t, from + g.tokens);
+        int64_t tile = run.unit % strips * gemm_tiles;
+        const int64_t last = std::min(tiles, tile + gemm_tiles);
+        for (; tile + strip <= last; tile += strip) multiply_strip<bits, strip>(g, run, scratch, tile, from, to);
         if constexpr (strip == 3) {
-            if (end - tile == 2) multiply_strip<bits, 2>(g, scratch, tile, from, to);
-            if (end - tile == 1) multiply_strip<bits, 1>(g, scratch, tile, from, to);
+            if (last - tile == 2) multiply_strip<bits, 2>(g, run, scratch, tile, from, to);
+            if (last - tile == 1) multiply_strip<bits, 1>(g, run, scratch, tile, from, to);
         }
     }
     ::operator delete(memory, std::align_val_t{64});
 }
 
-void multiply(const Gemm& g, int64_t first, int64_t last) {
+void multiply(const Gemm& g, Units& units) {
     constexpr decltype(&multiply_of<2>) of[] = {multiply_of<2>, multiply_of<3>, multiply_of<4>, multiply_of<5>,
                                                 multiply_of<6>, multiply_of<7>, multiply_of<8>};
-    of[g.p.w.bits - 2](g, first, last);
+    of[g.p.w.bits - 2](g, units);
 }
 
 }  // namespace

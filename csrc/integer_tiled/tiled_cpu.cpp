@@ -1,5 +1,5 @@
-// ptq::integer_prepack, _unprepack, _linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels, references
-// and gradients are in quarot/tiled_ops.py.
+// ptq::integer_prepack, _unprepack, _linear_tiled, _linear_quantized and _linear_tokens for the CPU. Schemas, fake
+// kernels, references and gradients are in quarot/tiled_ops.py.
 #include "integer_tiled/tiled_cpu.h"
 
 #include <torch/csrc/stable/library.h>
@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "activations/activations_cpu.h"
 #include "common/cpu_level.h"
 #include "common/tensors.h"
 #include "integer_tiled/gemm_kernels.h"
@@ -106,21 +107,6 @@ Number number_of(ScalarType type) {
     return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
 }
 
-// q with its rows padded with zeros to whole super-blocks.
-Tensor padded(const Tensor& q, int64_t t, int64_t k) {
-    const Tensor whole = compact(q);
-    const int64_t width = blocks_in(k) * block_columns;
-    if (width == k) return whole;
-    const Tensor wide = empty({t, width}, ScalarType::Char);
-    const auto* from = static_cast<const int8_t*>(whole.const_data_ptr());
-    auto* to = static_cast<int8_t*>(wide.mutable_data_ptr());
-    for (int64_t i = 0; i < t; i++) {
-        std::memcpy(to + i * width, from + i * k, k);
-        std::memset(to + i * width + k, 0, width - k);
-    }
-    return wide;
-}
-
 // Weights that share an input: `zero` and `bias` are empty, or one for each.
 std::vector<Held> hold_all(const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias,
                            const std::vector<int64_t>& n, int64_t k, int64_t bits, int64_t group_size) {
@@ -167,29 +153,38 @@ Tensors cast(Tensors results, ScalarType dtype) {
     return results;
 }
 
-Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, int64_t group_size,
-                           ScalarType dtype) {
-    const int64_t k = q.size(-1), t = tokens_of(q), groups = held.front().w.groups;
-    STD_TORCH_CHECK(q_scale.numel() == t, "integer_linear_quantized: q_scale must have ", t, " elements");
-    const Tensor tokens = padded(q, t, k), token_scale = as_float(q_scale);
+// `like`: a tensor with the axes of the tokens.
+Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const float* scales,
+                        const std::vector<Held>& held, ScalarType dtype) {
+    const int64_t t = tokens.t, groups = held.front().w.groups, group_blocks = held.front().w.group_blocks;
+    const int64_t width = blocks_in(tokens.k) * block_columns;
     const std::unique_ptr<int32_t[]> sums(new int32_t[t * groups]);
-    const int64_t stride = blocks_in(k) * block_columns;
-    const auto* q_data = static_cast<const int8_t*>(tokens.const_data_ptr());
-    const auto* scales = static_cast<const float*>(token_scale.const_data_ptr());
     Tensors results;
     std::vector<Quantized> problems;
     for (const Held& h : held) {
-        results.push_back(empty_result(q, h.w.n, kernel_type(dtype)));
-        problems.push_back({h.w, q_data, stride, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
+        results.push_back(empty_result(like, h.w.n, kernel_type(dtype)));
+        problems.push_back({h.w, nullptr, width, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
                             number_of(dtype), t});
     }
-    if (t > few_tokens && held.front().w.group_blocks <= gemm_blocks) {
-        for (const Quantized& p : problems) many_tokens(p);
+    if (t > few_tokens && group_blocks <= gemm_blocks) {
+        for (const Quantized& p : problems) many_tokens(p, tokens);
     } else if (t) {
-        run(kernels().sums, Sums{q_data, stride, k, group_size ? group_size : k, groups, sums.get()}, t, k / 4);
+        std::unique_ptr<int8_t[]> room;
+        const int8_t* q = gemm::rows_of(tokens, width, room);
+        for (Quantized& p : problems) p.q = q;
+        run(kernels().sums, Sums{q, width, tokens.k, tokens.k / std::max(groups, int64_t{1}), groups, sums.get()}, t,
+            tokens.k / 4);
         run_rows(kernels().quantized, problems);
     }
     return cast(std::move(results), dtype);
+}
+
+Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype) {
+    const int64_t t = tokens_of(q);
+    STD_TORCH_CHECK(q_scale.numel() == t, "integer_linear_quantized: q_scale must have ", t, " elements");
+    const Tensor whole = compact(q), scale = as_float(q_scale);
+    const gemm::Tokens tokens{t, q.size(-1), static_cast<const int8_t*>(whole.const_data_ptr()), nullptr, nullptr, 1};
+    return multiply_tokens(q, tokens, static_cast<const float*>(scale.const_data_ptr()), held, dtype);
 }
 
 Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
@@ -224,7 +219,18 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
     check_input(q);
     std::vector<Held> held;
     held.push_back(hold(tiles, scale, zero, bias, n, q.size(-1), bits, group_size));
-    return multiply_quantized(q, q_scale, held, group_size, dtype).front();
+    return multiply_quantized(q, q_scale, held, dtype).front();
+}
+
+Tensor linear_tokens(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
+                     const std::optional<Tensor>& bias, int64_t n, int64_t bits, int64_t group_size, int64_t input_bits,
+                     double clip, ScalarType dtype) {
+    const activations::Held in = activations::hold(x, input_bits, clip);
+    std::vector<Held> held;
+    held.push_back(hold(tiles, scale, zero, bias, n, x.size(-1), bits, group_size));
+    const std::unique_ptr<float[]> scales(new float[in.numbers.t]);
+    const gemm::Tokens tokens{in.numbers.t, in.numbers.k, nullptr, &in.numbers, scales.get(), 1};
+    return multiply_tokens(x, tokens, scales.get(), held, dtype).front();
 }
 
 }  // namespace
@@ -234,7 +240,7 @@ Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors&
                           int64_t group_size, ScalarType dtype) {
     check_input(q);
     const std::vector<Held> held = hold_all(tiles, scale, zero, bias, n, q.size(-1), bits, group_size);
-    return multiply_quantized(q, q_scale, held, group_size, dtype);
+    return multiply_quantized(q, q_scale, held, dtype);
 }
 
 namespace {
@@ -296,6 +302,7 @@ STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("integer_unprepack", TORCH_BOX(&ptq::integer_tiled::unprepack));
     m.impl("integer_linear_tiled", TORCH_BOX(&ptq::integer_tiled::linear_tiled));
     m.impl("integer_linear_quantized", TORCH_BOX(&ptq::integer_tiled::linear_quantized));
+    m.impl("integer_linear_tokens", TORCH_BOX(&ptq::integer_tiled::linear_tokens));
     m.impl("integer_linears_tiled", TORCH_BOX(&ptq::integer_tiled::linears_tiled));
     m.impl("integer_linears_quantized", TORCH_BOX(&ptq::integer_tiled::linears_quantized));
 }

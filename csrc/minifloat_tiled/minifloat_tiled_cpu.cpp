@@ -1,5 +1,5 @@
-// ptq::minifloat_linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels, references and gradients are in
-// fp6/tiled_ops.py.
+// ptq::minifloat_linear_tiled, _linear_quantized and _linear_tokens for the CPU. Schemas, fake kernels, references and
+// gradients are in fp6/tiled_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -10,7 +10,9 @@
 #include <optional>
 #include <vector>
 
+#include "activations/activations_cpu.h"
 #include "common/cpu_level.h"
+#include "common/tensors.h"
 #include "integer_tiled/layout.h"
 #include "minifloat_tiled/kernels.h"
 
@@ -23,7 +25,6 @@ using integer_tiled::blocks_in;
 using integer_tiled::row_tiles;
 using integer_tiled::tile_rows;
 using torch::headeronly::ScalarType;
-using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
@@ -67,10 +68,6 @@ void run(const F& kernel, int64_t units, int64_t unit_codes) {
     const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
     if (units <= grain) return kernel(0, units);
     torch::stable::parallel_for(0, units, grain, kernel);
-}
-
-Tensor compact(const Tensor& x) {  // without a call where it is
-    return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
 Tensor as_float(const Tensor& from) {
@@ -128,7 +125,7 @@ int64_t tokens_in(const Tensor& x) {
 Tensor empty_result(const Tensor& x, int64_t n, ScalarType type) {
     std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
     sizes.back() = n;
-    return empty({sizes.data(), sizes.size()}, type);
+    return fresh(sizes, type);
 }
 
 // Kernels write float32 or bfloat16 themselves.
@@ -137,21 +134,6 @@ ScalarType kernel_type(ScalarType type) {
 }
 Number number_of(ScalarType type) {
     return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
-}
-
-// q with its rows padded with zeros to whole super-blocks.
-Tensor padded(const Tensor& q, int64_t t, int64_t k) {
-    const Tensor whole = compact(q);
-    const int64_t width = blocks_in(k) * block_columns;
-    if (width == k) return whole;
-    const Tensor wide = empty({t, width}, ScalarType::Char);
-    const auto* from = static_cast<const int8_t*>(whole.const_data_ptr());
-    auto* to = static_cast<int8_t*>(wide.mutable_data_ptr());
-    for (int64_t i = 0; i < t; i++) {
-        std::memcpy(to + i * width, from + i * k, k);
-        std::memset(to + i * width + k, 0, width - k);
-    }
-    return wide;
 }
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
@@ -170,7 +152,7 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
         const gemm::Mode mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats;
         const gemm::Panels panels = panels_of(w, pairs ? level.unpack_pairs : level.unpack_floats);
         return gemm::multiply_panels({panels, mode, x.const_data_ptr(), x_type, t, w.k, token_scale, floats_of(h.bias),
-                                      out.mutable_data_ptr(), out_type, nullptr, nullptr, 0});
+                                      out.mutable_data_ptr(), out_type});
     }
     const int64_t stride = integer_tiled::spread_bytes(w.k);
     const std::unique_ptr<uint8_t[]> spread(new uint8_t[t * stride]);
@@ -198,26 +180,18 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     return inside == dtype ? out : torch::stable::to(out, dtype);
 }
 
-void multiply_integers(const Held& h, const Tensor& q, const Tensor& out, int64_t t, const float* q_scale) {
+void multiply_integers(const Held& h, const gemm::Tokens& tokens, const float* scales, const Tensor& out) {
     const Weight& w = h.w;
     const Kernels& level = kernels();
-    if (t > few_tokens && w.group_blocks * block_columns <= gemm::most_group) {
-        const Tensor x = compact(q);
-        return gemm::multiply_panels({panels_of(w, level.unpack_bytes), gemm::Mode::quads, x.const_data_ptr(),
-                                      Number::float32, t, w.k, q_scale, floats_of(h.bias), out.mutable_data_ptr(),
-                                      number_of(out.scalar_type()), nullptr, nullptr, 0});
-    }
-    const Tensor tokens = padded(q, t, w.k);
+    const int64_t t = tokens.t, width = w.blocks * block_columns;
+    const Number type = number_of(out.scalar_type());
+    if (t > few_tokens && w.group_blocks * block_columns <= gemm::most_group)
+        return gemm::multiply_panels({panels_of(w, level.unpack_bytes), gemm::Mode::quads, nullptr, Number::float32, t,
+                                      w.k, scales, floats_of(h.bias), out.mutable_data_ptr(), type, tokens});
+    std::unique_ptr<int8_t[]> room;
+    const int8_t* q = gemm::rows_of(tokens, width, room);
     const std::unique_ptr<int32_t[]> sums(new int32_t[t * w.groups]);
-    const Quantized p{w,
-                      static_cast<const int8_t*>(tokens.const_data_ptr()),
-                      w.blocks * block_columns,
-                      q_scale,
-                      sums.get(),
-                      floats_of(h.bias),
-                      out.mutable_data_ptr(),
-                      number_of(out.scalar_type()),
-                      t};
+    const Quantized p{w, q, width, scales, sums.get(), floats_of(h.bias), out.mutable_data_ptr(), type, t};
     run([&](int64_t first, int64_t last) { level.sums(p, sums.get(), first, last); }, t, w.k / 4);
     run([&](int64_t first, int64_t last) { level.quantized(p, first, last); }, t ? row_tiles(w.n) : 0,
         tile_rows * w.k * std::max(int64_t{1}, t / 4));
@@ -227,18 +201,37 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
                         const std::optional<Tensor>& bias, int64_t n, int64_t exponent, int64_t mantissa,
                         int64_t group_size, ScalarType dtype) {
     STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "minifloat_linear_quantized: q must be int8");
-    const int64_t t = tokens_in(q);
+    const int64_t t = tokens_in(q), k = q.size(-1);
     STD_TORCH_CHECK(q_scale.numel() == t, "minifloat_linear_quantized: q_scale must have ", t, " elements");
-    const auto h = hold(tiles, scale, bias, n, q.size(-1), exponent, mantissa, group_size);
+    const auto h = hold(tiles, scale, bias, n, k, exponent, mantissa, group_size);
     const Tensor token_scale = as_float(q_scale), out = empty_result(q, n, kernel_type(dtype));
     const auto* factor = static_cast<const float*>(token_scale.const_data_ptr());
     if (h->element.whole) {
         std::vector<float> factors(factor, factor + t);
         for (float& each : factors) each = std::ldexp(each, -h->element.shift);
-        multiply_integers(*h, q, out, t, factors.data());
+        const Tensor whole = compact(q);
+        const auto* data = static_cast<const int8_t*>(whole.const_data_ptr());
+        multiply_integers(*h, {t, k, data, nullptr, nullptr, 1}, factors.data(), out);
     } else {
         multiply(*h, compact(torch::stable::to(q, ScalarType::BFloat16)), out, t, factor);
     }
+    return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
+}
+
+Tensor linear_tokens(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
+                     int64_t n, int64_t exponent, int64_t mantissa, int64_t group_size, int64_t input_bits, double clip,
+                     ScalarType dtype) {
+    if (!element_of(exponent, mantissa).whole) {
+        const auto [q, q_scale] = activations::quantize_tokens(x, input_bits, clip);
+        return linear_quantized(q, q_scale, tiles, scale, bias, n, exponent, mantissa, group_size, dtype);
+    }
+    const activations::Held in = activations::hold(x, input_bits, clip);
+    const activations::Numbers& numbers = in.numbers;
+    const auto h = hold(tiles, scale, bias, n, numbers.k, exponent, mantissa, group_size);
+    const Tensor out = empty_result(x, n, kernel_type(dtype));
+    const std::unique_ptr<float[]> scales(new float[numbers.t]);
+    const float unit = std::ldexp(1.0f, -h->element.shift);
+    multiply_integers(*h, {numbers.t, numbers.k, nullptr, &numbers, scales.get(), unit}, scales.get(), out);
     return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
 }
 
@@ -248,4 +241,5 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("minifloat_linear_tiled", TORCH_BOX(&ptq::minifloat_tiled::linear_tiled));
     m.impl("minifloat_linear_quantized", TORCH_BOX(&ptq::minifloat_tiled::linear_quantized));
+    m.impl("minifloat_linear_tokens", TORCH_BOX(&ptq::minifloat_tiled::linear_tokens));
 }

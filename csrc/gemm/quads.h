@@ -1,0 +1,73 @@
+// What tokens.h describes. Included once per level, into an anonymous namespace.
+#pragma once
+
+#include <cstring>
+#include <vector>
+
+#include "gemm/block.h"
+#include "gemm/tokens.h"
+
+namespace ptq::gemm {
+namespace {
+
+typedef int32_t Ints __attribute__((vector_size(32)));
+
+// sum + the four bytes of each number.
+inline Ints add_bytes(Ints sum, Ints x) {
+#if defined(__AVX2__)
+    const __m256i pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), (__m256i)x);
+    return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+    return sum + (x << 24 >> 24) + (x << 16 >> 24) + (x << 8 >> 24) + (x >> 24);
+#endif
+}
+
+// 32 columns of four tokens: eight numbers of four columns each, token after token. Adds their bytes to `sum`, whose
+// lanes i and i + 4 are token i's.
+inline void transpose_quads(const int8_t* const q[quad_tokens], int64_t column, int32_t* to, Ints& sum) {
+    Ints row[4];
+    for (int j = 0; j < 4; j++) std::memcpy(&row[j], q[j] + column, sizeof row[j]);
+    const Ints low = __builtin_shufflevector(row[0], row[1], 0, 8, 1, 9, 4, 12, 5, 13);
+    const Ints high = __builtin_shufflevector(row[0], row[1], 2, 10, 3, 11, 6, 14, 7, 15);
+    const Ints low2 = __builtin_shufflevector(row[2], row[3], 0, 8, 1, 9, 4, 12, 5, 13);
+    const Ints high2 = __builtin_shufflevector(row[2], row[3], 2, 10, 3, 11, 6, 14, 7, 15);
+    const Ints quad[4] = {__builtin_shufflevector(low, low2, 0, 1, 8, 9, 4, 5, 12, 13),       // 0 and 4
+                          __builtin_shufflevector(low, low2, 2, 3, 10, 11, 6, 7, 14, 15),     // 1 and 5
+                          __builtin_shufflevector(high, high2, 0, 1, 8, 9, 4, 5, 12, 13),     // 2 and 6
+                          __builtin_shufflevector(high, high2, 2, 3, 10, 11, 6, 7, 14, 15)};  // 3 and 7
+    for (int i = 0; i < 4; i++) sum = add_bytes(sum, quad[i]);
+    for (int i = 0; i < 2; i++) {
+        const Ints first = __builtin_shufflevector(quad[2 * i], quad[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11);
+        const Ints second = __builtin_shufflevector(quad[2 * i], quad[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15);
+        std::memcpy(to + 8 * i, &first, sizeof first);
+        std::memcpy(to + 8 * i + 16, &second, sizeof second);
+    }
+}
+
+// Blocks of tokens [first, last).
+void pack_quads(const Quads& p, int64_t first, int64_t last) {
+    constexpr int64_t step = integer_tiled::block_columns;
+    const int64_t blocks = (p.from.t + quad_tokens - 1) / quad_tokens;
+    std::vector<int8_t> spare(quad_tokens * p.columns);
+    for (int64_t b = first; b < last; b++) {
+        const int8_t* q[quad_tokens];
+        for (int64_t j = 0; j < quad_tokens; j++)
+            q[j] = row_of(p.from, b * quad_tokens + j, p.columns, spare.data() + j * p.columns);
+        int32_t* offset = p.offset + b * p.groups * quad_tokens;
+        Ints sum{};
+        for (int64_t column = 0; column < p.columns;) {
+            const int64_t end = Columns::panel(column, p.columns, p.group_columns, p.panel_columns).end;
+            int32_t* to = p.x + (column * blocks + b * (end - column)) / 4 * quad_tokens;
+            for (; column < end; to += step) {
+                transpose_quads(q, column, to, sum);
+                column += step;
+                if (column % p.group_columns && column != p.columns) continue;
+                for (int64_t j = 0; j < quad_tokens; j++) *offset++ = (sum[j] + sum[j + quad_tokens]) * p.factor;
+                sum = Ints{};
+            }
+        }
+    }
+}
+
+}  // namespace
+}  // namespace ptq::gemm
