@@ -1,4 +1,5 @@
-"""What a loaded packed model does faster than transformers on the CPU when it decodes few tokens.
+"""What a loaded packed model does faster than transformers: on the CPU when it decodes few tokens, on a GPU in fewer
+launches (`ptq.fast_steps`, `ptq.fast_layer`).
 
 `install` changes no parameter and nothing that is saved. (1) Plain linear layers read their weight at the speed of
 memory (`ptq::dense_linear`). (2) Attention of one token, with fewer heads of keys than of queries: torch's grouped
@@ -6,6 +7,8 @@ attention is slow on the CPU; the queries that share a head of keys are handed t
 which is the same sum.
 """
 
+import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,10 +60,46 @@ def attention(
     grouped = tokens == 1 and heads != key.shape[1] and query.device.type == "cpu"
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None
     if not (grouped and plain) or kwargs.get("cache") is not None or kwargs.get("softcap") is not None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        mask = _additive(attention_mask, query.dtype, getattr(module, "layer_idx", None))
+        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     packed = query.reshape(batch, key.shape[1], -1, d)
     y = torch.nn.functional.scaled_dot_product_attention(packed, key, value, scale=scaling)
     return y.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+@dataclass
+class _Made:
+    """What was made of the mask that was seen last, and the layer that was given it last."""
+
+    mask: "weakref.ref[Tensor]"
+    version: int
+    numbers: Tensor
+    layer: int
+
+
+_LAST: list[_Made] = []
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype, layer: int | None) -> Tensor | None:
+    """On a GPU, 0 and -inf in the place of a mask of bools: torch would make them anew for each layer, in three
+    launches. Layers of one forward are given the same tensor. The first one makes the numbers, also where the mask is
+    known: it may have been changed, and a graph that is captured must hold this step."""
+    if mask is None or mask.dtype != torch.bool or layer is None or not matmul.on_gpu(mask):
+        return mask
+    if torch.compiler.is_compiling():
+        return mask
+    version = 0 if mask.is_inference() else mask._version
+    for made in _LAST:
+        if made.mask() is mask and made.version == version and made.layer < layer and made.numbers.dtype == dtype:
+            made.layer = layer
+            return made.numbers
+    numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    _LAST[:] = [_Made(weakref.ref(mask, _forget), version, numbers, layer)]
+    return numbers
+
+
+def _forget(gone: "weakref.ref[Tensor]") -> None:
+    _LAST[:] = [made for made in _LAST if made.mask is not gone]
 
 
 AttentionInterface.register(ATTENTION, attention)

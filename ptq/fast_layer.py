@@ -1,4 +1,5 @@
-"""A decoder layer of one decoded token in three steps: what comes before attention, attention, what comes after it.
+"""A decoder layer of one decoded token in three steps: what comes before attention, attention, what comes after it. On
+a GPU, of any number of tokens: see `ptq.gpu_layer`.
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
@@ -11,7 +12,7 @@ code runs. The numbers are those of the single ops to the bit.
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -21,7 +22,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq import fast_attention, fast_steps, hadamard
+from ptq import fast_attention, fast_steps, gpu_layer, hadamard, matmul
 from ptq.formats import Parts
 from ptq.linear import QuantLinear
 from ptq.shared_input import is_here
@@ -59,6 +60,8 @@ class WholeLayer(Protocol):
 
 
 ATTENTION, MLP, NORMS = "self_attn", "mlp", ("input_layernorm", "post_attention_layernorm")
+OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache")
+"""What a layer is called with besides its input."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +79,22 @@ class _Steps:
 
 
 class _Known:
-    """The steps of a layer, for as long as it holds the very modules and parameters that they were found for."""
+    """The steps of a layer, for as long as it holds the very modules and parameters that `find` found them for."""
 
-    def __init__(self) -> None:
-        self.steps: _Steps | None = None
+    def __init__(self, find: Callable[[nn.Module], Any]) -> None:
+        self.find = find
+        self.steps: Any = None
         self.owners: list[dict[str, Any]] = []
         self.held: list[Any] = []
         self.hooks: list[dict[int, Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # copies and pickles find out anew
+        return {"find": self.find}  # copies and pickles find out anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _Known.__init__(self)
+        _Known.__init__(self, state["find"])
 
-    def of(self, layer: nn.Module) -> _Steps | None:
+    def of(self, layer: nn.Module) -> Any:
         """The steps of a layer; None where there are none, or somebody listens in."""
         now = chain.from_iterable(map(dict.values, self.owners))
         if not self.held or sum(map(len, self.owners)) != len(self.held) or not all(map(is_, now, self.held)):
@@ -99,7 +103,7 @@ class _Known:
             self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
             self.held = [held for owner in self.owners for held in owner.values()]
             self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-            self.steps = _steps_of(layer)
+            self.steps = self.find(layer)
         return None if any(self.hooks) else self.steps
 
 
@@ -107,15 +111,26 @@ def install(model: nn.Module) -> None:
     """Make the decoder layers of a model fast where they are what the steps compute."""
     for module in model.modules():
         if "forward" not in vars(module) and _is_plain(module):
-            module.forward = functools.partial(_forward, module, _Known())
+            module.forward = functools.partial(_forward, module, _Known(_steps_of), _Known(_gpu_steps_of))
 
 
-def _forward(module: nn.Module, known: _Known, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    module: nn.Module, on_cpu: _Known, on_gpu: _Known, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     if not args and not torch.compiler.is_compiling():
-        found = _decoded(module, known, hidden_states, **kwargs)
+        if matmul.on_gpu(hidden_states):
+            steps = on_gpu.of(module)
+            found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
+        else:
+            found = _decoded(module, on_cpu, hidden_states, **kwargs)
         if found is not None:
             return found
     return type(module).forward(module, hidden_states, *args, **kwargs)
+
+
+def _gpu_steps_of(layer: nn.Module) -> gpu_layer.Steps | None:
+    attention, mlp, *norms = (layer.get_submodule(name) for name in (ATTENTION, MLP, *NORMS))
+    return gpu_layer.steps_of(attention, mlp, norms)
 
 
 def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
@@ -167,6 +182,7 @@ class _StandIn(nn.Module):
         self.is_attention = is_attention
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.given = kwargs
         return (hidden_states.sin(), None) if self.is_attention else hidden_states.tanh()
 
 
@@ -199,9 +215,12 @@ def _gives_its_numbers(module: nn.Module) -> bool:
             gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
         setattr(alone, name, norms[-1])
     x = torch.randn(1, 2, *next(norms[0].parameters()).shape, generator=generator)
+    others = {name: object() for name in OTHERS}  # attention gets them as they are
     try:
-        found = type(module).forward(alone.eval(), x, position_embeddings=None, attention_mask=None)
+        found = type(module).forward(alone.eval(), x, **others)
     except (RuntimeError, TypeError, AttributeError):
         return False  # it wants something else
+    if any(attention.given.get(name) is not value for name, value in others.items()):
+        return False
     y = x + attention(norms[0](x))[0]
     return isinstance(found, Tensor) and torch.equal(found, y + mlp(norms[1](y)))

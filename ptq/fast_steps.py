@@ -1,9 +1,11 @@
-"""RMSNorm, rotary embedding, attention and the gate of the MLP of a loaded model in few ops, for few tokens.
+"""RMSNorm, rotary embedding, attention and the gate of the MLP of a loaded model in few ops: on a CPU for few tokens,
+on a GPU for any number.
 
 No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
 `apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
 does not give the same bits as the model's own code (attention: up to rounding, `ptq.fast_attention`), that code is left
-alone. With more tokens, gradients, other devices or dtypes, or under torch.compile, the model's own code runs.
+alone. With more tokens, gradients, other devices or dtypes (`ptq.matmul.has_steps`), or under torch.compile, the
+model's own code runs.
 
 Parts of models that run alone (`ptq.blocks`) get the same, so that proofs may compare bits.
 
@@ -19,11 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq import fast_attention, steps
-from ptq.matmul import FEW_DTYPES, is_few
-from ptq.shared_input import products
+from ptq.matmul import FEW_DTYPES, has_steps, is_gpu
+from ptq.shared_input import products, stays_on_gpu
 
 ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
@@ -51,7 +54,7 @@ def _norm_forward(module: nn.Module, eps: float, offset: float, round_first: boo
     gain = module._parameters["weight"]
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
-        if x.dim() > 2 and is_few(x.shape[0] * x.shape[1], x, gain):
+        if x.dim() > 2 and has_steps(x.shape[0] * x.shape[1], x, gain):
             return torch.ops.ptq.rms_norm.default(x, gain, eps, offset, round_first)
     return type(module).forward(module, *args, **kwargs)
 
@@ -101,11 +104,19 @@ GATED, ACTIVATION = ("gate_proj", "up_proj", "down_proj"), "act_fn"
 def _gated_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) == 1 and not kwargs and args[0].dim() > 1:
         x, parts = args[0], module._modules
-        if is_few(x.numel() // x.shape[-1], x):
+        if has_steps(x.numel() // x.shape[-1], x):
             gate, up = products([parts["gate_proj"], parts["up_proj"]], x)  # pyright: ignore[reportArgumentType]
             if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
-                return parts["down_proj"](torch.ops.ptq.silu_mul.default(gate, up))  # pyright: ignore[reportOptionalCall]
+                return down(parts["down_proj"], gate, up)
     return type(module).forward(module, *args, **kwargs)
+
+
+def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t n"]:
+    """What a linear gives for silu(gate) * up."""
+    if is_gpu(gate, up) and stays_on_gpu(linear) and not linear._forward_hooks and not linear._forward_pre_hooks:
+        seen = torch.ops.ptq.gate_input.default(gate, up, *linear.treatment())
+        return linear.finished(linear.product_of(seen, gate.dtype), gate.dtype)
+    return linear(torch.ops.ptq.silu_mul.default(gate, up))
 
 
 _GATED: dict[type, bool] = {}
@@ -161,7 +172,7 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
             tokens = q.shape[0] * q.shape[2]
-            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and is_few(tokens, q, k, cos, sin):
+            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and has_steps(tokens, q, k, cos, sin):
                 return torch.ops.ptq.rotary.default(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)
 

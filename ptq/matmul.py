@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+from ptq import native
 from ptq.op_declarations import declare
 
 FEW_ROWS = 64
@@ -19,6 +20,7 @@ FEW_TOKENS = 4
 """Up to so many are multiplied by `ptq::dense_linear`."""
 
 FEW_DTYPES = (torch.float32, torch.bfloat16)
+GPU_DTYPES = (*FEW_DTYPES, torch.float16)
 
 PIECE_BYTES = 32 << 20
 """Of a weight that is multiplied at a time: oneDNN copies what it is given into an order of its own."""
@@ -66,6 +68,29 @@ def is_few(tokens: int, *tensors: Tensor) -> bool:
         if x.dtype != dtype or not x.is_cpu:
             return False
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor lies where the CUDA kernels are."""
+    return x.is_cuda and native.has_cuda()
+
+
+def is_gpu(*tensors: Tensor) -> bool:
+    """Whether the CUDA kernels of `ptq.steps` and `ptq.input_steps` are made for this: on one GPU, one dtype of at most
+    32 bits, no gradients, no autocast, and not under torch.compile, which fuses small steps itself."""
+    first = tensors[0]
+    if not on_gpu(first) or first.dtype not in GPU_DTYPES or torch.compiler.is_compiling():
+        return False
+    if any(x.dtype != first.dtype or x.device != first.device for x in tensors):
+        return False
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) and not torch.is_autocast_enabled(
+        "cuda"
+    )
+
+
+def has_steps(tokens: int, *tensors: Tensor) -> bool:
+    """Whether `ptq.steps` serves these tokens, on a CPU or a GPU."""
+    return is_gpu(*tensors) or is_few(tokens, *tensors)
 
 
 def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:

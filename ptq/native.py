@@ -63,6 +63,12 @@ def cuda() -> Path | None:
     return _find(_CUDA) if load() and torch.version.cuda is not None and torch.cuda.is_available() else None
 
 
+@functools.cache
+def has_cuda() -> bool:
+    """Whether CUDA tensors meet the CUDA kernels."""
+    return cuda() is not None
+
+
 def available() -> bool:
     """Whether the native CPU kernels are built (loads them)."""
     return load()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from ptq import matmul
 from ptq.formats import IntegerInput, Together
 
 if TYPE_CHECKING:
@@ -120,6 +121,28 @@ class SharedInput:
                 first.shared = None
 
 
+class Given:
+    """Within it, linears that are called with x find their products ready, before what is done to their outputs.
+
+    Whoever makes it knows that all of them will be called: one that is left over is a bug."""
+
+    def __init__(self, x: Tensor, ready: dict["QuantLinear", Tensor]) -> None:
+        self.x, self.ready, self.before = x, ready, {linear: linear.shared for linear in ready}
+
+    def product(self, linear: "QuantLinear", x: Tensor) -> Tensor | None:
+        """See `SharedInput.product`."""
+        return self.ready.pop(linear, None) if x is self.x else None
+
+    def __enter__(self) -> None:
+        for linear in self.before:
+            linear.shared = self
+
+    def __exit__(self, error: Any, *rest: Any) -> None:
+        for linear, shared in self.before.items():
+            linear.shared = shared
+        assert error is not None or not self.ready, "a product was computed that nobody asked for"
+
+
 def products(linears: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
     """The products of one input with several linears, in one call if they are known to share it."""
     shared = vars(linears[0]).get("shared")
@@ -139,7 +162,7 @@ def attach(model: nn.Module) -> None:
         left = [child for child in parent.children() if isinstance(child, QuantLinear) and is_here(child)]
         while left:
             first, *others = left
-            alike = [first, *(linear for linear in others if _is_alike(first, linear))]
+            alike = [first, *(linear for linear in others if is_alike(first, linear))]
             left = [linear for linear in others if linear not in alike]
             if len(alike) > 1:
                 shared = SharedInput()
@@ -147,11 +170,13 @@ def attach(model: nn.Module) -> None:
                     linear.shared = shared
 
 
-def _is_alike(a: "QuantLinear", b: "QuantLinear") -> bool:
-    """Whether two linears do the same to an input."""
-    if a.in_features != b.in_features or a.online != b.online:
+def is_alike(a: "QuantLinear", b: "QuantLinear") -> bool:
+    """Whether two linears do the same to an input, and both or neither something to their output."""
+    if a.in_features != b.in_features or a.takes_integers != b.takes_integers:
         return False
-    if a.takes_integers != b.takes_integers:
+    if (a.online.input, a.online.signs, a.online.activation) != (b.online.input, b.online.signs, b.online.activation):
+        return False
+    if (a.online.output is None) != (b.online.output is None):
         return False
     return not a.online.signs or torch.equal(a.get_parameter("weight_su"), b.get_parameter("weight_su"))
 
@@ -168,6 +193,16 @@ def is_here(linear: "QuantLinear") -> bool:
     """Whether the weight stays on the CPU: nothing brings it here for a call and takes it away after."""
     parts = linear.parts().values()
     return all(part.device.type == "cpu" for part in parts) and not hasattr(linear, "_hf_hook")
+
+
+def stays_on_gpu(linear: Any) -> bool:
+    """Whether a linear is packed, stays on a GPU, and takes its input as `ptq.input_steps` gives it."""
+    from ptq.linear import QuantLinear
+
+    if type(linear) is not QuantLinear or "forward" in vars(linear) or hasattr(linear, "_hf_hook"):
+        return False
+    takes = linear.online.activation is None or linear.takes_integers
+    return takes and all(matmul.on_gpu(part) for part in linear.parts().values())
 
 
 def _is_eligible(x: Tensor) -> bool:

@@ -47,13 +47,15 @@ def quantized(
     n: int,
     bits: int,
     group_size: int,
+    input_bits: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
-    """`tiled_ops.product` with a weight in fragments."""
+    """`tiled_ops.product` with a weight in fragments. `input_bits`: of the integers, which nobody looks at; where they
+    are four, some GPUs multiply faster."""
     codes = unpack(fragments, n, bits, q.shape[-1])
     flat = None if zero is None else untile_scales(zero, n)
     return tiled_ops.product(q, q_scale, codes, untile_scales(scale, n), flat, bias, bits, group_size, dtype)
 
 
 linear = declare_linear("integer_linear_fragments", WEIGHT, NUMBERS, dequantize)
-declare_quantized_linear("integer_quantized_fragments", WEIGHT, NUMBERS, quantized)
+declare_quantized_linear("integer_quantized_fragments", WEIGHT, f"{NUMBERS}, int input_bits", quantized)

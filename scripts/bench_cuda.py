@@ -165,6 +165,9 @@ def _calls(
     if isinstance(form, IntegerFormat) or form.code.int8_shift is not None:
         q, scale = Activation(8, 1.0).quantize(x)
         calls[name.replace("A16", "A8")] = lambda w: form.linear_quantized(q, scale, w, None, torch.bfloat16)
+    if isinstance(form, IntegerFormat):
+        few, few_scale = Activation(4, 0.9).quantize(x)
+        calls[name.replace("A16", "A4")] = lambda w: form.linear_quantized(few, few_scale, w, None, torch.bfloat16, 4)
     return calls
 
 
@@ -174,11 +177,14 @@ def transform_lines(copy: float) -> list[Line]:
     for k in VECTORS:
         construction = hadamard.construction(k)
         for rows in (1, 256, 2048):
-            pool = [torch.randn(rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * rows * k))]
+            pool = [
+                torch.randn(2, rows, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * rows * k))
+            ]
             calls: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
-                "hadamard": (4, lambda x, c=construction: hadamard.apply(x, None, c)),
-                "hadamard_quantize": (3, lambda x, c=construction: activation.quantize(x, c)),
-                "quantize_tokens": (3, activation.quantize),
+                "hadamard": (4, lambda x, c=construction: hadamard.apply(x[0], None, c)),
+                "hadamard_quantize": (3, lambda x, c=construction: activation.quantize(x[0], c)),
+                "quantize_tokens": (3, lambda x: activation.quantize(x[0])),
+                **cases.step_calls(k),
             }
             for title, (size, call) in calls.items():
                 time = microseconds([lambda x=x, call=call: call(x) for x in pool])

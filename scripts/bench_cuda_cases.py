@@ -22,7 +22,7 @@ def e8p_weight(bits: int, n: int, k: int) -> dict[str, Tensor]:
         name: torch.randint(0, 256, shape, dtype=torch.uint8, device="cuda")
         for name, (shape, _) in form.buffers(n, k).items()
     }
-    scale = torch.full((1 if bits == 2 else 2,), 0.01, device="cuda").view(torch.int32)
+    scale = torch.full((1,), 0.01, device="cuda").view(torch.int32)
     return form.prepack({**parts, "scale": scale}, "cuda")
 
 

@@ -13,7 +13,7 @@ from quarot import fragment_ops, tiled_ops
 
 __all__ = ["compiled"]  # the fixture
 
-LINEAR, QUANTISED, DEQUANTISE = range(3)
+LINEAR, QUANTISED, DEQUANTISE, NARROW = range(4)
 
 
 def weight(n: int, k: int, bits: int, group_size: int, symmetric: bool, seed: int = 0) -> dict[str, Any]:
@@ -94,6 +94,25 @@ def test_quantised_tokens_to_the_bit(compiled, tokens: int, dtype: torch.dtype, 
         found = run_integer(library, QUANTISED, q, w, bits, dtype, q_scale, bias, 1, backwards, misalign=i == 2)
         arguments = (w["codes"], w["flat_scale"], w["flat_zero"], bias, bits, group_size, dtype)
         assert torch.equal(found, tiled_ops.product(q, q_scale, *arguments)), (n, k, group_size)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("tokens", [1, 63, 65, 130])
+def test_tokens_of_four_bits_to_the_bit(compiled, tokens: int, backwards: bool) -> None:
+    """On the tensor cores for four bits."""
+    library = compiled("integer_host")
+    dtype = (torch.float32, torch.float16, torch.bfloat16)[tokens % 3]
+    for i, (n, k, group_size) in enumerate([(16, 64, 0), (150, 640, 128), (130, 448, 64), (48, 1344, 0), (17, 37, 0)]):
+        w = weight(n, k, 4, group_size, symmetric=True, seed=i)
+        q = torch.randint(-8, 8, (tokens, k), generator=torch.Generator().manual_seed(i), dtype=torch.int8)
+        q_scale, bias = torch.rand(tokens) + 0.1, random(n, seed=i) if i % 3 else None
+        found = run_integer(library, NARROW, q, w, 4, dtype, q_scale, bias, 1, backwards, misalign=i == 2)
+        wanted = tiled_ops.product(q, q_scale, w["codes"], w["flat_scale"], None, bias, 4, group_size, dtype)
+        assert torch.equal(found, wanted), (n, k, group_size)
+    for n, k, group_size, symmetric in ((16, 96, 32, True), (16, 128, 64, False)):
+        w = weight(n, k, 4, group_size, symmetric)
+        with pytest.raises(AssertionError, match="not narrow"):
+            run_integer(library, NARROW, torch.zeros(1, k, dtype=torch.int8), w, 4, dtype, torch.ones(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

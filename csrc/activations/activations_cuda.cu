@@ -1,8 +1,7 @@
 // ptq::quantize_tokens for CUDA. Schema, fake kernel and reference are in ptq/activations.py.
 #include <tuple>
 
-#include "activations/quantize.cuh"
-#include "cuda/torch_cuda.h"
+#include "activations/grid8_cuda.h"
 
 namespace ptq::activations {
 namespace {
@@ -10,15 +9,8 @@ namespace {
 using cuda::ScalarType;
 using torch::stable::Tensor;
 
-Grid8 grid8(int64_t bits, double clip) {
-    STD_TORCH_CHECK(bits >= 2 && bits <= 8, "quantize_tokens: bits must be 2 to 8, found ", bits);
-    STD_TORCH_CHECK(clip > 0 && clip <= 1, "quantize_tokens: clip must lie above 0 and at most at 1, found ", clip);
-    const float middle = static_cast<float>(1 << (bits - 1));
-    return {-middle, middle - 1, static_cast<float>(clip / ((1 << (bits - 1)) - 1))};
-}
-
 std::tuple<Tensor, Tensor> quantize_tokens(const Tensor& x, int64_t bits, double clip) {
-    const Grid8 grid = grid8(bits, clip);
+    const Grid8 grid = grid8("quantize_tokens", bits, clip);
     STD_TORCH_CHECK(x.dim() > 0, "quantize_tokens: x has no axis");
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     cuda::properties(x.get_device_index());

@@ -112,18 +112,12 @@ void quantize_kernel(const Tokens p) {
     const auto number = [&](int i) { return widen(in[i]); };
     uint32_t top = 0;
     if (p.vectorised && p.k % 8 == 0) {
-        constexpr int each = 16 / sizeof(In);
+        constexpr int each = 8;
         for (int i = each * thread(); i < p.k; i += each * p.threads) {
-            const Words4 words = load<Words4>(in + i);
+            float x[each];
+            load_numbers(in + i, each, true, x);
             PTQ_UNROLL
-            for (int j = 0; j < each; j++) {
-                float x;
-                if constexpr (sizeof(In) == 4)
-                    x = float_of(words.word[j]);
-                else
-                    x = widen(In{static_cast<uint16_t>(words.word[j / 2] >> (16 * (j % 2)))});
-                top = larger(top, bits_of(x) & 0x7fffffffu);
-            }
+            for (int j = 0; j < each; j++) top = larger(top, bits_of(x[j]) & 0x7fffffffu);
         }
     } else {
         top = largest_of(number, p.k, thread(), p.threads);

@@ -11,11 +11,13 @@
 //   copy_async<bytes>(shared, global), copy_commit(), copy_wait<pending>()
 //   mma<T>(c, a, b0, b1)          m16n8k16, T = Half or Bfloat16, float32 sums
 //   mma_u8s8(c, a, b0, b1)        m16n8k32, A unsigned, B signed bytes, int32 sums
+//   mma_s4(c, a, b0, b1)          m16n8k64, four signed bits, int32 sums; on compute capability 8.x alone
 //   dp4a(a, b, c), byte_permute(a, b, selector), and_or(a, mask, bits), xor_and(a, b, mask)
 //   rotate_left(x, by), keep(x)
 //   fma2<T>(a, b, c)              two packed halves, each rounded once
 //   widen(T), narrow<T>(float), pack<T>(low, high), float_of(bits), bits_of(float)
-//   multiply, add, divide, round_to_int: rounded to the nearest, never contracted; exponential: e^x, nearly so
+//   multiply, add, divide, root, round_to_int: rounded to the nearest, never contracted; exponential: e^x, nearly so,
+//   accurate_exponential: to two units in the last place
 //   launch<kernel>(grid, threads, shared_bytes, stream, parameters) -> error text or nullptr
 //
 // All 32 lanes of a warp take part in every shuffle, mma and warp barrier, all threads of a block in every block
@@ -69,6 +71,52 @@ PTQ_DEVICE T convert(float x) {
         return x;
     else
         return narrow<T>(x);
+}
+template <class T>
+PTQ_DEVICE float rounded(float x) {
+    return widen(convert<T>(x));
+}
+
+// `count` neighbours, of which `left` are there: as vectors where memory is `aligned` to 16 bytes. Zeros beyond.
+template <class T, int count>
+PTQ_DEVICE void load_numbers(const T* from, int left, bool aligned, float (&v)[count]) {
+    constexpr int each = 16 / sizeof(T);
+    if (count % each == 0 && aligned && left >= count) {
+        PTQ_UNROLL
+        for (int i = 0; i < count; i += each) {
+            const Words4 words = load<Words4>(from + i);
+            PTQ_UNROLL
+            for (int j = 0; j < each; j++)
+                if constexpr (sizeof(T) == 4)
+                    v[i + j] = float_of(words.word[j]);
+                else
+                    v[i + j] = widen(T{static_cast<uint16_t>(words.word[j / 2] >> (16 * (j % 2)))});
+        }
+        return;
+    }
+    PTQ_UNROLL
+    for (int i = 0; i < count; i++) v[i] = i < left ? widen(from[i]) : 0.0f;
+}
+template <class T, int count>
+PTQ_DEVICE void store_numbers(T* to, int left, bool aligned, const float (&v)[count]) {
+    constexpr int each = 16 / sizeof(T);
+    if (count % each == 0 && aligned && left >= count) {
+        PTQ_UNROLL
+        for (int i = 0; i < count; i += each) {
+            Words4 words;
+            PTQ_UNROLL
+            for (int j = 0; j < 4; j++)
+                if constexpr (sizeof(T) == 4)
+                    words.word[j] = bits_of(v[i + j]);
+                else
+                    words.word[j] = pack<T>(v[i + 2 * j], v[i + 2 * j + 1]);
+            store<Words4>(to + i, words);
+        }
+        return;
+    }
+    PTQ_UNROLL
+    for (int i = 0; i < count; i++)
+        if (i < left) to[i] = convert<T>(v[i]);
 }
 
 }  // namespace ptq::cuda

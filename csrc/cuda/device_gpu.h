@@ -128,6 +128,18 @@ PTQ_DEVICE void mma_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, u
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+PTQ_DEVICE void mma_s4(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    asm volatile(
+        "mma.sync.aligned.m16n8k64.row.col.s32.s4.s4.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    __trap();  // is not launched there
+#endif
+}
+
 PTQ_DEVICE int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {
     return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
 }
@@ -209,8 +221,14 @@ PTQ_DEVICE float divide(float a, float b) {
 PTQ_DEVICE double multiply(double a, double b) {
     return __dmul_rn(a, b);
 }
+PTQ_DEVICE float root(float x) {
+    return __fsqrt_rn(x);
+}
 PTQ_DEVICE float exponential(float x) {
     return exp2f(x * 1.44269504f);
+}
+PTQ_DEVICE float accurate_exponential(float x) {
+    return expf(x);
 }
 PTQ_DEVICE int round_to_int(float x) {
     return __float2int_rn(x);

@@ -144,23 +144,36 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     });
     std::memcpy(c, e.out[lane()], 16);
 }
-inline void mma_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+// Integers: `depth` columns in two halves, each lane has 32 bits of either. number(word, shift, is_left) is one of
+// them.
+template <int kind, int depth, class Number>
+void mma_integers(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, Number number) {
     uint32_t in[10] = {a[0], a[1], a[2], a[3], b0, b1};
     std::memcpy(in + 6, c, 16);
-    const Exchange& e = exchange(3, in, 10, [](Exchange& x) {
+    const Exchange& e = exchange(kind, in, 10, [number](Exchange& x) {
+        constexpr int each = depth / 8;  // numbers in a word
         for (int l = 0; l < 32; l++)
             for (int i = 0; i < 4; i++) {
                 const int row = l / 4 + (i >= 2 ? 8 : 0), column = 2 * (l % 4) + i % 2;
                 uint32_t sum = x.in[l][6 + i];
-                for (int k = 0; k < 32; k++) {
-                    const int t = k % 16 / 4, shift = 8 * (k % 4);
-                    const int left = x.in[row % 8 * 4 + t][(row >= 8) + 2 * (k >= 16)] >> shift & 255;
-                    sum += left * static_cast<int8_t>(x.in[column * 4 + t][4 + (k >= 16)] >> shift);
+                for (int k = 0; k < depth; k++) {
+                    const int t = k % (depth / 2) / each, shift = 32 / each * (k % each), half = k >= depth / 2;
+                    sum += number(x.in[row % 8 * 4 + t][(row >= 8) + 2 * half], shift, true) *
+                           number(x.in[column * 4 + t][4 + half], shift, false);
                 }
                 x.out[l][i] = sum;
             }
     });
     std::memcpy(c, e.out[lane()], 16);
+}
+inline void mma_u8s8(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_integers<3, 32>(c, a, b0, b1, [](uint32_t word, int shift, bool is_left) {
+        return is_left ? static_cast<int>(word >> shift & 255) : static_cast<int8_t>(word >> shift);
+    });
+}
+inline void mma_s4(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    mma_integers<5, 64>(
+        c, a, b0, b1, [](uint32_t word, int shift, bool) { return static_cast<int32_t>(word << (28 - shift)) >> 28; });
 }
 
 inline int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {

@@ -75,7 +75,13 @@ inline float divide(float a, float b) {
 inline double multiply(double a, double b) {
     return a * b;
 }
+inline float root(float x) {
+    return std::sqrt(x);
+}
 inline float exponential(float x) {
+    return std::exp(x);
+}
+inline float accurate_exponential(float x) {
     return std::exp(x);
 }
 inline int round_to_int(float x) {

@@ -37,6 +37,7 @@ inline cudaStream_t current_stream(int device) {
 
 struct Properties {
     int processors, shared_per_block, shared_per_processor;
+    bool multiplies_nibbles;  // compute capability 8.x has tensor cores for four bits, 9.0 has none
 };
 
 // Asked for once per device. Fails in a sentence where the kernels are not made for it.
@@ -57,7 +58,7 @@ inline const Properties& properties(int device) {
                         "ptq: the CUDA kernels are built for compute capability ", "8.x and 9.0, device ", device,
                         " has ", major, ".", minor, "; build them for it (CMakeLists.txt), or run on the CPU");
         known[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                         attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)};
+                         attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor), major == 8};
     });
     return known[device];
 }

@@ -14,12 +14,6 @@ struct Device {
     int processors, shared_per_processor;
 };
 
-template <class S>
-Grid grid_of(const Weights& w, int tokens, int splits) {
-    const int64_t rows = (w.n + S::rows - 1) / S::rows, each = (tokens + S::tokens - 1) / S::tokens;
-    return {static_cast<unsigned>(rows * each), static_cast<unsigned>(splits)};
-}
-
 // The fewest splits of the columns with which four fifths of the device are busy, or the best there are. Busy: 32 KiB
 // of weights are on their way to every processor, which is the bandwidth of an H200 times 0.8 microseconds.
 template <class S>

@@ -95,6 +95,14 @@ struct IntegerSums {
     }
 };
 
+// y = total * (q_scale * of_values) (+ bias), to its place.
+PTQ_DEVICE void write_quantized(const Quantized& p, float total, float of_values, int row, int token) {
+    if (row >= p.w.n || token >= p.tokens) return;
+    float y = cuda::multiply(total, cuda::multiply(p.q_scale[token], of_values));
+    if (p.bias_kind != Number::none) y = add(y, number_at(p.bias, p.bias_kind, row));
+    store_number(p.out, p.out_kind, static_cast<int64_t>(token) * p.w.n + row, y);
+}
+
 template <class S>
 PTQ_KERNEL(S::threads, 1)
 void quantized_kernel(const Quantized p) {
@@ -119,15 +127,10 @@ void quantized_kernel(const Quantized p) {
     PTQ_UNROLL
     for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
     for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-    for (int i = 0; i < 4; i++) {
-        const int row = tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2);
-        const int token = place.first_token + 8 * m + 2 * (lane() % 4) + i % 2;
-        if (row >= p.w.n || token >= p.tokens) continue;
-        constexpr float of_values = 1.0f / (1 << S::Code::shift);
-        float y = cuda::multiply(sums.total[r][m][i], cuda::multiply(p.q_scale[token], of_values));
-        if (p.bias_kind != Number::none) y = add(y, number_at(p.bias, p.bias_kind, row));
-        store_number(p.out, p.out_kind, static_cast<int64_t>(token) * p.w.n + row, y);
-    }
+    for (int i = 0; i < 4; i++)
+        write_quantized(p, sums.total[r][m][i], 1.0f / (1 << S::Code::shift),
+                        tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2),
+                        place.first_token + 8 * m + 2 * (lane() % 4) + i % 2);
 }
 
 }  // namespace ptq::fragments

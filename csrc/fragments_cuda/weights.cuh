@@ -147,6 +147,12 @@ PTQ_DEVICE bool add_along(N (&numbers)[S::tiles][S::token_tiles][4], int across,
     return true;
 }
 
+template <class S>
+Grid grid_of(const Weights& w, int tokens, int splits) {
+    const int64_t rows = (w.n + S::rows - 1) / S::rows, each = (tokens + S::tokens - 1) / S::tokens;
+    return {static_cast<unsigned>(rows * each), static_cast<unsigned>(splits)};
+}
+
 // Rows of tokens in shared memory.
 template <class S>
 PTQ_BOTH int kept_rows(int tokens) {

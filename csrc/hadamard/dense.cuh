@@ -89,7 +89,7 @@ PTQ_DEVICE void dense_columns(const Sink& sink, const float* in, int first_colum
         for (int i = 0; i < 4; i++) {  // rows t, t + 4, ...: neighbouring lanes reach different banks
             const int row = 16 * kt + 4 * i + t;
             const bool there = row < k && first_column + g < columns;
-            x[i] = there ? in[padded(from + row * inner, sink.log2)] : 0.0f;
+            x[i] = there ? in[padded(from + row * inner, sink.p.log2)] : 0.0f;
         }
         split(x[0], x[1], b[kt][0]);
         split(x[2], x[3], b[kt][1]);
@@ -133,7 +133,7 @@ PTQ_DEVICE void wide_columns(const Sink& sink, const float* from, int first_colu
             for (int i = 0; i < 4; i++) {
                 const int row = 16 * kt + 4 * i + t;
                 const bool there = row < k && first_column + g < columns;
-                x[i] = there ? from[padded(in + row * inner, sink.log2)] : 0.0f;
+                x[i] = there ? from[padded(in + row * inner, sink.p.log2)] : 0.0f;
             }
             uint32_t b[2][3];
             split(x[0], x[1], b[0]);

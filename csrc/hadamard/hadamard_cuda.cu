@@ -1,9 +1,9 @@
-// ptq::hadamard for CUDA, and the transform with quantisation behind it. Schemas, fake kernels, references and
-// gradients are in ptq/hadamard.py and ptq/activations.py.
+// ptq::hadamard and ptq::hadamard_to for CUDA, and the transform with quantisation behind it. Schemas, fake kernels,
+// references and gradients are in ptq/hadamard.py, ptq/input_steps.py and ptq/activations.py.
 #include <cmath>
-#include <tuple>
 
-#include "cuda/torch_cuda.h"
+#include "activations/grid8_cuda.h"
+#include "hadamard/hadamard_cuda.h"
 #include "hadamard/transform_launch.cuh"
 
 namespace ptq::hadamard {
@@ -33,7 +33,7 @@ Task task(const Tensor& x, const std::optional<Tensor>& signs, const std::vector
     STD_TORCH_CHECK(order > 0 && size % order == 0, "hadamard: axis ", dim, " has size ", size,
                     ", not a multiple of the order ", order);
     Task t{};
-    t.element = element_of(x);
+    t.element = t.out_element = element_of(x);
     t.in = x.const_data_ptr();
     t.order = order;
     t.blocks = size / order;
@@ -78,48 +78,105 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
     t.aligned = cuda::is_aligned(t.in) && cuda::is_aligned(t.out);
     const Stream stream = cuda::current_stream(x.get_device_index());
     Transform p;
-    if (plan(t, device, p)) return cuda::check_launch("hadamard", run_fast(p, t.element, stream));
+    if (plan(t, device, p)) return cuda::check_launch("hadamard", run_fast(p, t, stream));
     const Tensor first = cuda::work_buffer(general_bytes(t), x), second = cuda::work_buffer(general_bytes(t), x);
     cuda::check_launch("hadamard", run_general(t, first.mutable_data_ptr(), second.mutable_data_ptr(), stream));
 }
+
+std::optional<Tensor> compact(const std::optional<Tensor>& signs) {
+    return signs ? std::optional(torch::stable::contiguous(*signs)) : std::nullopt;
+}
+
+// Room for quantised tokens, in the task.
+std::vector<Tensor> quantised(const char* op, Task& t, const Tensor& x, int64_t bits, double clip) {
+    t.grid8 = activations::grid8(op, bits, clip);
+    const auto sizes = x.sizes();
+    const Tensor q = cuda::empty_like_device(sizes, ScalarType::Char, x);
+    const Tensor scale = cuda::empty_like_device({sizes.data(), sizes.size() - 1}, ScalarType::Float, x);
+    t.out = q.mutable_data_ptr();
+    t.token_scale = static_cast<float*>(scale.mutable_data_ptr());
+    return {q, scale};
+}
+
+}  // namespace
 
 Tensor hadamard(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
                 int64_t dim, bool transpose) {
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     const Tensor in = torch::stable::contiguous(x);
     const Tensor out = cuda::empty_like_device(in.sizes(), in.scalar_type(), in);
-    const std::optional<Tensor> plain = signs ? std::optional(torch::stable::contiguous(*signs)) : std::nullopt;
-    run(in, plain, factors, order, dim, transpose, out);
+    run(in, compact(signs), factors, order, dim, transpose, out);
     return out;
 }
+
+namespace {
 
 void hadamard_(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
                int64_t dim, bool transpose) {
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    const std::optional<Tensor> plain = signs ? std::optional(torch::stable::contiguous(*signs)) : std::nullopt;
-    if (x.is_contiguous()) return run(x, plain, factors, order, dim, transpose, x);
+    if (x.is_contiguous()) return run(x, compact(signs), factors, order, dim, transpose, x);
     Tensor to = x;
-    torch::stable::copy_(to, hadamard(x, plain, factors, order, dim, transpose));
+    torch::stable::copy_(to, hadamard(x, signs, factors, order, dim, transpose));
+}
+
+// The transform of float32 numbers, rounded to another type once.
+Tensor hadamard_to(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors,
+                   int64_t order, bool transpose, ScalarType type) {
+    const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
+    const bool narrow = type == ScalarType::Half || type == ScalarType::BFloat16;
+    const Device device = device_of(x);
+    if (x.scalar_type() == ScalarType::Float && narrow && x.numel()) {
+        const Tensor in = torch::stable::contiguous(x);
+        const std::optional<Tensor> plain = compact(signs);
+        Task t = task(in, plain, factors, order, -1, transpose);
+        const Tensor out = cuda::empty_like_device(in.sizes(), type, in);
+        t.out = out.mutable_data_ptr();
+        t.out_element = element_of(out);
+        t.aligned = cuda::is_aligned(t.in);
+        Transform p;
+        if (plan(t, device, p)) {
+            cuda::check_launch("hadamard_to", run_fast(p, t, cuda::current_stream(x.get_device_index())));
+            return out;
+        }
+    }
+    const Tensor y = hadamard(x, signs, factors, order, -1, transpose);
+    return y.scalar_type() == type ? y : torch::stable::to(y, type);
+}
+
+}  // namespace
+
+std::vector<Tensor> of_input(const Tensor& x, const steps_cuda::Input& input, bool aligned,
+                             const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
+                             int64_t bits, double clip) {
+    constexpr const char* op = "the Hadamard transform of an input";
+    const std::optional<Tensor> plain = compact(signs);
+    Task t = task(x, plain, factors, order, -1, false);
+    t.input = input;
+    t.aligned = aligned && cuda::is_aligned(t.in);
+    std::vector<Tensor> out;
+    if (bits) {
+        out = quantised(op, t, x, bits, clip);
+    } else {
+        out.push_back(cuda::empty_like_device(x.sizes(), x.scalar_type(), x));
+        t.out = out[0].mutable_data_ptr();
+    }
+    Transform p;
+    if (!plan(t, device_of(x), p)) return {};
+    cuda::check_launch(op, run_fast(p, t, cuda::current_stream(x.get_device_index())));
+    return out;
 }
 
 std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optional<Tensor>& signs,
                                              const std::vector<Tensor>& factors, int64_t order, int64_t bits,
                                              double clip) {
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    STD_TORCH_CHECK(bits >= 2 && bits <= 8, "hadamard_quantize: bits must be 2 to 8, found ", bits);
-    STD_TORCH_CHECK(clip > 0 && clip <= 1, "hadamard_quantize: clip must lie above 0 and at most at 1, found ", clip);
     const Device device = device_of(x);
     const bool wide = x.scalar_type() == ScalarType::Double;
     const Tensor in = torch::stable::contiguous(wide ? torch::stable::to(x, ScalarType::Float) : x);
-    const std::optional<Tensor> plain = signs ? std::optional(torch::stable::contiguous(*signs)) : std::nullopt;
+    const std::optional<Tensor> plain = compact(signs);
     Task t = task(in, plain, factors, order, -1, false);
-    const auto sizes = in.sizes();
-    const Tensor q = cuda::empty_like_device(sizes, ScalarType::Char, in);
-    const Tensor scale = cuda::empty_like_device({sizes.data(), sizes.size() - 1}, ScalarType::Float, in);
-    const float middle = static_cast<float>(1 << (bits - 1));
-    t.grid8 = {-middle, middle - 1, static_cast<float>(clip / ((1 << (bits - 1)) - 1))};
-    t.out = q.mutable_data_ptr();
-    t.token_scale = static_cast<float*>(scale.mutable_data_ptr());
+    const std::vector<Tensor> out = quantised("hadamard_quantize", t, in, bits, clip);
+    const Tensor &q = out[0], &scale = out[1];
     t.aligned = cuda::is_aligned(t.in);
     if (scale.numel() == 0) return {q, scale};
     const Stream stream = cuda::current_stream(x.get_device_index());
@@ -135,7 +192,7 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
     }
     Transform p;
     if (plan(t, device, p)) {
-        cuda::check_launch("hadamard_quantize", run_fast(p, t.element, stream));
+        cuda::check_launch("hadamard_quantize", run_fast(p, t, stream));
         return {q, scale};
     }
     const Tensor first = cuda::work_buffer(general_bytes(t), x), second = cuda::work_buffer(general_bytes(t), x);
@@ -146,11 +203,11 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
     return {q, scale};
 }
 
-}  // namespace
 }  // namespace ptq::hadamard
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CUDA, m) {
     m.impl("hadamard", TORCH_BOX(&ptq::hadamard::hadamard));
     m.impl("hadamard_quantize", TORCH_BOX(&ptq::hadamard::hadamard_quantize));
+    m.impl("hadamard_to", TORCH_BOX(&ptq::hadamard::hadamard_to));
     m.impl("hadamard_", TORCH_BOX(&ptq::hadamard::hadamard_));
 }

@@ -1,7 +1,8 @@
 // The Hadamard transform on a GPU: one block of threads keeps whole vectors in shared memory as float32. No torch here.
 //
 // A chunk is `per_block` vectors, one after the other in memory; its element i lies at `padded(i)` in shared memory.
-//   1. load      16 neighbouring elements per thread: signs, scale, the steps of Sylvester's matrix inside them
+//   1. load      16 neighbouring elements per thread: norm or gate (steps_cuda/input.cuh), signs, scale, the steps of
+//                Sylvester's matrix inside them
 //   2. first     the steps from distance 16 on, up to 5 of them in registers
 //   3. later     the steps from distance 256 on, up to 5 at once
 //   4. dense     one per dense factor (dense.cuh)
@@ -12,6 +13,7 @@
 
 #include "activations/quantize.cuh"
 #include "hadamard/dense.cuh"
+#include "steps_cuda/input.cuh"
 
 namespace ptq::hadamard {
 
@@ -22,12 +24,13 @@ constexpr int line = 16;  // elements that a thread loads
 
 struct Transform {
     const void* in;
-    void* out;           // the type of `in`, or int8 with `token_scale`
+    void* out;           // the type of `in`, or int8 with `token_scale`, or of float32 any other
     float* token_scale;  // of quantised tokens, else null
     const float* signs;  // per element of a token, or null
-    int64_t vectors;     // in all
-    int order, blocks;   // elements of a vector, vectors of a token
-    int per_block;       // vectors of a chunk; for quantised tokens whole tokens
+    steps_cuda::Input input;
+    int64_t vectors;    // in all
+    int order, blocks;  // elements of a vector, vectors of a token
+    int per_block;      // vectors of a chunk; for quantised tokens whole tokens
     int chunks, grid, threads;
     float scale;
     bool signs_last;                 // signs multiply the output (the transposed transform)
@@ -40,12 +43,13 @@ struct Transform {
     activations::Grid8 grid8;
 };
 
-// Bytes of shared memory: the chunk, the signs of the dense factors, the next chunk as it is in memory.
+// Bytes of shared memory: the chunk, the signs of the dense factors, the next chunk as it is or the norms of tokens.
 inline size_t shared_bytes(const Transform& p, int element) {
     const int elements = p.per_block * p.order;
     return static_cast<size_t>(padded_size(elements, p.log2)) * (p.wide ? 8 : 4) + factor_bytes(p.factors) +
            activations::reduce_bytes +
-           (p.prefetch ? static_cast<size_t>((elements + line - 1) / line * line) * element : 0);
+           (p.prefetch ? static_cast<size_t>((elements + line - 1) / line * line) * element : 0) +
+           (p.input.gain ? 4 * static_cast<size_t>(p.per_block / p.blocks) : 0);
 }
 
 template <int log>
@@ -62,23 +66,21 @@ PTQ_DEVICE void butterfly(float (&v)[1 << log]) {
     }
 }
 
-// Where the result of a pass goes: back to shared memory, or out.
+// Where the result of a pass goes: back to shared memory, or out. What does not change is read from the parameters.
 template <class Out>
 struct Sink {
+    const Transform& p;
     float* buffer;
-    Out* out;  // of this chunk, or null
-    const float* signs;
-    int64_t start;  // of the chunk, in elements
-    int token;      // elements of a token
-    int log2;
+    Out* out;    // of this chunk, or null
+    int column;  // of the chunk's first element in its token
 
     PTQ_DEVICE void emit(int i, float v) const {
         if (!out) {
-            buffer[padded(i, log2)] = v;
+            buffer[padded(i, p.log2)] = v;
             return;
         }
         if constexpr (sizeof(Out) > 1) {
-            if (signs) v *= signs[(start + i) % token];
+            if (p.signs_last) v *= p.signs[(column + i) % (p.order * p.blocks)];
             out[i] = convert<Out>(v);
         }
     }
@@ -90,7 +92,7 @@ PTQ_DEVICE void sylvester_pass(const Sink<Out>& sink, int elements, int stride_l
     const int step = first ? 0 : (1 << stride_log) + (1 << stride_log) / 8 + (1 << stride_log) / 16;
     for (int u = thread(); u < elements >> log; u += threads) {
         const int column = u & ((1 << stride_log) - 1), base = ((u >> stride_log) << (stride_log + log)) + column;
-        float* at = sink.buffer + padded(base, sink.log2);
+        float* at = sink.buffer + padded(base, sink.p.log2);
         float v[1 << log];
         PTQ_UNROLL
         for (int e = 0; e < 1 << log; e++) v[e] = at[first ? 16 * e + 4 * (e >> 1) + 16 * (e >> 4) : e * step];
@@ -114,39 +116,68 @@ PTQ_DEVICE void any_pass(const Sink<Out>& sink, int elements, int log, int strid
     if (log == 5) sylvester_pass<5, first>(sink, elements, stride_log, threads);
 }
 
-// `line` elements from global memory, or from where they were fetched to; zeros beyond the end.
+// What is transformed from float32 to another type is a product: there is neither in front of it.
+template <class In, class Out>
+constexpr bool takes_input = !(sizeof(In) == 4 && sizeof(Out) == 2);
+
+// The norms of the chunk's tokens: 1 / sqrt(mean of squares + eps).
 template <class In>
-PTQ_DEVICE void load_line(const In* from, int count, bool vectorised, float (&v)[line]) {
-    if (vectorised && count >= line) {
-        constexpr int each = 16 / sizeof(In);
+PTQ_DEVICE void find_norms(const Transform& p, int64_t start, int elements, float* norms, float* reduce) {
+    const int k = p.order * p.blocks, tokens = elements / k;
+    const bool aligned = p.vectorised && k % steps_cuda::unit == 0, one = tokens == 1;
+    const In* in = static_cast<const In*>(p.in);
+    for (int t = one ? 0 : warp(); t < tokens; t += p.threads / 32) {
+        const int64_t at = start + static_cast<int64_t>(t) * k;
+        const float total = one ? steps_cuda::squares_by_block(p.input, in, at, k, aligned, reduce, p.threads)
+                                : steps_cuda::squares_by_warp(p.input, in, at, k, aligned);
+        if ((one ? thread() : lane()) == 0) norms[t] = steps_cuda::inverse_norm(p.input, total, k);
+    }
+    block_barrier();
+}
+
+// What a norm or a gate makes of a line that begins at element `first` of the chunk.
+template <class In>
+PTQ_DEVICE void make_input(const Transform& p, int64_t start, int first, int left, const float* norms,
+                           float (&v)[line]) {
+    float other[line];
+    if (p.input.up) {
+        load_numbers(static_cast<const In*>(p.input.up) + start + first, left, p.vectorised, other);
         PTQ_UNROLL
-        for (int i = 0; i < line; i += each) {
-            const Words4 words = load<Words4>(from + i);
-            PTQ_UNROLL
-            for (int j = 0; j < each; j++)
-                if constexpr (sizeof(In) == 4)
-                    v[i + j] = float_of(words.word[j]);
-                else
-                    v[i + j] = widen(In{static_cast<uint16_t>(words.word[j / 2] >> (16 * (j % 2)))});
-        }
+        for (int i = 0; i < line; i++) v[i] = steps_cuda::gated<In>(v[i], other[i]);
         return;
     }
-    PTQ_UNROLL
-    for (int i = 0; i < line; i++) v[i] = i < count ? widen(from[i]) : 0.0f;
+    const In* gain = static_cast<const In*>(p.input.gain);
+    const int k = p.order * p.blocks;
+    int token = first / k, column = first % k;
+    if (k % line == 0) {
+        load_numbers(gain + column, line, p.vectorised, other);
+        PTQ_UNROLL
+        for (int i = 0; i < line; i++) v[i] = steps_cuda::normed<In>(p.input, v[i], other[i], norms[token]);
+        return;
+    }
+    for (int i = 0; i < line && i < left; i++) {
+        v[i] = steps_cuda::normed<In>(p.input, v[i], widen(gain[column]), norms[token]);
+        column = column + 1 == k ? 0 : column + 1;
+        token += column == 0;
+    }
 }
 
 // Pass 1 of the chunk; `fetched` is null where nothing was fetched ahead.
 template <class In, class Out>
-PTQ_DEVICE void load_pass(const Transform& p, const Sink<Out>& sink, const In* in, const In* fetched, int elements) {
+PTQ_DEVICE void load_pass(const Transform& p, const Sink<Out>& sink, const In* in, const In* fetched,
+                          const float* norms, int64_t start, int elements) {
     for (int u = thread(); u * line < elements; u += p.threads) {
         float v[line];
-        load_line((fetched ? fetched : in) + u * line, elements - u * line, fetched || p.vectorised, v);
-        int s = p.signs && !p.signs_last ? static_cast<int>((sink.start + u * line) % sink.token) : 0;
+        load_numbers((fetched ? fetched : in) + u * line, elements - u * line, fetched || p.vectorised, v);
+        if constexpr (takes_input<In, Out>)
+            if (p.input.gain || p.input.up) make_input<In>(p, start, u * line, elements - u * line, norms, v);
+        const int token = p.order * p.blocks;
+        int s = p.signs && !p.signs_last ? (sink.column + u * line) % token : 0;
         PTQ_UNROLL
         for (int i = 0; i < line; i++) {
             if (p.signs && !p.signs_last) {
                 v[i] = multiply(v[i], p.signs[s]);
-                s = s + 1 == sink.token ? 0 : s + 1;
+                s = s + 1 == token ? 0 : s + 1;
             }
             v[i] = multiply(v[i], p.scale);  // not contracted with the sums: the same bits in every instance
         }
@@ -223,7 +254,8 @@ PTQ_DEVICE float* transform_chunk(const Transform& p, Sink<Out> sink, Out* out, 
     return sink.buffer;
 }
 
-// From elements In to elements Out: In itself, or int8 for quantised tokens. Without dense factors 102 registers do.
+// From elements In to elements Out: In itself, int8 for quantised tokens, or any for float32. Without dense factors 102
+// registers do.
 template <class In, class Out, bool dense>
 PTQ_KERNEL(dense ? 512 : 320, dense ? 1 : 2)
 void transform_kernel(const Transform p) {
@@ -232,23 +264,26 @@ void transform_kernel(const Transform p) {
     uint8_t* signs_of_factors = shared() + static_cast<size_t>(padded_size(most, p.log2)) * (p.wide ? 8 : 4);
     uint32_t* reduce = reinterpret_cast<uint32_t*>(signs_of_factors + factor_bytes(p.factors));
     In* fetched = p.prefetch ? reinterpret_cast<In*>(reduce + activations::reduce_bytes / 4) : nullptr;
+    float* norms = reinterpret_cast<float*>(reduce + activations::reduce_bytes / 4);  // then nothing is fetched ahead
     if constexpr (dense) load_factors(p.factors, signs_of_factors, p.threads);
     const auto start_of = [&](int chunk) { return static_cast<int64_t>(chunk) * most; };
     const auto size_of = [&](int chunk) {
         const int64_t left = p.vectors * p.order - start_of(chunk);
         return static_cast<int>(left < most ? left : most);
     };
-    const In* in = static_cast<const In*>(p.in);
+    const In* in = static_cast<const In*>(p.input.added ? p.input.sum : p.in);
     if (fetched && block_x() < p.chunks) fetch(p, in + start_of(block_x()), fetched, size_of(block_x()));
     for (int chunk = block_x(); chunk < p.chunks; chunk += p.grid) {
         const int64_t start = start_of(chunk);
         const int elements = size_of(chunk);
         Out* out = static_cast<Out*>(p.out) + start;
-        Sink<Out> sink{buffer, nullptr, p.signs_last ? p.signs : nullptr, start, p.order * p.blocks, p.log2};
+        Sink<Out> sink{p, buffer, nullptr, static_cast<int>(start % (p.order * p.blocks))};
         const bool only = !p.first && !p.factors.count;  // up to 16 elements: there is nothing behind the first pass
         sink.out = only && !p.token_scale ? out : nullptr;
         if (fetched) copy_wait<0>();
-        load_pass(p, sink, in + start, fetched, elements);
+        if constexpr (takes_input<In, Out>)
+            if (p.input.gain) find_norms<In>(p, start, elements, norms, reinterpret_cast<float*>(reduce));
+        load_pass(p, sink, in + start, fetched, norms, start, elements);
         if (fetched && chunk + p.grid < p.chunks)
             fetch(p, in + start_of(chunk + p.grid), fetched, size_of(chunk + p.grid));
         [[maybe_unused]] const float* result = transform_chunk<In, dense>(p, sink, out, signs_of_factors, elements);

@@ -28,7 +28,9 @@ struct Task {
     double scale;
     float* token_scale;
     activations::Grid8 grid8;
-    bool aligned;  // in and out are multiples of 16
+    bool aligned;             // in and out, and what `input` has, are multiples of 16
+    steps_cuda::Input input;  // what follows is done by the fast kernel alone
+    Element out_element;      // of a result that is not quantised
 };
 
 // What the fast kernel may use of the device.
@@ -47,7 +49,8 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     constexpr int64_t chunk = 4096, most = 1 << 15;  // elements
     const int64_t token = t.blocks * t.order;
     if (t.inner != 1 || t.element == Element::float64 || t.order > most || t.codes.size() > max_dense) return false;
-    if (t.token_scale && token > most) return false;
+    const bool whole = t.token_scale || t.input.gain;  // tokens in a chunk
+    if (whole && token > most) return false;
     p = Transform{};
     for (size_t f = 0; f < t.codes.size(); f++) {
         p.wide |= t.factor_order[f] > max_in_place;
@@ -61,12 +64,13 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     p.out = t.out;
     p.token_scale = t.token_scale;
     p.signs = static_cast<const float*>(t.signs);
-    p.signs_last = t.transpose;
+    p.signs_last = t.transpose && t.signs;
+    p.input = t.input;
     p.vectors = t.outer * t.blocks;
     p.order = static_cast<int>(t.order);
     p.blocks = static_cast<int>(t.blocks);
     // Chunks of a multiple of 16 elements begin at addresses that can be read 16 bytes at a time.
-    const int64_t unit = t.token_scale ? t.blocks : 1;
+    const int64_t unit = whole ? t.blocks : 1;
     int64_t per_block = std::max<int64_t>(1, chunk / (t.order * unit));
     while (per_block * unit * t.order % line && per_block * unit * t.order < chunk) per_block++;
     p.per_block = static_cast<int>(std::min(per_block, (p.vectors + unit - 1) / unit) * unit);
@@ -82,7 +86,7 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     for (int i = 0; left > 0; i++) left -= p.later[i] = left > 5 ? 4 : left;
     const int64_t elements = static_cast<int64_t>(p.per_block) * t.order;
     p.threads = elements >= 16384 ? (p.factors.count ? 512 : 320) : elements >= 2048 ? 256 : 64;
-    p.prefetch = elements > 8192;
+    p.prefetch = elements > 8192 && !t.input.gain && !t.input.up;
     const int element = size_of(t.element);
     if (p.prefetch && shared_bytes(p, element) > static_cast<size_t>(device.shared_per_block)) p.prefetch = false;
     const size_t bytes = shared_bytes(p, element);
@@ -93,20 +97,23 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     return true;
 }
 
-template <class In>
+template <class In, class Out>
 const char* run_fast(const Transform& p, Stream stream) {
     const Grid grid{static_cast<unsigned>(p.grid)};
     const size_t bytes = shared_bytes(p, sizeof(In));
-    if (p.token_scale && p.factors.count)
-        return launch<transform_kernel<In, int8_t, true>>(grid, p.threads, bytes, stream, p);
-    if (p.token_scale) return launch<transform_kernel<In, int8_t, false>>(grid, p.threads, bytes, stream, p);
-    if (p.factors.count) return launch<transform_kernel<In, In, true>>(grid, p.threads, bytes, stream, p);
-    return launch<transform_kernel<In, In, false>>(grid, p.threads, bytes, stream, p);
+    return p.factors.count ? launch<transform_kernel<In, Out, true>>(grid, p.threads, bytes, stream, p)
+                           : launch<transform_kernel<In, Out, false>>(grid, p.threads, bytes, stream, p);
 }
-inline const char* run_fast(const Transform& p, Element element, Stream stream) {
-    if (element == Element::float32) return run_fast<float>(p, stream);
-    if (element == Element::float16) return run_fast<Half>(p, stream);
-    return run_fast<Bfloat16>(p, stream);
+template <class In>
+const char* run_fast(const Transform& p, Stream stream) {
+    return p.token_scale ? run_fast<In, int8_t>(p, stream) : run_fast<In, In>(p, stream);
+}
+inline const char* run_fast(const Transform& p, const Task& t, Stream stream) {
+    if (t.element == Element::float16) return run_fast<Half>(p, stream);
+    if (t.element == Element::bfloat16) return run_fast<Bfloat16>(p, stream);
+    if (!p.token_scale && t.out_element == Element::float16) return run_fast<float, Half>(p, stream);
+    if (!p.token_scale && t.out_element == Element::bfloat16) return run_fast<float, Bfloat16>(p, stream);
+    return run_fast<float>(p, stream);
 }
 
 // Bytes of each of the two work buffers of `run_general`.

@@ -45,10 +45,10 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
 
 Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments, const Tensor& scale,
                  const std::optional<Tensor>& zero, const std::optional<Tensor>& bias, int64_t n, int64_t bits_,
-                 int64_t group_size, ScalarType type) {
+                 int64_t group_size, int64_t input_bits, ScalarType type) {
     constexpr const char* op = "integer_quantized_fragments";
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    cuda::properties(q.get_device_index());
+    const cuda::Properties& device = cuda::properties(q.get_device_index());
     const int bits = width_of(op, bits_);
     const Number out_kind = kind_of(op, "the result", type), kind_of_bias = bias_kind(op, bias, q, n);
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::Char, op, ": q must be int8");
@@ -58,8 +58,14 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
     check_quantized(op, w, in, in_scale, group_size);
     const Tensor out = empty_like_device({sizes.data(), sizes.size()}, type, in);
     if (out.numel() == 0) return out;
-    check_launch(op, run_quantized(quantized_of(w, in, in_scale, out, out_kind, bias, kind_of_bias), bits,
-                                   current_stream(q.get_device_index())));
+    const Quantized p = quantized_of(w, in, in_scale, out, out_kind, bias, kind_of_bias);
+    const Stream stream = current_stream(q.get_device_index());
+    if (bits == 4 && input_bits <= 4 && device.multiplies_nibbles && p.tokens > few_tokens && is_narrow(w)) {
+        const Tensor packed = work_buffer(packed_bytes(p.tokens, w.k), in);
+        check_launch(op, run_narrow(p, packed.mutable_data_ptr(), stream));
+    } else {
+        check_launch(op, run_quantized(p, bits, stream));
+    }
     return out;
 }
 

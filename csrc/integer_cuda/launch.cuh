@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fragments_cuda/launch.cuh"
+#include "fragments_cuda/narrow.cuh"
 #include "integer_cuda/code.cuh"
 
 namespace ptq::integer_cuda {
@@ -9,6 +10,7 @@ namespace ptq::integer_cuda {
 using namespace ptq::fragments;
 
 constexpr int most_tokens = 64;  // with which a weight is decoded as it is multiplied
+constexpr int few_tokens = 32;   // up to these a product waits for its weight, however fast it multiplies
 
 // Calls run.operator()<Shape>() with the shape for this many tokens. Four bits have all of them, other widths two: that
 // keeps the time to compile short.
@@ -70,6 +72,10 @@ inline const char* run_quantized(const Quantized& p, int bits, Stream stream) {
     return with_bits(bits, [&]<int b>() {
         return with_quantized_shape<b>(p.tokens, p.w.groups, [&]<class S>() { return launch_quantized<S>(p, stream); });
     });
+}
+// Both of four bits, where `is_narrow`; `packed` has room for `packed_bytes`.
+inline const char* run_narrow(const Quantized& p, void* packed, Stream stream) {
+    return launch_narrow<Integer<4>>(p, static_cast<uint32_t*>(packed), stream);
 }
 template <class T>
 const char* run_dequantize(const Dequantize& p, int bits, Stream stream) {

@@ -175,6 +175,19 @@ def test_quantised_tokens_to_the_bit(bits: int, tokens: int, dtype: torch.dtype)
         assert torch.equal(found, tiled_ops.product(q, q_scale, codes, *rest)), (n, k, group_size)
 
 
+@HALVES
+@pytest.mark.parametrize("tokens", [1, 32, 33, 65, 200])
+def test_tokens_of_four_bits_to_the_bit(tokens: int, dtype: torch.dtype) -> None:
+    """On GPUs before Hopper, on the tensor cores for four bits."""
+    for i, (n, k, group_size) in enumerate(SHAPES):
+        form = IntegerFormat(4, group_size, symmetric=i != 3)
+        parts, packed, _ = weight(n, k, form)
+        q = torch.randint(-8, 8, (tokens, k), generator=torch.Generator().manual_seed(i), dtype=torch.int8).to(GPU)
+        q_scale, bias = torch.rand(tokens, device=GPU) + 0.1, random(n, seed=i).to(GPU) if i % 3 else None
+        found = form.linear_quantized(q, q_scale, packed, bias, dtype, 4)
+        assert torch.equal(found, form.linear_quantized(q, q_scale, packed, bias, dtype)), (n, k, group_size)
+
+
 def test_stored_parts_come_back_from_the_gpu() -> None:
     form = IntegerFormat(3, 32, False)
     parts, packed, _ = weight(70, 640, form)

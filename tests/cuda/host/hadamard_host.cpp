@@ -25,7 +25,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
     Task t{};
     t.in = x.data();
     t.out = y.data();
-    t.element = e;
+    t.element = t.out_element = e;
     t.outer = outer, t.blocks = blocks, t.order = order, t.inner = inner;
     t.signs = signs ? s.data() : nullptr;
     t.transpose = transpose;
@@ -43,7 +43,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
     if (mode == 0 || mode == 2) {
         Transform p;
         if (!plan(t, {processors, 227 * 1024, 227 * 1024}, p)) return "the fast kernel does not take this";
-        error = run_fast(p, e, nullptr);
+        error = run_fast(p, t, nullptr);
     } else {
         Buffer first(nullptr, general_bytes(t)), second(nullptr, general_bytes(t)), number(nullptr, general_bytes(t));
         error = run_general(t, first.data(), second.data(), nullptr, quantised ? number.data() : nullptr);

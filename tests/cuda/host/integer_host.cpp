@@ -5,19 +5,19 @@
 using namespace ptq::integer_cuda;
 using ptq::test::Buffer;
 
-// mode: 0 x times W, 1 quantised tokens times W, 2 W itself. type: 0 float32, 2 float16, 3 bfloat16, of x and the
-// result (of the result alone for quantised tokens). Null, or what went wrong.
+// mode: 0 x times W, 1 quantised tokens times W, 2 W itself, 3 tokens of four bits times W. type: 0 float32, 2 float16,
+// 3 bfloat16, of x and the result (of the result alone for quantised tokens). Null, or what went wrong.
 extern "C" const char* test_integer(int mode, int backwards, int type, const void* x, const float* q_scale,
                                     const uint8_t* fragments, const uint16_t* scale, const uint8_t* zero,
                                     const float* bias, void* out, int tokens, int n, int k, int bits, int groups,
                                     int splits, int misalign) {
     machine.backwards = backwards;
     const int64_t tiles = (n + 15) / 16, blocks = (k + 63) / 64;
-    const int width = type == 0 ? 4 : 2, x_width = mode == 1 ? 1 : width;
+    const int width = type == 0 ? 4 : 2, x_width = mode % 2 ? 1 : width;
     Buffer f(fragments, tiles * blocks * block_bytes(bits)), s(scale, tiles * groups * 32);
     Buffer z(zero, zero ? tiles * groups * 16 : 0), b(bias, bias ? 4 * n : 0);
     Buffer xs(x, mode == 2 ? 0 : int64_t{tokens} * k * x_width, misalign ? x_width : 0);
-    Buffer scales(q_scale, mode == 1 ? 4 * tokens : 0);
+    Buffer scales(q_scale, mode % 2 ? 4 * tokens : 0), packed(nullptr, mode == 3 ? packed_bytes(tokens, k) : 0);
     Buffer y(nullptr, (mode == 2 ? int64_t{n} * k : int64_t{tokens} * n) * width);
     Buffer partial(nullptr, splits > 1 ? int64_t{splits} * tokens * n * 4 : 0);
     const Weights w{static_cast<const uint8_t*>(f.data()),
@@ -37,10 +37,12 @@ extern "C" const char* test_integer(int mode, int backwards, int type, const voi
                        b.data(), out_kind,  kind,     nullptr,
                        tokens,   splits,    aligned};
         error = type == 2 ? run_linear<Half>(p, bits, nullptr) : run_linear<Bfloat16>(p, bits, nullptr);
-    } else if (mode == 1) {
+    } else if (mode % 2) {
         const Quantized p{
             w, static_cast<const int8_t*>(xs.data()), of_tokens, y.data(), b.data(), out_kind, kind, tokens, aligned};
-        error = run_quantized(p, bits, nullptr);
+        error = mode == 1      ? run_quantized(p, bits, nullptr)
+                : is_narrow(w) ? run_narrow(p, packed.data(), nullptr)
+                               : "this is not narrow";
     } else {
         const Dequantize p{w, y.data(), k * width % 16 == 0};
         error = type == 0   ? run_dequantize<float>(p, bits, nullptr)
