@@ -86,8 +86,6 @@ def _additive(mask: Tensor | None, dtype: torch.dtype, layer: int | None) -> Ten
     known: it may have been changed, and a graph that is captured must hold this step."""
     if mask is None or mask.dtype != torch.bool or layer is None or not matmul.on_gpu(mask):
         return mask
-    if torch.compiler.is_compiling():
-        return mask
     version = 0 if mask.is_inference() else mask._version
     for made in _LAST:
         if made.mask() is mask and made.version == version and made.layer < layer and made.numbers.dtype == dtype:

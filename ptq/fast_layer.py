@@ -83,6 +83,10 @@ class _Known:
 
     def __init__(self, find: Callable[[nn.Module], Any]) -> None:
         self.find = find
+        self.forget()
+
+    def forget(self) -> None:
+        """Find out anew next time."""
         self.steps: Any = None
         self.owners: list[dict[str, Any]] = []
         self.held: list[Any] = []
@@ -120,8 +124,13 @@ def _forward(
     if not args and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
             steps = on_gpu.of(module)
+            if steps is not None and not gpu_layer.is_whole(steps):
+                on_gpu.forget()
+                steps = on_gpu.of(module)
             found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
         else:
+            if on_gpu.steps is not None:
+                on_gpu.forget()  # merged weights would stay on the GPU
             found = _decoded(module, on_cpu, hidden_states, **kwargs)
         if found is not None:
             return found

@@ -61,11 +61,16 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module]) -
     )
 
 
+def is_whole(steps: Steps) -> bool:
+    """Whether merged weights are still those of the linears: a model that was moved has others."""
+    return all(merged is None or merged.is_whole() for merged in steps.merged)
+
+
 def run(steps: Steps, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor | None:
     """What the layer makes of x, with what else it was called with; None where its own code must do that."""
     (first_norm, second_norm), attention = steps.norms, steps.attention
-    if not matmul.is_gpu(x, first_norm[0], second_norm[0]):
-        return None
+    if torch.is_grad_enabled() or not matmul.is_gpu(x, first_norm[0], second_norm[0]):
+        return None  # attention alone may have what wants a gradient: a cache, an adapter
     seen = torch.ops.ptq.norm_input(x, None, *first_norm, *steps.first[0].treatment())
     with Given(x, dict(zip(steps.first, products(steps.first, steps.merged[0], seen, x, MERGED_ROWS[0]), strict=True))):
         attended = attention(hidden_states=x, **others)[0]
@@ -79,6 +84,6 @@ def products(
     linears: Sequence[QuantLinear], merged: Merged | None, seen: Sequence[Tensor], x: Tensor, most: int
 ) -> Sequence[Tensor]:
     """`QuantLinear.product_of` of each linear: of up to `most` tokens in one launch, where the weights are merged."""
-    if merged is not None and x.numel() <= most * x.shape[-1] and merged.is_whole():
+    if merged is not None and x.numel() <= most * x.shape[-1]:
         return merged.products(seen, x.dtype)
     return [linear.product_of(seen, x.dtype) for linear in linears]

@@ -13,7 +13,7 @@ from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format, IntegerInput, NumberInput
 from ptq.plan import LinearPlan
-from ptq.shared_input import Given, SharedInput
+from ptq.shared_input import HERE, SharedInput
 
 GUARD = "weight"
 """Name of the one-element tensor that every packed layer stores where a plain layer has its weight.
@@ -63,7 +63,7 @@ class QuantLinear(nn.Module):
         self.online = online
         self.takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
         self.takes_numbers = isinstance(format, NumberInput)
-        self.shared: SharedInput | Given | None = None  # set in a loaded model, see ptq/shared_input.py
+        self.shared: SharedInput | None = None  # set in a loaded model, see ptq/shared_input.py
         self.register_parameter(GUARD, frozen(guard()))
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
@@ -166,8 +166,8 @@ class QuantLinear(nn.Module):
         return self.finished(self._product(x), x.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        if self.shared is not None:
-            found = self.shared.product(self, x)
+        for ready in (HERE.given if matmul.on_gpu(x) else None, self.shared):
+            found = None if ready is None else ready.product(self, x)
             if found is not None:
                 return found
         integers = self.online.activation is not None and self.takes_integers

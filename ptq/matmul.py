@@ -71,15 +71,15 @@ def is_few(tokens: int, *tensors: Tensor) -> bool:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a tensor lies where the CUDA kernels are."""
-    return x.is_cuda and native.has_cuda()
+    """Whether a tensor lies where the CUDA kernels are. Not under torch.compile, which could not look."""
+    return x.is_cuda and not torch.compiler.is_compiling() and native.has_cuda()
 
 
 def is_gpu(*tensors: Tensor) -> bool:
     """Whether the CUDA kernels of `ptq.steps` and `ptq.input_steps` are made for this: on one GPU, one dtype of at most
     32 bits, no gradients, no autocast, and not under torch.compile, which fuses small steps itself."""
     first = tensors[0]
-    if not on_gpu(first) or first.dtype not in GPU_DTYPES or torch.compiler.is_compiling():
+    if not on_gpu(first) or first.dtype not in GPU_DTYPES:
         return False
     if any(x.dtype != first.dtype or x.device != first.device for x in tensors):
         return False

@@ -10,6 +10,7 @@ place, or when the linears are given another. A first linear whose followers do 
 `torch.inference_mode` tensors have no version: there, changing an input in place between two linears goes unnoticed.
 """
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -122,25 +123,29 @@ class SharedInput:
 
 
 class Given:
-    """Within it, linears that are called with x find their products ready, before what is done to their outputs.
-
-    Whoever makes it knows that all of them will be called: one that is left over is a bug."""
+    """Within it, and in this thread, linears that are called with x find their products ready, before what is done to
+    their outputs."""
 
     def __init__(self, x: Tensor, ready: dict["QuantLinear", Tensor]) -> None:
-        self.x, self.ready, self.before = x, ready, {linear: linear.shared for linear in ready}
+        self.x, self.ready, self.before = x, ready, HERE.given
 
     def product(self, linear: "QuantLinear", x: Tensor) -> Tensor | None:
         """See `SharedInput.product`."""
         return self.ready.pop(linear, None) if x is self.x else None
 
     def __enter__(self) -> None:
-        for linear in self.before:
-            linear.shared = self
+        HERE.given = self
 
-    def __exit__(self, error: Any, *rest: Any) -> None:
-        for linear, shared in self.before.items():
-            linear.shared = shared
-        assert error is not None or not self.ready, "a product was computed that nobody asked for"
+    def __exit__(self, *error: Any) -> None:
+        HERE.given = self.before
+
+
+class _Here(threading.local):
+    given: Given | None = None
+
+
+HERE = _Here()
+"""What waits for the linears of this thread."""
 
 
 def products(linears: Sequence[Any], x: Tensor) -> Sequence[Tensor]:

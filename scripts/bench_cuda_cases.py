@@ -1,4 +1,4 @@
-"""What `bench_cuda.py` measures of E8P weights and of the packed KV cache: GPU memory filled with random codes."""
+"""What `bench_cuda.py` measures of E8P weights, the packed KV cache and steps between products: random numbers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq import kv_ops
+from ptq import hadamard, input_steps, kv_ops  # noqa: F401 (the ops of input_steps)
 from ptq.activations import Activation
 from quip_sharp.e8p_format import E8PFormat
 
@@ -72,3 +72,19 @@ def plain_attention(length: int) -> tuple[Callable[[], dict[str, Tensor]], Call]
         return torch.nn.functional.scaled_dot_product_attention(q, c["k"], c["v"], enable_gqa=True)
 
     return make, call
+
+
+def step_calls(k: int) -> dict[str, tuple[int, Callable[[Tensor], Any]]]:
+    """The steps between products, of x[0] and x[1] in [2, rows, k]: bytes from and to memory per number, and a call."""
+    gain = torch.ones(k, dtype=torch.bfloat16, device="cuda")
+    factors, order = hadamard.dense_factors(hadamard.construction(k), gain.device)
+    norm = (gain, 1e-5, 0.0, True, None, factors)
+    ops = torch.ops.ptq
+    return {
+        "rms_norm": (4, lambda x: ops.rms_norm(x[0], *norm[:4])),
+        "silu_mul": (6, lambda x: ops.silu_mul(x[0], x[1])),
+        "norm_input, sum": (8, lambda x: ops.norm_input(x[0], x[1], *norm, 0, 0, 1.0)),
+        "norm_input, sum, INT8": (7, lambda x: ops.norm_input(x[0], x[1], *norm, 0, 8, 1.0)),
+        "gate_input, Hadamard": (6, lambda x: ops.gate_input(x[0], x[1], None, factors, order, 0, 1.0)),
+        "gate_input, Hadamard, INT8": (5, lambda x: ops.gate_input(x[0], x[1], None, factors, order, 8, 1.0)),
+    }
