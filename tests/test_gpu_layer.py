@@ -117,6 +117,24 @@ def test_a_plain_model_of_every_family(family: str, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(fast(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_a_model_that_moves(count: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged weights are made anew on another device, and let go on the CPU."""
+    model = count.packed.build(RECIPES["W4A16"], count.packed.config_of("tiny"), CPU, torch.float32)
+    found, steps_of, ids = [], gpu_layer.steps_of, torch.tensor([[5, 9]])
+    monkeypatch.setattr(gpu_layer, "steps_of", lambda *parts: found.append(steps_of(*parts)) or found[-1])
+    with monkeypatch.context() as gpu:
+        gpu.setattr(matmul, "on_gpu", lambda x: True)
+        wanted = model(ids).logits
+        assert torch.equal(model(ids).logits, wanted) and len(found) == len(model.model.layers)
+        gpu.setattr(gpu_layer, "is_whole", lambda steps: steps is not found[0] and steps is not found[1])
+        assert torch.equal(model(ids).logits, wanted) and len(found) == 2 * len(model.model.layers)
+    known = [layer.forward.args[2] for layer in model.model.layers]
+    assert all(one.steps is not None for one in known)
+    model(ids)
+    assert all(one.steps is None for one in known)
+
+
 def test_a_layer_that_changes_what_attention_is_given_is_left_alone() -> None:
     class Shifted(LlamaDecoderLayer):
         def forward(self, hidden_states: Tensor, position_ids: Any = None, **kwargs: Any) -> Tensor:
