@@ -27,6 +27,7 @@ from ptq import bitstream, tiles
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
+from ptq.op_declarations import call
 from ptq.rounding import Rounded
 
 Scale = Literal["bfloat16", "e8m0"]
@@ -188,8 +189,10 @@ class MinifloatFormat:
         if "shape" in parts:
             numbers = (parts["scale"], bias, parts["shape"].shape[0], *self._bits, self.group_size)
             if "fragments" in parts:
-                return torch.ops.ptq.minifloat_linear_fragments(x, parts["fragments"], *numbers)
-            return torch.ops.ptq.minifloat_linear_tiled(x, parts["tiles"], *numbers)
+                op, weight = torch.ops.ptq.minifloat_linear_fragments.default, parts["fragments"]
+            else:
+                op, weight = torch.ops.ptq.minifloat_linear_tiled.default, parts["tiles"]
+            return call(op, x, weight, *numbers)
         w = self.dequantize(parts, parts["codes"].shape[0], x.shape[-1])
         return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
@@ -219,7 +222,8 @@ class MinifloatFormat:
         if "tiles" not in parts:
             return None
         numbers = (parts["shape"].shape[0], *self._bits, self.group_size, activation.bits, activation.clip)
-        return torch.ops.ptq.minifloat_linear_tokens(x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
+        op = torch.ops.ptq.minifloat_linear_tokens.default
+        return call(op, x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read: on a CPU tiles (`ptq.tiles`), on a GPU fragments (`fp6.fragments`),

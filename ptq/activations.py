@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ptq import hadamard
 from ptq.errors import InputError
-from ptq.op_declarations import declare, refuse_gradient
+from ptq.op_declarations import call, declare, refuse_gradient
 
 TINY = 1e-30
 """Below this the scale could underflow."""
@@ -46,9 +46,10 @@ class Activation:
         """Integers and scales of every token, after the Hadamard transform in float32 that `construction` names; before
         that, x is multiplied with `signs`."""
         if construction is None:
-            return torch.ops.ptq.quantize_tokens(x, self.bits, self.clip)
+            return call(torch.ops.ptq.quantize_tokens.default, x, self.bits, self.clip)
         factors, order = hadamard.dense_factors(construction, x.device)
-        return torch.ops.ptq.hadamard_quantize(x, signs, factors, order, self.bits, self.clip)
+        op = torch.ops.ptq.hadamard_quantize.default
+        return call(op, x, signs, factors, order, self.bits, self.clip)
 
 
 def dequantize(q: Int8[Tensor, "*batch k"], scale: Float32[Tensor, "*batch"]) -> Float32[Tensor, "*batch k"]:

@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64, Num
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.op_declarations import declare
+from ptq.op_declarations import call, declare
 from ptq.paley import paley, paley1, paley2, prime_power
 
 MAX_ORDER = 1 << 24  # far beyond any layer; bounds what a hostile checkpoint can ask for
@@ -263,7 +263,7 @@ def _run(x: Tensor, signs: Tensor | None, order: int | str, dim: int, transpose:
     if inplace:
         torch.ops.ptq.hadamard_(x, signs, factors, size, dim, transpose)
         return x
-    return torch.ops.ptq.hadamard(x, signs, factors, size, dim, transpose)
+    return call(torch.ops.ptq.hadamard.default, x, signs, factors, size, dim, transpose)
 
 
 def apply(

@@ -12,6 +12,16 @@ from torch import Tensor
 from ptq import native
 
 
+def call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
+    """`op(*arguments)`, for ops that have a gradient: where none is asked for, without the kernel that would record it.
+    That one is in Python and takes 3 µs, a fiftieth of the time of a linear layer of 4096 x 4096 on one token.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return op(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
 def declare(op: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Declare `ptq::<op>`, and load the native kernels."""
     torch.library.define(f"ptq::{op}", schema)

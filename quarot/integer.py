@@ -29,6 +29,7 @@ from ptq import bitstream, fragments
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
+from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from ptq.tiles import applies, tile_scales, untile_scales
 from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
@@ -171,11 +172,10 @@ class IntegerFormat:
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         scale, zero, numbers = parts["scale"], parts.get("zero"), (self.bits, self.group_size)
         if "shape" not in parts:
-            return torch.ops.ptq.integer_linear(x, parts["codes"], scale, zero, bias, *numbers)
-        numbers = parts["shape"].shape[0], *numbers
-        if "fragments" in parts:
-            return torch.ops.ptq.integer_linear_fragments(x, parts["fragments"], scale, zero, bias, *numbers)
-        return torch.ops.ptq.integer_linear_tiled(x, parts["tiles"], scale, zero, bias, *numbers)
+            return call(torch.ops.ptq.integer_linear.default, x, parts["codes"], scale, zero, bias, *numbers)
+        ops, layout = torch.ops.ptq, "tiles" if "tiles" in parts else "fragments"
+        op = ops.integer_linear_tiled if layout == "tiles" else ops.integer_linear_fragments
+        return call(op.default, x, parts[layout], scale, zero, bias, parts["shape"].shape[0], *numbers)
 
     def linear_quantized(
         self,
@@ -209,7 +209,7 @@ class IntegerFormat:
             return None
         weight = parts["tiles"], parts["scale"], parts.get("zero"), bias, parts["shape"].shape[0]
         numbers = self.bits, self.group_size, activation.bits, activation.clip
-        return torch.ops.ptq.integer_linear_tokens.default(x, *weight, *numbers, dtype)
+        return call(torch.ops.ptq.integer_linear_tokens.default, x, *weight, *numbers, dtype)
 
     def linears(
         self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.formats import Parts, Scales, describe
+from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from quip_sharp import fragment_ops, tiled_ops
 from quip_sharp.codebook import E8Codebook
@@ -82,8 +83,10 @@ class E8PFormat:
         if "shape" in parts:
             n = parts["shape"].shape[0]
             if "fragments" in parts:
-                return torch.ops.ptq.e8p_linear_fragments(x, parts["fragments"], parts["scale"], bias, n, self.bits)
-            return torch.ops.ptq.e8p_linear_tiled(x, parts["tiles"], parts["scale"], bias, n, self.bits)
+                op, weight = torch.ops.ptq.e8p_linear_fragments.default, parts["fragments"]
+            else:
+                op, weight = torch.ops.ptq.e8p_linear_tiled.default, parts["tiles"]
+            return call(op, x, weight, parts["scale"], bias, n, self.bits)
         w = self.dequantize(parts, parts["abs"].shape[0], x.shape[-1])
         return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 

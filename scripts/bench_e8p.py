@@ -12,6 +12,7 @@ from bench_integer import integer_cases
 from torch import Tensor
 
 from ptq.activations import Activation
+from ptq.op_declarations import call
 from quip_sharp import tiled_ops  # noqa: F401  (registers the ops)
 
 SHAPES = ((4096, 4096), (4096, 14336))
@@ -28,7 +29,7 @@ def e8p_cases(n: int, k: int, x: Tensor, bits: int) -> dict[str, Case]:
         return ops.e8p_linear_quantized(*activation.quantize(x), tiles, scale, None, n, bits, x.dtype)
 
     def floats(tiles: Tensor) -> Tensor:
-        return ops.e8p_linear_tiled(like, tiles, scale, None, n, bits)
+        return call(ops.e8p_linear_tiled.default, like, tiles, scale, None, n, bits)
 
     return {
         f"{bits} bits, INT8": Case(pooled(quantized, weights), codes.nbytes),

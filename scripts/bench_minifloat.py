@@ -13,6 +13,7 @@ from torch import Tensor
 from fp6 import tiled_ops  # noqa: F401  (registers the ops)
 from fp6.element import ELEMENTS
 from ptq.activations import Activation
+from ptq.op_declarations import call
 
 SHAPES = ((4096, 4096), (4096, 14336))
 WEIGHTS = {1: (("e2m3", 0), ("e2m3", 128), ("e3m2", 0), ("e3m2", 128), ("e2m2", 128), ("e2m1", 128), ("e3m3", 128))}
@@ -30,10 +31,11 @@ def minifloat_cases(n: int, k: int, x: Tensor, name: str, group: int) -> dict[st
     shape = n, element.exponent, element.mantissa, group
 
     def floats(weight: tuple[Tensor, Tensor]) -> Tensor:
-        return ops.minifloat_linear_tiled(like, *weight, None, *shape)
+        return call(ops.minifloat_linear_tiled.default, like, *weight, None, *shape)
 
     def quantized(weight: tuple[Tensor, Tensor]) -> Tensor:
-        return ops.minifloat_linear_tokens(x, *weight, None, *shape, activation.bits, activation.clip, x.dtype)
+        op = ops.minifloat_linear_tokens.default
+        return call(op, x, *weight, None, *shape, activation.bits, activation.clip, x.dtype)
 
     title = f"{name} {f'group {group}' if group else 'per channel'}"
     cases = {f"{title}, bfloat16": Case(pooled(floats, weights), nbytes)}

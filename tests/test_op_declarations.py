@@ -1,0 +1,79 @@
+"""Calls of ops that have a gradient: the kernel that records it is only called where somebody asks for one."""
+
+import pytest
+import torch
+
+from ptq.op_declarations import call
+
+LIBRARY = torch.library.Library("ptq_test_calls", "DEF")
+RECORDED: list[bool] = []
+
+
+@pytest.fixture(scope="module")
+def double():
+    """y = 2 x, whose autograd kernel says that it was called."""
+    LIBRARY.define("double(Tensor x) -> Tensor")
+    LIBRARY.impl("double", lambda x: 2 * x, "CompositeExplicitAutograd")
+    op = torch.ops.ptq_test_calls.double.default
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return 2 * grad
+
+    def record(x):
+        RECORDED.append(True)
+        return Double.apply(x)
+
+    LIBRARY.impl("double", record, "Autograd")
+    torch.library.register_fake("ptq_test_calls::double", lambda x: torch.empty_like(x))
+    return op
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    RECORDED.clear()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_recorded_where_no_gradient_is_asked_for(double, mode):
+    x = torch.arange(3.0, requires_grad=True)
+    with mode():
+        y = call(double, x)
+    assert not RECORDED
+    assert not y.requires_grad
+    assert y.tolist() == [0, 2, 4]
+
+
+def test_gradients_are_recorded_otherwise(double):
+    x = torch.arange(3.0, requires_grad=True)
+    y = call(double, x)
+    y.sum().backward()
+    assert RECORDED
+    assert x.grad is not None
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_a_call_leaves_autograd_as_it_was(double):
+    x = torch.arange(3.0, requires_grad=True)
+    with torch.no_grad():
+        call(double, x)
+    assert (x * x).requires_grad
+
+
+def test_a_graph_holds_the_op_itself(double):
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    with torch.no_grad():
+        y = torch.compile(lambda x: call(double, x), backend=backend, fullgraph=True)(torch.ones(2))
+    assert y.tolist() == [2, 2]
+    assert seen == [double]
