@@ -42,6 +42,7 @@ struct Block {
     const uint8_t* codes;
     int64_t tile_step;  // bytes between the row tiles of codes, where they are not in a panel
     const uint32_t* x;  // [step, token]
+    int64_t x_step;     // dwords to the x of the tokens that come next, which is fetched meanwhile
     float* total;       // [token, tile, 16]: integers: of the groups before, times their scales; floats: the sums
     int64_t groups;     // that are whole; none: there is a part of one, and whether its first and last columns
     bool begins, ends;
@@ -100,11 +101,13 @@ struct Place {
 // The columns of a group, or part; `blocks` where it is known, 0 where it is not.
 template <class Op, int tiles, int tokens, int blocks>
 PTQ_IN_REGISTERS void multiply_columns(const Block& b, Place& at, typename Op::Sum sum[tokens][tiles]) {
-    const int64_t count = blocks ? blocks : b.blocks, tile_step = b.tile_step;
+    const int64_t count = blocks ? blocks : b.blocks, tile_step = b.tile_step, x_step = b.x_step;
     Ahead* const ahead = b.ahead;
 #pragma GCC unroll 1
     for (int64_t i = 0; i < count; i++) {
         ahead->next();
+#pragma GCC unroll 8
+        for (int64_t line = 0; line < Op::x_step; line += 16) __builtin_prefetch(at.x + x_step + line, 0, 3);
         Op::template multiply<tiles, tokens>(at.codes, tile_step, at.x, sum);
         at.codes += Op::template codes_step<tiles>, at.x += Op::x_step;
     }

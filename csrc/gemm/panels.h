@@ -167,12 +167,13 @@ void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& p
     b.x = p.packed + place(p, panel.column, panel.end, first / each) + before * each;
     b.scale = scratch.scale + group * tiles * tile_rows;
     b.offset = p.offset + (first / each * w.groups + group) * each, b.offset_step = each;
+    b.x_step = (panel.end - panel.column) / columns_of(mode) * each;
     b.total = scratch.total, b.open = scratch.open, b.ahead = &ahead;
     for (int64_t t = first; t < last; t += each) {
         if (done) fetch_results<tiles>(results, tile, t + each, each);
         multiply_tokens<mode, tiles>(b, std::min(each, last - t));
         if (done) finish<tiles>(results, b.total, factor, tile, t, std::min(each, last - t));
-        b.x += (panel.end - panel.column) / columns_of(mode) * each, b.offset += w.groups * each;
+        b.x += b.x_step, b.offset += w.groups * each;
         b.total += each * tiles * tile_rows, b.open += each * tiles * tile_rows;
     }
 }

@@ -97,9 +97,10 @@ void multiply_tokens(const Gemm& g, const Columns& c, Block b, int64_t tile, int
                      gemm::Ahead& ahead) {
     const Quantized& p = g.p;
     const gemm::Results results{p.q_scale, p.bias, p.out, p.out_type, p.t, p.w.n};
-    const int64_t width = c.end - c.column, group = c.column / c.group;
+    const int64_t group = c.column / c.group;
     const bool done = c.end == c.all;
     b.x = reinterpret_cast<const uint32_t*>(g.x) + place(p, c.column, c.end, first / gemm_tokens);
+    b.x_step = (c.end - c.column) / 4 * gemm_tokens;
     b.offset = g.offset + first * p.w.groups + group * gemm_tokens, b.offset_step = gemm_tokens;
     b.scale += group * tiles * tile_rows;
     b.zero_step = p.w.groups * tile_rows;
@@ -110,7 +111,7 @@ void multiply_tokens(const Gemm& g, const Columns& c, Block b, int64_t tile, int
         if (done) gemm::fetch_results<tiles>(results, tile, t + gemm_tokens, gemm_tokens);
         last - t > 2 ? gemm::multiply_block<Op, tiles, 4>(b) : gemm::multiply_block<Op, tiles, 2>(b);
         if (done) gemm::finish<tiles>(results, b.total, nullptr, tile, t, std::min(gemm_tokens, last - t));
-        b.x += width, b.offset += p.w.groups * gemm_tokens;
+        b.x += b.x_step, b.offset += p.w.groups * gemm_tokens;
         b.total += gemm_tokens * tiles * tile_rows, b.open += gemm_tokens * tiles * tile_rows;
     }
 }
