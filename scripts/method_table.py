@@ -79,7 +79,9 @@ def small_floats(task: Task, data: dict[str, Any]) -> dict[str, Recipe]:
     for bits in (8, 6, 5, 4):
         found[f"INT{bits} nearest, per channel"] = QuarotRecipe(weight_bits=bits, rotate=False, **plain)
     found["FP6 e2m3, nearest, 8-bit inputs"] = Fp6Recipe(activation_bits=8, **plain)
+    found["FP6 e2m3, nearest, mse"] = Fp6Recipe(scale_search="mse", **plain)
     found["FP6 e2m3, nearest, rotated"] = Fp6Recipe(rotate=True, **plain)
+    found["FP6 e2m3, nearest, rotated, mse"] = Fp6Recipe(rotate=True, scale_search="mse", **plain)
     found["FP6 e2m3, GPTQ"] = Fp6Recipe("gptq", **data)
     found["FP6 e2m1, GPTQ"] = Fp6Recipe("gptq", element="e2m1", **data)
     group = group_sizes(task.folder)[1]
