@@ -13,7 +13,7 @@ from ptq import native
 
 
 def call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
-    """`op(*arguments)`, for ops that have a gradient: where none is asked for, without the kernel that would record it.
+    """`op(*arguments)`, for ops that have a gradient: under `torch.no_grad` without the kernel that would record it.
     That one is in Python and takes 3 µs, a fiftieth of the time of a linear layer of 4096 x 4096 on one token.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():

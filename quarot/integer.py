@@ -173,8 +173,8 @@ class IntegerFormat:
         scale, zero, numbers = parts["scale"], parts.get("zero"), (self.bits, self.group_size)
         if "shape" not in parts:
             return call(torch.ops.ptq.integer_linear.default, x, parts["codes"], scale, zero, bias, *numbers)
-        ops, layout = torch.ops.ptq, "tiles" if "tiles" in parts else "fragments"
-        op = ops.integer_linear_tiled if layout == "tiles" else ops.integer_linear_fragments
+        ops, layout = torch.ops.ptq, "fragments" if "fragments" in parts else "tiles"
+        op = ops.integer_linear_fragments if layout == "fragments" else ops.integer_linear_tiled
         return call(op.default, x, parts[layout], scale, zero, bias, parts["shape"].shape[0], *numbers)
 
     def linear_quantized(

@@ -42,7 +42,7 @@ struct Block {
     const uint8_t* codes;
     int64_t tile_step;  // bytes between the row tiles of codes, where they are not in a panel
     const uint32_t* x;  // [step, token]
-    int64_t x_step;     // dwords to the x of the tokens that come next, which is fetched meanwhile
+    int64_t x_step;     // dwords to the x of the next tokens, or panel: fetched meanwhile, be it there or not
     float* total;       // [token, tile, 16]: integers: of the groups before, times their scales; floats: the sums
     int64_t groups;     // that are whole; none: there is a part of one, and whether its first and last columns
     bool begins, ends;
