@@ -56,6 +56,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)
+        except BrokenPipeError as error:  # `| head`: nobody reads on, and what is still to be flushed goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from error
         except (Exception, KeyboardInterrupt) as error:
             if kwargs.get("debug"):
                 raise
@@ -148,8 +151,9 @@ def verify_command(
     )  # fmt: skip
     typer.echo(f"{checkpoint}: {found.tensors} tensors in {found.files} files, {state}")
     if found.kl is not None:
+        tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
         typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
-                   f"{found.tokens} tokens")  # fmt: skip
+                   f"{tokens}")  # fmt: skip
 
 
 @app.command(name="prepack")

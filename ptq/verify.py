@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ptq import evaluate, source, writer
-from ptq.checkpoint import Checkpoint, check_finite
+from ptq.checkpoint import INDEX, Checkpoint, check_finite
 from ptq.contents import summary
 from ptq.errors import InputError
 from ptq.loading import load_config, load_model, load_tokenizer
@@ -69,9 +69,11 @@ def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
     expected = read_record(folder / RECORD).get("files")
     if not isinstance(expected, dict):
         raise InputError(f"{folder / RECORD}: lists no files; quantise again")
-    for name in sorted(expected.keys() | hashes.keys()):
+    added = {name for name in hashes.keys() - expected.keys() if name.endswith(".safetensors") or name == INDEX}
+    for name in sorted(expected.keys() | added):
         if expected.get(name) != hashes.get(name):
-            raise InputError(f"{folder / name}: is not the file that was written (its SHA-256 differs); fetch it again")
+            what = "is missing" if name not in hashes else "is not the file that was written (its SHA-256 differs)"
+            raise InputError(f"{folder / name}: {what}; fetch it again")
 
 
 def _windows(original: Path, text: Path | None) -> evaluate.Windows:

@@ -103,10 +103,10 @@ def write_record(
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 of the files that hold tensors, their index and config.json."""
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    names += [name for name in (INDEX, "config.json") if (folder / name).is_file()]
-    return {name: _sha256(folder / name) for name in names}
+    """SHA-256 of the files that a model is loaded from: tensors, their index, config.json, tokenizer and the like."""
+    patterns = ("*.safetensors", INDEX, "config.json", *COPIED)
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: _sha256(path) for path in sorted(paths)}
 
 
 def put_in_place(folder: Path, out: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -254,7 +255,7 @@ def test_verify(packed: Path, tiny: Path) -> None:
     result = quantize("verify", packed)
     assert result.exit_code == 0 and "every one as it was written" in result.stdout
     found = json.loads(quantize("verify", packed, "--json").stdout)
-    assert found["files"] == 2 and found["tensors"] == len(load_file(packed / "model.safetensors"))
+    assert found["files"] == 5 and found["tensors"] == len(load_file(packed / "model.safetensors"))
     against = json.loads(quantize("verify", packed, "--against", tiny, "--json").stdout)
     assert against["tokens"] > 0 and 0 < against["kl"] < 2 and 0 <= against["top1"] <= 1
     check_refused(quantize("verify", tiny), "was not made by quantize")
@@ -275,6 +276,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a config that is lost": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
     "weights that are lost": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither"),
     "a second file of weights": (lambda f: shutil.copy(f / "model.safetensors", f / "more.safetensors"), "SHA-256"),
+    "another tokenizer": (flip("tokenizer.json", 40), "tokenizer.json: is not the file"),
+    "other settings of generation": (flip("generation_config.json", -2), "generation_config.json: is not the file"),
+    "settings that are lost": (lambda folder: (folder / "generation_config.json").unlink(), "json: is missing"),
     "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "not a record"),
 }
 
@@ -284,6 +288,19 @@ def test_verify_detects_damage(damage: Callable[[Path], Any], message: str, pack
     copy = shutil.copytree(packed, tmp_path / "copy")
     damage(copy)
     check_refused(quantize("verify", copy), message)
+
+
+def test_verify_leaves_added_files_alone(packed: Path, tmp_path: Path) -> None:
+    """What somebody put beside the weights was not written by the run, and damages nothing."""
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert quantize("verify", copy).exit_code == 0
+
+
+def test_output_that_nobody_reads_on(packed: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m ptq inspect {shlex.quote(str(packed))} --json | true"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert "error" not in result.stderr, result.stderr
 
 
 def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:

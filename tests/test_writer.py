@@ -95,11 +95,15 @@ def test_a_plain_result_keeps_its_config(model: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads((model / "config.json").read_text())
 
 
-def test_hashes_cover_weights_index_and_config(tmp_path: Path) -> None:
-    for name in ("model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json"):
+def test_hashes_cover_what_a_model_is_loaded_from(tmp_path: Path) -> None:
+    loaded = {
+        "model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json",
+        "generation_config.json", "chat_template.jinja",
+    }  # fmt: skip
+    for name in (*loaded, "report.html", "ptq_log.jsonl"):
         (tmp_path / name).write_text(name)
     found = writer.file_hashes(tmp_path)
-    assert set(found) == {"model-00001-of-00001.safetensors", "model.safetensors.index.json", "config.json"}
+    assert set(found) == loaded
     assert found["config.json"] == hashlib.sha256(b"config.json").hexdigest()
 
 
