@@ -27,7 +27,8 @@ def plan_table(plan: Plan) -> str:
     table = Table("linear", "blocks", "n x k", "norm", "input", "output", "online", "format", box=None)
     for (name, *cells), blocks in rows.items():
         table.add_row(name, ", ".join(_ranges(blocks)), *cells)
-    return f"{_render(table)}\n{LEGEND}"
+    explained = any(cell for row in rows for cell in row[2:6])  # what the legend is about
+    return f"{_render(table)}\n{LEGEND}" if explained else _render(table)
 
 
 def contents_table(contents: Contents) -> str:

@@ -196,6 +196,7 @@ def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
     assert "signs R2.*" in lines["model.layers.*.self_attn.o_proj 0"]
     assert lines["model.layers.*.self_attn.o_proj 1"].endswith("as it is")
     assert lines["model.layers.*.mlp.down_proj 0-1"].count("H24") == 2  # in the weight, and online
+    assert "H64: a Hadamard matrix" in result.stdout
     assert listing(tmp_path) == {} and listing(tiny) == before
 
 

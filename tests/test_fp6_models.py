@@ -81,6 +81,7 @@ def test_the_plan_and_the_default_groups_of_powers_of_two(tmp_path: Path) -> Non
     shown = quantize("fp6", "demo", tmp_path / "out", "--plan", "--scale", "e8m0", "--element", "auto")
     assert shown.exit_code == 0
     assert shown.stdout.count("fp6/minifloat element=auto group_size=32 scale=e8m0") == 7  # of every block
+    assert "Hadamard" not in shown.stdout  # nothing is rotated: nothing to explain
     assert not (tmp_path / "out").exists()
 
 
