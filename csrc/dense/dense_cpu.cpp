@@ -20,6 +20,7 @@ using torch::stable::Tensor;
 
 const Kernels& kernels() {
 #if defined(__x86_64__)
+    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
     if (cpu_level() >= CpuLevel::avx512) return avx512;
     if (cpu_level() >= CpuLevel::avx2) return avx2;
 #endif

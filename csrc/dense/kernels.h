@@ -13,7 +13,8 @@ inline int64_t spread_size(int64_t k) {
     return (k + step - 1) / step * step;
 }
 
-// y[t, n] = x Wᵀ + bias: sums in float32, the same for any number of tokens, of threads, and at every level.
+// y[t, n] = x Wᵀ + bias: sums in float32, the same for any number of tokens and of threads, and at every level but
+// avx512bf16.
 struct Linear {
     Number type;         // of x, the bias and the result
     Number weight_type;  // the same, or bfloat16
@@ -30,6 +31,6 @@ struct Kernels {
     void (*rows)(const Linear&, int64_t first, int64_t last);  // rows of the weight
 };
 
-extern const Kernels portable, avx2, avx512;
+extern const Kernels portable, avx2, avx512, avx512bf16;
 
 }  // namespace ptq::dense
