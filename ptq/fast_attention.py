@@ -91,6 +91,8 @@ def attend(
         y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, module.scaling)
         layer.advance(1)
         return y
+    if layer.decodes and layer.key.batch == k.shape[0]:
+        return layer.decode(q, k, v, turns, module.scaling)
     q, k, v = (y.unflatten(2, (-1, d)).transpose(1, 2) for y in (q, k, v))
     q, k = torch.ops.ptq.rotary.default(q, k, *turns)
     states, _ = layer.update(k, v)

@@ -17,11 +17,14 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ptq import kv_ops
+from ptq import hadamard, kv_ops
+from ptq import kv_step as _kv_step  # noqa: F401 (registers the op)
 from ptq.errors import InputError
 from ptq.families import shape_of
 from ptq.kv_cache import CacheQuantization
 from ptq.kv_side import Side, rotate, row_starts
+
+CPU = torch.device("cpu")
 
 
 class PackedLayer(CacheLayerMixin):
@@ -106,6 +109,28 @@ class PackedLayer(CacheLayerMixin):
             query, *self.key.tensors, *self.value.tensors, self.length, self.key.bits, self.value.bits, scaling, mask,
             *sinks,
         )  # fmt: skip
+
+    def decode(
+        self, q: Float[Tensor, "b 1 q_width"], k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], scaling: float
+    ) -> Float[Tensor, "b 1 q_width"]:
+        """Attention of one more token, before rotary embedding, whose key and value are appended. For a layer that
+        `decodes`. `turns`: cos and sin."""
+        self.owner.check_room(self.length + 1)
+        settings = self.owner.settings
+        for side in (self.key, self.value):
+            side.reserve(self.length + 1)
+        factors, order = ([], 0) if settings.hadamard is None else hadamard.dense_factors(settings.hadamard, CPU)
+        y = torch.ops.ptq.kv_decode_attention.default(
+            q, k, v, *turns, *self.key.tensors, *self.value.tensors, self.length, self.key.bits, self.value.bits,
+            settings.clip, factors, order, scaling,
+        )  # fmt: skip
+        self._advance(1)
+        return y
+
+    @property
+    def decodes(self) -> bool:
+        """Whether `decode` serves this layer: it has tokens, all of them packed."""
+        return self.is_initialized and self.packed and not self.owner.settings.sinks
 
     @property
     def packed(self) -> bool:

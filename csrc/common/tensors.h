@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <cstring>
 #include <vector>
 
 namespace ptq {
@@ -29,6 +30,48 @@ torch::stable::Tensor fresh(const Sizes& sizes, torch::headeronly::ScalarType ty
 // x itself where it is contiguous.
 inline torch::stable::Tensor compact(const torch::stable::Tensor& x) {
     return x.is_contiguous() ? x : torch::stable::contiguous(x);
+}
+
+// The memory of a contiguous x in another shape of as many elements.
+template <class Sizes>
+torch::stable::Tensor reshaped(const torch::stable::Tensor& x, const Sizes& sizes) {
+    const std::vector<int64_t> size(sizes.begin(), sizes.end());
+    std::vector<int64_t> stride(size.size());
+    for (int64_t i = static_cast<int64_t>(size.size()) - 1, step = 1; i >= 0; step *= size[i--]) stride[i] = step;
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(size.size()), size.data(),
+                                                          stride.data(), 0, &made));
+    return torch::stable::Tensor(made);
+}
+
+constexpr int64_t few_numbers = 1 << 14;  // are converted here
+
+// x, contiguous, in float32.
+inline torch::stable::Tensor as_float(const torch::stable::Tensor& x) {
+    using torch::headeronly::ScalarType;
+    if (x.scalar_type() == ScalarType::Float) return compact(x);
+    if (x.scalar_type() != ScalarType::BFloat16 || x.numel() > few_numbers)
+        return compact(torch::stable::to(x, ScalarType::Float));
+    const torch::stable::Tensor in = compact(x), out = fresh(in.sizes(), ScalarType::Float);
+    const auto* from = static_cast<const uint16_t*>(in.const_data_ptr());
+    auto* to = static_cast<uint32_t*>(out.mutable_data_ptr());
+    for (int64_t i = 0; i < in.numel(); i++) to[i] = static_cast<uint32_t>(from[i]) << 16;
+    return out;
+}
+
+// x, contiguous and float32, in another dtype.
+inline torch::stable::Tensor from_float(const torch::stable::Tensor& x, torch::headeronly::ScalarType type) {
+    using torch::headeronly::ScalarType;
+    if (type == ScalarType::Float) return x;
+    if (type != ScalarType::BFloat16 || x.numel() > few_numbers) return torch::stable::to(x, type);
+    const torch::stable::Tensor out = fresh(x.sizes(), type);
+    const auto* from = static_cast<const uint32_t*>(x.const_data_ptr());
+    auto* to = static_cast<uint16_t*>(out.mutable_data_ptr());
+    for (int64_t i = 0; i < x.numel(); i++) {
+        const uint32_t bits = from[i], nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+        to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+    }
+    return out;
 }
 
 }  // namespace ptq

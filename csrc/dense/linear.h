@@ -104,7 +104,7 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
 }
 
 #if defined(__AVX512BF16__)
-constexpr int64_t pair_columns = 32;    // of a vector of bfloat16
+constexpr int64_t pair_columns = 32;   // of a vector of bfloat16
 constexpr int64_t pairs_ahead = 2048;  // bytes
 
 // acc += the products of 32 columns of the weight, or of the first of them, with those of each token.
@@ -114,8 +114,7 @@ inline void multiply_pairs(const uint16_t* weight, const uint16_t* x, int64_t k,
     const auto w = (__m512bh)_mm512_maskz_loadu_epi16(columns, weight);
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
-        acc[t][chain] =
-            _mm512_dpbf16_ps(acc[t][chain], w, (__m512bh)_mm512_maskz_loadu_epi16(columns, x + t * k));
+        acc[t][chain] = _mm512_dpbf16_ps(acc[t][chain], w, (__m512bh)_mm512_maskz_loadu_epi16(columns, x + t * k));
 }
 
 // A row of bfloat16 with tokens of bfloat16.

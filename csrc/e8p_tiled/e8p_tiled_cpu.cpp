@@ -12,6 +12,7 @@
 
 #include "common/cpu_level.h"
 #include "common/parallel.h"
+#include "common/tensors.h"
 #include "e8p_tiled/gemm_kernels.h"
 #include "e8p_tiled/kernels.h"
 #include "e8p_tiled/layout.h"
@@ -35,10 +36,6 @@ const Kernels& kernels() {
 
 Tensor compact(const Tensor& x) {  // without a call where it is
     return x.is_contiguous() ? x : torch::stable::contiguous(x);
-}
-
-Tensor as_float(const Tensor& from) {
-    return compact(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
 }
 
 void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {

@@ -10,6 +10,7 @@
 
 #include "common/cpu_level.h"
 #include "common/parallel.h"
+#include "common/tensors.h"
 #include "integer/kernels.h"
 
 namespace ptq::integer {
@@ -136,9 +137,6 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
     const int64_t k = x.size(-1), n = codes.size(0), size = group_columns(k, group_size);
     check(codes, ScalarType::Byte, {n, (k * bits + 7) / 8}, "codes");
     check(scale, ScalarType::Short, {n, k / size}, "scale");
-    const auto as_float = [](const Tensor& from) {
-        return contiguous(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
-    };
     const Tensor in = as_float(x), c = contiguous(codes), s = contiguous(scale);
     std::optional<Tensor> z, b;
     if (zero) {
@@ -169,7 +167,7 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
                    static_cast<int>(bits)};
     run(kernels().spread, p, t, k);
     run(kernels().linear, p, t ? (n + panel_rows - 1) / panel_rows : 0, panel_rows * k * (t + 4));
-    return x.scalar_type() == ScalarType::Float ? out : torch::stable::to(out, x.scalar_type());
+    return from_float(out, x.scalar_type());
 }
 
 }  // namespace

@@ -57,10 +57,6 @@ void check_bits(int64_t bits) {
 
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
-Tensor as_float(const Tensor& from) {
-    return compact(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
-}
-
 // The tensors of a weight, checked and held: their pointers are in `w`.
 struct Held {
     Tensor tiles, scale;

@@ -1,15 +1,19 @@
-// ptq::kv_* for the CPU. Schemas, fake kernels and references are in ptq/kv_ops.py.
+// ptq::kv_* for the CPU. Schemas, fake kernels and references are in ptq/kv_ops.py and ptq/kv_step.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <vector>
 
 #include "common/cpu_level.h"
 #include "common/parallel.h"
+#include "common/tensors.h"
+#include "hadamard/hadamard_cpu.h"
 #include "kv_cache/kernels.h"
+#include "steps/steps_cpu.h"
 
 namespace ptq::kv_cache {
 namespace {
@@ -27,10 +31,6 @@ const Kernels& kernels() {
     if (cpu_level() >= CpuLevel::avx2) return avx2;
 #endif
     return portable;
-}
-
-Tensor as_float(const Tensor& from) {
-    return contiguous(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
 }
 
 // Checks that codes and scales are a side of the cache with room for `length` tokens.
@@ -86,7 +86,7 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
     p.v = side(v_codes, v_scales, d, v_bits, true, length);
     STD_TORCH_CHECK(kv_heads > 0 && k_codes.size(1) == batch && q_heads % kv_heads == 0 && p.v.heads == p.k.heads,
                     "kv_attend: q does not fit the cache");
-    const Tensor in = as_float(q), out = empty({batch, tokens, q_heads, d}, ScalarType::Float);
+    const Tensor in = as_float(q), out = fresh(std::vector<int64_t>{batch, tokens, q_heads, d}, ScalarType::Float);
     std::optional<Tensor> masks, at, keys, values;
     if (mask) {
         STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && mask->dim() == 4 && mask->size(1) == 1 &&
@@ -112,13 +112,47 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
     }
     p.kv_heads = kv_heads, p.groups = q_heads / kv_heads, p.tokens = tokens, p.length = length;
     p.scaling = static_cast<float>(scaling);
-    const Tensor partial = empty({heads * p.chunks() * p.rows(), partial_stride(d)}, ScalarType::Float);
+    const std::unique_ptr<float[]> partial(new float[heads * p.chunks() * p.rows() * partial_stride(d)]);
     p.q = static_cast<const float*>(in.const_data_ptr());
-    p.partial = static_cast<float*>(partial.mutable_data_ptr());
+    p.partial = partial.get();
     p.out = static_cast<float*>(out.mutable_data_ptr());
-    run(kernels().attend, p, heads * p.chunks(), p.rows() * chunk * d / 2);
+    run(kernels().attend, p, heads * p.chunks(), p.rows() * std::min(length, chunk) * d / 2);
     run(kernels().merge, p, heads * p.rows(), p.chunks() * d);
-    return q.scalar_type() == ScalarType::Float ? out : torch::stable::to(out, q.scalar_type());
+    return from_float(out, q.scalar_type());
+}
+
+// x [b, 1, heads * d] as [b, heads, 1, d]: the same memory.
+Tensor by_head(const Tensor& x, int64_t heads, int64_t d) {
+    STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1 && x.size(2) == heads * d,
+                    "kv_decode_attention: expected q, k and v [b, 1, heads * d]");
+    return reshaped(compact(x), std::vector<int64_t>{x.size(0), heads, 1, d});
+}
+
+// All that attention does to a decoded token.
+Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                        Tensor k_codes, Tensor k_scales, Tensor v_codes, Tensor v_scales, int64_t before,
+                        int64_t k_bits, int64_t v_bits, double clip, const std::vector<Tensor>& factors, int64_t order,
+                        double scaling) {
+    STD_TORCH_CHECK(cos.dim() == 3 && cos.size(2) > 0 && q.dim() == 3 && k_codes.dim() == 4 && v_codes.dim() == 4,
+                    "kv_decode_attention: expected q [b, 1, heads * d] and cos [b or 1, 1, d]");
+    const int64_t d = cos.size(2), heads = k_codes.size(2);
+    // All that could be refused comes before anything is stored.
+    for (const Tensor* x : {&q, &k, &v})
+        STD_TORCH_CHECK(x->size(0) == k_codes.size(1) && x->size(0) == v_codes.size(1) && v_codes.size(2) == heads,
+                        "kv_decode_attention: q, k and v do not fit the cache");
+    side(k_codes, k_scales, d, k_bits, false, before + 1);
+    side(v_codes, v_scales, d, v_bits, true, before + 1);
+    const Tensor value = by_head(v, heads, d);
+    auto [query, key] = steps::rotary(by_head(q, q.size(2) / d, d), by_head(k, heads, d), cos, sin);
+    if (order) {
+        query = hadamard::hadamard(query, std::nullopt, factors, order, -1, false);
+        key = hadamard::hadamard(key, std::nullopt, factors, order, -1, false);
+    }
+    append(k_codes, k_scales, key, before, k_bits, clip, false);
+    append(v_codes, v_scales, value, before, v_bits, clip, true);
+    const Tensor out = attend(query, k_codes, k_scales, v_codes, v_scales, before + 1, k_bits, v_bits, scaling,
+                              std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+    return reshaped(out, q.sizes());
 }
 
 }  // namespace
@@ -128,4 +162,5 @@ STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("kv_append", TORCH_BOX(&ptq::kv_cache::append));
     m.impl("kv_dequantize", TORCH_BOX(&ptq::kv_cache::dequantize));
     m.impl("kv_attend", TORCH_BOX(&ptq::kv_cache::attend));
+    m.impl("kv_decode_attention", TORCH_BOX(&ptq::kv_cache::decode_attention));
 }

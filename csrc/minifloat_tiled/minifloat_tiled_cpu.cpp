@@ -70,10 +70,6 @@ void run(const F& kernel, int64_t units, int64_t unit_codes) {
     torch::stable::parallel_for(0, units, grain, kernel);
 }
 
-Tensor as_float(const Tensor& from) {
-    return compact(from.scalar_type() == ScalarType::Float ? from : torch::stable::to(from, ScalarType::Float));
-}
-
 const float* floats_of(const std::optional<Tensor>& x) {
     return x ? static_cast<const float*>(x->const_data_ptr()) : nullptr;
 }

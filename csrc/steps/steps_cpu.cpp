@@ -78,6 +78,8 @@ Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, Number
     return out;
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
     const Number type = number_of(q, "rotary");
     for (const Tensor* x : {&k, &cos, &sin})
@@ -87,8 +89,6 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor
     const Tensor c = compact(cos), s = compact(sin);
     return {rotated(q, c, s, type), rotated(k, c, s, type)};
 }
-
-}  // namespace
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {
     const Number type = number_of(gate, "silu_mul");
@@ -100,8 +100,6 @@ Tensor silu_mul(const Tensor& gate, const Tensor& up) {
     run(kernels().gated, p, (p.size + 15) / 16, 16);
     return out;
 }
-
-namespace {}  // namespace
 
 Tensor sum(const Tensor& a, const Tensor& b) {
     const Number type = number_of(a, "sum");

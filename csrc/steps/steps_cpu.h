@@ -3,10 +3,16 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <tuple>
+
 namespace ptq::steps {
 
 torch::stable::Tensor rms_norm(const torch::stable::Tensor& x, const torch::stable::Tensor& gain, double eps,
                                double offset, bool round_first);
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> rotary(const torch::stable::Tensor& q,
+                                                                const torch::stable::Tensor& k,
+                                                                const torch::stable::Tensor& cos,
+                                                                const torch::stable::Tensor& sin);
 torch::stable::Tensor silu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor sum(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
 

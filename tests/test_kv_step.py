@@ -1,0 +1,97 @@
+"""`ptq::kv_decode_attention`: the bits of the single ops, and a packed cache that decodes through it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import save_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import hadamard, kv_ops, kv_step, native
+from ptq.packed_cache import PackedLayer
+from quarot.plan import QuarotRecipe
+
+
+@pytest.fixture(params=("portable", "avx2", "avx512"))
+def level(request) -> Iterator[None]:
+    if not native.available():
+        pytest.skip("native kernels are not built")
+    if native.set_cpu_level(request.param) != request.param:
+        pytest.skip(f"this machine has no {request.param}")
+    yield
+    native.set_cpu_level(None)
+
+
+def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def arguments(
+    batch: int, heads: int, groups: int, d: int, before: int, bits: tuple[int, int], dtype: torch.dtype
+) -> list[Any]:
+    """Those of the op, with `before` tokens in the cache and queries that are a slice of something longer."""
+    q = draw(batch, 1, heads * groups * d + 8, dtype=dtype)[:, :, 3:-5]
+    k, v = (draw(batch, 1, heads * d, dtype=dtype, seed=seed) for seed in (1, 2))
+    cos, sin = (draw(1, 1, d, dtype=dtype, seed=seed) for seed in (3, 4))
+    sides = []
+    for width, channel_major in zip(bits, (False, True), strict=True):
+        codes, scales = kv_ops.empty_chunks(before // 256 + 1, batch, heads, d, width, q.device)
+        x = draw(batch, heads, before, d, dtype=torch.float32, seed=5 + channel_major)
+        kv_ops.append(codes, scales, x, 0, width, 0.95, channel_major)
+        sides.extend((codes, scales))
+    factors, order = hadamard.dense_factors(d, q.device) if d % 4 == 0 else ([], 0)
+    return [q, k, v, cos, sin, *sides, before, *bits, 0.95, factors, order, d**-0.5]
+
+
+CASES = [  # batch, heads, groups, head_dim, tokens before
+    (1, 2, 1, 64, 1), (3, 1, 4, 64, 255), (1, 2, 3, 128, 256), (2, 1, 7, 80, 300), (1, 1, 2, 20, 15), (1, 2, 2, 6, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_single_ops(case: tuple[int, ...], dtype: torch.dtype, level: None) -> None:
+    for bits in ((4, 4), (3, 8)):
+        mine, theirs = (arguments(*case, bits, dtype) for _ in range(2))
+        found = torch.ops.ptq.kv_decode_attention(*mine)
+        wanted = kv_step.decode_attention(*theirs)
+        assert found.dtype == dtype and torch.equal(found, wanted)
+        assert all(torch.equal(a, b) for a, b in zip(mine[5:9], theirs[5:9], strict=True))
+
+
+def test_opcheck_and_refusals() -> None:
+    given = arguments(1, 2, 2, 8, 20, (4, 4), torch.float32)
+    torch.library.opcheck(torch.ops.ptq.kv_decode_attention.default, given)
+    stored = [x.clone() for x in given[5:9]]
+    for index, wrong in ((0, given[0][..., :-1]), (1, given[1][..., :-1]), (2, given[2][:, :0]), (9, 256), (10, 5), (11, 5)):
+        with pytest.raises((RuntimeError, TypeError)):
+            torch.ops.ptq.kv_decode_attention(*given[:index], wrong, *given[index + 1 :])
+    assert torch.equal(given[5], stored[0])
+
+
+@pytest.mark.parametrize("batch", (1, 3))
+def test_a_model_decodes_through_it(batch: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = QuarotRecipe(rounding="nearest", activation_bits=4, key_bits=4, value_bits=3)
+    ptq.quantize(save_model(tmp_path / "source"), tmp_path / "packed", recipe, ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
+    ids = torch.randint(model.config.vocab_size, (batch, 12), generator=torch.Generator().manual_seed(1))
+    calls, own = [], PackedLayer.decode
+    monkeypatch.setattr(PackedLayer, "decode", lambda *args: calls.append(1) or own(*args))
+
+    @torch.no_grad()
+    def logits() -> list[Tensor]:
+        out = model(ids[:, :6], use_cache=True)
+        found = [out.logits]
+        for at in range(6, 12):
+            out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+            found.append(out.logits)
+        return found
+
+    found = logits()
+    assert len(calls) == 6 * model.config.num_hidden_layers
+    monkeypatch.setattr(PackedLayer, "decodes", False)
+    assert all(torch.equal(a, b) for a, b in zip(found, logits(), strict=True))
+    assert len(calls) == 6 * model.config.num_hidden_layers
