@@ -88,7 +88,7 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
     for (int64_t i = 0; i < whole; i += step) {
 #pragma GCC unroll 4
         for (int64_t line = 0; line < step * bytes; line += 64)
-            __builtin_prefetch(weight + i * bytes + ahead + line, 0, 3);
+            __builtin_prefetch(weight + i * bytes + ahead + line, 0, 0);
         load_step<type>(weight + i * bytes, w);
         multiply_step<tokens>(w, x + i, stride, acc);
     }
@@ -128,7 +128,7 @@ inline void row_of_pairs(const Linear& p, int64_t n, int64_t from) {
     for (; i + chains * pair_columns <= p.k; i += chains * pair_columns) {
 #pragma GCC unroll 4
         for (int c = 0; c < chains; c++) {
-            __builtin_prefetch(reinterpret_cast<const uint8_t*>(weight + i + c * pair_columns) + pairs_ahead, 0, 3);
+            __builtin_prefetch(reinterpret_cast<const uint8_t*>(weight + i + c * pair_columns) + pairs_ahead, 0, 0);
             multiply_pairs<tokens>(weight + i + c * pair_columns, x + i + c * pair_columns, p.k, all, c, acc);
         }
     }

@@ -18,7 +18,7 @@ constexpr int64_t ahead = 8192;           // bytes that are fetched before they 
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 255 * 128 * 65536 is below 2^31
 
 inline void fetch(const uint8_t* block, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i, 0, 3);
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i, 0, 0);
 }
 
 inline int32_t load_int(const int8_t* from) {
