@@ -27,7 +27,8 @@ from ptq.errors import InputError
 from ptq.families import shape_of
 from ptq.kv_cache import CacheQuantization
 from ptq.kv_side import Side, rotate, row_starts
-from ptq.packed_cache import PackedCache, PackedStates, Signature
+from ptq.packed_cache import PackedCache, Signature
+from ptq.packed_layer import PackedStates
 
 MAX_DECODE = 8
 """So many query tokens are decoded over the packed cache; for more, it is dequantised once and torch attends."""

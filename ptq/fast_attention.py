@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from ptq.attention import forward, implementation
 from ptq.growing_cache import GrowingLayer, growing_layer
 from ptq.matmul import is_few
-from ptq.packed_cache import PackedCache, PackedLayer
+from ptq.packed_cache import PackedCache
+from ptq.packed_layer import PackedLayer
 from ptq.shared_input import products
 
 ATTENTION = "ptq_sdpa"
@@ -44,23 +45,27 @@ def layer_of(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     past_key_values: Cache | None = None,
-    gains: tuple[Tensor, ...] = (),
     **others: Any,
 ) -> GrowingLayer | PackedLayer | None:
     """The layer of the cache that a decoded token goes to; None where this is something else than decoding without a
-    mask, a cache of another kind, or nothing for the ops for few tokens (`gains`: of norms that they would take)."""
+    mask, a cache of another kind, or nothing for the ops for few tokens."""
     if attention_mask is not None or position_embeddings is None or past_key_values is None or module.training:
         return None
     if hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
         return None
-    if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings, *gains):
+    if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings):
         return None
-    if type(past_key_values) is PackedCache:
-        layer = past_key_values.layers[module.layer_idx]
+    return cache_layer(module, past_key_values)
+
+
+def cache_layer(module: Any, cache: Cache) -> GrowingLayer | PackedLayer | None:
+    """The layer of the cache that is an attention module's; None where there is none that this file serves."""
+    if type(cache) is PackedCache:
+        layer = cache.layers[module.layer_idx]
         assert isinstance(layer, PackedLayer)
-        wanted = implementation(past_key_values.settings)
+        wanted = implementation(cache.settings)
     else:
-        layer, wanted = growing_layer(past_key_values, module.layer_idx), ATTENTION
+        layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
     if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
         return None
     return layer

@@ -1,126 +1,41 @@
-"""A decoder layer of one decoded token in three steps: what comes before attention, attention, what comes after it. On
-a GPU, of any number of tokens: see `ptq.gpu_layer`.
+"""Decoder layers that are computed in a few calls: of one decoded token on the CPU (`ptq.layer_run`), of any number of
+tokens on a GPU (`ptq.gpu_layer`).
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
     y = x + attention(norm(x)),    result = y + mlp(norm(y)).
 
-The steps need a format that computes them (`WholeLayer`), linears that treat their input alike, attention and MLP of
-the kinds of `ptq.fast_attention` and `ptq.fast_steps`, and nobody who listens in (hooks). Otherwise the layer's own
-code runs. The numbers are those of the single ops to the bit.
+The calls need a format that computes them, linears that treat their input alike, attention and MLP of the kinds of
+`ptq.fast_attention` and `ptq.fast_steps`, and nobody who listens in (hooks). Otherwise the layer's own code runs. The
+numbers are those of the single ops to the bit.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from operator import is_
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq import fast_attention, fast_steps, gpu_layer, hadamard, matmul
-from ptq.formats import Parts
+from ptq import fast_attention, fast_steps, gpu_layer, hadamard, layer_run, matmul
+from ptq.layer_run import Known
 from ptq.linear import QuantLinear
 from ptq.shared_input import is_here
-
-Norm = tuple[Tensor, float, float, bool]
-"""Gain, eps, offset and round_first of `ptq::rms_norm`."""
-
-
-@runtime_checkable
-class WholeLayer(Protocol):
-    """A format that does what surrounds attention in one call each."""
-
-    def layer_weights(self, parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> Any:
-        """Several weights as the methods below take them; None where they cannot."""
-        ...
-
-    def layer_start(
-        self, x: Float[Tensor, "*t k"], norm: Norm, weights: Any, input: tuple[int, float]
-    ) -> Sequence[Tensor]:
-        """The products of norm(x), quantised to `input` = bits, clip (0 bits: as it is), with each weight."""
-        ...
-
-    def layer_end(
-        self,
-        attended: Float[Tensor, "*t n"],
-        x: Float[Tensor, "*t k"],
-        norm: Norm,
-        weights: Any,
-        input: tuple[int, float],
-        down: tuple[list[Tensor], int, int, float],
-    ) -> Float[Tensor, "*t k"]:
-        """y = x + o(attended), then y + mlp(norm(y)), with the weights o, gate, up and down. `down`: dense factors and
-        order (0: none) of the Hadamard transform of its input, bits and clip."""
-        ...
-
 
 ATTENTION, MLP, NORMS = "self_attn", "mlp", ("input_layernorm", "post_attention_layernorm")
 OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """What a layer is called with besides its input."""
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """A layer as the calls of its format take it."""
-
-    format: WholeLayer
-    attention: nn.Module
-    kind: str
-    gains: tuple[Tensor, Tensor]
-    norms: tuple[Norm, Norm]
-    weights: tuple[Any, Any]
-    input: tuple[int, float]
-    down: tuple[list[Tensor], int, int, float]
-
-
-class _Known:
-    """The steps of a layer, for as long as it holds the very modules and parameters that `find` found them for."""
-
-    def __init__(self, find: Callable[[nn.Module], Any]) -> None:
-        self.find = find
-        self.forget()
-
-    def forget(self) -> None:
-        """Find out anew next time."""
-        self.steps: Any = None
-        self.owners: list[dict[str, Any]] = []
-        self.held: list[Any] = []
-        self.hooks: list[dict[int, Any]] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"find": self.find}  # copies and pickles find out anew
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _Known.__init__(self, state["find"])
-
-    def of(self, layer: nn.Module) -> Any:
-        """The steps of a layer; None where there are none, or somebody listens in."""
-        now = chain.from_iterable(map(dict.values, self.owners))
-        if not self.held or sum(map(len, self.owners)) != len(self.held) or not all(map(is_, now, self.held)):
-            modules = [layer, *(module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())]
-            modules.extend(layer.get_submodule(name) for name in NORMS)
-            self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
-            self.held = [held for owner in self.owners for held in owner.values()]
-            self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-            self.steps = self.find(layer)
-        return None if any(self.hooks) else self.steps
-
-
 def install(model: nn.Module) -> None:
     """Make the decoder layers of a model fast where they are what the steps compute."""
     for module in model.modules():
         if "forward" not in vars(module) and _is_plain(module):
-            module.forward = functools.partial(_forward, module, _Known(_steps_of), _Known(_gpu_steps_of))
+            knowns = (Known(find, _parts) for find in (_layer_of, _gpu_steps_of))
+            module.forward = functools.partial(_forward, module, *knowns)
 
 
-def _forward(
-    module: nn.Module, on_cpu: _Known, on_gpu: _Known, hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def _forward(module: nn.Module, on_cpu: Known, on_gpu: Known, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not args and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
             steps = on_gpu.of(module)
@@ -129,9 +44,9 @@ def _forward(
                 steps = on_gpu.of(module)
             found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
         else:
-            if on_gpu.steps is not None:
+            if on_gpu.found is not None:
                 on_gpu.forget()  # merged weights would stay on the GPU
-            found = _decoded(module, on_cpu, hidden_states, **kwargs)
+            found = layer_run.decoded(module, on_cpu, hidden_states, **kwargs)
         if found is not None:
             return found
     return type(module).forward(module, hidden_states, *args, **kwargs)
@@ -142,44 +57,46 @@ def _gpu_steps_of(layer: nn.Module) -> gpu_layer.Steps | None:
     return gpu_layer.steps_of(attention, mlp, norms)
 
 
-def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
-    if x.shape[1] != 1:
-        return None
-    steps = known.of(module)
-    layer = None if steps is None else fast_attention.layer_of(steps.attention, x, gains=steps.gains, **others)
-    if steps is None or layer is None:
-        return None
-    q, k, v = steps.format.layer_start(x, steps.norms[0], steps.weights[0], steps.input)
-    attended = fast_attention.attend(steps.attention, steps.kind, q, k, v, others["position_embeddings"], layer)
-    return steps.format.layer_end(attended, x, steps.norms[1], steps.weights[1], steps.input, steps.down)
+def _parts(layer: nn.Module) -> list[nn.Module]:
+    """The layer, and all in it that its steps are made of."""
+    inner = (module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())
+    return [layer, *inner, *(layer.get_submodule(name) for name in NORMS)]
 
 
-def _steps_of(layer: nn.Module) -> _Steps | None:
-    attention, mlp, *normed = (layer.get_submodule(name) for name in (ATTENTION, MLP, *NORMS))
-    kind, norms = fast_attention.kind_of(attention), [fast_steps.norm_kind(norm) for norm in normed]
-    if kind is None or None in norms or not fast_steps.is_gated(mlp):
+def _layer_of(module: nn.Module) -> layer_run.Layer | None:
+    attention, mlp, *normed = (module.get_submodule(name) for name in (ATTENTION, MLP, *NORMS))
+    kind = fast_attention.kind_of(attention)
+    if kind is None or not fast_steps.is_gated(mlp):
         return None
+    normed.extend(attention.get_submodule(name) for name in fast_attention.NORMS if kind)
+    norms = tuple(fast_steps.norm_kind(norm) for norm in normed)
     names = (*fast_attention.INPUTS, fast_attention.OUTPUT)
     linears = [*(attention._modules[name] for name in names), *(mlp._modules[name] for name in fast_steps.GATED)]
-    if not all(type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in linears):
+    if None in norms or not all(
+        type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in linears
+    ):
         return None
     *others, down = (cast(QuantLinear, linear) for linear in linears)
     format, online = down.format, others[0].online
-    if not isinstance(format, WholeLayer) or not all(linear.format == format for linear in others):
+    if not isinstance(format, layer_run.WholeLayers) or not all(linear.format == format for linear in others):
         return None
     if online.input is not None or any(linear.online != online for linear in others):
         return None
     if any(x.signs or x.output is not None for x in (online, down.online)):
         return None
-    transform = ([], 0) if down.online.input is None else hadamard.dense_factors(down.online.input, torch.device("cpu"))
+    factors, order = (
+        ([], 0) if down.online.input is None else hadamard.dense_factors(down.online.input, torch.device("cpu"))
+    )
     bits = [(0, 1.0) if x.activation is None else (x.activation.bits, x.activation.clip) for x in (online, down.online)]
-    parts, biases = [x.parts() for x in (*others, down)], [x._parameters["bias"] for x in (*others, down)]
-    weights = tuple(format.layer_weights(parts[at], biases[at]) for at in (slice(0, 3), slice(3, 7)))
-    if None in weights:
+    weights = [x.parts() for x in (*others, down)], [x._parameters["bias"] for x in (*others, down)]
+    if format.layer_weights([weights]) is None:
         return None
     gains = tuple(norm.get_parameter("weight") for norm in normed)
-    full = tuple((gain, *cast(tuple[float, float, bool], norm)) for gain, norm in zip(gains, norms, strict=True))
-    return _Steps(format, attention, kind, gains, full, weights, bits[0], (*transform, *bits[1]))  # pyright: ignore
+    shape = others[1].out_features // cast(int, attention.head_dim), cast(int, attention.head_dim)
+    scaling = cast(float, attention.scaling)
+    return layer_run.Layer(
+        format, attention, shape, gains, weights, cast(Any, norms), bits[0], (factors, order, *bits[1]), scaling
+    )
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from torch import Tensor
 from ptq.errors import InputError
 from ptq.kv_cache import CacheQuantization
 from ptq.kv_side import row_starts
-from ptq.packed_cache import PackedCache, PackedLayer
+from ptq.packed_cache import PackedCache
+from ptq.packed_layer import PackedLayer
 
 
 class StaticPackedLayer(PackedLayer):
@@ -46,7 +47,7 @@ class StaticPackedLayer(PackedLayer):
             self.owner.check_room(int(self.position) + tokens)
         return self.position
 
-    def _advance(self, tokens: int) -> None:
+    def advance(self, tokens: int) -> None:
         self.position.add_(tokens)
 
     def attend(self, query: Float[Tensor, "b q_heads t d"], mask: Bool[Tensor, "b 1 t length"] | None, scaling: float):

@@ -36,8 +36,6 @@ from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the op
 from quarot import integer_ops, tiled_ops
 from quarot import layer_ops as _layer_ops  # noqa: F401 (registers the ops)
 
-Norm = tuple[Tensor, float, float, bool]
-
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """What the kernels of a device read."""
 
@@ -234,26 +232,17 @@ class IntegerFormat:
             return None
         return torch.ops.ptq.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
 
-    def layer_weights(self, parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-        """See `ptq.fast_layer.WholeLayer`."""
-        weights = _weights(parts, biases)
+    def layers(self, x: Float[Tensor, "b 1 k"], *arguments: Any) -> list[Float[Tensor, "b 1 k"]]:
+        """See `ptq.layer_run.WholeLayers`."""
+        return torch.ops.ptq.integer_layers.default(x, *arguments)
+
+    def layer_weights(
+        self, layers: Sequence[tuple[Sequence[Parts], Sequence[Tensor | None]]]
+    ) -> tuple[Any, ...] | None:
+        """See `ptq.layer_run.WholeLayers`."""
+        parts = [part for layer, _ in layers for part in layer]
+        weights = _weights(parts, [bias for _, layer in layers for bias in layer])
         return None if weights is None else (*weights, self.bits, self.group_size)
-
-    def layer_start(
-        self, x: Float[Tensor, "*t k"], norm: Norm, weights: tuple[Any, ...], input: tuple[int, float]
-    ) -> list[Float[Tensor, "*t _n"]]:
-        return torch.ops.ptq.integer_layer_start.default(x, *norm, *weights, *input)
-
-    def layer_end(
-        self,
-        attended: Float[Tensor, "*t n"],
-        x: Float[Tensor, "*t k"],
-        norm: Norm,
-        weights: tuple[Any, ...],
-        input: tuple[int, float],
-        down: tuple[list[Tensor], int, int, float],
-    ) -> Float[Tensor, "*t k"]:
-        return torch.ops.ptq.integer_layer_end.default(attended, x, *norm, *weights, *input, *down)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a
@@ -292,9 +281,10 @@ class IntegerFormat:
 
 def _weights(parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[list[Any], ...] | None:
     """Tiles, scales, zeros, biases and n of several weights, as the ops on lists take them."""
-    given = [bias for bias in biases if bias is not None]
-    if len(given) not in (0, len(biases)) or not all("tiles" in part for part in parts):
+    if not all("tiles" in part for part in parts):
         return None
+    given = any(bias is not None for bias in biases)
+    full = [parts[0]["tiles"].new_empty(0) if bias is None else bias for bias in biases] if given else []
     zeros = [part["zero"] for part in parts] if "zero" in parts[0] else []
     n = [part["shape"].shape[0] for part in parts]
-    return [part["tiles"] for part in parts], [part["scale"] for part in parts], zeros, given, n
+    return [part["tiles"] for part in parts], [part["scale"] for part in parts], zeros, full, n

@@ -1,75 +1,89 @@
-"""What a decoder layer does to few tokens before and after its attention, each as one op, for integer weights in tiles.
+"""`ptq::integer_layers`: what decoder layers do to a decoded token of each row, as one op, for integer weights in
+tiles.
 
-- `ptq::integer_layer_start`: RMSNorm, and the products with q_proj, k_proj and v_proj.
-- `ptq::integer_layer_end`: the product of o_proj added to the layer's input; then RMSNorm, gate_proj and up_proj,
-  silu(gate) * up, down_proj, added again.
+Layer by layer: RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys where there is one, of each head or
+of all as one vector; rotary embedding and attention, with key and value stored behind the first `before` tokens;
+o_proj, added to the layer's input; RMSNorm, gate_proj and up_proj, silu(gate) * up, down_proj, added again. The results
+are the outputs of all layers.
 
+Lists hold what belongs to each layer, layer by layer: 2 or 4 `gains` (the numbers of these norms are the same in all
+layers), 7 weights (`zero` and `bias` may be empty; a bias of no elements is none), and the tensors of its cache: keys
+and values [b, h, room, d], or codes and scales of keys and values (`ptq.kv_ops`), or these, `starts`, sink keys and
+sink values.
 Products quantise their input to `input_bits` first (0: they don't); that of down_proj goes through a Hadamard transform
-of `order` before (0: none) and has bits of its own. Lists hold one tensor for each weight, `zero` and `bias` may be
-empty. Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the
-bit. (On a decoded token, calling fifteen ops takes as long as half of the products.)
+of `order` before (0: none) and has bits of its own. Everything is done by the functions of the ops that do one step, in
+their order: the numbers are theirs to the bit. (On a decoded token, calling them one by one takes as long as half of
+the products.)
 """
-
-from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ptq.op_declarations import declare_all
+from ptq import kv_step as _kv_step  # noqa: F401 (registers the ops)
+from ptq.op_declarations import declare
 
-_NORM = "Tensor gain, float eps, float offset, bool round_first"
-_WEIGHTS = "Tensor[] tiles, Tensor[] scale, Tensor[] zero, Tensor[] bias, int[] n, int bits, int group_size"
-SCHEMAS = {
-    "integer_layer_start": f"(Tensor x, {_NORM}, {_WEIGHTS}, int input_bits, float clip) -> Tensor[]",
-    "integer_layer_end": f"(Tensor attended, Tensor x, {_NORM}, {_WEIGHTS}, int input_bits, float clip, "
-    "Tensor[] factors, int order, int down_bits, float down_clip) -> Tensor",
-}
+PER_LAYER = 7
 
-Weights = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[int]]
+SCHEMA = (
+    "(Tensor x, Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] tiles, Tensor[] scale, "
+    "Tensor[] zero, Tensor[] bias, int[] n, int bits, int group_size, int input_bits, float clip, Tensor[] factors, "
+    "int order, int down_bits, float down_clip, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, "
+    "int[] cache_bits, float cache_clip, Tensor[] cache_factors, int cache_order, float scaling) -> Tensor[]"
+)
 
 
-def products(
-    x: Float[Tensor, "*t k"], bits: int, clip: float, factors: list[Tensor], order: int, w: Weights, *grid: int
-) -> list[Tensor]:
+def products(x, bits, clip, factors, order, weights, grid):
     """x, transformed and quantised if need be, times several weights."""
     if not bits:
         x = torch.ops.ptq.hadamard(x, None, factors, order, -1, False) if order else x
-        return torch.ops.ptq.integer_linears_tiled(x, *w, *grid)
+        return torch.ops.ptq.integer_linears_tiled(x, *weights, *grid)
     if order:
         q, q_scale = torch.ops.ptq.hadamard_quantize(x, None, factors, order, bits, clip)
     else:
         q, q_scale = torch.ops.ptq.quantize_tokens(x, bits, clip)
-    return torch.ops.ptq.integer_linears_quantized(q, q_scale, *w, *grid, x.dtype)
+    return torch.ops.ptq.integer_linears_quantized(q, q_scale, *weights, *grid, x.dtype)
 
 
-def start(x, gain, eps, offset, round_first, tiles, scale, zero, bias, n, bits, group_size, input_bits, clip):
-    """`ptq::integer_layer_start` step by step."""
-    normed = torch.ops.ptq.rms_norm(x, gain, eps, offset, round_first)
-    return products(normed, input_bits, clip, [], 0, (tiles, scale, zero, bias, n), bits, group_size)
-
-
-def end(
-    attended, x, gain, eps, offset, round_first, tiles, scale, zero, bias, n, bits, group_size, input_bits, clip,
-    factors, order, down_bits, down_clip,
+def layers(
+    x, gains, eps, offset, round_first, tiles, scale, zero, bias, n, bits, group_size, input_bits, clip, factors, order,
+    down_bits, down_clip, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
 ):  # fmt: skip
-    """`ptq::integer_layer_end` step by step."""
-    output, gated, down = (
-        (tiles[at], scale[at], zero[at], bias[at], n[at]) for at in (slice(0, 1), slice(1, 3), slice(3, 4))
-    )
-    grid = bits, group_size
-    y = x + products(attended, input_bits, clip, [], 0, output, *grid)[0]
-    normed = torch.ops.ptq.rms_norm(y, gain, eps, offset, round_first)
-    gate, up = products(normed, input_bits, clip, [], 0, gated, *grid)
-    return y + products(torch.ops.ptq.silu_mul(gate, up), down_bits, down_clip, factors, order, down, *grid)[0]
+    """`ptq::integer_layers` step by step."""
+    count, results = len(n) // PER_LAYER, []
+
+    def norm(x: Float[Tensor, "b 1 k"], which: int) -> Float[Tensor, "b 1 k"]:
+        gain = gains[layer * len(eps) + which]
+        by_head = x.unflatten(-1, (-1, len(gain)))
+        return torch.ops.ptq.rms_norm(by_head, gain, eps[which], offset[which], bool(round_first[which])).flatten(-2)
+
+    def plain(x: Float[Tensor, "b 1 k"], first: int, last: int) -> list[Tensor]:
+        return products(x, input_bits, clip, [], 0, weights(first, last), (bits, group_size))
+
+    def weights(first: int, last: int) -> list:
+        at = slice(layer * PER_LAYER + first, layer * PER_LAYER + last)
+        return [part[at] for part in (tiles, scale, zero, bias, n)]
+
+    for layer in range(count):
+        q, k, v = plain(norm(x, 0), 0, 3)
+        if len(eps) == 4:
+            q, k = norm(q, 2), norm(k, 3)
+        held = cache[layer * len(cache) // count : (layer + 1) * len(cache) // count]
+        if len(held) == 2:
+            attended = torch.ops.ptq.decode_attention(q, k, v, cos, sin, *held, before, scaling)
+        else:
+            numbers = before, *cache_bits, cache_clip, cache_factors, cache_order, scaling
+            sinks = held[4:] or (None, None, None)
+            attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *held[:4], *numbers, *sinks)
+        y = x + plain(attended, 3, 4)[0]
+        gated = torch.ops.ptq.silu_mul(*plain(norm(y, 1), 4, 6))
+        x = y + products(gated, down_bits, down_clip, factors, order, weights(6, 7), (bits, group_size))[0]
+        results.append(x)
+    return results
 
 
-REFERENCES = {"integer_layer_start": start, "integer_layer_end": end}
-FAKES = {
-    "integer_layer_start": lambda x, gain, eps, offset, first, tiles, scale, zero, bias, n, *rest: [
-        x.new_empty(*x.shape[:-1], size) for size in n
-    ],
-    "integer_layer_end": lambda attended, x, *rest: x.new_empty(x.shape),
-}
+def _fake(x, gains, eps, offset, round_first, tiles, scale, zero, bias, n, *rest):
+    return [x.new_empty(x.shape) for _ in range(len(n) // PER_LAYER)]
 
-declare_all(SCHEMAS, REFERENCES, FAKES)
+
+declare("integer_layers", SCHEMA, layers, _fake)

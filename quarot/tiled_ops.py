@@ -11,7 +11,8 @@ acc = acc + scale * I, each operation rounded; y = acc * q_scale, then + bias, t
 `integer_linear_tokens` quantises x itself, as `ptq.activations` does: the same bits in one call.
 
 **Several weights**, one input: `integer_linears_...` give the same numbers as one call for each, and wake the threads
-once. The lists `zero` and `bias` are empty, or have one tensor for each weight. No gradients.
+once. The lists `zero` and `bias` are empty, or have one tensor for each weight; a bias of no elements is none. No
+gradients.
 """
 
 from collections.abc import Sequence
@@ -97,7 +98,8 @@ def linear_quantized(
 
 def linears(one: str, inputs: tuple[Tensor, ...], weights: Sequence[Sequence[Any]], *rest: Any) -> list[Tensor]:
     """One call of the op `one` for every weight: `weights` are the lists of tiles, scales, zeros, biases and n."""
-    count = len(weights[0])
+    tiles, scale, zero, bias, n = weights
+    weights, count = (tiles, scale, zero, [x if x.numel() else None for x in bias], n), len(tiles)
     each = zip(*(column or [None] * count for column in weights), strict=True)
     return [getattr(torch.ops.ptq, one)(*inputs, *weight, *rest) for weight in each]
 

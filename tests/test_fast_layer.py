@@ -1,7 +1,9 @@
 """Decoding through the few steps of `ptq.fast_layer` and `ptq.fast_attention`: the logits of the models' own code."""
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -13,11 +15,14 @@ from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import ptq
-from ptq import fast_attention, fast_decode, fast_layer
+from ptq import fast_attention, fast_decode, fast_layer, layer_run
 from ptq.families import FAMILIES
+from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
 KINDS = {"qwen3": "heads", "olmo2": "whole"}
+OTHERS = {"granite", "olmo2"}
+"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y))."""
 RECIPES = {
     "W4A16": {},
     "W4A8": {"activation_bits": 8},
@@ -93,7 +98,7 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_whole_layers_give_the_bits_of_single_ops(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed(recipe)
-    calls = counted(monkeypatch, fast_layer, "_decoded")
+    calls = counted(monkeypatch, layer_run, "decoded")
     for dtype in (torch.float32, torch.bfloat16):
         model = model.to(dtype)
         found = [decode(model, batch) for batch in (1, 2)]
@@ -104,6 +109,18 @@ def test_whole_layers_give_the_bits_of_single_ops(recipe: str, packed, monkeypat
                 assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_layers_of_every_family(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_model(tmp_path / "source", family)
+    recipe = QuarotRecipe(rounding="nearest", activation_bits=8, key_bits=4, value_bits=4)
+    ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
+    single, runs = without(copy.deepcopy(model), "DecoderLayer"), counted_runs(monkeypatch)
+    for a, b in zip(decode(model), decode(single), strict=True):
+        assert torch.equal(a, b)
+    assert runs == ([] if family in OTHERS else [1, 1, 2, 2, 2])
+
+
 def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed("W4A8")
     wanted = decode(model)
@@ -111,7 +128,7 @@ def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> No
         layer = again.get_decoder().layers[0]
         assert layer.forward.args[0] is layer
         assert all(torch.equal(a, b) for a, b in zip(decode(again), wanted, strict=True))
-    calls = counted(monkeypatch, fast_layer, "_decoded")
+    calls = counted(monkeypatch, layer_run, "decoded")
     heard = []
     for name in ("mlp.up_proj", "self_attn", "input_layernorm"):
         module = model.get_decoder().layers[0].get_submodule(name)
@@ -171,3 +188,116 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
         config = tiny_config("granite")
         config.residual_multiplier = multiplier
         assert fast_layer._is_plain(GraniteDecoderLayer(config, 0)) == (multiplier == 1.0)
+
+
+# --- layers that are computed ahead ---------------------------------------------------------------------------------
+
+
+def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each call of the op computed."""
+    own, runs = IntegerFormat.layers, []
+
+    def call(*args: Any) -> Any:
+        found = own(*args)
+        runs.append(len(found))
+        return found
+
+    monkeypatch.setattr(IntegerFormat, "layers", call)
+    return runs
+
+
+def test_layers_are_computed_in_one_call(packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, runs = packed("W4A8"), counted_runs(monkeypatch)
+    decode(model)
+    assert runs == [1, 1, 2, 2, 2]  # two layers: the first token tells that one follows the other
+    runs.clear()
+    decode(model, batch=3)
+    assert runs == [2, 2, 2, 2]
+    runs.clear()
+    decode(copy.deepcopy(model))
+    assert runs == [1, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("recipe", ("W4A8", "W4A4KV4"))
+def test_a_result_that_is_changed_on_its_way_is_not_foreseen(recipe: str, packed, monkeypatch) -> None:
+    """A hook between two layers, as for steering: the next layer computes from what it is given."""
+    model = packed(recipe)
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    runs = counted_runs(monkeypatch)
+    decode(model)
+    for change in (lambda module, args, output: output * 1.5, lambda module, args, output: output.mul_(1.5)):
+        hooks = [each.get_decoder().layers[0].register_forward_hook(change) for each in (model, single)]
+        for a, b in zip(decode(model, steps=6), decode(single, steps=6), strict=True):
+            assert torch.equal(a, b)
+        for hook in hooks:
+            hook.remove()
+    runs.clear()
+    for a, b in zip(decode(model), decode(single), strict=True):
+        assert torch.equal(a, b)
+    assert set(runs) == {1}  # misled too often: not believed any more
+
+
+def test_hidden_states_and_early_exit(packed) -> None:
+    model = packed("W4A8")
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    ids = torch.randint(model.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(3))
+    results: list[list[Any]] = [[], []]
+    for each, found in zip((model, single), results, strict=True):
+        decode(each)
+        layers, cache = each.get_decoder().layers, DynamicCache()
+        with torch.no_grad():
+            each(ids[:, :4], past_key_values=cache, use_cache=True)
+            for at in range(4, 9):
+                if at == 6:  # this token goes through the first layer alone
+                    second = layers.pop(1)
+                out = each(ids[:, at : at + 1], past_key_values=cache, use_cache=True, output_hidden_states=True)
+                if at == 6:
+                    layers.append(second)
+                    cache.layers[0].crop(-1)
+                found.extend((*out.hidden_states, out.logits))
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_two_conversations_do_not_mix(packed) -> None:
+    model = packed("W4A8")
+    prompts = [torch.full((1, 4), 7), torch.full((1, 5), 9)]
+    token = torch.tensor([[3]])
+    with torch.no_grad():
+        wanted = []
+        for prompt in prompts:
+            out = model(prompt, use_cache=True)
+            wanted.append([model(token, past_key_values=out.past_key_values).logits for _ in range(4)])
+        caches = [model(prompt, use_cache=True).past_key_values for prompt in prompts]
+        found = [[], []]
+        for _ in range(4):
+            for cache, logits in zip(caches, found, strict=True):
+                logits.append(model(token, past_key_values=cache).logits)
+    for a, b in zip(found, wanted, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_second_layer_with_another_cache(packed) -> None:
+    model = packed("W4A8")
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    found = []
+    for each in (model, single):
+        decode(each)
+        base = each.get_decoder()
+        with torch.no_grad():
+            caches = [each(torch.full((1, 4), token), use_cache=True).past_key_values for token in (5, 8)]
+            x = base.embed_tokens(torch.tensor([[3]]))
+            turns = base.rotary_emb(x, torch.tensor([[4]]))
+            y = base.layers[0](x, position_embeddings=turns, attention_mask=None, past_key_values=caches[0])
+            y = base.layers[1](y, position_embeddings=turns, attention_mask=None, past_key_values=caches[1])
+        found.append((y, *(cache.get_seq_length(layer) for cache in caches for layer in (0, 1))))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:] == (5, 4, 4, 5)
+
+
+def test_nothing_keeps_a_model_alive(packed) -> None:
+    model = copy.deepcopy(packed("W4A4KV4"))
+    decode(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None

@@ -130,9 +130,9 @@ def test_a_model_that_moves(count: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         gpu.setattr(gpu_layer, "is_whole", lambda steps: steps is not found[0] and steps is not found[1])
         assert torch.equal(model(ids).logits, wanted) and len(found) == 2 * len(model.model.layers)
     known = [layer.forward.args[2] for layer in model.model.layers]
-    assert all(one.steps is not None for one in known)
+    assert all(one.found is not None for one in known)
     model(ids)
-    assert all(one.steps is None for one in known)
+    assert all(one.found is None for one in known)
 
 
 def test_a_layer_that_changes_what_attention_is_given_is_left_alone() -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq import hadamard, kv_ops, kv_step, native
-from ptq.packed_cache import PackedLayer
+from ptq.packed_layer import PackedLayer
 from quarot.plan import QuarotRecipe
 
 
@@ -43,7 +43,7 @@ def arguments(
         kv_ops.append(codes, scales, x, 0, width, 0.95, channel_major)
         sides.extend((codes, scales))
     factors, order = hadamard.dense_factors(d, q.device) if d % 4 == 0 else ([], 0)
-    return [q, k, v, cos, sin, *sides, before, *bits, 0.95, factors, order, d**-0.5]
+    return [q, k, v, cos, sin, *sides, before, *bits, 0.95, factors, order, d**-0.5, None, None, None]
 
 
 CASES = [  # batch, heads, groups, head_dim, tokens before
@@ -66,32 +66,35 @@ def test_opcheck_and_refusals() -> None:
     given = arguments(1, 2, 2, 8, 20, (4, 4), torch.float32)
     torch.library.opcheck(torch.ops.ptq.kv_decode_attention.default, given)
     stored = [x.clone() for x in given[5:9]]
-    for index, wrong in ((0, given[0][..., :-1]), (1, given[1][..., :-1]), (2, given[2][:, :0]), (9, 256), (10, 5), (11, 5)):
+    shapes = [(0, given[0][..., :-1]), (1, given[1][..., :-1]), (2, given[2][:, :0])]
+    for index, wrong in (*shapes, (9, 256), (10, 5), (11, 5)):
         with pytest.raises((RuntimeError, TypeError)):
             torch.ops.ptq.kv_decode_attention(*given[:index], wrong, *given[index + 1 :])
     assert torch.equal(given[5], stored[0])
 
 
+@pytest.mark.parametrize("sinks", (0, 3))
 @pytest.mark.parametrize("batch", (1, 3))
-def test_a_model_decodes_through_it(batch: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = QuarotRecipe(rounding="nearest", activation_bits=4, key_bits=4, value_bits=3)
+def test_a_model_decodes_through_it(batch: int, sinks: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = QuarotRecipe(rounding="nearest", activation_bits=4, key_bits=4, value_bits=3, cache_sinks=sinks)
     ptq.quantize(save_model(tmp_path / "source"), tmp_path / "packed", recipe, ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
     ids = torch.randint(model.config.vocab_size, (batch, 12), generator=torch.Generator().manual_seed(1))
-    calls, own = [], PackedLayer.decode
-    monkeypatch.setattr(PackedLayer, "decode", lambda *args: calls.append(1) or own(*args))
+    calls, own = [], PackedLayer.room
+    monkeypatch.setattr(PackedLayer, "room", lambda layer: calls.append(1) or own(layer))
 
     @torch.no_grad()
     def logits() -> list[Tensor]:
-        out = model(ids[:, :6], use_cache=True)
+        out = model(ids[:, :2], use_cache=True)
         found = [out.logits]
-        for at in range(6, 12):
+        for at in range(2, 12):
             out = model(ids[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
             found.append(out.logits)
         return found
 
     found = logits()
-    assert len(calls) == 6 * model.config.num_hidden_layers
+    steps = 9 if sinks else 10  # the third token is a sink
+    assert len(calls) == steps * model.config.num_hidden_layers
     monkeypatch.setattr(PackedLayer, "decodes", False)
     assert all(torch.equal(a, b) for a, b in zip(found, logits(), strict=True))
-    assert len(calls) == 6 * model.config.num_hidden_layers
+    assert len(calls) == steps * model.config.num_hidden_layers

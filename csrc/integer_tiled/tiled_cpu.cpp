@@ -103,7 +103,7 @@ Number number_of(ScalarType type) {
     return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
 }
 
-// Weights that share an input: `zero` and `bias` are empty, or one for each.
+// Weights that share an input: `zero` and `bias` are empty, or one for each; a bias of no elements is none.
 std::vector<Held> hold_all(const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias,
                            const std::vector<int64_t>& n, int64_t k, int64_t bits, int64_t group_size) {
     const size_t count = n.size();
@@ -114,7 +114,8 @@ std::vector<Held> hold_all(const Tensors& tiles, const Tensors& scale, const Ten
     held.reserve(count);
     for (size_t i = 0; i < count; i++)
         held.push_back(hold(tiles[i], scale[i], zero.empty() ? std::nullopt : std::optional(zero[i]),
-                            bias.empty() ? std::nullopt : std::optional(bias[i]), n[i], k, bits, group_size));
+                            bias.empty() || !bias[i].numel() ? std::nullopt : std::optional(bias[i]), n[i], k, bits,
+                            group_size));
     return held;
 }
 

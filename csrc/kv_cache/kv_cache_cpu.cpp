@@ -1,4 +1,6 @@
 // ptq::kv_* for the CPU. Schemas, fake kernels and references are in ptq/kv_ops.py and ptq/kv_step.py.
+#include "kv_cache/kv_cache_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -128,11 +130,13 @@ Tensor by_head(const Tensor& x, int64_t heads, int64_t d) {
     return reshaped(compact(x), std::vector<int64_t>{x.size(0), heads, 1, d});
 }
 
-// All that attention does to a decoded token.
+}  // namespace
+
 Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
-                        Tensor k_codes, Tensor k_scales, Tensor v_codes, Tensor v_scales, int64_t before,
-                        int64_t k_bits, int64_t v_bits, double clip, const std::vector<Tensor>& factors, int64_t order,
-                        double scaling) {
+                        const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes, const Tensor& v_scales,
+                        int64_t before, int64_t k_bits, int64_t v_bits, double clip, const std::vector<Tensor>& factors,
+                        int64_t order, double scaling, const std::optional<Tensor>& starts,
+                        const std::optional<Tensor>& sink_keys, const std::optional<Tensor>& sink_values) {
     STD_TORCH_CHECK(cos.dim() == 3 && cos.size(2) > 0 && q.dim() == 3 && k_codes.dim() == 4 && v_codes.dim() == 4,
                     "kv_decode_attention: expected q [b, 1, heads * d] and cos [b or 1, 1, d]");
     const int64_t d = cos.size(2), heads = k_codes.size(2);
@@ -151,11 +155,10 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     append(k_codes, k_scales, key, before, k_bits, clip, false);
     append(v_codes, v_scales, value, before, v_bits, clip, true);
     const Tensor out = attend(query, k_codes, k_scales, v_codes, v_scales, before + 1, k_bits, v_bits, scaling,
-                              std::nullopt, std::nullopt, std::nullopt, std::nullopt);
+                              std::nullopt, starts, sink_keys, sink_values);
     return reshaped(out, q.sizes());
 }
 
-}  // namespace
 }  // namespace ptq::kv_cache
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

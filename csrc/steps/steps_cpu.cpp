@@ -132,8 +132,10 @@ Rows rows_of(const Tensor& given, int64_t b, int64_t t, int64_t heads, int64_t d
     return {x, static_cast<const char*>(x.const_data_ptr()), t * heads * d * size, heads * d * size, d * size};
 }
 
+}  // namespace
+
 Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
-                        Tensor keys, Tensor values, int64_t before, double scaling) {
+                        const Tensor& keys, const Tensor& values, int64_t before, double scaling) {
     const Number type = number_of(q, "decode_attention");
     STD_TORCH_CHECK(keys.dim() == 4 && q.dim() == 3 && keys.size(1) > 0 && keys.size(3) > 0 && keys.size(3) % 2 == 0,
                     "decode_attention: expected q [b, t, heads * d] and keys [b, heads, room, d], d even");
@@ -188,7 +190,6 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     return out;
 }
 
-}  // namespace
 }  // namespace ptq::steps
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

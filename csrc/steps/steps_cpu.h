@@ -13,6 +13,11 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> rotary(const torch::sta
                                                                 const torch::stable::Tensor& k,
                                                                 const torch::stable::Tensor& cos,
                                                                 const torch::stable::Tensor& sin);
+// Writes to keys and values.
+torch::stable::Tensor decode_attention(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
+                                       const torch::stable::Tensor& v, const torch::stable::Tensor& cos,
+                                       const torch::stable::Tensor& sin, const torch::stable::Tensor& keys,
+                                       const torch::stable::Tensor& values, int64_t before, double scaling);
 torch::stable::Tensor silu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor sum(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
 
