@@ -49,7 +49,7 @@ def layer_of(
 ) -> GrowingLayer | PackedLayer | None:
     """The layer of the cache that a decoded token goes to; None where this is something else than decoding without a
     mask, a cache of another kind, or nothing for the ops for few tokens."""
-    if attention_mask is not None or position_embeddings is None or past_key_values is None or module.training:
+    if attention_mask is not None or position_embeddings is None or past_key_values is None:
         return None
     if hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
         return None
@@ -66,7 +66,7 @@ def cache_layer(module: Any, cache: Cache) -> GrowingLayer | PackedLayer | None:
         wanted = implementation(cache.settings)
     else:
         layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
-    if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
+    if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted or module.training:
         return None
     return layer
 

@@ -93,9 +93,8 @@ def _layer_of(module: nn.Module) -> layer_run.Layer | None:
         return None
     gains = tuple(norm.get_parameter("weight") for norm in normed)
     shape = others[1].out_features // cast(int, attention.head_dim), cast(int, attention.head_dim)
-    scaling = cast(float, attention.scaling)
     return layer_run.Layer(
-        format, attention, shape, gains, weights, cast(Any, norms), bits[0], (factors, order, *bits[1]), scaling
+        format, attention, shape, gains, weights, cast(Any, norms), bits[0], (factors, order, *bits[1])
     )
 
 

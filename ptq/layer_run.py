@@ -1,13 +1,14 @@
 """Decoder layers of a decoded token, as many in one call as come one after the other.
 
 Nothing says beforehand which layers follow each other. It is learnt: a layer that is called with the very tensor that
-another one gave comes after it. From then on the first layer computes for all that follow, as far as they are alike,
-and each of them finds its result ready when it is called. What was computed ahead is given out only where the layer is
-called as was foreseen: with the tensor that the layer before it gave, unchanged, and with the same cache and positions.
-Otherwise it is thrown away, and the layer computes anew. Keys and values that were stored ahead lie behind the end of
-the cache, where nobody reads them: a layer's cache gets longer when the layer is called. A layer whose followers do not
-come is believed `TRIES` times. Inside `torch.inference_mode` tensors have no version: there, changing a layer's result
-in place before the next layer sees it goes unnoticed.
+another one gave comes after it. From then on the first layer computes for all that follow, as far as they are alike and
+their caches agree, and each of them finds its result ready when it is called. What was computed ahead is given out only
+where the layer is called as was foreseen: with the tensor that the layer before it gave, unchanged, with the same
+positions, and with the cache as it was. Otherwise it is thrown away, and the layer computes anew. Keys and values that
+were stored ahead lie behind the end of the cache, where nobody reads them: a layer's cache gets longer when the layer
+is called. A layer whose followers do not come is believed `TRIES` times in a row.
+
+A change inside of a layer (a weight, a hook, numbers of its cache) while a token is on its way is seen by the next one.
 """
 
 import threading
@@ -18,6 +19,7 @@ from itertools import chain
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -58,31 +60,31 @@ class Layer:
     norms: tuple[Norm, ...]
     input: tuple[int, float]
     down: tuple[list[Tensor], int, int, float]
-    scaling: float
 
     def is_alike(self, other: "Layer") -> bool:
         """Whether both may be in one call."""
-        mine, others = ((x.format, x.heads, x.norms, x.input, x.down[1:], x.scaling) for x in (self, other))
-        return mine == others and self.down[0] is other.down[0]
+        mine, others = ((x.format, x.heads, x.norms, x.input, x.down[1:]) for x in (self, other))
+        return mine == others and all(map(is_, self.down[0], other.down[0]))
 
 
 class Stack:
-    """The first layers of several that are alike, and what does not change from call to call."""
+    """Layers that are alike, and what does not change from call to call. (It keeps a layer that was taken out of the
+    model until the next token.)"""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
-        self.given = tuple(layers)
+        self.layers = tuple(layers)
         first = layers[0]
-        count = next((i for i, layer in enumerate(layers) if not first.is_alike(layer)), len(layers))
-        self.layers = layers[:count]
-        self.gains = [gain for layer in self.layers for gain in layer.gains]
+        self.floats = [gain for layer in layers for gain in layer.gains]
         eps, offset, round_first = (list(numbers) for numbers in zip(*first.norms, strict=True))
-        weights = first.format.layer_weights([layer.weights for layer in self.layers])
+        weights = first.format.layer_weights([layer.weights for layer in layers])
         assert weights is not None
-        self.arguments = (self.gains, eps, offset, [int(x) for x in round_first], *weights, *first.input, *first.down)
+        norms = list(self.floats), eps, offset, [int(x) for x in round_first]
+        self.arguments = (*norms, *weights, *first.input, *first.down)
+        self.floats.extend(bias for layer in layers for bias in layer.weights[1] if bias is not None)
 
     def is_of(self, layers: Sequence[Layer]) -> bool:
-        """Whether these very layers were given."""
-        return len(layers) == len(self.given) and all(map(is_, layers, self.given))
+        """Whether it is of these very layers."""
+        return len(layers) == len(self.layers) and all(map(is_, layers, self.layers))
 
 
 class Known:
@@ -125,7 +127,9 @@ class _Ahead:
     """Results that wait for their layers. Nothing here keeps a model or a cache alive."""
 
     layers: list["weakref.ref[Known]"]
-    caches: list["weakref.ref[Any]"]
+    caches: list["weakref.ref[GrowingLayer | PackedLayer]"]
+    rooms: list["weakref.ref[Tensor]"]
+    """Where the keys of each layer were stored."""
     results: Sequence[Tensor]
     turns: tuple[Tensor, Tensor]
     cache: "weakref.ref[Any]"
@@ -134,12 +138,12 @@ class _Ahead:
 
     def is_next(self, known: Known, x: Tensor, turns: Any, cache: Any) -> bool:
         """Whether this call of a layer is the one that was foreseen."""
-        layer = self.caches[self.at]()
-        if self.layers[self.at]() is not known or x is not self.results[self.at - 1] or self.cache() is not cache:
+        if self.layers[self.at]() is not known or x is not self.results[self.at - 1] or x._version:
             return False
         if turns is None or turns[0] is not self.turns[0] or turns[1] is not self.turns[1]:
             return False
-        return layer is not None and layer.get_seq_length() == self.before and (x.is_inference() or not x._version)
+        layer, room = self.caches[self.at](), self.rooms[self.at]()
+        return self.cache() is cache and layer is not None and room is not None and layer.ends_at(room, self.before)
 
 
 class _Here(threading.local):
@@ -160,10 +164,10 @@ def decoded(module: nn.Module, known: Known, x: Float[Tensor, "b t k"], **others
         _mislead(ahead)
         ahead = None
     if ahead is None:
-        _learn(module, known, x)
         ahead = _run(module, known, x, **others)
         if ahead is None:
             return None
+        _learn(module, known, x)
     return _given(ahead, known)
 
 
@@ -183,6 +187,7 @@ def _given(ahead: _Ahead, known: Known) -> Tensor:
     result, layer = ahead.results[ahead.at], ahead.caches[ahead.at]()
     assert layer is not None
     layer.advance(1)
+    known.misled = 0 if ahead.at else known.misled
     ahead.at += 1
     HERE.ahead = ahead if ahead.at < len(ahead.results) else None
     HERE.last = weakref.ref(known), weakref.ref(result)
@@ -204,56 +209,74 @@ def _learn(module: nn.Module, known: Known, x: Tensor) -> None:
             before.next = weakref.ref(module), weakref.ref(known)
 
 
+Held = GrowingLayer | PackedLayer | None
+
+
 def _run(module: nn.Module, known: Known, x: Tensor, **others: Any) -> _Ahead | None:
-    first = known.of(module)
+    first, cache = known.of(module), others.get("past_key_values")
     if first is None or fast_attention.layer_of(first.attention, x, **others) is None:
         return None
-    layers, followers = [first], [known]
-    while followers[-1].next is not None:
-        after, follower = followers[-1].next[0](), followers[-1].next[1]()
-        if after is None or follower is None or follower in followers:
-            break
-        layer = follower.of(after)
-        if layer is None:
-            break
-        layers.append(layer)
-        followers.append(follower)
-    if known.stack is None or not known.stack.is_of(layers):
-        known.stack = Stack(layers)
-    return _computed(known.stack, followers, x, others["position_embeddings"], others["past_key_values"])
-
-
-def _computed(
-    stack: Stack, followers: list[Known], x: Tensor, turns: tuple[Tensor, Tensor], cache: Any
-) -> _Ahead | None:
-    if not is_few(x.shape[0], x, *stack.gains):
-        return None
-    found = [fast_attention.cache_layer(layer.attention, cache) for layer in stack.layers]
-    first = stack.layers[0]
+    layers, followers, found = _following(first, known, cache)
     rooms = _rooms(found, x, first.heads)
     if rooms is None:
         return None
-    results = first.format.layers(x, *stack.arguments, *turns, *rooms, first.scaling)
-    known = [weakref.ref(follower) for follower in followers[: len(results)]]
-    caches = [weakref.ref(layer) for layer in found]
-    return _Ahead(known, caches, results, turns, weakref.ref(cache), found[0].get_seq_length())  # pyright: ignore
+    layers = layers[: len(rooms[0])]
+    stack = known.stack
+    if stack is None or not stack.is_of(layers):
+        stack = known.stack = Stack(layers)
+    if not is_few(x.shape[0], x, *stack.floats):
+        return None
+    parts, turns = [part for room in rooms[0] for part in room], others["position_embeddings"]
+    with torch.inference_mode(False), torch.no_grad():  # tensors whose version tells of changes
+        results = first.format.layers(x, *stack.arguments, *turns, parts, *rooms[1:], first.attention.scaling)
+    called = [weakref.ref(follower) for follower in followers]
+    caches = [weakref.ref(held) for held in found if held is not None]
+    keys = [weakref.ref(room[0]) for room in rooms[0]]
+    return _Ahead(called, caches, keys, results, turns, weakref.ref(cache), rooms[1])
+
+
+def _following(first: Layer, known: Known, cache: Any) -> tuple[list[Layer], list[Known], list[Held]]:
+    """The layer, and those that are expected after it and are like it: what is known of each, and its cache."""
+    layers, followers, found = [first], [known], [fast_attention.cache_layer(first.attention, cache)]
+    seen, link = {id(found[0])}, known.next
+    while link is not None:
+        after, follower = link[0](), link[1]()
+        if after is None or follower is None:
+            break
+        layer = follower.of(after)
+        if layer is None or not first.is_alike(layer) or layer.attention.scaling != first.attention.scaling:
+            break
+        held = fast_attention.cache_layer(layer.attention, cache)
+        if held is None or id(held) in seen:  # the latter: a layer of another model, with the same index
+            break
+        seen.add(id(held))
+        layers.append(layer)
+        followers.append(follower)
+        found.append(held)
+        link = follower.next
+    return layers, followers, found
 
 
 def _rooms(
-    found: Sequence[GrowingLayer | PackedLayer | None], x: Tensor, heads: tuple[int, int]
-) -> tuple[Any, ...] | None:
-    """The cache as `ptq::integer_layers` takes it; None where a layer has none that it serves, or they differ."""
-    packed = [layer for layer in found if isinstance(layer, PackedLayer)]
-    if len(packed) == len(found):
-        length = packed[0].length
-        if not all(layer.decodes and layer.length == length and layer.key.batch == len(x) for layer in packed):
-            return None
-        return [part for layer in packed for part in layer.room()], length, *packed[0].numbers()
-    growing = [layer for layer in found if isinstance(layer, GrowingLayer)]
-    if len(growing) != len(found):
-        return None
+    found: Sequence[Held], x: Tensor, heads: tuple[int, int]
+) -> tuple[list[Sequence[Tensor]], int, list[int], float, list[Tensor], int] | None:
+    """The cache as `ptq::integer_layers` takes it, but with a list for each layer, for as many as are like the first;
+    None where that one is not served."""
+    rooms, length = [], None
     shape = len(x), heads[0], 1, heads[1]
-    rooms = [layer.reserve(shape, shape, x) for layer in growing]
-    if any(before != rooms[0][2] for _, _, before in rooms):
+    for held in found:
+        if isinstance(held, GrowingLayer):
+            *room, before = held.reserve(shape, shape, x)
+        elif held is not None and held.decodes and held.key.batch == len(x):
+            room, before = held.room(), held.length
+        else:
+            break
+        if length not in (None, before) or type(held) is not type(found[0]):
+            break
+        length = before
+        rooms.append(room)
+    if length is None:
         return None
-    return [part for keys, values, _ in rooms for part in (keys, values)], rooms[0][2], [0, 0], 1.0, [], 0
+    if isinstance(found[0], PackedLayer):
+        return rooms, length, *found[0].numbers()
+    return rooms, length, [0, 0], 1.0, [], 0

@@ -115,10 +115,9 @@ class PackedLayer(CacheLayerMixin):
     ) -> Float[Tensor, "b 1 q_width"]:
         """Attention of one more token, before rotary embedding, whose key and value are appended. For a layer that
         `decodes`. `turns`: cos and sin."""
-        room, numbers = self.room(), self.numbers()
+        room, (bits, *others) = self.room(), self.numbers()
         sinks = room[4:] or (None, None, None)
         op = torch.ops.ptq.kv_decode_attention.default
-        bits, *others = numbers
         y = op(q, k, v, *turns, *room[:4], self.length, *bits, *others, scaling, *sinks)
         self.advance(1)
         return y
@@ -131,6 +130,10 @@ class PackedLayer(CacheLayerMixin):
             side.reserve(self.length + 1)
         held = [*self.key.tensors, *self.value.tensors]
         return held if self.starts is None else [*held, self.starts, self.key_sinks, self.value_sinks]
+
+    def ends_at(self, keys: Tensor, tokens: int) -> bool:
+        """Whether these are the codes of the keys, and there are so many tokens."""
+        return self.key.tensors[0] is keys and self.length == tokens
 
     def numbers(self) -> tuple[list[int], float, list[Tensor], int]:
         """Bits of keys and values, clip ratio, dense factors and order of R3 (0: none)."""

@@ -218,8 +218,9 @@ def test_layers_are_computed_in_one_call(packed, monkeypatch: pytest.MonkeyPatch
     assert runs == [1, 1, 2, 2, 2]
 
 
+@pytest.mark.parametrize("mode", (torch.no_grad, torch.inference_mode))
 @pytest.mark.parametrize("recipe", ("W4A8", "W4A4KV4"))
-def test_a_result_that_is_changed_on_its_way_is_not_foreseen(recipe: str, packed, monkeypatch) -> None:
+def test_a_result_that_is_changed_on_its_way_is_not_foreseen(recipe: str, mode, packed, monkeypatch) -> None:
     """A hook between two layers, as for steering: the next layer computes from what it is given."""
     model = packed(recipe)
     single = without(copy.deepcopy(model), "DecoderLayer")
@@ -227,8 +228,9 @@ def test_a_result_that_is_changed_on_its_way_is_not_foreseen(recipe: str, packed
     decode(model)
     for change in (lambda module, args, output: output * 1.5, lambda module, args, output: output.mul_(1.5)):
         hooks = [each.get_decoder().layers[0].register_forward_hook(change) for each in (model, single)]
-        for a, b in zip(decode(model, steps=6), decode(single, steps=6), strict=True):
-            assert torch.equal(a, b)
+        with mode():
+            for a, b in zip(decode(model, steps=6), decode(single, steps=6), strict=True):
+                assert torch.equal(a, b)
         for hook in hooks:
             hook.remove()
     runs.clear()
@@ -257,6 +259,88 @@ def test_hidden_states_and_early_exit(packed) -> None:
                 found.extend((*out.hidden_states, out.logits))
     assert len(results[0]) == len(results[1])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ("W4A8", "W4A4KV4"))
+def test_a_cache_that_is_changed_on_its_way_is_not_foreseen(recipe: str, packed) -> None:
+    model = packed(recipe)
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    decode(model)
+
+    def change(module: nn.Module, args: Any, kwargs: Any) -> None:
+        layer = kwargs["past_key_values"].layers[1]
+        if layer.get_seq_length() == 0:
+            return
+        if recipe == "W4A8":
+            layer.keys = layer.keys * 1.5
+        else:
+            layer.key.tensors = [layer.key.tensors[0] ^ 1, layer.key.tensors[1]]
+
+    for each in (model, single):
+        each.get_decoder().layers[1].register_forward_pre_hook(change, with_kwargs=True)
+    for a, b in zip(decode(model), decode(single), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_is_changed_between_tokens_is_seen(packed) -> None:
+    model = packed("W4A8")
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    decode(model)
+    for each in (model, single):
+        for layer in each.get_decoder().layers:
+            layer.self_attn.scaling *= 2
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(single), strict=True))
+    for each in (model, single):  # dropout in the second layer alone
+        each.get_decoder().layers[1].self_attn.train()
+        each.get_decoder().layers[1].self_attn.attention_dropout = 1.0
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(single), strict=True))
+
+
+def test_two_models_that_hand_a_tensor_on(packed) -> None:
+    """Layers of the same index, each with a cache of its own."""
+    models = packed("W4A8"), copy.deepcopy(packed("W4A8"))
+    found = []
+    for pair in (models, tuple(without(copy.deepcopy(model), "DecoderLayer") for model in models)):
+        base, results = pair[0].get_decoder(), []
+        with torch.no_grad():
+            caches = [each(torch.full((1, 4), 5), use_cache=True).past_key_values for each in pair]
+            for at in range(5):
+                y = base.embed_tokens(torch.tensor([[3 + at]]))
+                turns = base.rotary_emb(y, torch.tensor([[4 + at]]))
+                for each, cache in zip(pair, caches, strict=True):
+                    layer = each.get_decoder().layers[0]
+                    y = layer(y, position_embeddings=turns, attention_mask=None, past_key_values=cache)
+                results.append(y)
+        found.append([*results, *(cache.layers[0].keys for cache in caches)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_layers_with_a_window_do_not_hold_the_others_up(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = dict(num_hidden_layers=6, use_sliding_window=True, sliding_window=64, max_window_layers=3)
+    source = save_model(tmp_path / "source", "qwen3", **window)
+    recipe = QuarotRecipe(rounding="nearest", activation_bits=8)
+    ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    single, runs = without(copy.deepcopy(model), "DecoderLayer"), counted_runs(monkeypatch)
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(single), strict=True))
+    assert runs == [1, 1, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("changes", ({"rotate": False}, {"online": False}))
+def test_layers_without_a_transform_are_alike(changes: dict[str, bool], tmp_path, monkeypatch) -> None:
+    recipe = QuarotRecipe(rounding="nearest", **changes)
+    ptq.quantize(save_model(tmp_path / "source"), tmp_path / "packed", recipe, ptq.RunOptions(report=False))
+    model, runs = AutoModelForCausalLM.from_pretrained(tmp_path / "packed"), counted_runs(monkeypatch)
+    decode(model)
+    assert runs == [1, 1, 2, 2, 2]
+
+
+def test_a_bias_that_learns_goes_the_own_way(packed) -> None:
+    model = packed("W4A16")
+    cache = model(torch.full((1, 4), 5), use_cache=True).past_key_values
+    bias = model.get_decoder().layers[1].self_attn.o_proj.bias.requires_grad_()
+    model(torch.tensor([[3]]), past_key_values=cache).logits.sum().backward()
+    assert bias.grad is not None and bias.grad.abs().sum() > 0
 
 
 def test_two_conversations_do_not_mix(packed) -> None:

@@ -5,7 +5,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <cstring>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 namespace ptq {
@@ -36,6 +37,8 @@ inline torch::stable::Tensor compact(const torch::stable::Tensor& x) {
 template <class Sizes>
 torch::stable::Tensor reshaped(const torch::stable::Tensor& x, const Sizes& sizes) {
     const std::vector<int64_t> size(sizes.begin(), sizes.end());
+    STD_TORCH_CHECK(std::accumulate(size.begin(), size.end(), int64_t{1}, std::multiplies<>()) == x.numel(),
+                    "a tensor of ", x.numel(), " elements does not have the shape that is asked for");
     std::vector<int64_t> stride(size.size());
     for (int64_t i = static_cast<int64_t>(size.size()) - 1, step = 1; i >= 0; step *= size[i--]) stride[i] = step;
     AtenTensorHandle made;

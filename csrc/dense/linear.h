@@ -27,7 +27,17 @@ inline float widened(const void* from, int64_t at, Number type) {
     return integer::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[at]) << 16);
 }
 
+// Whether x is multiplied as it is.
+inline bool in_pairs(const Linear& p) {
+#if defined(__AVX512BF16__)
+    return p.type == Number::bfloat16 && p.weight_type == Number::bfloat16;
+#else
+    return static_cast<void>(p), false;
+#endif
+}
+
 void spread(const Linear& p) {
+    if (in_pairs(p)) return;
     const int64_t size = spread_size(p.k);
     for (int64_t t = 0; t < p.t; t++) {
         float* to = p.spread + t * size;
@@ -147,7 +157,7 @@ inline void row_of_pairs(const Linear& p, int64_t n, int64_t from) {
 template <Number type, int tokens>
 inline void row_of(const Linear& p, int64_t n, int64_t from) {
 #if defined(__AVX512BF16__)
-    if (type == Number::bfloat16 && p.type == Number::bfloat16) return row_of_pairs<tokens>(p, n, from);
+    if (in_pairs(p)) return row_of_pairs<tokens>(p, n, from);
 #endif
     row<type, tokens>(p, n, from);
 }

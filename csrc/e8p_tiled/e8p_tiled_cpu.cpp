@@ -34,10 +34,6 @@ const Kernels& kernels() {
     return portable;
 }
 
-Tensor compact(const Tensor& x) {  // without a call where it is
-    return x.is_contiguous() ? x : torch::stable::contiguous(x);
-}
-
 void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
     const auto found = x.sizes();
     STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),

@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
+#include <type_traits>
 #include <vector>
 
 #include "activations/activations_cpu.h"
@@ -101,16 +102,16 @@ Tensor attention(const Tensors& qkv, const Norms& norms, const Cache& cache, siz
                                       cache.sink(layer, 2));
 }
 
-void check(const Weights& w, const Norms& norms, const Cache& cache, size_t layers) {
-    const size_t count = layers * per_layer;
+void check(const Weights& w, const Norms& norms, const Cache& cache, size_t of) {
+    const size_t count = of * per_layer;
     STD_TORCH_CHECK(w.n.size() == count && w.tiles.size() == count && w.scale.size() == count &&
                         (w.zero.empty() || w.zero.size() == count) && (w.bias.empty() || w.bias.size() == count),
                     "integer layers: lists of different lengths");
-    STD_TORCH_CHECK((norms.count() == 2 || norms.count() == 4) && norms.gains.size() == layers * norms.count() &&
+    STD_TORCH_CHECK((norms.count() == 2 || norms.count() == 4) && norms.gains.size() == of * norms.count() &&
                         norms.offset.size() == norms.count() && norms.round_first.size() == norms.count(),
                     "integer layers: expected 2 or 4 norms of each layer");
     STD_TORCH_CHECK((cache.count == 2 || cache.count == 4 || cache.count == 7) &&
-                        cache.parts.size() == layers * cache.count && cache.bits.size() == 2,
+                        cache.parts.size() == of * cache.count && cache.bits.size() == 2,
                     "integer layers: expected 2, 4 or 7 tensors of the cache of each layer");
 }
 
@@ -128,7 +129,7 @@ Tensors layers(const Tensor& x, const Tensors& gains, const Floats& eps, const F
         parts, before, cache_bits, cache_clip, cache_factors, cache_order, count ? parts.size() / count : 2};
     const Input plain{input_bits, clip, none, 0}, down{down_bits, down_clip, factors, order};
     check(w, norms, cache, count);
-    STD_TORCH_CHECK(x.dim() == 3, "integer layers: expected x [b, 1, k]");
+    STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "integer layers: expected x [b, 1, k]");
     Tensors results;
     for (size_t layer = 0; layer < count; layer++) {
         const Tensor& in = layer ? results.back() : x;

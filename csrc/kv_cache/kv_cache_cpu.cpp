@@ -76,6 +76,16 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, int64_t length, int
     return out;
 }
 
+void check_sinks(const Tensor& starts, const Tensor& keys, const Tensor& values, int64_t batch, int64_t heads,
+                 int64_t d) {
+    for (const Tensor* x : {&keys, &values})
+        STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == batch && x->size(1) == heads && x->size(2) == keys.size(2) &&
+                            x->size(3) == d && x->size(2) <= chunk,
+                        "kv_attend: the sinks have a wrong shape");
+    STD_TORCH_CHECK(starts.scalar_type() == ScalarType::Long && starts.dim() == 1 && starts.size(0) == batch,
+                    "kv_attend: starts have a wrong dtype or shape");
+}
+
 Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes,
               const Tensor& v_scales, int64_t length, int64_t k_bits, int64_t v_bits, double scaling,
               const std::optional<Tensor>& mask, const std::optional<Tensor>& starts,
@@ -100,13 +110,8 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
         p.mask_batch = mask->size(0) == 1 ? 0 : tokens * length;
     }
     if (starts && sink_keys && sink_values) {
-        p.sinks = sink_keys->dim() == 4 ? sink_keys->size(2) : -1;
-        for (const Tensor* x : {&*sink_keys, &*sink_values})
-            STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == batch && x->size(1) == kv_heads && x->size(2) == p.sinks &&
-                                x->size(3) == d && p.sinks <= chunk,
-                            "kv_attend: the sinks have a wrong shape");
-        STD_TORCH_CHECK(starts->scalar_type() == ScalarType::Long && starts->dim() == 1 && starts->size(0) == batch,
-                        "kv_attend: starts have a wrong dtype or shape");
+        check_sinks(*starts, *sink_keys, *sink_values, batch, kv_heads, d);
+        p.sinks = sink_keys->size(2);
         at = contiguous(*starts), keys = as_float(*sink_keys), values = as_float(*sink_values);
         p.starts = static_cast<const int64_t*>(at->const_data_ptr());
         p.sink_keys = static_cast<const float*>(keys->const_data_ptr());
@@ -144,8 +149,11 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     for (const Tensor* x : {&q, &k, &v})
         STD_TORCH_CHECK(x->size(0) == k_codes.size(1) && x->size(0) == v_codes.size(1) && v_codes.size(2) == heads,
                         "kv_decode_attention: q, k and v do not fit the cache");
+    STD_TORCH_CHECK(heads > 0 && q.size(2) % (heads * d) == 0, "kv_decode_attention: q does not fit the cache");
     side(k_codes, k_scales, d, k_bits, false, before + 1);
     side(v_codes, v_scales, d, v_bits, true, before + 1);
+    STD_TORCH_CHECK(!starts == !sink_keys && !starts == !sink_values, "kv_decode_attention: sinks without all parts");
+    if (starts) check_sinks(*starts, *sink_keys, *sink_values, q.size(0), heads, d);
     const Tensor value = by_head(v, heads, d);
     auto [query, key] = steps::rotary(by_head(q, q.size(2) / d, d), by_head(k, heads, d), cos, sin);
     if (order) {
