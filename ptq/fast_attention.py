@@ -45,28 +45,24 @@ def layer_of(
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
     past_key_values: Cache | None = None,
+    floats: tuple[Tensor, ...] = (),
     **others: Any,
 ) -> GrowingLayer | PackedLayer | None:
     """The layer of the cache that a decoded token goes to; None where this is something else than decoding without a
-    mask, a cache of another kind, or nothing for the ops for few tokens."""
-    if attention_mask is not None or position_embeddings is None or past_key_values is None:
+    mask, a cache of another kind, or nothing for the ops for few tokens (`floats`: what else they would take)."""
+    if attention_mask is not None or position_embeddings is None or past_key_values is None or module.training:
         return None
     if hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
         return None
-    if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings):
+    if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings, *floats):
         return None
-    return cache_layer(module, past_key_values)
-
-
-def cache_layer(module: Any, cache: Cache) -> GrowingLayer | PackedLayer | None:
-    """The layer of the cache that is an attention module's; None where there is none that this file serves."""
-    if type(cache) is PackedCache:
-        layer = cache.layers[module.layer_idx]
+    if type(past_key_values) is PackedCache:
+        layer = past_key_values.layers[module.layer_idx]
         assert isinstance(layer, PackedLayer)
-        wanted = implementation(cache.settings)
+        wanted = implementation(past_key_values.settings)
     else:
-        layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
-    if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted or module.training:
+        layer, wanted = growing_layer(past_key_values, module.layer_idx), ATTENTION
+    if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
         return None
     return layer
 

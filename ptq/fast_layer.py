@@ -1,41 +1,109 @@
-"""Decoder layers that are computed in a few calls: of one decoded token on the CPU (`ptq.layer_run`), of any number of
-tokens on a GPU (`ptq.gpu_layer`).
+"""A decoder layer in one call, of one decoded token on the CPU; on a GPU in few launches, of any number of tokens: see
+`ptq.gpu_layer`.
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
     y = x + attention(norm(x)),    result = y + mlp(norm(y)).
 
-The calls need a format that computes them, linears that treat their input alike, attention and MLP of the kinds of
+The call needs a format that computes it, linears that treat their input alike, attention and MLP of the kinds of
 `ptq.fast_attention` and `ptq.fast_steps`, and nobody who listens in (hooks). Otherwise the layer's own code runs. The
 numbers are those of the single ops to the bit.
 """
 
 import copy
 import functools
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq import fast_attention, fast_steps, gpu_layer, hadamard, layer_run, matmul
-from ptq.layer_run import Known
+from ptq import fast_attention, fast_steps, gpu_layer, hadamard, matmul
+from ptq.formats import Parts
+from ptq.growing_cache import GrowingLayer
 from ptq.linear import QuantLinear
 from ptq.shared_input import is_here
+
+
+@runtime_checkable
+class WholeLayer(Protocol):
+    """A format that does all that a decoder layer does in one call."""
+
+    def layer_weights(self, parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+        """The weights q, k, v, o, gate, up and down as `layer` takes them; None where it cannot."""
+        ...
+
+    def layer(self, x: Float[Tensor, "b 1 k"], *arguments: Any) -> Float[Tensor, "b 1 k"]:
+        """See `ptq::integer_layer`. `arguments`: those of `_Layer`, cos and sin, the cache, the scaling."""
+        ...
+
 
 ATTENTION, MLP, NORMS = "self_attn", "mlp", ("input_layernorm", "post_attention_layernorm")
 OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """What a layer is called with besides its input."""
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A layer as its format takes it."""
+
+    format: WholeLayer
+    attention: nn.Module
+    heads: tuple[int, int]
+    """Of keys and values: how many, and their size."""
+    floats: tuple[Tensor, ...]
+    """Gains and biases."""
+    arguments: tuple[Any, ...]
+    """Norms, weights, what is done to the inputs."""
+
+
+class _Known:
+    """What is known of a decoder layer, for as long as it holds the very modules and parameters that `find` found."""
+
+    def __init__(self, find: Callable[[nn.Module], Any], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
+        self.find, self.parts = find, parts
+        self.forget()
+
+    def forget(self) -> None:
+        """Find out anew next time."""
+        self.found: Any = None
+        self.owners: list[dict[str, Any]] = []
+        self.held: list[Any] = []
+        self.hooks: list[dict[int, Any]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"find": self.find, "parts": self.parts}  # copies and pickles find out anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _Known.__init__(self, **state)
+
+    def of(self, layer: nn.Module) -> Any:
+        """What was found; None where there is nothing, or somebody listens in."""
+        now = chain.from_iterable(map(dict.values, self.owners))
+        if not self.held or sum(map(len, self.owners)) != len(self.held) or not all(map(is_, now, self.held)):
+            modules = self.parts(layer)
+            self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
+            self.held = [held for owner in self.owners for held in owner.values()]
+            self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+            self.found = self.find(layer)
+        return None if any(self.hooks) else self.found
+
+
 def install(model: nn.Module) -> None:
     """Make the decoder layers of a model fast where they are what the steps compute."""
     for module in model.modules():
         if "forward" not in vars(module) and _is_plain(module):
-            knowns = (Known(find, _parts) for find in (_layer_of, _gpu_steps_of))
+            knowns = (_Known(find, _parts) for find in (_layer_of, _gpu_steps_of))
             module.forward = functools.partial(_forward, module, *knowns)
 
 
-def _forward(module: nn.Module, on_cpu: Known, on_gpu: Known, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _forward(
+    module: nn.Module, on_cpu: _Known, on_gpu: _Known, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     if not args and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
             steps = on_gpu.of(module)
@@ -46,7 +114,7 @@ def _forward(module: nn.Module, on_cpu: Known, on_gpu: Known, hidden_states: Ten
         else:
             if on_gpu.found is not None:
                 on_gpu.forget()  # merged weights would stay on the GPU
-            found = layer_run.decoded(module, on_cpu, hidden_states, **kwargs)
+            found = _decoded(module, on_cpu, hidden_states, **kwargs)
         if found is not None:
             return found
     return type(module).forward(module, hidden_states, *args, **kwargs)
@@ -57,13 +125,33 @@ def _gpu_steps_of(layer: nn.Module) -> gpu_layer.Steps | None:
     return gpu_layer.steps_of(attention, mlp, norms)
 
 
+def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+    if x.shape[1] != 1:
+        return None
+    layer = known.of(module)
+    held = None if layer is None else fast_attention.layer_of(layer.attention, x, floats=layer.floats, **others)
+    if layer is None or held is None:
+        return None
+    if isinstance(held, GrowingLayer):
+        shape = len(x), layer.heads[0], 1, layer.heads[1]
+        *room, before = held.reserve(shape, shape, x)
+        cache = room, before, [0, 0], 1.0, [], 0
+    elif held.decodes and held.key.batch == len(x):
+        cache = held.room(), held.length, *held.numbers()
+    else:
+        return None
+    y = layer.format.layer(x, *layer.arguments, *others["position_embeddings"], *cache, layer.attention.scaling)
+    held.advance(1)
+    return y
+
+
 def _parts(layer: nn.Module) -> list[nn.Module]:
     """The layer, and all in it that its steps are made of."""
     inner = (module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())
     return [layer, *inner, *(layer.get_submodule(name) for name in NORMS)]
 
 
-def _layer_of(module: nn.Module) -> layer_run.Layer | None:
+def _layer_of(module: nn.Module) -> _Layer | None:
     attention, mlp, *normed = (module.get_submodule(name) for name in (ATTENTION, MLP, *NORMS))
     kind = fast_attention.kind_of(attention)
     if kind is None or not fast_steps.is_gated(mlp):
@@ -78,7 +166,7 @@ def _layer_of(module: nn.Module) -> layer_run.Layer | None:
         return None
     *others, down = (cast(QuantLinear, linear) for linear in linears)
     format, online = down.format, others[0].online
-    if not isinstance(format, layer_run.WholeLayers) or not all(linear.format == format for linear in others):
+    if not isinstance(format, WholeLayer) or not all(linear.format == format for linear in others):
         return None
     if online.input is not None or any(linear.online != online for linear in others):
         return None
@@ -88,14 +176,16 @@ def _layer_of(module: nn.Module) -> layer_run.Layer | None:
         ([], 0) if down.online.input is None else hadamard.dense_factors(down.online.input, torch.device("cpu"))
     )
     bits = [(0, 1.0) if x.activation is None else (x.activation.bits, x.activation.clip) for x in (online, down.online)]
-    weights = [x.parts() for x in (*others, down)], [x._parameters["bias"] for x in (*others, down)]
-    if format.layer_weights([weights]) is None:
+    biases = [x._parameters["bias"] for x in (*others, down)]
+    weights = format.layer_weights([x.parts() for x in (*others, down)], biases)
+    if weights is None:
         return None
-    gains = tuple(norm.get_parameter("weight") for norm in normed)
+    gains = [norm.get_parameter("weight") for norm in normed]
+    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, norms), strict=True))
+    arguments = (gains, eps, offset, [int(x) for x in round_first], *weights, *bits[0], factors, order, *bits[1])
     shape = others[1].out_features // cast(int, attention.head_dim), cast(int, attention.head_dim)
-    return layer_run.Layer(
-        format, attention, shape, gains, weights, cast(Any, norms), bits[0], (factors, order, *bits[1])
-    )
+    floats = (*gains, *(bias for bias in biases if bias is not None))
+    return _Layer(format, attention, shape, floats, arguments)
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------

@@ -48,11 +48,6 @@ class GrowingLayer(DynamicLayer):
             assert length is not None
             self._held[name] = room, length + tokens
 
-    def ends_at(self, keys: Tensor, tokens: int) -> bool:
-        """Whether the keys are in this room, and there are so many."""
-        room, length = self._held["keys"]
-        return room is keys and length == tokens == self._held["values"][1]
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; returns all of them."""
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):

@@ -131,10 +131,6 @@ class PackedLayer(CacheLayerMixin):
         held = [*self.key.tensors, *self.value.tensors]
         return held if self.starts is None else [*held, self.starts, self.key_sinks, self.value_sinks]
 
-    def ends_at(self, keys: Tensor, tokens: int) -> bool:
-        """Whether these are the codes of the keys, and there are so many tokens."""
-        return self.key.tensors[0] is keys and self.length == tokens
-
     def numbers(self) -> tuple[list[int], float, list[Tensor], int]:
         """Bits of keys and values, clip ratio, dense factors and order of R3 (0: none)."""
         settings = self.owner.settings

@@ -232,17 +232,14 @@ class IntegerFormat:
             return None
         return torch.ops.ptq.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
 
-    def layers(self, x: Float[Tensor, "b 1 k"], *arguments: Any) -> list[Float[Tensor, "b 1 k"]]:
-        """See `ptq.layer_run.WholeLayers`."""
-        return torch.ops.ptq.integer_layers.default(x, *arguments)
-
-    def layer_weights(
-        self, layers: Sequence[tuple[Sequence[Parts], Sequence[Tensor | None]]]
-    ) -> tuple[Any, ...] | None:
-        """See `ptq.layer_run.WholeLayers`."""
-        parts = [part for layer, _ in layers for part in layer]
-        weights = _weights(parts, [bias for _, layer in layers for bias in layer])
+    def layer_weights(self, parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
+        """See `ptq.fast_layer.WholeLayer`."""
+        weights = _weights(parts, biases)
         return None if weights is None else (*weights, self.bits, self.group_size)
+
+    def layer(self, x: Float[Tensor, "b 1 k"], *arguments: Any) -> Float[Tensor, "b 1 k"]:
+        """See `ptq.fast_layer.WholeLayer`."""
+        return torch.ops.ptq.integer_layer.default(x, *arguments)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a

@@ -24,7 +24,7 @@ def test_kernels_override_the_reference():
     ops = (
         "hadamard", "hadamard_", "hadamard_quantize", "quantize_tokens", "integer_fit", "integer_round", "integer_ldlq",
         "integer_pack", "integer_linear", "integer_prepack", "integer_unprepack", "integer_linear_tiled",
-        "integer_linear_quantized", "integer_layers", "kv_append", "kv_dequantize", "kv_attend", "kv_decode_attention",
+        "integer_linear_quantized", "integer_layer", "kv_append", "kv_dequantize", "kv_attend", "kv_decode_attention",
         "dense_linear", "e8p_round", "e8p_ldlq",
         "e8p_decode", "e8p_prepack", "e8p_unprepack", "e8p_linear_tiled", "e8p_linear_quantized",
     )  # fmt: skip
