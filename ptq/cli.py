@@ -95,8 +95,9 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     if finished_before:
         console.print("finished before, by the same command: nothing was done, its files are as they were written")
         return
+    rotated = f"the rotated model equals the original to {result.rotation_error:.1e}"
     console.print(
-        f"proven: the rotated model equals the original to {result.rotation_error:.1e}; "
+        f"proven: {rotated if result.rotation_error else 'before rounding, the model is the original to the bit'}; "
         "read again, the checkpoint gives the logits that were measured; "
         f"KL {result.kl:.4f} nats per token on the probe",
         soft_wrap=True,
