@@ -63,11 +63,12 @@ def _header(report: Report) -> str:
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in cards)
     recipe = "".join(f"<code>{escape(f'{key} {_plain(value)}')}</code>" for key, value in _settings(report.recipe))
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
-    proof = _value(report.rotation_error, ".1e")
+    exact = "the model was the original to the bit"
+    close = f"the rotated model gave the logits of the original to {_value(report.rotation_error, '.1e')}"
     return (
         f"<h1>{escape(report.model)}</h1>"
-        f'<p class="sub">{escape(report.family)} · before rounding, the rotated model gave the logits of the original '
-        f"to {proof} · read again from disk, the result gave the logits that were measured</p>"
+        f'<p class="sub">{escape(report.family)} · before rounding, {exact if report.rotation_error == 0 else close} '
+        "· read again from disk, the result gave the logits that were measured</p>"
         f'<div class="cards">{boxes}</div><p>{recipe}</p>{notes}'
     )
 
