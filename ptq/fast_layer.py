@@ -64,8 +64,8 @@ class _Layer:
 class _Known:
     """What is known of a decoder layer, for as long as it holds the very modules and parameters that `find` found."""
 
-    def __init__(self, find: Callable[[nn.Module], Any], parts: Callable[[nn.Module], list[nn.Module]]) -> None:
-        self.find, self.parts = find, parts
+    def __init__(self, find: Callable[[nn.Module], Any]) -> None:
+        self.find = find
         self.forget()
 
     def forget(self) -> None:
@@ -76,16 +76,17 @@ class _Known:
         self.hooks: list[dict[int, Any]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"find": self.find, "parts": self.parts}  # copies and pickles find out anew
+        return {"find": self.find}  # copies and pickles find out anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _Known.__init__(self, **state)
+        _Known.__init__(self, state["find"])
 
     def of(self, layer: nn.Module) -> Any:
         """What was found; None where there is nothing, or somebody listens in."""
         now = chain.from_iterable(map(dict.values, self.owners))
         if not self.held or sum(map(len, self.owners)) != len(self.held) or not all(map(is_, now, self.held)):
-            modules = self.parts(layer)
+            modules = [layer, *(module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())]
+            modules.extend(layer.get_submodule(name) for name in NORMS)
             self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
             self.held = [held for owner in self.owners for held in owner.values()]
             self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -97,8 +98,7 @@ def install(model: nn.Module) -> None:
     """Make the decoder layers of a model fast where they are what the steps compute."""
     for module in model.modules():
         if "forward" not in vars(module) and _is_plain(module):
-            knowns = (_Known(find, _parts) for find in (_layer_of, _gpu_steps_of))
-            module.forward = functools.partial(_forward, module, *knowns)
+            module.forward = functools.partial(_forward, module, _Known(_layer_of), _Known(_gpu_steps_of))
 
 
 def _forward(
@@ -143,12 +143,6 @@ def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **othe
     y = layer.format.layer(x, *layer.arguments, *others["position_embeddings"], *cache, layer.attention.scaling)
     held.advance(1)
     return y
-
-
-def _parts(layer: nn.Module) -> list[nn.Module]:
-    """The layer, and all in it that its steps are made of."""
-    inner = (module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())
-    return [layer, *inner, *(layer.get_submodule(name) for name in NORMS)]
 
 
 def _layer_of(module: nn.Module) -> _Layer | None:

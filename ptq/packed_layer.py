@@ -37,7 +37,7 @@ class PackedLayer(CacheLayerMixin):
         self.owner = owner
         self.length = 0
         self.starts: Tensor | None = None
-        self._sinks_end: tuple[Tensor | None, int] = None, 0
+        self._sinks_end: tuple[Tensor | None, int] = None, 0  # behind the last sink, for these starts
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         owner, settings = self.owner, self.owner.settings

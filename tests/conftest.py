@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner, Result
 
-from ptq import preflight
+from ptq import native, preflight
 from ptq.cli import app
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -152,3 +152,13 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return damage
+
+
+def at_level(level: str) -> Iterator[None]:
+    """What a fixture yields from: the native kernels of this level; skips where there are none."""
+    if not native.available():
+        pytest.skip("native kernels are not built")
+    if native.set_cpu_level(level) != level:
+        pytest.skip(f"this machine has no {level}")
+    yield
+    native.set_cpu_level(None)

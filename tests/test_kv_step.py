@@ -5,24 +5,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model
+from conftest import at_level, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import hadamard, kv_ops, kv_step, native
+from ptq import hadamard, kv_ops, kv_step
 from ptq.packed_layer import PackedLayer
 from quarot.plan import QuarotRecipe
 
 
 @pytest.fixture(params=("portable", "avx2", "avx512"))
 def level(request) -> Iterator[None]:
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    if native.set_cpu_level(request.param) != request.param:
-        pytest.skip(f"this machine has no {request.param}")
-    yield
-    native.set_cpu_level(None)
+    yield from at_level(request.param)
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import at_level
 from torch import Tensor
 
-from ptq import hadamard, kv_ops, native
+from ptq import hadamard, kv_ops
 from quarot import layer_ops
 from quarot.integer import IntegerFormat, IntegerGrid
 
@@ -17,12 +18,7 @@ NAMES = [argument.name for argument in torch.ops.ptq.integer_layer.default._sche
 
 @pytest.fixture(params=("portable", "avx2", "avx512bf16"))
 def level(request) -> Iterator[None]:
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    if native.set_cpu_level(request.param) != request.param:
-        pytest.skip(f"this machine has no {request.param}")
-    yield
-    native.set_cpu_level(None)
+    yield from at_level(request.param)
 
 
 def arguments(

@@ -14,7 +14,7 @@ using integer::fma;
 using integer::Lanes;
 
 constexpr int chains = 4;
-constexpr int64_t ahead = 4096;  // bytes that are fetched before they are needed
+constexpr int64_t ahead = 4096;  // bytes that are fetched before they are needed, past the second-level cache
 #if defined(__AVX512F__)
 constexpr int64_t most_tokens = 4;  // of one pass over a row: their sums stay in registers
 #else
