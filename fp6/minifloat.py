@@ -212,8 +212,8 @@ class MinifloatFormat:
             return self.linear(q.float() * q_scale[..., None], parts, bias).to(dtype)
         numbers = (parts["scale"], bias, parts["shape"].shape[0], *self._bits, self.group_size, dtype)
         if "fragments" in parts:
-            return torch.ops.ptq.minifloat_quantized_fragments(q, q_scale, parts["fragments"], *numbers)
-        return torch.ops.ptq.minifloat_linear_quantized(q, q_scale, parts["tiles"], *numbers)
+            return call(torch.ops.ptq.minifloat_quantized_fragments.default, q, q_scale, parts["fragments"], *numbers)
+        return call(torch.ops.ptq.minifloat_linear_quantized.default, q, q_scale, parts["tiles"], *numbers)
 
     def linear_tokens(
         self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype

@@ -81,9 +81,10 @@ def _sentence(error: BaseException) -> str:
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
     if show_plan:
-        plan = pipeline.plan(model, recipe).plan
-        print_plan(plan)
-        if recipe.calibration is None and model != "demo" and preflight.needs_text(plan, recipe):
+        target = pipeline.plan(model, recipe)
+        print_plan(target.plan)
+        console.print(str(pipeline.estimate(target, model, recipe)), soft_wrap=True)
+        if recipe.calibration is None and model != "demo" and preflight.needs_text(target.plan, recipe):
             console.print("to do this, the command needs --calibration TEXT")
         return
     finished_before = (out / RECORD).is_file()

@@ -81,7 +81,8 @@ def declare_linear(op: str, weight: str, numbers: str, dequantize: Callable[...,
 
 def declare_quantized_linear(op: str, weight: str, numbers: str, reference: Callable[..., Tensor]) -> None:
     """Declare `ptq::<op>(q, q_scale, weight ..., bias, numbers ..., dtype)`: the product with quantised tokens q int8
-    [*t, k], q_scale [*t], in `dtype`. `weight` and `numbers` are as above; n must be the first number. No gradient.
+    [*t, k], q_scale [*t], in `dtype`. `weight` and `numbers` are as above; n must be the first number. Its gradient is
+    refused.
     """
     tensors = weight.count("Tensor")
 
@@ -90,12 +91,13 @@ def declare_quantized_linear(op: str, weight: str, numbers: str, reference: Call
 
     schema = f"(Tensor q, Tensor q_scale, {weight}, Tensor? bias, {numbers}, ScalarType dtype) -> Tensor"
     declare(op, schema, reference, fake)
+    refuse_gradient(op)
 
 
 def declare_tokens_linear(op: str, weight: str, numbers: str, quantized: str) -> Callable[..., Tensor]:
     """Declare `ptq::<op>(x, weight ..., bias, numbers ..., input_bits, clip, dtype)`: the op `quantized` (see
-    `declare_quantized_linear`) on the tokens of x as `ptq::quantize_tokens` makes them: in one call, to the bit. No
-    gradient. Returns the reference.
+    `declare_quantized_linear`) on the tokens of x as `ptq::quantize_tokens` makes them: in one call, to the bit. Its
+    gradient is refused. Returns the reference.
     """
     tensors = weight.count("Tensor")
 

@@ -81,6 +81,12 @@ def plan(model: str, recipe: Recipe) -> Target:
     return Target(checkpoint, config, family, plan)
 
 
+def estimate(target: Target, model: str, recipe: Recipe) -> preflight.Estimate:
+    """What a run will need on this machine. Raises InputError for rows that are longer than the model's limit."""
+    sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
+    return preflight.estimate(target.plan, shape_of(target.config), _resolved(recipe, model, target.config), sizes)
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run has made."""
@@ -110,7 +116,7 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
 
 def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: RunOptions, workers: Workers) -> Result:
     work, device = (options.work or out.with_name(f"{out.name}.work")).resolve(), _device(options.device, workers)
-    recipe = _resolved(recipe, model, target.config)
+    asked, recipe = recipe, _resolved(recipe, model, target.config)
     rows, probe = _rows(target, recipe)
     used = (probe,) if rows is None else (rows, probe)
     tokens = calibration.fingerprint(*used) if recipe.calibration else None
@@ -123,8 +129,7 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
             release(out, work)
         return read_result(out)
     check_folders(out, work, target.checkpoint.folder)
-    sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
-    needs = preflight.estimate(target.plan, shape_of(target.config), recipe, rows, sizes)
+    needs = estimate(target, model, recipe)
     preflight.check(needs, work, out, workers.local_count)
     workers.wait()  # the others have looked at the folders too
     job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
@@ -134,7 +139,7 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     with alone, kept, Progress(target.plan, calibrated, visible) as progress:
         if workers.first:
             open_work(work, record, options.restart and not workers.again)
-        for note in (*target.plan.notes, *preflight.warnings(target.plan, rows), str(needs)):
+        for note in (*target.plan.notes, *preflight.warnings(target.plan, asked, rows), str(needs)):
             progress.say(note)
         tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
         _run(tasks, rows, probe, progress)

@@ -51,8 +51,11 @@ class Estimate:
         )
 
 
-def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None, sizes: dict[str, int]) -> Estimate:
-    """Needs of a run; `sizes` maps the source's tensors to their bytes. Measures the machine for a moment."""
+def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int]) -> Estimate:
+    """Needs of a run with a recipe whose `sequence_length` is known; `sizes` maps the source's tensors to their bytes.
+    Measures the machine for a moment."""
+    length = recipe.sequence_length
+    assert length is not None
     block = list(plan.block(0))
     weights = sum(linear.n * linear.k for linear in plan.linears)
     block_weights = sum(linear.n * linear.k for linear in block)
@@ -62,8 +65,8 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
     seconds = weights / (STREAM_RATE * torch.get_num_threads())
     memory = BASE_MEMORY + max(4 * block_weights + 12 * max(linear.n * linear.k for linear in block), 6 * largest)
     hidden, parts, hessians = 0, 0, 0
-    if rows is not None:
-        tokens = rows.numel()
+    if needs_text(plan, recipe):
+        tokens = recipe.samples * length
         hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
         parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
         hidden = 2 * 4 * tokens * shape.hidden
@@ -74,18 +77,18 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         solver = max(4 * linear.k**2 + 8 * linear.n * linear.k for linear in block)  # beside the block and its Hessians
         memory += max(hessians, solver) + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
     made = Estimate(seconds, memory, hidden + parts * hessians, packed)
-    return made if plan.finetune == "none" or rows is None else _finetuning(made, plan, shape, rows)
+    return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
 
 
-def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, rows: Tensor) -> Estimate:
+def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, length: int) -> Estimate:
     """The same with fine-tuning. While a block is trained, its weights are there six times: values, the best of them,
     gradients, two averages of these, and the state before. So is the head, at the end."""
     block, head = sum(linear.n * linear.k for linear in plan.block(0)), shape.vocab * shape.hidden
-    tokens = max(rows.shape[1], CHUNK_TOKENS)
+    tokens = max(length, CHUNK_TOKENS)
     activations = 4 * tokens * (24 * shape.hidden + 10 * shape.intermediate)  # what the gradient needs of one block
     memory = BASE_MEMORY + 4 * 6 * block + activations
     kept = 4 * 4 * block
-    numbers = 24 * shape.hidden + 10 * shape.intermediate + 6 * shape.heads * rows.shape[1]  # of a token in a block
+    numbers = 24 * shape.hidden + 10 * shape.intermediate + 6 * shape.heads * length  # of a token in a block
     passes = finetune.weights(plan) / block
     seconds = 8 * finetune.weights(plan) / _matmul_rate() + passes * numbers / (ELEMENT_RATE * torch.get_num_threads())
     if plan.finetune == "full":
@@ -94,7 +97,7 @@ def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, rows: Tensor) -> 
         kept = max(kept, 4 * 4 * head)
     return replace(
         made,
-        seconds=made.seconds + rows.numel() * seconds,
+        seconds=made.seconds + samples * length * seconds,
         memory=max(made.memory, memory),
         work=2 * made.work + kept,
         remedy="fine-tune less (--finetune blocks or none), close other programs or use a machine with more",
@@ -107,8 +110,10 @@ def needs_text(plan: Plan, recipe: Recipe) -> bool:
     return solved and any(linear.statistics for linear in plan.linears)
 
 
-def warnings(plan: Plan, rows: Tensor | None) -> Iterator[str]:
-    """What a user should know about the calibration rows."""
+def warnings(plan: Plan, recipe: Recipe, rows: Tensor | None) -> Iterator[str]:
+    """What a user should know about the calibration rows. `recipe` is what was asked for, without defaults."""
+    if rows is None and recipe.calibration is not None:
+        yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
     widest = max((linear.k for linear in plan.linears if linear.statistics), default=0)
     if rows is not None and rows.numel() < TOKENS_PER_CHANNEL * widest:
         yield (

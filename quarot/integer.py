@@ -192,12 +192,11 @@ class IntegerFormat:
             return tiled_ops.product(q, q_scale, codes, scale, zero, bias, self.bits, self.group_size, dtype)
         n = parts["shape"].shape[0]
         if "fragments" in parts:
-            return torch.ops.ptq.integer_quantized_fragments(
-                q, q_scale, parts["fragments"], scale, zero, bias, n, self.bits, self.group_size, input_bits, dtype
-            )
-        return torch.ops.ptq.integer_linear_quantized(
-            q, q_scale, parts["tiles"], scale, zero, bias, n, self.bits, self.group_size, dtype
-        )
+            op = torch.ops.ptq.integer_quantized_fragments.default
+            numbers = n, self.bits, self.group_size, input_bits, dtype
+            return call(op, q, q_scale, parts["fragments"], scale, zero, bias, *numbers)
+        op, numbers = torch.ops.ptq.integer_linear_quantized.default, (n, self.bits, self.group_size, dtype)
+        return call(op, q, q_scale, parts["tiles"], scale, zero, bias, *numbers)
 
     def linear_tokens(
         self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype

@@ -22,8 +22,9 @@ def quip_sharp(
     finetune: Annotated[
         Literal["none", "blocks", "full"],
         typer.Option(
-            help="blocks: norms, sign vectors and what is not rounded yet follow each block's own output; full: then "
-            "norms, sign vectors and head follow the original's logits. Needs calibration text."
+            help="Training after rounding. blocks: within each block, what is not rounded yet, the norms and the sign "
+            "vectors are trained to give the original block's output; full: after that the norms, the sign vectors and "
+            "the head are trained to give the original model's logits. Needs calibration text."
         ),
     ] = "none",
     finetune_epochs: Annotated[

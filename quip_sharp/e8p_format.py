@@ -107,10 +107,10 @@ class E8PFormat:
             return tiled_ops.product(q, q_scale, self._planes(parts), scale, bias, dtype)
         n = parts["shape"].shape[0]
         if "fragments" in parts:
-            return torch.ops.ptq.e8p_quantized_fragments(
-                q, q_scale, parts["fragments"], scale, bias, n, self.bits, dtype
-            )
-        return torch.ops.ptq.e8p_linear_quantized(q, q_scale, parts["tiles"], scale, bias, n, self.bits, dtype)
+            op = torch.ops.ptq.e8p_quantized_fragments.default
+            return call(op, q, q_scale, parts["fragments"], scale, bias, n, self.bits, dtype)
+        op = torch.ops.ptq.e8p_linear_quantized.default
+        return call(op, q, q_scale, parts["tiles"], scale, bias, n, self.bits, dtype)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, 8 c, 0]: on a CPU tiles (`tiled_ops`), on

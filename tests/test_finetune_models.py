@@ -192,13 +192,13 @@ def test_no_text_at_all_is_refused(model: Path, tmp_path: Path) -> None:
 def test_memory_is_asked_for_before_anything_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, needs = torch.zeros(16, 2048, dtype=torch.int64), {}
+    needs = {}
     for kind in ("none", "blocks", "full"):
-        asked = recipe(model, finetune=kind)
+        asked = recipe(model, finetune=kind, samples=16, sequence_length=2048)
         target = pipeline.plan(str(model), asked)
         large = replace(pipeline.shape_of(target.config), vocab=1 << 18, hidden=4096)
         sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
-        needs[kind] = preflight.estimate(target.plan, large, asked, rows, sizes)
+        needs[kind] = preflight.estimate(target.plan, large, asked, sizes)
     for less, more in (("none", "blocks"), ("blocks", "full")):
         assert needs[less].memory < needs[more].memory
         assert needs[less].work < needs[more].work

@@ -1,9 +1,14 @@
 """Calls of ops that have a gradient: the kernel that records it is only called where somebody asks for one."""
 
+import warnings
+
 import pytest
 import torch
 
+from fp6.minifloat import MinifloatFormat
 from ptq.op_declarations import call
+from quarot.integer import IntegerFormat
+from quip_sharp.e8p_format import E8PFormat
 
 LIBRARY = torch.library.Library("ptq_test_calls", "DEF")
 RECORDED: list[bool] = []
@@ -78,3 +83,15 @@ def test_a_graph_holds_the_op_itself(double):
         y = torch.compile(lambda x: call(double, x), backend=backend, fullgraph=True)(torch.ones(2))
     assert y.tolist() == [2, 2]
     assert seen == [double]
+
+
+@pytest.mark.parametrize("format", [IntegerFormat(4), MinifloatFormat("e2m3"), E8PFormat(2)], ids=lambda f: f.name)
+def test_products_with_quantised_tokens_refuse_a_gradient_in_our_words(format) -> None:
+    parts = {part: torch.zeros(shape, dtype=dtype) for part, (shape, dtype) in format.buffers(16, 32).items()}
+    parts = format.prepack(parts, "cpu")
+    q_scale = torch.ones(2, requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = format.linear_quantized(torch.ones(2, 32, dtype=torch.int8), q_scale, parts, None, torch.float32)
+        with pytest.raises(RuntimeError, match="no gradient through quantised activations"):
+            y.sum().backward()
