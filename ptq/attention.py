@@ -66,6 +66,8 @@ def _check(config: Any, settings: CacheQuantization) -> None:
     shape = shape_of(config)
     if settings.hadamard is not None and shape.head_dim % hadamard.order_of(settings.hadamard):
         raise InputError(f"KV cache: the Hadamard matrix {settings.hadamard} does not divide head_dim {shape.head_dim}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise InputError("KV cache: the model caps the logits of its attention, which the packed cache cannot do")
     if settings.sinks and _window(config) is not None:
         raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
 

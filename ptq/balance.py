@@ -35,8 +35,11 @@ def row_scale(w: Float[Tensor, "n k"]) -> Float64[Tensor, " n"]:
     return torch.where(squares > 0, size, 1.0).to(torch.float16).double()
 
 
-def scale_of(balance: Balance | KeyBalance, read: Callable[[str], Tensor | None]) -> Float64[Tensor, "*c"]:
-    """The scale of a balance; `read` gives a tensor of the source by name, None for one that it lacks."""
+def scale_of(
+    balance: Balance | KeyBalance, read: Callable[[str], Tensor | None], norm_offset: float = 0.0
+) -> Float64[Tensor, "*c"]:
+    """The scale of a balance; `read` gives a tensor of the source by name, None for one that it lacks. Norms add
+    `norm_offset` to their stored gain."""
 
     def tensor(name: str) -> Tensor:
         found = read(name)
@@ -45,7 +48,7 @@ def scale_of(balance: Balance | KeyBalance, read: Callable[[str], Tensor | None]
 
     if isinstance(balance, Balance):
         return scale(tensor(balance.producer), tensor(balance.reader))
-    gain = tensor(balance.norm)
+    gain = tensor(balance.norm).double() + norm_offset
     query, key = (
         row_sizes(tensor(f"{name}.weight"), gain, read(f"{name}.bias")) for name in (balance.query, balance.key)
     )

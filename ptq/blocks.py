@@ -216,6 +216,8 @@ def _meta_model(config: Any, device: torch.device) -> PreTrainedModel:
             _put(model, name, fast)
     for name, module in list(_rotary_tables(model)):
         _put(model, name, type(module)(config=config).to(device))
+    for module in model.modules():
+        _fill_buffers(model, module, device)
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
     return model.eval()
 
@@ -227,5 +229,15 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        if "inv_freq" in dict(module.named_buffers(recurse=False)):
+        if any(buffer.endswith("inv_freq") for buffer in module._buffers):
             yield name, module
+
+
+def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
+    """Compute the buffers of a module that are no rotary tables, such as the scale of an embedding, as transformers
+    does it for a model that was built on the meta device."""
+    empty = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+    for name in empty:
+        module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+    if empty:
+        model._init_weights(module)

@@ -36,6 +36,8 @@ class Family:
     down: str = "mlp.down_proj"
     kept: tuple[str, ...] = ()
     """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
+    norm_offset: float = 0.0
+    """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
     rotate_residual: bool = True
     """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
@@ -50,16 +52,34 @@ FAMILIES: dict[str, Family] = {
         Family("qwen2"),
         Family("qwen3", kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
         Family("granite"),
+        Family("smollm3"),
+        Family("ministral"),
+        *(
+            Family(
+                model_type,
+                attention_norm=None,
+                mlp_norm=None,
+                kept=(
+                    "self_attn.q_norm.weight",
+                    "self_attn.k_norm.weight",
+                    "post_attention_layernorm.weight",
+                    "post_feedforward_layernorm.weight",
+                ),
+                rotate_residual=False,
+            )
+            for model_type in ("olmo2", "olmo3")
+        ),
+        Family("gemma", norm_offset=1.0),
         Family(
-            "olmo2",
-            attention_norm=None,
-            mlp_norm=None,
+            "gemma3_text",
+            mlp_norm="pre_feedforward_layernorm",
             kept=(
                 "self_attn.q_norm.weight",
                 "self_attn.k_norm.weight",
                 "post_attention_layernorm.weight",
                 "post_feedforward_layernorm.weight",
             ),
+            norm_offset=1.0,
             rotate_residual=False,
         ),
     )

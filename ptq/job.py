@@ -48,8 +48,7 @@ class Job:
     def rewritten(self, linear: LinearPlan, dtype: torch.dtype) -> Tensor:
         """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""
         w = self.tensor(linear.source).to(self.device)
-        gain = self.tensor(linear.norm).to(self.device) if linear.norm else None
-        return self._rewrite(linear, w, gain, dtype)
+        return self._rewrite(linear, w, self._gain(linear.norm) if linear.norm else None, dtype)
 
     def bias(self, linear: LinearPlan) -> Float64[Tensor, " n"] | None:
         """The rewritten bias of a linear, or None where it has none."""
@@ -101,7 +100,7 @@ class Job:
 
     def rotate_weight(self, linear: LinearPlan, part: Part) -> None:
         """Rewrite the weight of a linear that a part holds."""
-        gain = part.parameter(linear.norm) if linear.norm else None
+        gain = self._gain(linear.norm) if linear.norm else None
         weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
         if linear.acts_online:
             exact = replace(linear, format=formats.get("dense"), activation=None)
@@ -191,8 +190,12 @@ class Job:
             return None
         if linear.balance not in self.scales:
             self.scales.clear()  # two linears want it, one after the other
-            self.scales[linear.balance] = balance.scale_of(linear.balance, self._read)
+            self.scales[linear.balance] = balance.scale_of(linear.balance, self._read, self.plan.norm_offset)
         return balance.factor(linear, self.scales[linear.balance])
+
+    def _gain(self, norm: str) -> Float64[Tensor, " k"]:
+        """What a norm of the source multiplies with."""
+        return self.tensor(norm).to(self.device).double() + self.plan.norm_offset
 
     def _read(self, name: str) -> Tensor | None:
         return self.tensor(name).to(self.device) if name in self.checkpoint.tensors else None
@@ -211,7 +214,8 @@ class Job:
         """The tensors with a prefix that are no linear's, as they are written, in float32."""
         for name in self.plan.unit_norms:
             if name.startswith(prefix):
-                yield name, torch.ones(self.checkpoint.tensors[name].shape, device=self.device)
+                shape = self.checkpoint.tensors[name].shape
+                yield name, torch.full(shape, 1 - self.plan.norm_offset, device=self.device)
         for name in self.plan.kept:
             if name.startswith(prefix):
                 yield name, self._float32(name)

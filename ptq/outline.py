@@ -43,6 +43,7 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
         unit_norms=(),
         kept=(*norms, *(f"{block}.{name}" for block in blocks for name in family.kept)),
         unused=tuple(sorted(dtypes.keys() & unread)),
+        norm_offset=family.norm_offset,
     )
 
 

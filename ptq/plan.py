@@ -75,7 +75,7 @@ class LinearPlan:
     source: str
     """Tensor that W is read from; another module's where the head is tied to the embedding."""
     norm: str | None = None
-    """Tensor of the RMSNorm gain g that is folded into the columns: W diag(g)."""
+    """Tensor of the RMSNorm gain g that is folded into the columns: W diag(g). It holds g - `Plan.norm_offset`."""
     input: Rotation | None = None
     output: Rotation | None = None
     online: Rotation | None = None
@@ -126,11 +126,13 @@ class Plan:
     blocks: int
     linears: tuple[LinearPlan, ...]
     unit_norms: tuple[str, ...]
-    """Norm gains that were folded into their readers and are written as ones."""
+    """Norm gains that were folded into their readers and are written such that norms multiply by 1."""
     kept: tuple[str, ...]
     """Tensors that pass through unchanged."""
     unused: tuple[str, ...] = ()
     """Tensors of the source that the model never reads (a second copy of a tied head, stored rotary tables)."""
+    norm_offset: float = 0.0
+    """What norms add to their stored gain."""
     untied: bool = False
     """True where the source ties head and embedding and the result must not."""
     signs: dict[str, int] = field(default_factory=dict)

@@ -37,14 +37,15 @@ Edit = tuple[str, int, Tensor]
 
 
 def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[float], seed: int) -> Iterator[Edit]:
-    """What to scale. Where a family has no norm in front of its readers, they have nothing that could be scaled."""
+    """What to scale. Where a family has no norm in front of its readers, they have nothing that could be scaled; nor
+    where gains are stored less 1, which would have to be rounded."""
     generator = torch.Generator().manual_seed(seed)
     residual = _scale(shape.hidden, channels, factors, generator)
     for index in range(shape.blocks):
         block = f"{family.layers}.{index}"
         attention, mlp = (family.query, family.key, family.value), (family.gate, family.up)
         for norm, readers in ((family.attention_norm, attention), (family.mlp_norm, mlp)):
-            if norm is not None:
+            if norm is not None and not family.norm_offset:
                 yield f"{block}.{norm}.weight", 0, residual
                 yield from ((f"{block}.{reader}.weight", 1, 1 / residual) for reader in readers)
         inside = _scale(shape.intermediate, channels, factors, generator)

@@ -60,7 +60,7 @@ def test_planted_outliers_vanish_to_the_bit(model_type: str, dtype: torch.dtype,
     first.rotate_block(1, parts[0])
     second.rotate_block(1, parts[1])
     for linear in first.plan.block(1):
-        # A family without norms in front of its readers has nothing planted there.
+        # Nothing is planted behind norms that a family does not have, or whose gains it stores less 1.
         assert torch.equal(parts[0].parameter(dense_weight(linear)), parts[1].parameter(dense_weight(linear)))
         assert same(*(job.bias(linear) for job in (first, second)))
 

@@ -27,10 +27,11 @@ class ExactNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
+        self.offset = 0.0 if hasattr(norm, "variance_epsilon") else 1.0  # Gemma
+        self.weight, self.eps = norm.weight, norm.eps if self.offset else norm.variance_epsilon
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        return (self.offset + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
 def exact(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
@@ -38,7 +39,7 @@ def exact(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
     model = AutoModelForCausalLM.from_config(config).double().eval()
     model.load_state_dict({name: tensor.double() for name, tensor in tensors.items()}, strict=True)
     for name, module in list(model.named_modules()):
-        if hasattr(module, "variance_epsilon"):
+        if type(module).__name__.endswith("RMSNorm"):
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, ExactNorm(module))
     return model
@@ -67,13 +68,13 @@ def only(full: Plan, keep: set[str]) -> Plan:
 def rewritten(plan: Plan, source: dict[str, Tensor]) -> dict[str, Tensor]:
     """All tensors of a model after a plan, in float64."""
     signs = {name: rewrite.draw_signs(name, length, 0) for name, length in plan.signs.items()}
-    result = {name: torch.ones_like(source[name]) for name in plan.unit_norms}
+    result = {name: torch.full_like(source[name], 1 - plan.norm_offset) for name in plan.unit_norms}
     result |= {name: source[name] for name in plan.kept}
     for linear in plan.linears:
-        gain = source[linear.norm] if linear.norm else None
+        gain = source[linear.norm].double() + plan.norm_offset if linear.norm else None
         factor = None
         if linear.balance is not None:
-            factor = balance.factor(linear, balance.scale_of(linear.balance, source.get))
+            factor = balance.factor(linear, balance.scale_of(linear.balance, source.get, plan.norm_offset))
         result[f"{linear.name}.weight"] = rewrite.weight(linear, source[linear.source], gain, signs, factor=factor)
         if f"{linear.name}.bias" in source:
             result[f"{linear.name}.bias"] = rewrite.bias(linear, source[f"{linear.name}.bias"], signs, factor)
@@ -144,10 +145,14 @@ def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     assert result.kl < 1e-2
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+TWO_KINDS = dict(layer_types=["full_attention", "sliding_attention"], sliding_window=16, use_sliding_window=True)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "gemma3_text of two kinds", "qwen2 of two kinds"])
 @torch.no_grad()
 def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", model_type)
+    model_type, _, kinds = model_type.partition(" of ")
+    folder = save_model(tmp_path / "model", model_type, **(TWO_KINDS if kinds else {}))
     target = pipeline.plan(str(folder), WITHOUT_DATA)
     job = Job(recipe=WITHOUT_DATA, signs={}, device=torch.device("cpu"), **vars(target))
     hidden = job.embed(job.tensor(job.embedding.source), IDS)

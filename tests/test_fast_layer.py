@@ -18,9 +18,9 @@ from ptq.families import FAMILIES
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
-KINDS = {"qwen3": "heads", "olmo2": "whole"}
-OTHERS = {"granite", "olmo2"}
-"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y))."""
+KINDS = {"qwen3": "heads", "olmo2": "whole", "olmo3": "whole", "gemma3_text": "heads"}
+OTHERS = {"granite", "olmo2", "olmo3", "gemma", "gemma3_text"}
+"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu."""
 RECIPES = {
     "W4A16": {},
     "W4A8": {"activation_bits": 8},

@@ -97,6 +97,8 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         attach(model_of(None), CacheQuantization(hadamard="sylvester:3"))
     with pytest.raises(InputError, match="sliding-window"):
         attach(model_of(None, "mistral", sliding_window=8), CacheQuantization(sinks=4))
+    with pytest.raises(InputError, match="caps the logits"):
+        attach(model_of(None, "gemma3_text", attn_logit_softcapping=50.0), FOUR)
 
 
 # --- fake = real -----------------------------------------------------------------------------------------------------
@@ -149,12 +151,15 @@ def test_more_bits_are_closer_and_sinks_help() -> None:
     torch.testing.assert_close(all_sinks, plain, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", ("mistral", "gemma3_text"))
 @pytest.mark.parametrize("window", (5, 16, 64))
-def test_sliding_windows(window: int) -> None:
-    model = model_of(FOUR, "mistral", sliding_window=window)
+def test_sliding_windows(model_type: str, window: int) -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if model_type == "gemma3_text" else {}
+    model = model_of(FOUR, model_type, sliding_window=window, **kinds)
     ids = tokens(2, 40)
     wanted = logits(model, ids)
-    assert (wanted - logits(model_of(FOUR, "mistral", sliding_window=None), ids)).abs().max() > 1e-3 or window == 64
+    wide = logits(model_of(FOUR, model_type, sliding_window=128, **kinds), ids)
+    assert (wanted - wide).abs().max() > 1e-3 or window == 64
     close(in_steps(model, ids, [10, 1, 1, 20, 8])[0], wanted)
     close(in_steps(model, ids, [10, 1, 1, 20, 8], DynamicCache(config=model.config))[0], wanted)
 

@@ -92,7 +92,7 @@ def test_a_rotated_checkpoint_is_the_dense_product_cast_once(
     made = ptq.plan(str(model), recipe).plan
     signs = Record(**stored_fields(tmp_path / "out")).sign_vectors(made)
     for linear in made.linears:
-        gain = source[linear.norm] if linear.norm else None
+        gain = source[linear.norm].double() + made.norm_offset if linear.norm else None
         expected = oracle(linear, source[linear.source], gain, signs)
         assert is_cast_of(found.pop(f"{linear.name}.weight"), expected), linear.name
         if f"{linear.name}.bias" in source:
@@ -100,7 +100,7 @@ def test_a_rotated_checkpoint_is_the_dense_product_cast_once(
             turned = b if linear.output is None else dense(linear.output, signs) @ b
             assert is_cast_of(found.pop(f"{linear.name}.bias"), turned), linear.name
     for name in made.unit_norms:
-        assert torch.equal(found.pop(name), torch.ones_like(source[name]))
+        assert torch.equal(found.pop(name), torch.full_like(source[name], 1 - made.norm_offset))
     for name in made.kept:
         assert torch.equal(found.pop(name), source[name])
     assert not found
