@@ -54,11 +54,12 @@ def fp6(
     skip: cli.Skip = None,
     debug: cli.Debug = False,
 ) -> None:
-    """FP6: weights as small floats of 4 to 7 bits, without calibration."""
-    default = 32 if scale == "e8m0" else 0
+    """FP6: weights as small floats of 4 to 7 bits; no calibration text needed."""
     recipe = Fp6Recipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        seed=seed, skip=tuple(skip or ()), element=element, group_size=default if group_size is None else group_size,
-        scale=scale, scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
+        seed=seed, skip=tuple(skip or ()), element=element, group_size=group_size, scale=scale,
+        scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
     )  # fmt: skip
+    if rounding == "nearest":
+        cli.refuse_idle(recipe, "with --rounding nearest", damping="--damping")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

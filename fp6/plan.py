@@ -25,8 +25,8 @@ class Fp6Recipe(Recipe):
     rounding: Rounding = "nearest"
     element: str = "e2m3"
     """A name of `fp6.element.ELEMENTS`, or `auto`: per layer, whichever of e3m2 and e2m3 has the smaller error."""
-    group_size: int = 0
-    """Columns that share a scale; 0: one scale per output channel."""
+    group_size: int | None = None
+    """Columns that share a scale; 0: one scale per output channel. None: 0, and with e8m0 scales 32."""
     scale: Scale = "bfloat16"
     """`e8m0`: powers of two in one byte; with groups of 32 as in the OCP Microscaling Formats."""
     scale_search: Search = "absmax"
@@ -39,7 +39,9 @@ class Fp6Recipe(Recipe):
         super().__post_init__()
         if self.element != "auto" and self.element not in ELEMENTS:
             raise InputError(f"unknown element {self.element!r}; known elements: {', '.join(ELEMENTS)}, auto")
-        if self.group_size < 0:
+        if self.group_size is None:
+            object.__setattr__(self, "group_size", 32 if self.scale == "e8m0" else 0)
+        if self._group_size < 0:
             raise InputError(f"group size must be 0 (per output channel) or positive, found {self.group_size}")
         if self.scale not in SCALES:
             raise InputError(f"scale must be bfloat16 or e8m0, found {self.scale!r}")
@@ -49,11 +51,16 @@ class Fp6Recipe(Recipe):
             raise InputError(f"activation bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
 
     @property
+    def _group_size(self) -> int:
+        assert self.group_size is not None  # since __post_init__
+        return self.group_size
+
+    @property
     def format(self) -> SearchedFormat | AutoFormat:
         """How every linear is stored."""
         if self.element == "auto":
-            return AutoFormat(group_size=self.group_size, scale=self.scale, search=self.scale_search)
-        return SearchedFormat(element_of(self.element).name, self.group_size, self.scale, self.scale_search)
+            return AutoFormat(group_size=self._group_size, scale=self.scale, search=self.scale_search)
+        return SearchedFormat(element_of(self.element).name, self._group_size, self.scale, self.scale_search)
 
 
 def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, dtypes: Dtypes) -> Plan:
@@ -64,7 +71,7 @@ def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, dtypes: Dtypes) -
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 
     def rounded(linear: LinearPlan) -> LinearPlan:
-        check_groups(linear, made, recipe.group_size)
+        check_groups(linear, made, recipe.format.group_size)
         return replace(linear, activation=activation, format=recipe.format)
 
     return replace(made, linears=chosen(made, recipe.skip, dtypes, rounded))

@@ -236,8 +236,9 @@ def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
     """Compute the buffers of a module that are no rotary tables, such as the scale of an embedding, as transformers
     does it for a model that was built on the meta device."""
-    empty = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-    for name in empty:
-        module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+    empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
+    for name, buffer in empty.items():
+        module._buffers[name] = torch.empty_like(buffer, device=device)
     if empty:
-        model._init_weights(module)
+        with torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
+            model._init_weights(module)

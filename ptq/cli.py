@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,15 +94,30 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
     console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
     if finished_before:
-        console.print("finished before, by the same command: nothing was done, its files are as they were written")
+        console.print(
+            "finished before, by the same command: nothing was done, its files are as they were written", soft_wrap=True
+        )
         return
     rotated = f"the rotated model equals the original to {result.rotation_error:.1e}"
     console.print(
         f"proven: {rotated if result.rotation_error else 'before rounding, the model is the original to the bit'}; "
-        "read again, the checkpoint gives the logits that were measured; "
-        f"KL {result.kl:.4f} nats per token on the probe",
+        "read again, the checkpoint gives the logits that were measured",
         soft_wrap=True,
     )
+    if recipe.calibration is None and model != "demo":
+        compared = f"`quantize verify {result.out} --against {model} --text FILE` does"
+        console.print(f"its quality was not measured, for want of text: {compared}", soft_wrap=True)
+    else:
+        console.print(f"KL from the original: {result.kl:.4f} nats per token of calibration text", soft_wrap=True)
+
+
+def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
+    """Raise InputError for an option that changes nothing, because of `why`, and is not at its default: `options` maps
+    fields of the recipe to what is typed for them."""
+    defaults = {field.name: field.default for field in fields(recipe)}
+    for name, option in options.items():
+        if getattr(recipe, name) != defaults[name]:
+            raise InputError(f"{option} does nothing {why}")
 
 
 def print_plan(plan: Plan) -> None:
@@ -144,6 +159,8 @@ def verify_command(
     debug: Debug = False,
 ) -> None:
     """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
+    if text is not None and against is None:
+        raise InputError("--text does nothing without --against, the original to compare with")
     found = verify.verify(checkpoint, against, text)
     if as_json:
         print(json.dumps(asdict(found), indent=2))

@@ -167,7 +167,7 @@ def _small_copy(module: Any, hidden: int, width: int, kv_width: int, generator: 
     for name, n, k in zip(
         (*INPUTS, OUTPUT), (width, kv_width, kv_width, hidden), (hidden,) * 3 + (width,), strict=True
     ):
-        setattr(alone, name, nn.Linear(k, n, bias=False))
+        setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n, bias=False))
         getattr(alone, name).weight.copy_(torch.randn(n, k, generator=generator) / k**0.5)
     for name in NORMS:
         if name in module._modules:

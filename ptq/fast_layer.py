@@ -21,6 +21,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ptq import fast_attention, fast_steps, gpu_layer, hadamard, matmul
 from ptq.formats import Parts
@@ -74,6 +75,8 @@ class _Known:
         self.owners: list[dict[str, Any]] = []
         self.held: list[Any] = []
         self.hooks: list[dict[int, Any]] = []
+        self.instances: list[dict[str, Any]] = []
+        self.forwards: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"find": self.find}  # copies and pickles find out anew
@@ -84,14 +87,28 @@ class _Known:
     def of(self, layer: nn.Module) -> Any:
         """What was found; None where there is nothing, or somebody listens in."""
         now = chain.from_iterable(map(dict.values, self.owners))
-        if not self.held or sum(map(len, self.owners)) != len(self.held) or not all(map(is_, now, self.held)):
+        same = sum(map(len, self.owners)) == len(self.held) and all(map(is_, now, self.held))
+        if not self.held or not same or not all(map(is_, map(_forward_of, self.instances), self.forwards)):
             modules = [layer, *(module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())]
             modules.extend(layer.get_submodule(name) for name in NORMS)
             self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
             self.held = [held for owner in self.owners for held in owner.values()]
             self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-            self.found = self.find(layer)
+            self.hooks.extend((_global_forward_hooks, _global_forward_pre_hooks))
+            self.instances = [vars(module) for module in modules]
+            self.forwards = [_forward_of(instance) for instance in self.instances]
+            self.found = self.find(layer) if all(map(_is_ours, self.forwards)) else None
         return None if any(self.hooks) else self.found
+
+
+def _forward_of(instance: dict[str, Any]) -> Any:
+    """The forward that an instance has in the place of its class's."""
+    return instance.get("forward")
+
+
+def _is_ours(forward: Any) -> bool:
+    """Whether a forward is the class's own (None), or one that this package has installed."""
+    return forward is None or getattr(getattr(forward, "func", None), "__module__", "").startswith("ptq.")
 
 
 def install(model: nn.Module) -> None:

@@ -34,7 +34,7 @@ EPSILON = ("variance_epsilon", "eps")
 
 
 def install(model: nn.Module) -> None:
-    """Make the norms and rotary embeddings of a model fast where they are what the ops compute."""
+    """Make the norms, rotary embeddings, attention and gates of a model fast where they are what the ops compute."""
     for module in model.modules():
         if "forward" in vars(module):
             continue  # somebody has put another one there
@@ -119,17 +119,9 @@ def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) ->
     return linear(torch.ops.ptq.silu_mul.default(gate, up))
 
 
-_GATED: dict[type, bool] = {}
-
-
 def is_gated(module: nn.Module) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x))."""
-    cls = type(module)
-    if module._modules.keys() != {*GATED, ACTIVATION}:
-        return False
-    if cls not in _GATED:
-        _GATED[cls] = _gives_a_gate(module)
-    return _GATED[cls]
+    """Whether a module computes down(silu(gate(x)) * up(x)). Each is tried: the same class may have another gate."""
+    return module._modules.keys() == {*GATED, ACTIVATION} and _gives_a_gate(module)
 
 
 @torch.no_grad()
@@ -138,7 +130,7 @@ def _gives_a_gate(module: nn.Module) -> bool:
     alone = type(module).__new__(type(module))
     nn.Module.__init__(alone)
     for name, n, k in zip(GATED, (12, 12, 8), (8, 8, 12), strict=True):
-        setattr(alone, name, nn.Linear(k, n))
+        setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
         for parameter in alone.get_submodule(name).parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     setattr(alone, ACTIVATION, module._modules[ACTIVATION])

@@ -21,6 +21,9 @@ from ptq.op_declarations import call, declare
 from ptq.paley import paley, paley1, paley2, prime_power
 
 MAX_ORDER = 1 << 24  # far beyond any layer; bounds what a hostile checkpoint can ask for
+MAX_DENSE = 1024
+"""Largest dense factor: building one takes the square of it, applying one as many operations for every number. All
+widths of published models that were looked at have factors of at most 924."""
 _MATMUL = 6  # the reference multiplies by Sylvester matrices of at most 2^6
 
 Part = tuple[str, int]  # ("paley1", q), ("paley2", q) or ("sylvester", m); the Kronecker product runs left to right
@@ -43,13 +46,14 @@ def _exists_part(part: Part) -> bool:
     kind, number = part
     if kind == "sylvester":
         return number < MAX_ORDER.bit_length()
-    return number % 4 == {"paley1": 3, "paley2": 1}.get(kind) and prime_power(number) is not None
+    remainder = {"paley1": 3, "paley2": 1}.get(kind)
+    return number % 4 == remainder and _part_order(part) <= MAX_DENSE and prime_power(number) is not None
 
 
 @functools.lru_cache(maxsize=4096)
 def _search(order: int) -> tuple[Part, ...] | None:
     """The cheapest product: least sum of dense orders (operations per element) plus doublings, then fewest factors."""
-    dense = [d for d in _divisors(order) if d & (d - 1) and paley(d) is not None]
+    dense = [d for d in _divisors(order) if d & (d - 1) and d <= MAX_DENSE and paley(d) is not None]
     best: tuple[int, int, list[int]] | None = None
 
     def extend(rest: int, first: int, chosen: list[int]) -> None:

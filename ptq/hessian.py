@@ -72,7 +72,8 @@ class Hessians:
 
     def drop(self, key: str) -> None:
         """Remove what nobody reads any more."""
-        self._file(key).unlink(missing_ok=True)
+        for file in (*self.folder.glob(f"{key}.*.safetensors"), self._file(key)):  # parts, left by a crash; all
+            file.unlink(missing_ok=True)
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"

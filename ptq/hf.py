@@ -47,6 +47,10 @@ class PtqConfig(QuantizationConfigMixin):
         for name, scheme in linears.items():
             if not isinstance(scheme, str) or scheme not in schemes:
                 raise InputError(f"config.json: quantization_config of {name}: no scheme is called {scheme!r}")
+            if not isinstance(schemes[scheme], dict):
+                raise InputError(
+                    f"config.json: quantization_config of {name}: expected an object, found {schemes[scheme]!r}"
+                )
         self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]  (the enum is of built-in methods)
         self.version = version
         self.schemes: dict[str, Any] = schemes
@@ -63,6 +67,9 @@ class PtqConfig(QuantizationConfigMixin):
         method = found.get("quant_method") if isinstance(found, dict) else found
         if method != QUANT_METHOD:
             raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq")
+        unknown = sorted(found.keys() - {"schemes", "linears", "version", "quant_method", "kv_cache"})
+        if unknown:
+            raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(unknown)}")
         return cls(**found)
 
     @classmethod

@@ -18,8 +18,8 @@ def load_model(
     """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one.
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
-    code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that
-    is missing, which transformers would fill with random numbers.
+    code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that is missing, which
+    transformers would fill with random numbers.
     """
     folder = source.resolve(str(model))
     stored = load_config(folder).dtype
@@ -29,6 +29,7 @@ def load_model(
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=dtype or "auto",
+            device_map=None if device is None or device.type == "cpu" else {"": device},  # kernels' layouts differ
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
@@ -41,7 +42,7 @@ def load_model(
         raise InputError(
             f"{model}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]!r}"
         )
-    return loaded.to(device) if device is not None else loaded
+    return loaded
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

@@ -26,24 +26,19 @@ def exclusive(*folders: Path) -> Iterator[None]:
             handles.append(_locked(folder))
         yield
     finally:
-        release(*folders[: len(handles)])
-        for handle in handles:
+        for folder, handle in zip(folders, handles, strict=False):
+            lock_file(folder).unlink(missing_ok=True)
             os.close(handle)
 
 
-def release(*folders: Path) -> None:
-    """Remove the lock files of folders that nobody works on."""
-    for folder in folders:
-        _file(folder).unlink(missing_ok=True)
-
-
-def _file(folder: Path) -> Path:
+def lock_file(folder: Path) -> Path:
+    """Where the lock of a folder lies."""
     return folder.with_name(f"{folder.name}.lock")
 
 
 def _locked(folder: Path) -> int:
     """The handle of the lock file of a folder, locked."""
-    path = _file(folder)
+    path = lock_file(folder)
     while True:
         try:
             if not path.parent.exists():

@@ -18,12 +18,12 @@ USUAL_BYTES = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
 """What glibc arrives at by itself in a program that has freed a large tensor. `mallopt` ends its adapting, so its first
 thresholds, of 128 KiB, would hold for ever, and every tensor of the program would take fresh pages."""
 ASKED_FOR = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables by which a user decides on this himself."""
+"""Environment variables with which users set this themselves."""
 
 
 @cache
 def _glibc() -> Any:
-    """The C library, or None where it is not glibc."""
+    """The C library; None where it is not glibc."""
     try:
         library = ctypes.CDLL("libc.so.6")
     except OSError:
@@ -31,11 +31,16 @@ def _glibc() -> Any:
     return library if hasattr(library, "mallopt") and hasattr(library, "malloc_trim") else None
 
 
+def _ours_to_set() -> Any:
+    """The C library; None where its thresholds are the user's, or cannot be set."""
+    return None if any(name in os.environ for name in ASKED_FOR) else _glibc()
+
+
 def settle() -> None:
     """Keep up to 64 MiB of freed memory, in pieces of up to 32 MiB, from the first tensor on: outputs of layers then
     lie on pages that are there already. Left to itself, glibc comes to this by what happens to be freed."""
-    library = _glibc()
-    if library is not None and not any(name in os.environ for name in ASKED_FOR):
+    library = _ours_to_set()
+    if library is not None:
         for option, nbytes in USUAL_BYTES.items():
             library.mallopt(option, nbytes)
 
@@ -44,7 +49,7 @@ def settle() -> None:
 def kept(largest: int = ALL_BYTES) -> Iterator[None]:
     """While the block runs, freed memory is kept for the next tensor, up to `largest` bytes; afterwards it goes back to
     the system."""
-    library = _glibc()
+    library = _ours_to_set()
     if library is None:
         yield
         return

@@ -2,7 +2,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -11,20 +11,31 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ptq import calibration, engine, finetune_full, memory, methods, outliers, preflight, proof, report, source
+from ptq import (
+    calibration,
+    engine,
+    finetune_full,
+    memory,
+    methods,
+    outliers,
+    preflight,
+    proof,
+    report,
+    source,
+    token_rows,
+)
 from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.engine import Workers
-from ptq.errors import InputError
+from ptq.errors import InputError, RunError
 from ptq.families import Family, family_of, shape_of
 from ptq.job import Job
-from ptq.loading import load_tokenizer
-from ptq.lock import exclusive, release
+from ptq.lock import exclusive, lock_file
 from ptq.plan import Plan, check_biases, check_claims, check_tensors
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
-from ptq.tasks import FINETUNE_CHUNKS, Tasks
-from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work
+from ptq.tasks import Tasks
+from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work, rounded_before
 from ptq.writer import (
     check_folders,
     complete,
@@ -36,14 +47,6 @@ from ptq.writer import (
     written_tensors,
 )
 
-PROBE_ROWS, PROBE_LENGTH = 4, 256
-"""Rows of text, of at most so many tokens, that pass through the original, the rotated and the packed model."""
-PROBE_LOGITS = 1 << 23
-"""Most logits of a probe row: rows are shorter where the vocabulary is large."""
-LEAST_TOKENS = 16
-"""Tokens of a probe row of text, however large the vocabulary."""
-RANDOM_TOKENS = 4
-"""The probe where there is no text: so few are multiplied at the speed of memory (`matmul.FEW_TOKENS`)."""
 DEFAULTS = RunOptions()
 
 
@@ -99,7 +102,8 @@ class Result:
     rotation_error: float
     """Relative difference of the rotated model's logits from the original's, in float32."""
     kl: float
-    """Mean KL divergence of the packed model from the original over the probe tokens, nats per token."""
+    """Mean KL divergence of the packed model from the original over the probe tokens, nats per token. Where there was
+    no text, these are a few random ones, and it only says that the model runs."""
     top1: float
     """Share of probe tokens after which both models expect the same token."""
 
@@ -117,7 +121,7 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
 def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: RunOptions, workers: Workers) -> Result:
     work, device = (options.work or out.with_name(f"{out.name}.work")).resolve(), _device(options.device, workers)
     asked, recipe = recipe, _resolved(recipe, model, target.config)
-    rows, probe = _rows(target, recipe)
+    rows, probe = token_rows.choose(target.plan, shape_of(target.config).vocab, recipe, target.checkpoint.folder)
     used = (probe,) if rows is None else (rows, probe)
     tokens = calibration.fingerprint(*used) if recipe.calibration else None
     record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)
@@ -125,8 +129,7 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     _check_tied(target)
     if workers.agree(is_finished(out, record)):
         if workers.first:
-            remove_finished_work(work, record)
-            release(out, work)
+            _tidy(out, work, record)
         return read_result(out)
     check_folders(out, work, target.checkpoint.folder)
     needs = estimate(target, model, recipe)
@@ -141,6 +144,8 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
             open_work(work, record, options.restart and not workers.again)
         for note in (*target.plan.notes, *preflight.warnings(target.plan, asked, rows), str(needs)):
             progress.say(note)
+        if done := rounded_before(work):
+            progress.say(f"continues: {done} of {len(list(target.plan.rounded()))} linears are done")
         tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
         _run(tasks, rows, probe, progress)
         if workers.first:
@@ -148,6 +153,13 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
             remove_work(work)
     workers.wait()
     return read_result(out)
+
+
+def _tidy(out: Path, work: Path, record: Record) -> None:
+    """Remove what a run has left that was killed after its result was in place; unless another run is at work there."""
+    if any(path.exists() for path in (work, lock_file(out), lock_file(work))):
+        with suppress(InputError, RunError), exclusive(out, work):
+            remove_finished_work(work, record)
 
 
 def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows t"], progress: Progress) -> None:
@@ -184,8 +196,8 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
         made = report.build(
             model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
             source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
-            positions=positions, text=_probe_text(record),
-            trainings=tasks.trainings(),
+            positions=positions if record.calibration else None,
+            text=f"calibration text {record.recipe['calibration']}", trainings=tasks.trainings(),
         )  # fmt: skip
         report.write(made, folder)
     write_record(folder, record, tasks.log(), tasks.trainings(), found, hashes.result())
@@ -209,14 +221,10 @@ def _agreement(
     return logits["packed"][0], agreement, positions
 
 
-def _probe_text(record: Record) -> str:
-    return f"calibration text {record.recipe['calibration']}" if record.calibration else "random tokens"
-
-
 def is_finished(out: Path, record: Record) -> bool:
     """Whether `out` holds the result of this very run already. Raises InputError where it does, and is damaged."""
     path = out / RECORD
-    if not path.is_file() or compare(record, stored := read_record(path)):
+    if not path.is_file() or compare(record, stored := read_record(path)) or "prepacked" in stored:
         return False
     Checkpoint.open(out)
     written, found = stored.get("files", {}), file_hashes(out)
@@ -252,46 +260,6 @@ def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
     if text is None and model == "demo":
         text = str(source.resolve(model) / "calibration.txt")
     return replace(recipe, sequence_length=length, calibration=text)
-
-
-def _rows(target: Target, recipe: Recipe) -> tuple[Int[Tensor, "samples t"] | None, Int[Tensor, "rows probe"]]:
-    """Token ids: the calibration rows, or None where the recipe needs none, and the probe, which are other rows of the
-    same text if it has any, and random tokens where there is no text."""
-    vocab = shape_of(target.config).vocab
-    needed = preflight.needs_text(target.plan, recipe)
-    if recipe.calibration is None:
-        if needed:
-            raise InputError(
-                f"{_reader(target.plan)} needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, "
-                "c4, or a hub dataset), or choose --rounding nearest"
-            )
-        generator = torch.Generator().manual_seed(recipe.seed)
-        return None, torch.randint(vocab, (1, RANDOM_TOKENS), generator=generator)
-    if target.plan.finetune != "none" and recipe.samples < FINETUNE_CHUNKS:
-        raise InputError(
-            f"--finetune needs at least {FINETUNE_CHUNKS} calibration rows, so that some can be held out; found "
-            f"--samples {recipe.samples}"
-        )
-    assert recipe.sequence_length is not None
-    tokenizer = load_tokenizer(target.checkpoint.folder)
-    length = recipe.sequence_length if needed else min(recipe.sequence_length, PROBE_LENGTH)
-    samples = recipe.samples if needed else PROBE_ROWS
-    rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, PROBE_ROWS)
-    if int(rows.max()) >= vocab:
-        raise InputError(
-            f"{target.checkpoint.folder}: its tokenizer gives token {int(rows.max())}, the model has {vocab}"
-        )
-    probe = rows[samples:] if len(rows) > samples else rows[:PROBE_ROWS]
-    return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
-
-
-def _reader(plan: Plan) -> str:
-    return "GPTQ" if plan.finetune == "none" else "fine-tuning"
-
-
-def _probe_length(vocab: int) -> int:
-    """Tokens of a probe row: its logits in three models are compared in float64."""
-    return max(LEAST_TOKENS, min(PROBE_LENGTH, PROBE_LOGITS // vocab))
 
 
 def _device(name: str, workers: Workers) -> torch.device:

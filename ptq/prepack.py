@@ -12,13 +12,13 @@ from torch import Tensor
 from ptq.checkpoint import Checkpoint
 from ptq.contents import linear_shapes, read_config
 from ptq.errors import InputError, RunError
-from ptq.formats import Parts
 from ptq.hf import PtqConfig
 from ptq.linear import NOT_OF_THE_FORMAT
+from ptq.lock import exclusive
 from ptq.prepacked import PrepackedFormat, target_of
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.verify import check_integrity
-from ptq.work import RECORD
+from ptq.work import RECORD, read_record
 from ptq.writer import COPIED, LOG, MAX_SHARD_BYTES, file_hashes, partial_folder, put_in_place
 
 KEPT = (*COPIED, LOG, "report.html", "report.json")
@@ -31,6 +31,11 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     InputError for a target without tiles, a damaged or a plain checkpoint, one that is prepacked, a folder that exists.
     """
     target_of(target)
+    with exclusive(out.absolute()):
+        return _prepack(checkpoint, out.absolute(), target)
+
+
+def _prepack(checkpoint: Path, out: Path, target: str) -> int:
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None:
@@ -53,14 +58,16 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     specs: Specs = {name: (info.dtype, tuple(info.shape)) for name, info in kept.items()}
     for linear in linears:
         specs |= linear.specs()
-    shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out.absolute()))
+    shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out))
     shards.begin()
     for linear in linears:
         shards.place(_tiles(source, linear))
     for name in kept:
         shards.place({name: source.read(name)})
+    shards.finish()
+    _prove(source, linears, list(kept), shards)
     _complete(source, packed.entries() | {linear.name: linear.entry for linear in linears}, shards, target)
-    put_in_place(shards.folder, out.absolute())
+    put_in_place(shards.folder, out)
     return len(linears)
 
 
@@ -100,19 +107,29 @@ def _tiled(name: str, shape: tuple[int, int], packed: PtqConfig, target: str) ->
 
 
 def _tiles(source: Checkpoint, linear: _Linear) -> dict[str, Tensor]:
-    """The tiles of a linear. Raises RunError where they do not give the stored bytes again."""
-    inner = linear.format.inner
-    stored: Parts = {part: source.read(tensor) for tensor, part in linear.stored.items()}
-    tiles = linear.format.lay_out(stored)
-    again = inner.unprepack(tiles)
-    if any(not torch.equal(stored[part], again[part]) for part in stored):
-        raise RunError(f"{linear.name}: its tiles do not give its bytes again, so there is no result; please report it")
+    """The tensors of a linear in the layout of the target."""
+    tiles = linear.format.lay_out({part: source.read(tensor) for tensor, part in linear.stored.items()})
     return {f"{linear.name}.weight_{part}": tensor for part, tensor in tiles.items()}
 
 
+def _prove(source: Checkpoint, linears: list[_Linear], kept: list[str], shards: Shards) -> None:
+    """Read again what was written. Raises RunError where it does not give the bytes of the source again."""
+    for linear in linears:
+        names = {part: f"{linear.name}.weight_{part}" for part in linear.format.buffers(*linear.shape)}
+        again = linear.format.inner.unprepack({part: shards.read(name) for part, name in names.items()})
+        for tensor, part in linear.stored.items():
+            _check_equal(tensor, source.read(tensor), again[part])
+    for name in kept:
+        _check_equal(name, source.read(name), shards.read(name))
+
+
+def _check_equal(name: str, stored: Tensor, again: Tensor) -> None:
+    if not torch.equal(stored, again):
+        raise RunError(f"{name}: what was written does not give its bytes again, so there is no result; run again")
+
+
 def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], shards: Shards, target: str) -> None:
-    """Config, record and whatever else a checkpoint has."""
-    shards.finish()
+    """Config, record (where there is one: `save_pretrained` writes none) and whatever else a checkpoint has."""
     kv_cache = source.config["quantization_config"].get("kv_cache")
     config = source.config | {"quantization_config": PtqConfig.listing(entries, kv_cache).to_dict()}
     write_bytes(shards.folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
@@ -120,6 +137,8 @@ def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], shards: Sh
         for path in sorted(source.folder.glob(pattern)):
             if path.is_file():
                 shutil.copyfile(path, shards.folder / path.name)
-    record = json.loads((source.folder / RECORD).read_bytes())
+    if not (source.folder / RECORD).is_file():
+        return
+    record = read_record(source.folder / RECORD)
     prepacked = {"target": target, "layout": target_of(target).version}
     write_json(shards.folder / RECORD, {**record, "prepacked": prepacked, "files": file_hashes(shards.folder)})

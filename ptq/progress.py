@@ -1,5 +1,6 @@
 """What a run shows on stderr while it works: a Rich progress bar with the time left."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -11,7 +12,10 @@ from rich.progress import Progress as Bar
 from ptq import finetune
 from ptq.plan import Plan
 
-console = Console(stderr=True, highlight=False)
+console = Console(stderr=True, highlight=False, markup=False)
+
+SILENCE = 30.0
+"""Seconds between two lines of a log."""
 
 PASSES_PER_EPOCH = 3
 """Forward and backward."""
@@ -22,7 +26,13 @@ class Progress:
 
     def __init__(self, plan: Plan, calibrated: bool, visible: bool) -> None:
         self.plan, self.calibrated, self.visible = plan, calibrated, visible
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        self.spoke = time.monotonic()
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+        )
         self.bar = Bar(
             *columns,
             TimeRemainingColumn(),
@@ -46,7 +56,7 @@ class Progress:
     @contextmanager
     def step(self, description: str, weights: int | float) -> Iterator[None]:
         """Name what is being done; when it is done, `weights` more count as done."""
-        self.bar.update(self.task, description=description)
+        self._tell(description)
         yield
         self.bar.advance(self.task, weights)
 
@@ -60,10 +70,17 @@ class Progress:
             nonlocal left
             done = min(left, share * total)
             left -= done
-            self.bar.update(self.task, description=description, advance=done)
+            self._tell(description, done)
 
         yield tell
         self.bar.advance(self.task, left)
+
+    def _tell(self, description: str, advance: float = 0.0) -> None:
+        """Move the bar; where there is none (a log), print a line from time to time."""
+        self.bar.update(self.task, description=description, advance=advance)
+        if not console.is_terminal and time.monotonic() - self.spoke > SILENCE:
+            self.spoke = time.monotonic()
+            self.say(f"{self.bar.tasks[0].percentage:.0f} % done: {description}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""

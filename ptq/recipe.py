@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from ptq.errors import InputError
 
@@ -33,6 +33,13 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.rounding not in ("nearest", "gptq", "ldlq"):
             raise InputError(f"rounding must be nearest, gptq or ldlq, found {self.rounding!r}")
+        for option in fields(self):
+            value = getattr(self, option.name)
+            kinds = {int: (int,), int | None: (int, type(None)), bool: (bool,)}.get(cast(Any, option.type))
+            if kinds is not None and type(value) not in kinds:
+                raise InputError(f"{option.name} must be a {kinds[0].__name__}, found {value!r}")
+        if not 0 <= self.seed < 1 << 63:
+            raise InputError(f"seed must be at least 0 and below 2^63, found {self.seed}")
         for name in ("samples", "sequence_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -40,7 +47,7 @@ class Recipe:
         if self.sweeps < 0:
             raise InputError(f"sweeps must be 0 or more, found {self.sweeps}")
         if not 0 < self.damping < 1:
-            raise InputError(f"damping must lie between 0 and 1, found {self.damping}")
+            raise InputError(f"damping must be above 0 and below 1, found {self.damping}")
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form, the same for the same recipe."""

@@ -58,8 +58,10 @@ def _header(report: Report) -> str:
     if found is not None:
         old, new = (_perplexity(curve) for curve in (found.loss_original, found.loss_packed))
         cards.append((f"{_value(old, '.3f')} → {_value(new, '.3f')}", f"perplexity on {found.text}"))
-    cards.append((_value(report.kl, ".4f"), "KL from the original on the probe, nats per token"))
-    cards.append((_value(report.top1, ".1%"), "of its tokens: same first choice"))
+        cards.append((_value(report.kl, ".4f"), "KL from the original on it, nats per token"))
+        cards.append((_value(report.top1, ".1%"), "of its tokens: same first choice"))
+    else:
+        cards.append(("no text", "so the quality was not measured; quantize verify --against MODEL --text FILE does"))
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in cards)
     recipe = "".join(f"<code>{escape(f'{key} {_plain(value)}')}</code>" for key, value in _settings(report.recipe))
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)

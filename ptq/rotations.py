@@ -54,7 +54,7 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan
         kept=tuple(name for name in plan.kept if name not in norms),
         untied=untied,
         signs=_sign_lengths(shape, residual, online),
-        notes=(*plan.notes, *_notes(shape, family, online)),
+        notes=(*plan.notes, *_notes(shape, family, online, untied)),
     )
 
 
@@ -121,7 +121,12 @@ def _sign_lengths(shape: ModelShape, residual: Rotation | None, online: bool) ->
     return lengths
 
 
-def _notes(shape: ModelShape, family: Family, online: bool) -> Iterator[str]:
+def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Iterator[str]:
+    if untied:
+        yield (
+            f"{family.head}: takes the gain of the last norm, so it is no longer the embedding's own weight: "
+            f"{shape.vocab} x {shape.hidden} numbers more than in the source"
+        )
     if not family.rotate_residual:
         yield f"{family.model_type}: its blocks end in a norm, so R1 (the residual rotation) is left out"
     widths = {"hidden_size": shape.hidden, "head_dim": shape.head_dim}

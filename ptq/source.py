@@ -55,7 +55,10 @@ def _download(name: str) -> Path:
             reason = "the disk of the hub cache (HF_HOME) is full; free some space and"
         else:
             reason = f"the download from the hub did not finish ({type(error).__name__}); check the network and"
-        raise RunError(f"{name}: {reason} run again, which continues it, or pass a local folder") from error
+        raise RunError(
+            f"{name}: no such folder here, and as a hub name: {reason} run again, which continues it, or pass a local "
+            "folder"
+        ) from error
     if not any(folder.glob("*.safetensors")):
         raise InputError(f"{name}: the repository holds no safetensors, and pickles are never opened; {TO_SAFETENSORS}")
     return folder

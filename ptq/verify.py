@@ -44,8 +44,9 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
     sizes = [load_config(model).get_text_config().vocab_size for model in (folder, original)]
     if sizes[0] != sizes[1]:
         raise InputError(f"{original}: is not the original: it knows {sizes[1]} tokens, {folder} {sizes[0]}")
+    windows = _windows(original, text)
     models = load_model(folder, torch.float32), load_model(original, torch.float32)
-    agreement = evaluate.compare(*models, _windows(original, text))
+    agreement = evaluate.compare(*models, windows)
     return Verification(tensors, files, recorded, agreement.model.tokens, agreement.kl, agreement.top1)
 
 

@@ -20,6 +20,8 @@ from ptq.shards import remove_leftovers, write_json
 
 RECORD = "ptq.json"
 """The record inside a finished checkpoint."""
+ROWS = ("seed", "samples", "sequence_length", "calibration")
+"""What chooses the calibration rows, beside the text."""
 UNFINISHED = "work.json"
 """The record inside a work folder: another name, so that a checkpoint is never taken for unfinished work."""
 
@@ -104,6 +106,11 @@ def _check_empty(folder: Path) -> None:
         )
 
 
+def rounded_before(folder: Path) -> int:
+    """How many linears of a run are done."""
+    return sum(1 for _ in (folder / "linears").glob("*.json"))
+
+
 def remove_contents(folder: Path) -> None:
     """Remove everything in a work folder but its record."""
     for entry in folder.iterdir():
@@ -146,11 +153,15 @@ def compare(new: Record, stored: dict[str, Any]) -> list[str]:
     if mine["fingerprint"] == stored.get("fingerprint"):
         return []
     theirs = stored["recipe"]
+    if theirs.get("method") != mine["recipe"]["method"]:
+        return [f"another method, {theirs.get('method')}"]
     keys = sorted(mine["recipe"].keys() | theirs.keys())
     found = [
         f"{k}: {theirs.get(k)!r} -> {mine['recipe'].get(k)!r}" for k in keys if theirs.get(k) != mine["recipe"].get(k)
     ]
     names = {"source": "the model has changed", "calibration": "the calibration data has changed"}
+    if any(theirs.get(key) != mine["recipe"].get(key) for key in ROWS):
+        del names["calibration"]  # other rows of what may be the same text
     found += [text for key, text in names.items() if mine[key] != stored.get(key)]
     if mine["version"] != stored.get("version"):
         found.append(f"{stored.get('version')} -> {mine['version']}")

@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 import typer
 
 from ptq import cli
-from ptq.errors import InputError
 from ptq.recipe import RunOptions
 from quarot.plan import QuarotRecipe
 
@@ -74,22 +73,28 @@ def quarot(
         key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
         cache_clip=kv_clip, cache_sinks=kv_sinks,
     )  # fmt: skip
-    _check_used(recipe)
+    _refuse_idle(recipe)
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
 
 
-def _check_used(recipe: QuarotRecipe) -> None:
-    """Raise InputError for an option that would change nothing."""
-    if recipe.activation_clip is not None and recipe.activation_bits == 16:
-        raise InputError("--activation-clip does nothing without --activation-bits 8, 6 or 4")
-    if recipe.key_bits == recipe.value_bits == 16 and (recipe.cache_clip is not None or recipe.cache_sinks):
-        raise InputError("--kv-clip and --kv-sinks do nothing without --kv-bits, --key-bits or --value-bits below 16")
+def _refuse_idle(recipe: QuarotRecipe) -> None:
+    if recipe.weight_bits == 16:
+        cli.refuse_idle(recipe, "with --weight-bits 16", group_size="--group-size", symmetric="--asymmetric")
+    if recipe.rounding == "nearest":
+        cli.refuse_idle(recipe, "with --rounding nearest", damping="--damping")
+    if recipe.activation_bits == 16:
+        cli.refuse_idle(recipe, "without --activation-bits 8, 6 or 4", activation_clip="--activation-clip")
+    if recipe.key_bits == recipe.value_bits == 16:
+        why = "without --kv-bits, --key-bits or --value-bits below 16"
+        cli.refuse_idle(recipe, why, cache_clip="--kv-clip", cache_sinks="--kv-sinks")
+    if not recipe.rotate:
+        cli.refuse_idle(recipe, "with --no-rotate", online="--offline")
 
 
 def rotate(
     model: cli.Model,
     out: cli.Out,
-    seed: cli.Seed = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random signs.")] = 0,
     device: cli.Device = "auto",
     work: cli.Work = None,
     restart: cli.Restart = False,

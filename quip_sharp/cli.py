@@ -58,4 +58,8 @@ def quip_sharp(
         sweeps=sweeps, seed=seed, skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
         finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
+    if rounding == "nearest":
+        cli.refuse_idle(recipe, "with --rounding nearest", damping="--damping", sweeps="--sweeps")
+    if finetune == "none":
+        cli.refuse_idle(recipe, "without --finetune blocks or full", finetune_epochs="--finetune-epochs")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

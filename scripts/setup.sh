@@ -18,7 +18,9 @@ command -v c++ >/dev/null || {
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
 
+[ -e .venv/.complete ] || echo "setup: downloading torch and the rest, about 1 GB, then compiling the kernels, 3 to 4 minutes on two cores" >&2
 # torch first and pinned: left to its dependants, pip would fetch its newest build with gigabytes of CUDA packages.
 pip install "$TORCH" --constraint <(echo "$TORCH")
 pip install --constraint <(echo "$TORCH") "scikit-build-core>=0.11" cmake ninja
 pip install --constraint <(echo "$TORCH") --no-build-isolation --editable ".${1:+[$1]}"
+touch .venv/.complete

@@ -51,7 +51,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "groups that do not divide": (["--rounding", "nearest", "--group-size", "7"], "try --group-size"),
     "a negative group": (["--rounding", "nearest", "--group-size", "-1"], "group size"),
     "one bit": (["--weight-bits", "1"], "weight bits must be 2 to 8"),
-    "no damping": (["--damping", "0"], "damping must lie"),
+    "no damping": (["--damping", "0"], "damping must be above 0"),
     "odd activation bits": (["--activation-bits", "5"], "activation bits must be 4, 6 or 8, or 16"),
     "an activation clip above one": (
         ["--activation-bits", "8", "--activation-clip", "1.01"],
@@ -62,8 +62,12 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
         ["--activation-bits", "8", "--activation-clip", "nan"],
         "activation clip must lie above 0",
     ),
+    "damping of nothing": (["--rounding", "nearest", "--damping", "0.5"], "--damping does nothing with"),
+    "groups of nothing": (["--weight-bits", "16", "--group-size", "32"], "--group-size does nothing with"),
+    "offline without rotations": (["--no-rotate", "--offline"], "--offline does nothing with"),
+    "a seed beyond 64 bits": (["--seed", "99999999999999999999"], "seed must be at least 0 and below 2^63"),
     "a clip of activations that are left alone": (["--activation-clip", "0.9"], "does nothing without"),
-    "sinks of a cache that is left alone": (["--kv-sinks", "4"], "do nothing without"),
+    "sinks of a cache that is left alone": (["--kv-sinks", "4"], "does nothing without"),
     "one bit of a key": (["--kv-bits", "4", "--key-bits", "1"], "key_bits must be one of"),
     "too many bits of a value": (["--kv-bits", "9"], "bits must be one of"),
     "a KV clip above one": (["--kv-bits", "4", "--kv-clip", "1.5"], "clip must be above 0"),
@@ -179,8 +183,10 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_reports_its_proofs(tiny: Path, tmp_path: Path) -> None:
     result = quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest", "--weight-bits", "8")
     assert result.exit_code == 0 and result.stdout == ""
-    for text in ("bits per quantised weight", "rotated model equals the original", "logits", "KL", "estimate:"):
+    for text in ("bits per quantised weight", "rotated model equals the original", "logits", "estimate:"):
         assert text in result.stderr
+    assert "KL" not in result.stderr and "its quality was not measured" in result.stderr
+    assert "no longer the embedding's own weight: 96 x 16 numbers" in result.stderr
 
 
 def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
@@ -375,3 +381,30 @@ def test_the_process(tiny: Path, tmp_path: Path) -> None:
 def test_debug_shows_the_traceback(tiny: Path, tmp_path: Path) -> None:
     result = quantize("quarot", tiny, tmp_path / "out", "--weight-bits", "1", "--debug")
     assert isinstance(result.exception, ptq.InputError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quip-sharp", "demo", "{tmp}/out", "--finetune-epochs", "9"], "--finetune-epochs does nothing without"),
+        (["quip-sharp", "demo", "{tmp}/out", "--rounding", "nearest", "--sweeps", "9"], "--sweeps does nothing with"),
+        (["fp6", "demo", "{tmp}/out", "--damping", "0.5"], "--damping does nothing with --rounding nearest"),
+        (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
+        (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
+        (
+            ["quip-sharp", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--finetune", "full"],
+            "or choose no --finetune",
+        ),
+    ],
+)
+def test_what_changes_nothing_or_misses_text_is_refused(
+    arguments: list[str], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    check_refused(quantize(*(part.format(tmp=tmp_path, tiny=tiny) for part in arguments)), message)
+    assert listing(tmp_path) == {}
+
+
+def test_paths_are_printed_as_they_are(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "b[int4]" / "d[x]"
+    result = quantize("fp6", tiny, out)
+    assert result.exit_code == 0 and str(out) in result.stderr

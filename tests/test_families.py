@@ -145,7 +145,9 @@ def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     assert result.kl < 1e-2
 
 
-TWO_KINDS = dict(layer_types=["full_attention", "sliding_attention"], sliding_window=16, use_sliding_window=True)
+TWO_KINDS: dict[str, Any] = dict(
+    layer_types=["full_attention", "sliding_attention"], sliding_window=16, use_sliding_window=True
+)
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, "gemma3_text of two kinds", "qwen2 of two kinds"])

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import save_model
+from conftest import save_model, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -138,3 +138,23 @@ def test_a_loaded_model(tmp_path) -> None:
     for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
         assert name == other and torch.equal(a, b)
     assert torch.equal(copy.deepcopy(model).lm_head.weight, model.lm_head.weight)
+
+
+@torch.no_grad()
+def test_a_gate_is_known_by_its_activation_not_by_its_class() -> None:
+    ids, logits = torch.arange(3, 6)[None], {}
+    for order in (("silu", "gelu"), ("gelu", "silu")):
+        for activation in order:
+            plain = tiny_model(tiny_config("llama", hidden_act=activation))
+            fast = copy.deepcopy(plain)
+            fast_decode.install(fast)
+            torch.testing.assert_close(fast(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+            logits[activation] = plain(ids).logits
+    assert not torch.allclose(logits["silu"], logits["gelu"], atol=1e-3)
+
+
+def test_installing_leaves_the_random_numbers_of_the_caller_alone() -> None:
+    model = tiny_model(tiny_config("qwen3", head_dim=12))  # of a kind that no other test has tried
+    before = torch.get_rng_state()
+    fast_decode.install(model)
+    assert torch.equal(torch.get_rng_state(), before)

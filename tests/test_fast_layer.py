@@ -137,6 +137,35 @@ def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> No
         assert [call for call in calls[2::2]] == [False] * 4 and all(calls[3::2]) and heard.count(module) == 5
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["before it decodes", "while it decodes"])
+def test_forwards_that_somebody_has_replaced_are_called(late: bool, packed) -> None:
+    model = packed("W4A8")
+    wanted, called = decode(copy.deepcopy(model)), []
+    if late:
+        decode(model)
+    layer = model.get_decoder().layers[0]
+    for name in ("self_attn", "mlp", "mlp.down_proj", "input_layernorm"):
+        module = layer.get_submodule(name)
+
+        def forward(*args: Any, name: str = name, own: Any = module.forward, **kwargs: Any) -> Any:
+            called.append(name)
+            return own(*args, **kwargs)
+
+        module.forward = forward
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+    assert {called.count(name) for name in ("self_attn", "mlp", "mlp.down_proj", "input_layernorm")} == {5}
+
+
+def test_hooks_on_all_modules_hear_a_decoded_token(packed) -> None:
+    model, heard = packed("W4A8"), []
+    wanted = decode(model)
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda module, *_: heard.append(type(module).__name__))
+    found = decode(model)
+    hook.remove()
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert heard.count("LlamaMLP") == 5 * 2
+
+
 def test_a_changed_weight_is_seen(packed) -> None:
     model = packed("W4A8")
     before = decode(model)

@@ -290,3 +290,11 @@ def test_what_does_not_fit_is_refused():
         torch.ops.ptq.hadamard(random(2, 12), torch.ones(6, dtype=torch.float64), factors, 12, -1, False)
     with pytest.raises(InputError, match="172"):
         hadamard.apply(random(2, 172), None, 172)
+
+
+def test_dense_factors_are_bounded():
+    """For 9344 = 73 x 128 there is a Paley matrix of order 4672: it would take seconds and gigabytes to build."""
+    assert hadamard.largest_block(9344) == 128
+    assert hadamard.exists(924)
+    with pytest.raises(InputError, match="expected paley1:Q"):
+        hadamard.parse("paley1:4671")

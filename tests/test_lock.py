@@ -2,14 +2,16 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
+from conftest import listing, quantize
 
 import ptq
-from ptq.lock import exclusive, release
+from ptq.lock import exclusive, lock_file
 
 
 def hold(folder: Path, held: Event) -> None:
@@ -38,7 +40,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
 
 def test_a_file_that_its_holder_removed_is_no_lock(tmp_path: Path) -> None:
     with exclusive(tmp_path / "out"):
-        release(tmp_path / "out")
+        lock_file(tmp_path / "out").unlink()
         with exclusive(tmp_path / "out"):
             assert (tmp_path / "out.lock").exists()
 
@@ -47,3 +49,18 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ptq.RunError, match=r"out\.lock: cannot be made"), exclusive(tmp_path / "file" / "out"):
         pass
+
+
+def test_a_finished_run_leaves_the_work_of_another_one_alone(tiny: Path, tmp_path: Path) -> None:
+    run = ("quarot", tiny, tmp_path / "out", "--rounding", "nearest", "--no-report", "--work", tmp_path / "work")
+    assert quantize(*run).exit_code == 0
+    other = quantize("quarot", tiny, tmp_path / "other", *run[3:])
+    assert other.exit_code == 0
+    shutil.copytree(tmp_path / "other", tmp_path / "work")  # anything
+    shutil.copy(tmp_path / "out" / "ptq.json", tmp_path / "work" / "work.json")
+    with exclusive(tmp_path / "work"):
+        before = listing(tmp_path)
+        assert quantize(*run).exit_code == 0
+        assert listing(tmp_path) == before
+    assert quantize(*run).exit_code == 0
+    assert sorted(os.listdir(tmp_path)) == ["other", "out"]

@@ -195,13 +195,14 @@ def test_without_rotation_nothing_turns() -> None:
 
 
 def test_widths_without_a_matrix_are_noted() -> None:
-    made = make(dataclasses.replace(SHAPE, head_dim=18))
+    shape = dataclasses.replace(SHAPE, tied=False)
+    made = make(dataclasses.replace(shape, head_dim=18))
     (note,) = made.notes
     assert note.startswith("head_dim 18: ") and "9 " in note and " 2 " in note
     value = part(made, "model.layers.0.self_attn.v_proj").output
     assert value == Rotation(36, 2, "R2.0") and made.signs["R2.0"] == 18
-    assert make().notes == ()
-    odd = make(dataclasses.replace(SHAPE, intermediate=15), dataclasses.replace(PLAIN, online=False))
+    assert make(shape).notes == ()
+    odd = make(dataclasses.replace(shape, intermediate=15), dataclasses.replace(PLAIN, online=False))
     assert odd.notes == (), "a width that nothing turns needs no note"
 
 

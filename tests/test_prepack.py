@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 import ptq
 from ptq import formats
 from ptq.linear import QuantLinear
+from ptq.lock import exclusive
 from ptq.prepacked import PrepackedFormat
 from ptq.rounding import Rounded, nearest
+from ptq.shards import Shards
 
 IDS = torch.arange(3, 40).reshape(1, -1)
 pytestmark = pytest.mark.usefixtures("fast")
@@ -210,3 +212,39 @@ def test_another_target_or_layout_is_refused_before_anything_is_loaded(
         logits(copy)
     check_refused(quantize("inspect", copy), message)
     check_refused(quantize("verify", copy), message)
+
+
+def test_without_a_record(both: tuple[Path, Path], tmp_path: Path) -> None:
+    """As `save_pretrained` leaves a checkpoint."""
+    shutil.copytree(both[0], tmp_path / "plain")
+    (tmp_path / "plain" / "ptq.json").unlink()
+    assert quantize("prepack", tmp_path / "plain", tmp_path / "tiles").exit_code == 0
+    assert torch.equal(logits(tmp_path / "tiles"), logits(both[1]))
+    assert not (tmp_path / "tiles" / "ptq.json").exists()
+
+
+def test_one_run_at_a_time(both: tuple[Path, Path], tmp_path: Path) -> None:
+    with exclusive(tmp_path / "tiles"):
+        check_refused(quantize("prepack", both[0], tmp_path / "tiles"), "another run is at work on it")
+    assert listing(tmp_path) == {}
+
+
+def test_what_the_disk_gives_back_is_compared(
+    both: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = Shards.finish
+
+    def lost(self: Shards) -> None:
+        self.begin()  # all zeros
+        finish(self)
+
+    monkeypatch.setattr(Shards, "finish", lost)
+    check_refused(quantize("prepack", both[0], tmp_path / "tiles"), "does not give its bytes again", code=1)
+    assert not (tmp_path / "tiles").exists()
+
+
+def test_a_prepacked_result_is_not_the_result_of_a_run(model: Path, tmp_path: Path) -> None:
+    run = ("fp6", model, tmp_path / "out", "--no-report")
+    assert quantize(*run).exit_code == 0
+    assert quantize("prepack", tmp_path / "out", tmp_path / "tiles").exit_code == 0
+    check_refused(quantize("fp6", model, tmp_path / "tiles", "--no-report"), "nothing in it was touched")

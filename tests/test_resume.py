@@ -264,7 +264,7 @@ def unfinished(crashed: tuple[list[Path], dict[str, bytes]], tmp_path: Path) -> 
         (dict(seed=1), "seed: 0 -> 1"),
         (dict(skip=("*.down_proj",)), "skip: [] -> ['*.down_proj']"),
         (dict(rounding="nearest"), "rounding: 'gptq' -> 'nearest'"),
-        (dict(samples=5), "the calibration data has changed"),
+        (dict(samples=5), "samples: 4 -> 5"),
     ],
 )
 def test_a_changed_recipe_is_refused_with_the_difference(
