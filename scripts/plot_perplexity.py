@@ -1,4 +1,4 @@
-"""The picture of the README: how much worse each model becomes, by bits per weight.
+"""A picture of docs/results.md: how much worse each model becomes, by bits per weight.
 
 python scripts/plot_perplexity.py OUT.svg TABLE.json [TABLE.json ...]
 
