@@ -55,7 +55,7 @@ class _Layer:
     format: WholeLayer
     attention: nn.Module
     heads: tuple[int, int]
-    """Of keys and values: how many, and their size."""
+    """Number and size of the heads of keys and values."""
     floats: tuple[Tensor, ...]
     """Gains and biases."""
     arguments: tuple[Any, ...]

@@ -28,7 +28,7 @@ PATIENCE = 4
 """After an epoch without success, training goes on from the best so far at half the rate; after so many, it ends. The
 rate also falls in a straight line, towards zero at the end of the last epoch."""
 BETAS, EPSILON = (0.9, 0.999), 1e-8
-"""Of Adam."""
+"""Adam's decay of the two averages, and what is added to the root in its denominator."""
 
 Tell = Callable[[str, float], None]
 """Called with what is being done, and with the share of the training that has just been done."""
@@ -39,7 +39,7 @@ class Task:
     """What is trained, on what, and where it is kept."""
 
     name: str
-    """Decides, with the seed, the order of the batches; messages call the training so."""
+    """Names the training in messages; with the seed, it decides the order of the batches."""
     seed: int
     trained: Mapping[str, Trained]
     gradients: Callable[[Values, int], float]
@@ -49,12 +49,12 @@ class Task:
     batches: int
     epochs: int
     file: Path
-    """Of the state after each epoch; training goes on from there."""
+    """File of the state after each epoch; training goes on from there."""
 
 
 @dataclass
 class _State:
-    """Of a training, after so many epochs."""
+    """Where a training stands after some epochs."""
 
     values: Values
     best: Values

@@ -37,7 +37,7 @@ class Job:
     scales: dict[Balance | KeyBalance, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """The scale of the balance that was computed last."""
     row_scales: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
-    """Those that were computed, by linear."""
+    """What `row_scale` has found, by linear."""
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite."""

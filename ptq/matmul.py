@@ -17,7 +17,8 @@ FEW_ROWS = 64
 """Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
 
 FEW_TOKENS = 4
-"""Up to so many are multiplied by `ptq::dense_linear`."""
+"""Up to so many are multiplied at the speed of memory: by `ptq::dense_linear`, and by linears that share an input. For
+more, the products take longest."""
 
 FEW_DTYPES = (torch.float32, torch.bfloat16)
 GPU_DTYPES = (*FEW_DTYPES, torch.float16)

@@ -33,7 +33,8 @@ class Rotation:
     order: int
     """Order of the Hadamard matrix, a divisor of `size`; 1 means that only the signs act."""
     signs: str | None = None
-    """Name of the +-1 vector s, a key of `Plan.signs`; None for all ones. One shorter than `size` is repeated."""
+    """Name of the +-1 vector s, a key of `Plan.signs`; None for all ones. A vector shorter than `size` is
+    repeated."""
 
     def __post_init__(self) -> None:
         assert self.size % self.order == 0, self

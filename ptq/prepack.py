@@ -1,4 +1,5 @@
-"""`quantize prepack`: a packed checkpoint with its weights in the tiles of a target, so that loading makes none."""
+"""`quantize prepack`: a packed checkpoint with its weights in the layout that the kernels of a target read (tiles on a
+CPU, fragments on a GPU), so that loading need not make it."""
 
 import json
 import shutil
@@ -25,10 +26,12 @@ KEPT = (*COPIED, LOG, "report.html", "report.json")
 
 
 def prepack(checkpoint: Path, out: Path, target: str) -> int:
-    """Write `checkpoint`, made by `quantize`, to the folder `out`, every weight that has tiles for `target` in them.
+    """Write `checkpoint`, made by `quantize`, to the folder `out`, with every weight in the layout of `target` whose
+    format has one.
 
-    Every weight is proven to come back from its tiles to the bit. Returns the number of linears in tiles. Raises
-    InputError for a target without tiles, a damaged or a plain checkpoint, one that is prepacked, a folder that exists.
+    What was written is read again, and must give the bytes of the source. Returns the number of linears in the layout.
+    Raises InputError for an unknown target, a damaged or a plain checkpoint, one that is prepacked, a folder that
+    exists; RunError for a full disk.
     """
     target_of(target)
     with exclusive(out.absolute()):

@@ -102,6 +102,6 @@ class Probe:
 
 
 def row_by_row(part: Part, hidden: Float[Tensor, "rows t k"]) -> Float[Tensor, "rows t k"]:
-    """One row at a time, as the proof of the written checkpoint does: in another company, a product may end in another
-    last bit."""
+    """One row at a time, as the proof of the written checkpoint does: in a larger batch the last bit of a product may
+    differ."""
     return torch.cat([part.run(row) for row in hidden.split(1)])

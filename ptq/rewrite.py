@@ -80,7 +80,8 @@ def weight(
 def bias(
     linear: LinearPlan, b: Float[Tensor, " n"], signs: Signs, factor: Float64[Tensor, " c"] | None = None
 ) -> Float64[Tensor, " n"]:
-    """The rewritten bias R_out b of one layer, in float64. `factor`: as above."""
+    """The rewritten bias R_out b of one layer, in float64. `factor`: what the plan's balance multiplies the rows
+    with."""
     if linear.balance is not None and not linear.balanced_columns:
         assert factor is not None, linear.name
         b = b.double() * factor

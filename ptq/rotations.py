@@ -94,7 +94,8 @@ def _r4(linear: LinearPlan, index: int, shape: ModelShape, family: Family, layer
 
 
 def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
-    """The plan with a balance of queries and keys; as it is where the family has a norm behind them, which undoes it.
+    """The plan with a balance of queries and keys; as it is where the family norms queries and keys, which would undo
+    the balance.
 
     Every family so far pairs channel i of a head with i + head_dim / 2 in RoPE.
     """

@@ -2,8 +2,8 @@
 
 Every file is written under a temporary name beside its place and renamed. A crash leaves at most a `*.tmp`, which
 nobody reads. Bytes depend only on the tensors, so writing again is harmless. Files that are meant to stay are forced
-to disk before they are renamed; work files are not, so after a power cut a run is
-better begun again (`--restart`) than continued.
+to disk before they are renamed; work files are not, so after a power cut a run is better begun again (`--restart`)
+than continued.
 """
 
 import json

@@ -25,9 +25,6 @@ from ptq.formats import IntegerInput, Together
 if TYPE_CHECKING:
     from ptq.linear import QuantLinear
 
-FEW_TOKENS = 4
-"""Up to so many tokens. For more, the products take longest, and waiting ones would take memory."""
-
 SOLO = 3
 """A linear that was called alone so many times is not watched any more."""
 
@@ -211,7 +208,7 @@ def stays_on_gpu(linear: Any) -> bool:
 
 
 def _is_eligible(x: Tensor) -> bool:
-    if not 0 < x.numel() <= FEW_TOKENS * x.shape[-1] or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not 0 < x.numel() <= matmul.FEW_TOKENS * x.shape[-1] or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not (torch.is_grad_enabled() and x.requires_grad) and not torch.is_autocast_enabled("cpu")
 

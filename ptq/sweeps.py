@@ -1,8 +1,8 @@
 """What can still be gained when LDLQ is done: guarded sweeps of coordinate descent, and the best scale for the codes.
 
 Both lower tr((W - Ŵ) H (W - Ŵ)ᵀ), H with its damping, and neither can raise it: what does not lower it is not taken.
-Sweeps are QuIP#'s (Tseng et al. 2024, arXiv:2402.04396, section 4.3), which takes every step unseen: on steep Hessians
-that raises the loss, because a step rounds in the Euclidean norm what counts in that of H.
+Sweeps are QuIP#'s (Tseng et al. 2024, arXiv:2402.04396, section 4.3), which accepts every step unchecked: on steep
+Hessians that raises the loss, because a step rounds in the Euclidean norm what counts in that of H.
 """
 
 import math
@@ -33,7 +33,7 @@ class Problem:
     added: Float32[Tensor, " k"]
     """What damping added to the diagonal."""
     diagonal: Float32[Tensor, " k"]
-    """Of H with damping."""
+    """The diagonal of H with damping."""
     columns: Int64[Tensor, " k"]
     """Where each column comes from."""
     codebook: Codebook
