@@ -66,7 +66,7 @@ inline Words words(const uint8_t* from) {
         for (int l = 0; l < lanes; l++) {
             uint32_t low = 0, high = 0;
             std::memcpy(&low, from + l * bits, size);
-            if (bits > 4) std::memcpy(&high, from + l * bits + second, size);
+            if (bits > 4) std::memcpy(&high, from + l * bits + second, bits - second);
             w.low[l] = low, w.high[l] = high;
         }
     }
