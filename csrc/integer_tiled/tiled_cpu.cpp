@@ -163,7 +163,7 @@ Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const fl
         problems.push_back({h.w, nullptr, width, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
                             number_of(dtype), t});
     }
-    if (t > few_tokens && group_blocks <= gemm_blocks) {
+    if (t > few_tokens && tokens.k && group_blocks <= gemm_blocks) {
         for (const Quantized& p : problems) many_tokens(p, tokens);
     } else if (t) {
         std::unique_ptr<int8_t[]> room;

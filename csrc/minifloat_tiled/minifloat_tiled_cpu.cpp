@@ -143,7 +143,7 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
     const Weight& w = h.w;
     const Kernels& level = kernels();
     const Number x_type = number_of(x.scalar_type()), out_type = number_of(out.scalar_type());
-    if (t > few_tokens) {
+    if (t > few_tokens && w.k) {
         const bool pairs = level.unpack_pairs && x_type == Number::bfloat16;
         const gemm::Mode mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats;
         const gemm::Panels panels = panels_of(w, pairs ? level.unpack_pairs : level.unpack_floats);
@@ -181,7 +181,7 @@ void multiply_integers(const Held& h, const gemm::Tokens& tokens, const float* s
     const Kernels& level = kernels();
     const int64_t t = tokens.t, width = w.blocks * block_columns;
     const Number type = number_of(out.scalar_type());
-    if (t > few_tokens && w.group_blocks * block_columns <= gemm::most_group)
+    if (t > few_tokens && w.k && w.group_blocks * block_columns <= gemm::most_group)
         return gemm::multiply_panels({panels_of(w, level.unpack_bytes), gemm::Mode::quads, nullptr, Number::float32, t,
                                       w.k, scales, floats_of(h.bias), out.mutable_data_ptr(), type, tokens});
     std::unique_ptr<int8_t[]> room;
