@@ -115,7 +115,7 @@ Tensor sum(const Tensor& a, const Tensor& b) {
 
 namespace {
 
-// One token and head of q, k or v: d neighbours at every `step`.
+// q, k or v: d neighbours for each head of each token.
 struct Rows {
     Tensor held;
     const char* data;
@@ -144,7 +144,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
         STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == b && x->size(1) == heads && x->size(2) == room &&
                             x->size(3) == d && x->is_contiguous() && number_of(*x, "decode_attention") == type,
                         "decode_attention: keys and values must be contiguous, in one shape and the dtype of q");
-    STD_TORCH_CHECK(before >= 0 && before + t <= room, "decode_attention: ", before + t, " tokens in room for ", room);
+    STD_TORCH_CHECK(before >= 0 && before <= room - t, "decode_attention: ", t, " tokens behind ", before,
+                    " in room for ", room);
     const int64_t groups = q.size(2) / (heads * d), size = size_of(type);
     const Rows from_q = rows_of(q, b, t, heads * groups, d, type), from_k = rows_of(k, b, t, heads, d, type),
                from_v = rows_of(v, b, t, heads, d, type);
