@@ -3,7 +3,8 @@
 //   - threads and blocks run forwards or backwards, asynchronous copies land as late or as early as they may
 //     (`Schedule`): a missing barrier or wait shows in one of the two
 //   - shared memory starts as NaNs and ends at a page that must not be touched; so do the buffers of `guarded`
-//   - a misaligned vector access, a barrier that not all threads reach, an access beyond the end: errors of `launch`
+//   - a misaligned vector access, a barrier that not all threads reach, an access beyond the end, a grid that is too
+//     large: errors of `launch`
 #pragma once
 
 #include <cstring>
