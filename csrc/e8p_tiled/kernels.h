@@ -17,7 +17,7 @@ struct Weight {
     int bits;
 };
 
-// Tokens as `quantized` and `many_quantized` want them.
+// Tokens as `quantized` and `many_tokens` want them.
 struct Arrange {
     const int8_t* q;  // [t, k]
     int64_t t, k;

@@ -25,8 +25,7 @@ void spread(const Linear& p, int64_t first, int64_t last) {
     }
 }
 
-// --- decoding
-// ---------------------------------------------------------------------------------------------------------
+// --- decoding --------------------------------------------------------------------------------------------------------
 
 // The eight codes of each lane: all of them in `low`, or from five bits on, four and four.
 struct Words {
@@ -94,8 +93,7 @@ inline Lanes all_codes() {
     return x;
 }
 
-// --- scales
-// -----------------------------------------------------------------------------------------------------------
+// --- scales ----------------------------------------------------------------------------------------------------------
 
 // A weight is code * scale + offset: exact, for scale and zero have eight bits each.
 struct Affine {

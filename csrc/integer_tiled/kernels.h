@@ -32,8 +32,8 @@ struct Quantized {
 // Sums of q over the groups of each token, for `Quantized`.
 struct Sums {
     const int8_t* q;
-    int64_t q_stride, k, size, groups;  // columns in a group, groups in a token
-    int32_t* sums;                      // [t, groups]
+    int64_t q_stride, size, groups;  // columns in a group, groups in a token
+    int32_t* sums;                   // [t, groups]
 };
 
 // y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level, and on nothing else.

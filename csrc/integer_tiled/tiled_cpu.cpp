@@ -169,7 +169,7 @@ Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const fl
         std::unique_ptr<int8_t[]> room;
         const int8_t* q = gemm::rows_of(tokens, width, room);
         for (Quantized& p : problems) p.q = q;
-        run(kernels().sums, Sums{q, width, tokens.k, tokens.k / std::max(groups, int64_t{1}), groups, sums.get()}, t,
+        run(kernels().sums, Sums{q, width, tokens.k / std::max(groups, int64_t{1}), groups, sums.get()}, t,
             tokens.k / 4);
         run_rows(kernels().quantized, problems);
     }
