@@ -25,13 +25,7 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
-    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
 }
 
 void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {

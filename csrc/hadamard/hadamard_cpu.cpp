@@ -28,11 +28,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 Run* kernel() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return run_avx512;
-    if (cpu_level() >= CpuLevel::avx2) return run_avx2;
-#endif
-    return run_portable;
+    return at_level<run_portable, run_avx2, run_avx512>();
 }
 
 // The sizes and matrices of a transform, without data: x is contiguous, of a type that the kernel knows.

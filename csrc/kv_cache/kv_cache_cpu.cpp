@@ -28,11 +28,7 @@ using torch::stable::Tensor;
 constexpr int64_t max_head_dim = 1024;  // kernels keep queries on the stack
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512>();
 }
 
 // Checks that codes and scales are a side of the cache with room for `length` tokens.
