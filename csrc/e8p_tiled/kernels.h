@@ -7,8 +7,6 @@
 
 namespace ptq::e8p_tiled {
 
-using integer_tiled::Number;
-
 // W[n, k] in tiles.
 struct Weight {
     const uint8_t* tiles;

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/number.h"
+
 namespace ptq::integer_tiled {
 
 // W[n, k] in tiles. `group_blocks` super-blocks make a group; the last one may be filled up with columns of zeros.
@@ -13,8 +15,6 @@ struct Weight {
     int64_t n, k, groups, group_blocks;
     int bits;
 };
-
-enum class Number { float32, bfloat16 };
 
 // y[t, n] = q_scale[t] * sum over groups of scale * (integer), see quarot/tiled_ops.py: the same bits at every level.
 struct Quantized {
