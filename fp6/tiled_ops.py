@@ -81,7 +81,7 @@ def product(
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
     """The product of quantised tokens, as the module docstring defines it. Float64 holds the integers."""
-    tokens, factor = q.reshape(-1, q.shape[-1]).double(), q_scale.reshape(-1, 1)
+    tokens, factor = q.reshape(q_scale.numel(), q.shape[-1]).double(), q_scale.reshape(-1, 1)
     value = decode(codes, element).double()
     shift = element.int8_shift
     if shift is not None:

@@ -7,6 +7,9 @@ kernels skip chunks of 256 tokens that no query sees). Fill it with the prompt b
     cache = StaticPackedCache(model.config, settings, max_length=4096)
     model(prompt, past_key_values=cache)
     step = torch.compile(lambda ids, position: model(ids, position_ids=position, past_key_values=cache).logits)
+
+Before a step is captured as a CUDA graph it must have run once outside of the capture: CUDA loads a kernel at its first
+call, which a capture does not allow.
 """
 
 from typing import Any

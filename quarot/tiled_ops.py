@@ -66,7 +66,7 @@ def product(
     """The product of quantised tokens with codes, as the module docstring defines it. Float64 holds the integers."""
     n, k = codes.shape
     size = group_size or max(k, 1)
-    tokens, number = q.reshape(-1, k), scale.view(torch.bfloat16).float()
+    tokens, number = q.reshape(q_scale.numel(), k), scale.view(torch.bfloat16).float()
     acc = q_scale.new_zeros(tokens.shape[0], n, dtype=torch.float32)
     for g in range(k // size):
         columns = slice(g * size, (g + 1) * size)

@@ -121,6 +121,15 @@ def test_hadamard_fast(compiled, order: int, dtype: torch.dtype, backwards: bool
     assert close(found, expected(x, order, signs, True))
 
 
+@pytest.mark.parametrize("order", [28, 60, 108, 140, 300])
+def test_sums_of_dense_factors_are_as_exact_as_float32_additions(compiled, order: int) -> None:
+    """Of positive numbers: what tensor cores cut off the first of all sums goes the same way."""
+    x = random(16, order, seed=order).abs().float() + 1
+    found, _ = run_hadamard(compiled("hadamard_host"), FAST, x, order)
+    wanted = expected(x, order, None, False)
+    assert (found.double() - wanted).square().mean().sqrt() < 2**-26 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("order", [8192, 11008, 14336, 16384, 28672, 32768])
 def test_hadamard_long_vectors_are_fetched_ahead(compiled, order: int) -> None:
     x = random(3, order, dtype=torch.bfloat16, seed=order)

@@ -188,6 +188,13 @@ def test_format_lays_out_by_device_and_back() -> None:
         assert torch.equal(found, form.linear_quantized(q, q_scale, tiles, None, torch.float32))
 
 
+@pytest.mark.parametrize("n, k", [(2**20 - 1, 64), (1, 65536)])
+def test_large_weights_are_launched(compiled, n: int, k: int) -> None:
+    library = compiled("e8p_host")
+    library.test_e8p_size.restype = ctypes.c_char_p
+    check(library.test_e8p_size(n, k, 3))
+
+
 def test_opcheck() -> None:
     w = weight(18, 40, 3)
     x = random(2, 40).requires_grad_()

@@ -125,6 +125,13 @@ def test_dequantise(compiled, bits: int, dtype: torch.dtype) -> None:
         assert torch.equal(found, wanted.to(dtype))
 
 
+@pytest.mark.parametrize("n, k", [(1_048_561, 64), (2**27 - 1, 480), (1, 2**20 - 1)])
+def test_large_weights_are_launched(compiled, n: int, k: int) -> None:
+    library = compiled("integer_host")
+    library.test_integer_size.restype = ctypes.c_char_p
+    check(library.test_integer_size(n, k, 4))
+
+
 def test_splits_fill_the_device(compiled) -> None:
     library = compiled("integer_host")
     assert library.test_splits(1, 4096, 4096, 4, 132) > 1

@@ -1,6 +1,8 @@
 """The integer grid, its bytes and its ops: against brute force, golden bytes, and native kernels against references."""
 
+import ctypes
 import json
+import mmap
 from pathlib import Path
 
 import pytest
@@ -246,6 +248,25 @@ def test_native_linear_is_exact_and_ignores_batch_position_level_and_threads(bit
     finally:
         torch.set_num_threads(threads)
         native.set_cpu_level(None)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_linear_reads_no_byte_behind_the_codes(bits, implementation):
+    """Whole blocks of codes that end where an untouchable page begins."""
+    page, n, k = mmap.PAGESIZE, 3, 256
+    memory = mmap.mmap(-1, 2 * page)
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + page
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    assert protect(behind, page, 0) == 0, ctypes.get_errno()
+    parts = random_parts(IntegerFormat(bits, 0), n, k)
+    size = n * k * bits // 8
+    codes = torch.frombuffer(memory, dtype=torch.uint8, offset=page - size, count=size).view(n, -1)
+    codes.copy_(parts["codes"])
+    for t in (1, 3, 40):
+        x, linear = randn(t, k), implementation["integer_linear"]
+        y = linear(x, codes, parts["scale"], None, None, bits, 0)
+        assert torch.equal(y, linear(x, parts["codes"], parts["scale"], None, None, bits, 0))
 
 
 def test_linear_of_nothing():

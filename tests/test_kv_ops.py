@@ -217,3 +217,15 @@ def test_what_does_not_fit_is_refused(change: str) -> None:
     length, bits = 300 if change == "length" else 30, 5 if change == "bits" else 4
     with pytest.raises(RuntimeError, match="kv_"):
         OPS.kv_attend(q, *sides, length, bits, bits, 0.2, mask, None, None, None)
+
+
+@pytest.mark.parametrize("start", [227, -1, 2**63 - 1, -(2**63)])
+def test_a_place_without_room_is_refused(start: int) -> None:
+    if not native.available():
+        pytest.skip("native kernels are not built")
+    x = random(1, 2, 30, 20)
+    codes, scales = fill(x, 4, False)
+    stored = codes.clone()
+    with pytest.raises(RuntimeError, match="30 tokens behind .* in room for 256"):
+        OPS.kv_append(codes, scales, x, start, 4, 0.95, False)
+    assert torch.equal(codes, stored)

@@ -62,7 +62,7 @@ def test_opcheck_and_refusals() -> None:
     torch.library.opcheck(torch.ops.ptq.kv_decode_attention.default, given)
     stored = [x.clone() for x in given[5:9]]
     shapes = [(0, given[0][..., :-1]), (1, given[1][..., :-1]), (2, given[2][:, :0])]
-    for index, wrong in (*shapes, (9, 256), (10, 5), (11, 5)):
+    for index, wrong in (*shapes, (9, 256), (9, -1), (9, 2**63 - 1), (10, 5), (11, 5)):
         with pytest.raises((RuntimeError, TypeError)):
             torch.ops.ptq.kv_decode_attention(*given[:index], wrong, *given[index + 1 :])
     assert torch.equal(given[5], stored[0])

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import spoil_free_memory
 
 import ptq.tiles
 from fp6 import tiled_ops
@@ -275,6 +276,28 @@ def test_nothing(level):
         q, q_scale = tokens(t, 64)
         assert quantized(q, q_scale, tiles, scale, None, 0, ELEMENTS["e2m3"], 0).shape == (t, 0)
         assert floats(q.float(), tiles, scale, None, 0, ELEMENTS["e3m2"], 0).shape == (t, 0)
+
+
+@pytest.mark.parametrize("t", [0, 1, 2, 40])
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2"])
+def test_no_columns(name, t, level):
+    """Zero, or the bias: for few tokens, and for many."""
+    element, n, op = ELEMENTS[name], 32, torch.ops.ptq
+    tiles, scale = torch.zeros(2, 0, 64 * element.bits, dtype=torch.uint8), torch.ones(2, 1, 16, dtype=torch.int16)
+    q, q_scale, x = torch.zeros(t, 0, dtype=torch.int8), torch.ones(t), torch.zeros(t, 0)
+    for bias in (None, torch.randn(n, generator=draw(1))):
+        weight = (tiles, scale, bias, n, element.exponent, element.mantissa, 0)
+        for result in (
+            lambda w=weight: op.minifloat_linear_quantized(q, q_scale, *w, torch.float32),
+            lambda w=weight: tiled_ops.linear_quantized(q, q_scale, *w, torch.float32),
+            lambda w=weight: op.minifloat_linear_tokens(x, *w, 8, 1.0, torch.float32),
+            lambda w=weight: op.minifloat_linear_tiled(x, *w),
+            lambda w=weight: op.minifloat_linear_tiled(x.bfloat16(), *w).float(),
+        ):
+            spoil_free_memory(n * t)
+            torch.testing.assert_close(
+                result(), torch.zeros(t, n) if bias is None else bias.expand(t, n), rtol=2**-8, atol=0
+            )
 
 
 # --- the op -----------------------------------------------------------------------------------------------------------

@@ -89,9 +89,12 @@ def test_attention_of_any_thread_count_and_damage(level: None) -> None:
     keys[1, 2, 50] = torch.nan
     damaged = torch.ops.ptq.decode_attention(q, k, v, cos, cos, keys, values, 390, 0.2).view(2, 3, 2, 32)
     assert damaged[1, 2].isnan().all() and damaged.isnan().sum() == 64
-    for wrong in ((keys.transpose(1, 2), values, 0), (keys, values[:, :, :5], 0), (keys, values, 400)):
+    wrong = [(keys.transpose(1, 2), values, 0), (keys, values[:, :, :5], 0)]
+    for place in (400, -1, 2**63 - 1, -(2**63)):  # the sum with the number of tokens would wrap around
+        wrong.append((keys, values, place))
+    for cache in wrong:
         with pytest.raises(RuntimeError):
-            torch.ops.ptq.decode_attention(q, k, v, cos, cos, *wrong, 0.2)
+            torch.ops.ptq.decode_attention(q, k, v, cos, cos, *cache, 0.2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model
+from conftest import save_model, spoil_free_memory
 from transformers import AutoModelForCausalLM
 
 import ptq
@@ -228,6 +228,22 @@ def test_threads_and_batch_position_do_not_change_a_result(bits):
     finally:
         torch.set_num_threads(threads)
         native.set_cpu_level(None)
+
+
+@pytest.mark.parametrize("t", [0, 1, 2, 40])
+def test_no_columns(t, implementation):
+    """Zero, or the bias: for few tokens, and for many."""
+    n, ops = 32, implementation
+    weight = (torch.zeros(2, 0, 256, dtype=torch.uint8), torch.ones(2, 1, 16, dtype=torch.int16), None)
+    q, q_scale, x = torch.zeros(t, 0, dtype=torch.int8), torch.ones(t), torch.zeros(t, 0)
+    for bias in (None, torch.randn(n, generator=draw(1))):
+        for result in (
+            lambda b=bias: ops["integer_linear_quantized"](q, q_scale, *weight, b, n, 4, 0, torch.float32),
+            lambda b=bias: ops["integer_linear_tokens"](x, *weight, b, n, 4, 0, 8, 1.0, torch.float32),
+            lambda b=bias: ops["integer_linear_tiled"](x, *weight, b, n, 4, 0),
+        ):
+            spoil_free_memory(n * t)
+            assert torch.equal(result(), torch.zeros(t, n) if bias is None else bias.expand(t, n))
 
 
 def test_plain_parts_give_the_same_bits():

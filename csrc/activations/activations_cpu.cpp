@@ -19,11 +19,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512>();
 }
 
 Quantizer quantizer(int64_t bits, double clip) {

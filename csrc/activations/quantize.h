@@ -31,9 +31,6 @@ const Kernels& kernels();
 // Checks the ranges: throws where bits or clip are out of theirs.
 Quantizer quantizer(int64_t bits, double clip);
 
-extern const Kernels portable;
-#if defined(__x86_64__)
-extern const Kernels avx2, avx512;
-#endif
+extern const Kernels portable, avx2, avx512;
 
 }  // namespace ptq::activations

@@ -2,6 +2,8 @@
 // cpu_level() on each call. Results must not depend on the level.
 #pragma once
 
+#include <type_traits>
+
 namespace ptq {
 
 enum class CpuLevel : int {
@@ -14,6 +16,20 @@ enum class CpuLevel : int {
 
 // The best level that this machine has, or a lower one that a test has asked for.
 CpuLevel cpu_level();
+
+// What was made for the level in use, of one thing (a table of kernels) per level from portable on: above the last, the
+// last. A level that has none of its own repeats the one below.
+template <auto& portable, auto&... higher>
+auto& at_level() {
+#if defined(__x86_64__)
+    static constexpr std::remove_reference_t<decltype(portable)>* all[] = {&portable, &higher...};
+    constexpr int last = sizeof...(higher);
+    const int level = static_cast<int>(cpu_level());
+    return *all[level < last ? level : last];
+#else
+    return portable;
+#endif
+}
 
 }  // namespace ptq
 

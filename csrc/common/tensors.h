@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <functional>
 #include <numeric>
 #include <vector>
@@ -26,6 +27,14 @@ torch::stable::Tensor fresh(const Sizes& sizes, torch::headeronly::ScalarType ty
                                                     static_cast<int32_t>(type), aoti_torch_device_type_cpu(), 0,
                                                     &made));
     return torch::stable::Tensor(made);
+}
+
+// x is of this type and of these sizes; the op and the name are for the message.
+inline void check_tensor(const char* op, const char* name, const torch::stable::Tensor& x,
+                         torch::headeronly::ScalarType type, const std::vector<int64_t>& sizes) {
+    const auto found = x.sizes();
+    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()), op,
+                    ": ", name, " has a wrong dtype or shape");
 }
 
 // x itself where it is contiguous.

@@ -218,9 +218,6 @@ PTQ_DEVICE float add(float a, float b) {
 PTQ_DEVICE float divide(float a, float b) {
     return __fdiv_rn(a, b);
 }
-PTQ_DEVICE double multiply(double a, double b) {
-    return __dmul_rn(a, b);
-}
 PTQ_DEVICE float root(float x) {
     return __fsqrt_rn(x);
 }

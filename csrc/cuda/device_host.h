@@ -3,9 +3,11 @@
 //   - threads and blocks run forwards or backwards, asynchronous copies land as late or as early as they may
 //     (`Schedule`): a missing barrier or wait shows in one of the two
 //   - shared memory starts as NaNs and ends at a page that must not be touched; so do the buffers of `guarded`
-//   - a misaligned vector access, a barrier that not all threads reach, an access beyond the end: errors of `launch`
+//   - a misaligned vector access, a barrier that not all threads reach, an access beyond the end, a grid that is too
+//     large: errors of `launch`
 #pragma once
 
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 #include <vector>
@@ -120,6 +122,20 @@ void copy_wait() {
     }
 }
 
+// As tensor cores add, as far as is known of compute capability 8.0: all terms cut off one bit behind the last place of
+// the largest, then the sum cut off. Nothing is rounded to the nearest.
+inline float cut_sum(const double (&terms)[9]) {
+    double largest = 0, sum = 0;
+    bool finite = true;
+    for (const double x : terms) {
+        largest = std::fmax(largest, std::fabs(x));
+        finite = finite && std::isfinite(x);
+    }
+    const auto cut = [](double x, int last) { return std::ldexp(std::trunc(std::ldexp(x, -last)), last); };
+    for (const double x : terms) sum += finite && largest > 0 ? cut(x, std::ilogb(largest) - 24) : x;
+    return static_cast<float>(std::isfinite(sum) && sum != 0 ? cut(sum, std::ilogb(sum) - 23) : sum);
+}
+
 // Fragments as the PTX manual draws them: g = lane / 4, t = lane % 4; A: rows g and g + 8; B: column g; C: columns 2 t.
 template <class T>
 void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -132,13 +148,14 @@ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
                 const int row = l / 4 + (i >= 2 ? 8 : 0), column = 2 * (l % 4) + i % 2;
                 float sum;
                 std::memcpy(&sum, &x.in[l][6 + i], 4);
-                double exact = sum;
-                for (int k = 0; k < 16; k++) {
-                    const int t = k % 8 / 2;
-                    exact += double{number(x.in[row % 8 * 4 + t][(row >= 8) + 2 * (k >= 8)], k % 2)} *
-                             number(x.in[column * 4 + t][4 + (k >= 8)], k % 2);
+                for (int half = 0; half < 2; half++) {
+                    double terms[9];
+                    for (int k = 0; k < 8; k++)
+                        terms[k] = double{number(x.in[row % 8 * 4 + k / 2][(row >= 8) + 2 * half], k % 2)} *
+                                   number(x.in[column * 4 + k / 2][4 + half], k % 2);
+                    terms[8] = sum;
+                    sum = cut_sum(terms);
                 }
-                sum = static_cast<float>(exact);
                 std::memcpy(&x.out[l][i], &sum, 4);
             }
     });

@@ -42,6 +42,7 @@ struct Exchange {
 
 struct Machine {
     bool backwards = false;  // see above
+    bool idle = false;       // `launch` checks what it is asked, and runs nothing
     std::vector<Fiber> fibers;
     std::vector<Exchange> warps;
     int threads = 0, current = 0, at_barrier = 0;
@@ -139,6 +140,9 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Pa
     Machine& m = machine;
     if (threads % 32 || threads < 32 || threads > 1024) return "a block must be 1 to 32 whole warps";
     if (shared_bytes > 227 * 1024) return "too much shared memory";
+    if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
+        return "a grid must be 1 to 2^31 - 1 by 65535 by 65535";
+    if (m.idle) return nullptr;
     m.threads = threads;
     m.fibers.resize(threads);
     m.warps.assign(threads / 32, {});

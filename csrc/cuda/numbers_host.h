@@ -72,9 +72,6 @@ inline float add(float a, float b) {
 inline float divide(float a, float b) {
     return a / b;
 }
-inline double multiply(double a, double b) {
-    return a * b;
-}
 inline float root(float x) {
     return std::sqrt(x);
 }

@@ -54,9 +54,10 @@ inline const Properties& properties(int device) {
         };
         const int major = attribute(cudaDevAttrComputeCapabilityMajor);
         const int minor = attribute(cudaDevAttrComputeCapabilityMinor);
-        STD_TORCH_CHECK(major == 8 || (major == 9 && minor == 0),
-                        "ptq: the CUDA kernels are built for compute capability ", "8.x and 9.0, device ", device,
-                        " has ", major, ".", minor, "; build them for it (CMakeLists.txt), or run on the CPU");
+        // 8.7, a Tegra: binary code for 8.0 is not promised to run there.
+        STD_TORCH_CHECK((major == 8 && minor != 7) || (major == 9 && minor == 0),
+                        "ptq: the CUDA kernels are built for compute capability ", "8.x (not 8.7) and 9.0, device ",
+                        device, " has ", major, ".", minor, "; build them for it (CMakeLists.txt), or run on the CPU");
         known[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
                          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor), major == 8};
     });

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
-#include "common/tensors.h"
+#include "common/linear.h"
 #include "dense/kernels.h"
 
 namespace ptq::dense {
@@ -19,12 +19,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512, avx512, avx512bf16>();
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
@@ -38,17 +33,14 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     const int64_t n = weight.size(0), k = weight.size(1);
     STD_TORCH_CHECK(!bias || (bias->numel() == n && bias->scalar_type() == type), "dense_linear: bias must have ", n,
                     " elements of the dtype of x");
-    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-    sizes.back() = n;
-    int64_t t = 1;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
+    const int64_t t = tokens_of(x);
     const Tensor in = compact(x), w = compact(weight);
     std::optional<Tensor> b;
     if (bias) b = compact(*bias);
-    const Tensor out = fresh(sizes, type);
+    const Tensor out = empty_result(x, n, type);
     const std::unique_ptr<float[]> spread(new float[t * spread_size(k)]);
-    const Linear p{type == ScalarType::Float ? Number::float32 : Number::bfloat16,
-                   weight_type == ScalarType::Float ? Number::float32 : Number::bfloat16,
+    const Linear p{number_of(type),
+                   number_of(weight_type),
                    in.const_data_ptr(),
                    spread.get(),
                    w.const_data_ptr(),

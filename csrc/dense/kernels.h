@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace ptq::dense {
+#include "common/number.h"
 
-enum class Number { float32, bfloat16 };
+namespace ptq::dense {
 
 constexpr int64_t step = 64;  // columns that are multiplied at a time; a row of `spread` is filled up to whole steps
 

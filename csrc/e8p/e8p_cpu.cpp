@@ -11,6 +11,7 @@
 
 #include "common/cpu_level.h"
 #include "common/parallel.h"
+#include "common/tensors.h"
 #include "e8p/kernels.h"
 #include "e8p/multipliers.h"
 
@@ -23,17 +24,7 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
-}
-
-void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
-    const auto found = x.sizes();
-    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
-                    "e8p: ", name, " has a wrong dtype or shape");
+    return at_level<portable, avx2, avx512>();
 }
 
 Table table_from(const int8_t* from) {
@@ -56,8 +47,8 @@ Book book_from(const Tensor& scale, const Tensor& tables, int64_t bits, int64_t 
     STD_TORCH_CHECK(candidates == 1 || candidates == 2 || candidates == 4 || candidates == max_candidates,
                     "e8p: candidates must be 1, 2, 4 or 8, found ", candidates);
     const int64_t count = stages(static_cast<int>(bits));
-    check(scale, ScalarType::Float, {1}, "scale");
-    check(tables, ScalarType::Char, {count, entries, dim}, "tables");
+    check_tensor("e8p", "scale", scale, ScalarType::Float, {1});
+    check_tensor("e8p", "tables", tables, ScalarType::Char, {count, entries, dim});
     const Tensor s = contiguous(scale), t = contiguous(tables);
     const int8_t* from = static_cast<const int8_t*>(t.const_data_ptr());
     Book book;
@@ -77,7 +68,7 @@ Tensor round(const Tensor& w, const Tensor& scale, const Tensor& tables, int64_t
     const Book book = book_from(scale, tables, bits, candidates);
     STD_TORCH_CHECK(w.dim() == 2 && w.size(1) % dim == 0, "e8p_round: w must be [n, k] with k a multiple of 8");
     const int64_t n = w.size(0), k = w.size(1), vectors = n * k / dim;
-    check(w, ScalarType::Float, {n, k}, "w");
+    check_tensor("e8p", "w", w, ScalarType::Float, {n, k});
     const Tensor in = contiguous(w), codes = empty({n, k / dim}, ScalarType::Int);
     const Round p{&book, static_cast<const float*>(in.const_data_ptr()),
                   static_cast<int32_t*>(codes.mutable_data_ptr()), vectors};
@@ -90,9 +81,9 @@ std::tuple<Tensor, Tensor> ldlq(const Tensor& target, const Tensor& w, const Ten
     const Book book = book_from(scale, tables, bits, candidates);
     STD_TORCH_CHECK(w.dim() == 2 && w.size(0) % dim == 0, "e8p_ldlq: w must be [c, n] with c a multiple of 8");
     const int64_t c = w.size(0), n = w.size(1);
-    check(target, ScalarType::Float, {c, n}, "target");
-    check(w, ScalarType::Float, {c, n}, "w");
-    check(factor, ScalarType::Float, {c, c}, "factor");
+    check_tensor("e8p", "target", target, ScalarType::Float, {c, n});
+    check_tensor("e8p", "w", w, ScalarType::Float, {c, n});
+    check_tensor("e8p", "factor", factor, ScalarType::Float, {c, c});
     const Tensor from = contiguous(target), in = contiguous(w), taken = contiguous(factor);
     const Tensor codes = empty({c / dim, n}, ScalarType::Int), error = empty({c, n}, ScalarType::Float);
     const Ldlq p{&book,
@@ -111,7 +102,7 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const Tensor& tables, in
     const Book book = book_from(scale, tables, bits, 1);
     STD_TORCH_CHECK(codes.dim() == 2, "e8p_decode: codes must be [n, m]");
     const int64_t n = codes.size(0), m = codes.size(1);
-    check(codes, ScalarType::Int, {n, m}, "codes");
+    check_tensor("e8p", "codes", codes, ScalarType::Int, {n, m});
     const Tensor in = contiguous(codes), w = empty({n, m * dim}, ScalarType::Float);
     const Decode p{&book, static_cast<const int32_t*>(in.const_data_ptr()), static_cast<float*>(w.mutable_data_ptr())};
     run(kernels().decode, p, n * m, dim);

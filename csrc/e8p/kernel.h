@@ -52,8 +52,7 @@ inline bool any_greater(Lanes a, Lanes b) {
 #endif
 }
 
-// --- search
-// -----------------------------------------------------------------------------------------------------------
+// --- search ----------------------------------------------------------------------------------------------------------
 
 // The best pairs (entry, shift) of some vectors, in order: minus half the squared distance, and entry + 256 shift.
 template <int count>
@@ -115,8 +114,7 @@ Best<1> search_plain(const Lanes* y, const Table& table) {
     return best;
 }
 
-// --- codes
-// ------------------------------------------------------------------------------------------------------------
+// --- codes -----------------------------------------------------------------------------------------------------------
 
 // The codes of the nearest points of pairs (entry, shift).
 Ints e8p_codes(const Lanes* y, Ints entry, const Table& table) {
@@ -200,8 +198,7 @@ Ints codes_of(const Lanes* x, const Book& book) {
     }
 }
 
-// --- kernels
-// ----------------------------------------------------------------------------------------------------------
+// --- kernels ---------------------------------------------------------------------------------------------------------
 
 void round(const Round& p, int64_t first, int64_t last) {
     const int64_t end = std::min(last * strip, p.vectors);

@@ -39,12 +39,12 @@ template <class Out, int bits>
 PTQ_KERNEL(dequantize_threads, 2)
 void dequantize_kernel(const Dequantize p) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns;
-    const int block = block_x() * (dequantize_threads / codes_of_block) + thread() / codes_of_block;
+    const int block = block_y() * (dequantize_threads / codes_of_block) + thread() / codes_of_block;
     const int code = thread() % codes_of_block, at = code / 8, byte = code % 8;
-    const int row = tile_rows * block_y() + at / 4 + 8 * (byte % 2);
+    const int row = tile_rows * block_x() + at / 4 + 8 * (byte % 2);
     const int column = block_columns * block + 32 * (byte / 2) + 8 * (at % 4);
     if (block >= blocks || row >= p.w.n || column >= p.w.k) return;
-    const uint8_t* from = p.w.fragments + (static_cast<int64_t>(block_y()) * blocks + block) * block_bytes(bits);
+    const uint8_t* from = p.w.fragments + (static_cast<int64_t>(block_x()) * blocks + block) * block_bytes(bits);
     alignas(16) Out numbers[8];
     const uint32_t word = nibbles_of<bits, 0>(from, code);
     uint32_t second = 0;

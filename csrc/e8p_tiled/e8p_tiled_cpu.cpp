@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
+#include "common/linear.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
 #include "e8p_tiled/gemm_kernels.h"
@@ -25,19 +26,7 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
-    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
-}
-
-void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
-    const auto found = x.sizes();
-    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
-                    "e8p tiles: ", name, " has a wrong dtype or shape");
+    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
 }
 
 void check_bits(int64_t bits) {
@@ -56,34 +45,14 @@ Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>&
           int64_t bits) {
     check_bits(bits);
     STD_TORCH_CHECK(k <= most_columns, "e8p tiles: more than ", most_columns, " columns: ", k);
-    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64}, "tiles");
-    check(scale, ScalarType::Int, {1}, "scale");
+    check_tensor("e8p tiles", "tiles", tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64});
+    check_tensor("e8p tiles", "scale", scale, ScalarType::Int, {1});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "e8p tiles: bias must have ", n, " elements");
     Held h{compact(tiles), std::nullopt, {}};
     if (bias) h.bias = as_float(*bias);
     h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()), {}, n, k, static_cast<int>(bits)};
     std::memcpy(&h.w.scale, scale.const_data_ptr(), sizeof h.w.scale);
     return h;
-}
-
-int64_t tokens_of(const Tensor& x) {
-    int64_t t = 1;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
-    return t;
-}
-
-Tensor empty_result(const Tensor& x, int64_t n, ScalarType type) {
-    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-    sizes.back() = n;
-    return empty({sizes.data(), sizes.size()}, type);
-}
-
-// Kernels write float32 or bfloat16 themselves.
-ScalarType kernel_type(ScalarType type) {
-    return type == ScalarType::BFloat16 ? type : ScalarType::Float;
-}
-Number number_of(ScalarType type) {
-    return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
 }
 
 constexpr int64_t few_tokens = 8;  // more go to `many_tokens`
@@ -165,7 +134,7 @@ Tensor prepack(const Tensor& codes) {
 
 Tensor unprepack(const Tensor& tiles, int64_t n, int64_t bits, int64_t k) {
     check_bits(bits);
-    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64}, "tiles");
+    check_tensor("e8p tiles", "tiles", tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64});
     const int64_t row_codes = (k + 7) / 8;
     const Tensor in = compact(tiles), codes = empty({bits, n, row_codes}, ScalarType::Byte);
     const Pack p{static_cast<uint8_t*>(codes.mutable_data_ptr()),

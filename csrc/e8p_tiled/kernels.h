@@ -7,8 +7,6 @@
 
 namespace ptq::e8p_tiled {
 
-using integer_tiled::Number;
-
 // W[n, k] in tiles.
 struct Weight {
     const uint8_t* tiles;
@@ -17,7 +15,7 @@ struct Weight {
     int bits;
 };
 
-// Tokens as `quantized` and `many_quantized` want them.
+// Tokens as `quantized` and `many_tokens` want them.
 struct Arrange {
     const int8_t* q;  // [t, k]
     int64_t t, k;

@@ -22,8 +22,8 @@ template <class T, class Code>
 PTQ_KERNEL(32 * dequantize_warps, 2)
 void dequantize_kernel(const Dequantize p) {
     static_assert(Code::template factor<Bfloat16> == 1);
-    const int blocks = (p.w.k + block_columns - 1) / block_columns, tile = block_y();
-    const int block = block_x() * dequantize_warps + warp();
+    const int blocks = (p.w.k + block_columns - 1) / block_columns, tile = block_x();
+    const int block = block_y() * dequantize_warps + warp();
     if (block >= blocks) return;
     uint32_t stored[Code::bits], words[Code::words];
     load_block<Code::bits>(p.w.fragments + (static_cast<int64_t>(tile) * blocks + block) * block_bytes(Code::bits),

@@ -4,9 +4,9 @@
 // here.
 //
 // Tokens are packed first: q[tokens, k] to [tokens, blocks of 64 columns, 32 bytes]. The 8 bytes of t are the words of
-// h = 0 and h = 1, each with the columns that lane t multiplies (weights.cuh): nibble 2 i + u is column 32 h + 8 t + 4
-// u
-// + (0, 2, 1, 3)[i], as nibbles come together from two words of codes. So a block is walked as 32 columns of one byte.
+// h = 0 and h = 1, each with the columns that lane t multiplies (weights.cuh), as nibbles come together from two words
+// of codes: nibble 2 i + u is column 32 h + 8 t + 4 u + (0, 2, 1, 3)[i].
+// So a block is walked as 32 columns of one byte.
 #pragma once
 
 #include "fragments_cuda/quantized.cuh"

@@ -229,7 +229,7 @@ struct Results {
     const float* token_scale;  // [t], or null
     const float* bias;         // [n], or null
     void* out;                 // [t, n]
-    integer_tiled::Number type;
+    Number type;
     int64_t t, n;
 };
 
@@ -237,8 +237,7 @@ struct Results {
 template <int tiles>
 void finish(const Results& p, const float* total, const float* factor, int64_t tile, int64_t first, int64_t tokens) {
     const int64_t row = tile * tile_rows;
-    if (!factor && p.type == integer_tiled::Number::float32 && p.token_scale && !p.bias &&
-        row + tiles * tile_rows <= p.n) {
+    if (!factor && p.type == Number::float32 && p.token_scale && !p.bias && row + tiles * tile_rows <= p.n) {
         float* to = static_cast<float*>(p.out) + first * p.n + row;
         for (int64_t t = 0; t < tokens; t++, to += p.n, total += tiles * tile_rows)
 #pragma GCC unroll 3
@@ -260,7 +259,7 @@ void finish(const Results& p, const float* total, const float* factor, int64_t t
 // Results are written with large strides: without this, each line would be waited for.
 template <int tiles>
 void fetch_results(const Results& p, int64_t tile, int64_t first, int64_t tokens) {
-    const int64_t size = p.type == integer_tiled::Number::float32 ? 4 : 2;
+    const int64_t size = p.type == Number::float32 ? 4 : 2;
     for (int64_t t = first; t < std::min(p.t, first + tokens); t++)
         for (int64_t at = 0; at < tiles * tile_rows * size; at += 64)
             __builtin_prefetch(static_cast<const uint8_t*>(p.out) + (t * p.n + tile * tile_rows) * size + at, 1, 2);

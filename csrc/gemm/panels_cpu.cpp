@@ -11,13 +11,7 @@ namespace ptq::gemm {
 namespace {
 
 const PanelKernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512bf16) return panels_avx512bf16;
-    if (cpu_level() >= CpuLevel::avx512vnni) return panels_avx512vnni;
-    if (cpu_level() >= CpuLevel::avx512) return panels_avx512;
-    if (cpu_level() >= CpuLevel::avx2) return panels_avx2;
-#endif
-    return panels_portable;
+    return at_level<panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16>();
 }
 
 }  // namespace

@@ -4,13 +4,12 @@
 // brought into the same steps. What a step is depends on the `Mode`.
 #pragma once
 
+#include "common/number.h"
 #include "common/units.h"
 #include "gemm/tokens.h"
 #include "integer_tiled/kernels.h"
 
 namespace ptq::gemm {
-
-using integer_tiled::Number;
 
 enum class Mode {
     floats,  // a column, as float32

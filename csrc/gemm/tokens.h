@@ -10,8 +10,8 @@ namespace ptq::gemm {
 
 struct Tokens {
     int64_t t, k;
-    const int8_t* q;                      // [t, k]; null: the integers of `numbers`
-    const activations::Numbers* numbers;  // or null
+    const int8_t* q;                      // [t, k], where `numbers` is null
+    const activations::Numbers* numbers;  // whose integers are meant, or null
     float* scale;                         // [t]: where the scales of `numbers` go
     float unit;                           // times this power of two
 };

@@ -1,5 +1,6 @@
 // Dense +-1 factors of a Hadamard matrix on the tensor cores, in place in shared memory. A float32 number is the sum of
-// three bfloat16 numbers, the products with +-1 are exact, the sums float32: as exact as float32 additions.
+// three bfloat16 numbers, and the products with +-1 are exact. Tensor cores cut off what they add instead of rounding:
+// they add 16 numbers at a time, starting at zero, and these sums are added as float32.
 //
 // One warp takes 8 columns at a time: up to K = 128 it reads all K numbers of each into registers before it writes any.
 #pragma once
@@ -97,20 +98,23 @@ PTQ_DEVICE void dense_columns(const Sink& sink, const float* in, int first_colum
     warp_barrier();
     const int to[2] = {base(first_column + 2 * t), base(first_column + 2 * t + 1)};
     for (int rt = 0; rt < used; rt++) {
-        float c[4] = {};
+        float sum[4] = {};
         PTQ_UNROLL
         for (int kt = 0; kt < tiles; kt++) {
             if (kt >= used) continue;
+            float c[4] = {};
             const uint32_t byte = signs[(rt * used + kt) * 32 + lane()];
             uint32_t a[4];
             expand_signs(byte, a);
             PTQ_UNROLL
             for (int part = 2; part >= 0; part--) mma<Bfloat16>(c, a, b[kt][0][part], b[kt][1][part]);
+            PTQ_UNROLL
+            for (int i = 0; i < 4; i++) sum[i] += c[i];
         }
         PTQ_UNROLL
         for (int i = 0; i < 4; i++) {
             const int row = 16 * rt + g + (i >= 2 ? 8 : 0);
-            if (row < k && first_column + 2 * t + i % 2 < columns) sink.emit(to[i % 2] + row * inner, c[i]);
+            if (row < k && first_column + 2 * t + i % 2 < columns) sink.emit(to[i % 2] + row * inner, sum[i]);
         }
     }
     warp_barrier();
@@ -126,7 +130,7 @@ PTQ_DEVICE void wide_columns(const Sink& sink, const float* from, int first_colu
     const int in = base(first_column + g);
     const int to[2] = {base(first_column + 2 * t), base(first_column + 2 * t + 1)};
     for (int first = 0; first < tiles; first += together) {
-        float c[together][4] = {};
+        float sum[together][4] = {};
         for (int kt = 0; kt < tiles; kt++) {
             float x[4];
             PTQ_UNROLL
@@ -142,16 +146,19 @@ PTQ_DEVICE void wide_columns(const Sink& sink, const float* from, int first_colu
             for (int r = 0; r < together; r++) {
                 if (first + r >= tiles) continue;
                 uint32_t a[4];
+                float c[4] = {};
                 expand_signs(signs[((first + r) * tiles + kt) * 32 + lane()], a);
                 PTQ_UNROLL
-                for (int part = 2; part >= 0; part--) mma<Bfloat16>(c[r], a, b[0][part], b[1][part]);
+                for (int part = 2; part >= 0; part--) mma<Bfloat16>(c, a, b[0][part], b[1][part]);
+                PTQ_UNROLL
+                for (int i = 0; i < 4; i++) sum[r][i] += c[i];
             }
         }
         PTQ_UNROLL
         for (int r = 0; r < together; r++) PTQ_UNROLL
         for (int i = 0; i < 4; i++) {
             const int row = 16 * (first + r) + g + (i >= 2 ? 8 : 0);
-            if (row < k && first_column + 2 * t + i % 2 < columns) sink.emit(to[i % 2] + row * inner, c[r][i]);
+            if (row < k && first_column + 2 * t + i % 2 < columns) sink.emit(to[i % 2] + row * inner, sum[r][i]);
         }
     }
 }

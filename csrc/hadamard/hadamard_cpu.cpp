@@ -28,11 +28,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 Run* kernel() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return run_avx512;
-    if (cpu_level() >= CpuLevel::avx2) return run_avx2;
-#endif
-    return run_portable;
+    return at_level<run_portable, run_avx2, run_avx512>();
 }
 
 // The sizes and matrices of a transform, without data: x is contiguous, of a type that the kernel knows.
@@ -51,7 +47,8 @@ Problem problem(const Tensor& x, const std::vector<Tensor>& factors, int64_t ord
     p.order = order;
     p.blocks = size / order;
     p.outer = p.inner = 1;
-    for (int64_t d = 0; d < x.dim(); d++) (d < dim ? p.outer : d > dim ? p.inner : p.order) *= d == dim ? 1 : x.size(d);
+    for (int64_t d = 0; d < dim; d++) p.outer *= x.size(d);
+    for (int64_t d = dim + 1; d < x.dim(); d++) p.inner *= x.size(d);
     p.transpose = transpose;
     p.doublings = order;
     STD_TORCH_CHECK(factors.size() <= max_factors, "hadamard: more than ", max_factors, " dense factors");

@@ -41,9 +41,6 @@ int64_t units(const Problem& problem);
 int64_t tokens_per_unit(const Problem& problem);
 
 using Run = void(const Problem& problem, int64_t first_unit, int64_t last_unit);
-Run run_portable;
-#if defined(__x86_64__)
-Run run_avx2, run_avx512;
-#endif
+Run run_portable, run_avx2, run_avx512;
 
 }  // namespace ptq::hadamard

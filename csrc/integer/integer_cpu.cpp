@@ -22,23 +22,11 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512, avx512vnni>();
 }
 
 void check_bits(int64_t bits) {
     STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer: bits must be 2 to 8, found ", bits);
-}
-
-// `x` is a contiguous tensor of this type and these sizes; the name is for the message.
-void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
-    const auto found = x.sizes();
-    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
-                    "integer: ", name, " has a wrong dtype or shape");
 }
 
 int64_t group_columns(int64_t k, int64_t group_size) {
@@ -51,7 +39,7 @@ std::tuple<Tensor, Tensor> fit(const Tensor& w, int64_t bits, int64_t group_size
                                double floor) {
     check_bits(bits);
     const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
-    check(w, ScalarType::Float, {n, k}, "w");
+    check_tensor("integer", "w", w, ScalarType::Float, {n, k});
     const Tensor in = contiguous(w);
     std::vector<float> shrink(steps);
     for (int64_t i = 0; i < steps; i++)
@@ -73,9 +61,9 @@ std::tuple<Tensor, Tensor> fit(const Tensor& w, int64_t bits, int64_t group_size
 Tensor round(const Tensor& w, const Tensor& scale, const Tensor& zero, int64_t bits, int64_t group_size) {
     check_bits(bits);
     const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
-    check(w, ScalarType::Float, {n, k}, "w");
-    check(scale, ScalarType::Float, {n, k / size}, "scale");
-    check(zero, ScalarType::Byte, {n, k / size}, "zero");
+    check_tensor("integer", "w", w, ScalarType::Float, {n, k});
+    check_tensor("integer", "scale", scale, ScalarType::Float, {n, k / size});
+    check_tensor("integer", "zero", zero, ScalarType::Byte, {n, k / size});
     const Tensor in = contiguous(w), s = contiguous(scale), z = contiguous(zero);
     const Tensor codes = empty({n, k}, ScalarType::Byte);
     const Round p{static_cast<const float*>(in.const_data_ptr()),
@@ -93,12 +81,12 @@ std::tuple<Tensor, Tensor> ldlq(const Tensor& target, const Tensor& w, const Ten
                                 const Tensor& zero, const Tensor& group, int64_t bits) {
     check_bits(bits);
     const int64_t c = w.size(0), n = w.size(1), g = scale.size(0);
-    check(target, ScalarType::Float, {c, n}, "target");
-    check(w, ScalarType::Float, {c, n}, "w");
-    check(factor, ScalarType::Float, {c, c}, "factor");
-    check(scale, ScalarType::Float, {g, n}, "scale");
-    check(zero, ScalarType::Float, {g, n}, "zero");
-    check(group, ScalarType::Long, {c}, "group");
+    check_tensor("integer", "target", target, ScalarType::Float, {c, n});
+    check_tensor("integer", "w", w, ScalarType::Float, {c, n});
+    check_tensor("integer", "factor", factor, ScalarType::Float, {c, c});
+    check_tensor("integer", "scale", scale, ScalarType::Float, {g, n});
+    check_tensor("integer", "zero", zero, ScalarType::Float, {g, n});
+    check_tensor("integer", "group", group, ScalarType::Long, {c});
     const Tensor from = contiguous(target), in = contiguous(w), s = contiguous(scale), z = contiguous(zero);
     const Tensor of = contiguous(group), taken = contiguous(torch::stable::transpose(factor, 0, 1));
     const int64_t* groups = static_cast<const int64_t*>(of.const_data_ptr());
@@ -122,7 +110,7 @@ std::tuple<Tensor, Tensor> ldlq(const Tensor& target, const Tensor& w, const Ten
 Tensor pack(const Tensor& codes, int64_t bits) {
     check_bits(bits);
     const int64_t n = codes.size(0), k = codes.size(1);
-    check(codes, ScalarType::Byte, {n, k}, "codes");
+    check_tensor("integer", "codes", codes, ScalarType::Byte, {n, k});
     const Tensor in = contiguous(codes), packed = empty({n, (k * bits + 7) / 8}, ScalarType::Byte);
     const Pack p{static_cast<const uint8_t*>(in.const_data_ptr()), static_cast<uint8_t*>(packed.mutable_data_ptr()), k,
                  static_cast<int>(bits)};
@@ -135,12 +123,12 @@ Tensor linear(const Tensor& x, const Tensor& codes, const Tensor& scale, const s
     check_bits(bits);
     STD_TORCH_CHECK(x.dim() > 0, "integer_linear: x has no axis");
     const int64_t k = x.size(-1), n = codes.size(0), size = group_columns(k, group_size);
-    check(codes, ScalarType::Byte, {n, (k * bits + 7) / 8}, "codes");
-    check(scale, ScalarType::Short, {n, k / size}, "scale");
+    check_tensor("integer", "codes", codes, ScalarType::Byte, {n, (k * bits + 7) / 8});
+    check_tensor("integer", "scale", scale, ScalarType::Short, {n, k / size});
     const Tensor in = as_float(x), c = contiguous(codes), s = contiguous(scale);
     std::optional<Tensor> z, b;
     if (zero) {
-        check(*zero, ScalarType::Byte, {n, k / size}, "zero");
+        check_tensor("integer", "zero", *zero, ScalarType::Byte, {n, k / size});
         z = contiguous(*zero);
     }
     if (bias) {

@@ -6,8 +6,7 @@ namespace {
 
 constexpr float tiny = 1e-30f;  // integer_ops.TINY
 
-// --- scales
-// -----------------------------------------------------------------------------------------------------------
+// --- scales ----------------------------------------------------------------------------------------------------------
 
 // Squared errors of a group under 16 scales at once, one in each lane.
 inline Lanes squared_errors(const float* x, int64_t count, Lanes scale, Lanes low, Lanes high) {
@@ -67,8 +66,7 @@ void fit(const Fit& p, int64_t first, int64_t last) {
         fit_group(p, p.w + at * p.size, p.size, p.scale + at, p.zero + at);
 }
 
-// --- codes
-// ------------------------------------------------------------------------------------------------------------
+// --- codes -----------------------------------------------------------------------------------------------------------
 
 void round(const Round& p, int64_t first, int64_t last) {
     const int64_t groups = p.k / p.size;
@@ -113,8 +111,7 @@ void ldlq(const Ldlq& p, int64_t first, int64_t last) {
     }
 }
 
-// --- bytes
-// ------------------------------------------------------------------------------------------------------------
+// --- bytes -----------------------------------------------------------------------------------------------------------
 
 // Eight codes are `bits` bytes: one 64-bit word at a time.
 template <int bits>

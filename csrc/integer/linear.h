@@ -25,8 +25,7 @@ void spread(const Linear& p, int64_t first, int64_t last) {
     }
 }
 
-// --- decoding
-// ---------------------------------------------------------------------------------------------------------
+// --- decoding --------------------------------------------------------------------------------------------------------
 
 // The eight codes of each lane: all of them in `low`, or from five bits on, four and four.
 struct Words {
@@ -66,7 +65,7 @@ inline Words words(const uint8_t* from) {
         for (int l = 0; l < lanes; l++) {
             uint32_t low = 0, high = 0;
             std::memcpy(&low, from + l * bits, size);
-            if (bits > 4) std::memcpy(&high, from + l * bits + second, size);
+            if (bits > 4) std::memcpy(&high, from + l * bits + second, bits - second);
             w.low[l] = low, w.high[l] = high;
         }
     }
@@ -94,8 +93,7 @@ inline Lanes all_codes() {
     return x;
 }
 
-// --- scales
-// -----------------------------------------------------------------------------------------------------------
+// --- scales ----------------------------------------------------------------------------------------------------------
 
 // A weight is code * scale + offset: exact, for scale and zero have eight bits each.
 struct Affine {

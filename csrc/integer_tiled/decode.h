@@ -5,8 +5,7 @@
 namespace ptq::integer_tiled {
 namespace {
 
-// --- quantised tokens
-// -------------------------------------------------------------------------------------------------
+// --- quantised tokens ------------------------------------------------------------------------------------------------
 
 void sums(const Sums& p, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; t++)

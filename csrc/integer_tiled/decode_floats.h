@@ -15,8 +15,7 @@ constexpr bool in_pairs = true;
 constexpr bool in_pairs = false;
 #endif
 
-// --- x
-// ----------------------------------------------------------------------------------------------------------------
+// --- x ---------------------------------------------------------------------------------------------------------------
 
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k, size = p.w.group_blocks * block_columns;
@@ -37,8 +36,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
         }
 }
 
-// --- products
-// ---------------------------------------------------------------------------------------------------------
+// --- products --------------------------------------------------------------------------------------------------------
 
 // The codes of a byte, less 2^(bits - 1), with one float each.
 template <int bits, int tokens>

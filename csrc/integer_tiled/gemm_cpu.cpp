@@ -16,12 +16,7 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const GemmKernels& gemm_kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512vnni) return gemm_avx512vnni;
-    if (cpu_level() >= CpuLevel::avx512) return gemm_avx512;
-    if (cpu_level() >= CpuLevel::avx2) return gemm_avx2;
-#endif
-    return gemm_portable;
+    return at_level<gemm_portable, gemm_avx2, gemm_avx512, gemm_avx512vnni>();
 }
 
 }  // namespace

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "common/number.h"
+
 namespace ptq::integer_tiled {
 
 // W[n, k] in tiles. `group_blocks` super-blocks make a group; the last one may be filled up with columns of zeros.
@@ -13,8 +15,6 @@ struct Weight {
     int64_t n, k, groups, group_blocks;
     int bits;
 };
-
-enum class Number { float32, bfloat16 };
 
 // y[t, n] = q_scale[t] * sum over groups of scale * (integer), see quarot/tiled_ops.py: the same bits at every level.
 struct Quantized {
@@ -32,8 +32,8 @@ struct Quantized {
 // Sums of q over the groups of each token, for `Quantized`.
 struct Sums {
     const int8_t* q;
-    int64_t q_stride, k, size, groups;  // columns in a group, groups in a token
-    int32_t* sums;                      // [t, groups]
+    int64_t q_stride, size, groups;  // columns in a group, groups in a token
+    int32_t* sums;                   // [t, groups]
 };
 
 // y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level, and on nothing else.

@@ -13,6 +13,7 @@
 
 #include "activations/activations_cpu.h"
 #include "common/cpu_level.h"
+#include "common/linear.h"
 #include "common/tensors.h"
 #include "integer_tiled/gemm_kernels.h"
 #include "integer_tiled/kernels.h"
@@ -26,30 +27,10 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
-    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
 }
 
 constexpr int64_t few_tokens = 8;  // more go to `many_tokens`
-
-// Units in parallel; a thread is worth waking for about 64k codes.
-template <class Problem>
-void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units, int64_t unit_codes) {
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
-    if (units <= grain) return kernel(p, 0, units);
-    torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
-}
-
-void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
-    const auto found = x.sizes();
-    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
-                    "integer tiles: ", name, " has a wrong dtype or shape");
-}
 
 void check_bits(int64_t bits) {
     STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer tiles: bits must be 2 to 8, found ", bits);
@@ -71,9 +52,10 @@ Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>&
     STD_TORCH_CHECK(group_size >= 0 && group_size % block_columns == 0 && (group_size == 0 || k % group_size == 0),
                     "integer tiles: ", k, " columns do not divide into groups of ", group_size);
     const int64_t groups = group_size ? k / group_size : 1;
-    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))}, "tiles");
-    check(scale, ScalarType::Short, {row_tiles(n), groups, tile_rows}, "scale");
-    if (zero) check(*zero, ScalarType::Byte, {row_tiles(n), groups, tile_rows}, "zero");
+    check_tensor("integer tiles", "tiles", tiles, ScalarType::Byte,
+                 {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))});
+    check_tensor("integer tiles", "scale", scale, ScalarType::Short, {row_tiles(n), groups, tile_rows});
+    if (zero) check_tensor("integer tiles", "zero", *zero, ScalarType::Byte, {row_tiles(n), groups, tile_rows});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "integer tiles: bias must have ", n, " elements");
     Held h{compact(tiles), compact(scale), std::nullopt, std::nullopt, {}};
     if (zero) h.zero = compact(*zero);
@@ -87,20 +69,6 @@ Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>&
            group_size ? group_size / block_columns : blocks_in(k),
            static_cast<int>(bits)};
     return h;
-}
-
-Tensor empty_result(const Tensor& x, int64_t n, ScalarType type) {
-    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-    sizes.back() = n;
-    return fresh(sizes, type);
-}
-
-// Kernels write float32 or bfloat16 themselves.
-ScalarType kernel_type(ScalarType type) {
-    return type == ScalarType::BFloat16 ? type : ScalarType::Float;
-}
-Number number_of(ScalarType type) {
-    return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
 }
 
 // Weights that share an input: `zero` and `bias` are empty, or one for each; a bias of no elements is none.
@@ -125,23 +93,13 @@ void run_rows(void (*kernel)(const Problem&, int64_t, int64_t), const std::vecto
     const Problem& one = problems.front();
     int64_t total = 0;
     for (const Problem& p : problems) total += row_tiles(p.w.n);
-    const int64_t unit_codes = tile_rows * one.w.k * std::max(int64_t{1}, one.t / 4);
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
-    const auto work = [&](int64_t first, int64_t last) {
+    run_codes(total, tile_rows * one.w.k * std::max(int64_t{1}, one.t / 4), [&](int64_t first, int64_t last) {
         for (const Problem& p : problems) {
             const int64_t units = row_tiles(p.w.n), from = std::max(first, int64_t{0}), to = std::min(last, units);
             if (from < to) kernel(p, from, to);
             first -= units, last -= units;
         }
-    };
-    if (total <= grain) return work(0, total);
-    torch::stable::parallel_for(0, total, grain, work);
-}
-
-int64_t tokens_of(const Tensor& x) {
-    int64_t t = 1;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
-    return t;
+    });
 }
 
 Tensors cast(Tensors results, ScalarType dtype) {
@@ -163,14 +121,14 @@ Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const fl
         problems.push_back({h.w, nullptr, width, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
                             number_of(dtype), t});
     }
-    if (t > few_tokens && group_blocks <= gemm_blocks) {
+    if (t > few_tokens && tokens.k && group_blocks <= gemm_blocks) {
         for (const Quantized& p : problems) many_tokens(p, tokens);
     } else if (t) {
         std::unique_ptr<int8_t[]> room;
         const int8_t* q = gemm::rows_of(tokens, width, room);
         for (Quantized& p : problems) p.q = q;
-        run(kernels().sums, Sums{q, width, tokens.k, tokens.k / std::max(groups, int64_t{1}), groups, sums.get()}, t,
-            tokens.k / 4);
+        const Sums s{q, width, tokens.k / std::max(groups, int64_t{1}), groups, sums.get()};
+        run_codes(t, tokens.k / 4, [&](int64_t first, int64_t last) { kernels().sums(s, first, last); });
         run_rows(kernels().quantized, problems);
     }
     return cast(std::move(results), dtype);
@@ -200,7 +158,8 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
                                 number_of(inside), spread.get(), spread_bytes(k), sums.get(), held[i].bias_data(),
                                 static_cast<uint8_t*>(results[i].mutable_data_ptr()) + from * held[i].w.n * size,
                                 number_of(inside), std::min(most, t - from)});
-        run(kernels().spread, problems.front(), problems.front().t, k);
+        const Floats& one = problems.front();
+        run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels().spread(one, first, last); });
         run_rows(kernels().floats, problems);
     }
     return cast(std::move(results), dtype);
@@ -263,7 +222,7 @@ namespace {
 Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
     check_bits(bits);
     const int64_t n = codes.size(0), bytes = (k * bits + 7) / 8;
-    check(codes, ScalarType::Byte, {n, bytes}, "codes");
+    check_tensor("integer tiles", "codes", codes, ScalarType::Byte, {n, bytes});
     const Tensor rows = compact(codes);
     const Tensor tiles = empty({row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))}, ScalarType::Byte);
     const Pack p{const_cast<uint8_t*>(static_cast<const uint8_t*>(rows.const_data_ptr())),
@@ -272,13 +231,14 @@ Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
                  k,
                  bytes,
                  static_cast<int>(bits)};
-    run(pack_tiles, p, row_tiles(n), tile_rows * k);
+    run_codes(row_tiles(n), tile_rows * k, [&](int64_t first, int64_t last) { pack_tiles(p, first, last); });
     return tiles;
 }
 
 Tensor unprepack(const Tensor& tiles, int64_t n, int64_t bits, int64_t k) {
     check_bits(bits);
-    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))}, "tiles");
+    check_tensor("integer tiles", "tiles", tiles, ScalarType::Byte,
+                 {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))});
     const int64_t bytes = (k * bits + 7) / 8;
     const Tensor in = compact(tiles), rows = empty({n, bytes}, ScalarType::Byte);
     const Pack p{static_cast<uint8_t*>(rows.mutable_data_ptr()),
@@ -287,7 +247,7 @@ Tensor unprepack(const Tensor& tiles, int64_t n, int64_t bits, int64_t k) {
                  k,
                  bytes,
                  static_cast<int>(bits)};
-    run(unpack_tiles, p, row_tiles(n), tile_rows * k);
+    run_codes(row_tiles(n), tile_rows * k, [&](int64_t first, int64_t last) { unpack_tiles(p, first, last); });
     return rows;
 }
 

@@ -115,6 +115,6 @@ void dequantize(const Dequantize& p, int64_t first, int64_t last) {
 
 }  // namespace
 
-extern const Kernels PTQ_LEVEL{append, dequantize, attend, merge};
+const Kernels PTQ_LEVEL{append, dequantize, attend, merge};
 
 }  // namespace ptq::kv_cache

@@ -28,11 +28,7 @@ using torch::stable::Tensor;
 constexpr int64_t max_head_dim = 1024;  // kernels keep queries on the stack
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512>();
 }
 
 // Checks that codes and scales are a side of the cache with room for `length` tokens.
@@ -58,9 +54,11 @@ Side side(const Tensor& codes, const Tensor& scales, int64_t d, int64_t bits, bo
 
 void append(const Tensor& codes, const Tensor& scales, const Tensor& x, int64_t start, int64_t bits, double clip,
             bool channel_major) {
-    STD_TORCH_CHECK(x.dim() == 4 && x.size(0) == codes.size(1) && x.size(1) == codes.size(2) && start >= 0,
+    STD_TORCH_CHECK(x.dim() == 4 && codes.dim() == 4 && x.size(0) == codes.size(1) && x.size(1) == codes.size(2),
                     "kv_append: x does not fit the cache");
-    const int64_t count = x.size(2), d = x.size(3);
+    const int64_t count = x.size(2), d = x.size(3), room = codes.size(0) * chunk;
+    STD_TORCH_CHECK(start >= 0 && start <= room - count, "kv_append: ", count, " tokens behind ", start,
+                    " in room for ", room);
     const Side to = side(codes, scales, d, bits, channel_major, start + count);
     const Tensor in = as_float(x);
     const Append p{to, static_cast<const float*>(in.const_data_ptr()), start, count, static_cast<float>(clip)};
@@ -150,6 +148,9 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
         STD_TORCH_CHECK(x->size(0) == k_codes.size(1) && x->size(0) == v_codes.size(1) && v_codes.size(2) == heads,
                         "kv_decode_attention: q, k and v do not fit the cache");
     STD_TORCH_CHECK(heads > 0 && q.size(2) % (heads * d) == 0, "kv_decode_attention: q does not fit the cache");
+    const int64_t room = k_codes.size(0) * chunk;
+    STD_TORCH_CHECK(before >= 0 && before < room, "kv_decode_attention: a token behind ", before, " in room for ",
+                    room);
     side(k_codes, k_scales, d, k_bits, false, before + 1);
     side(v_codes, v_scales, d, v_bits, true, before + 1);
     STD_TORCH_CHECK(!starts == !sink_keys && !starts == !sink_values, "kv_decode_attention: sinks without all parts");

@@ -47,10 +47,11 @@ void append_from(const char* op, const Tensor& codes, const Tensor& scales, cons
                  const int64_t* start_at, int64_t bits, double clip, bool channel_major) {
     STD_TORCH_CHECK(x.is_cuda() && x.get_device_index() == codes.get_device_index(), op,
                     ": x is on another device than the cache; move it there");
-    STD_TORCH_CHECK(
-        x.dim() == 4 && codes.dim() == 4 && x.size(0) == codes.size(1) && x.size(1) == codes.size(2) && start >= 0, op,
-        ": x does not fit the cache");
-    const int64_t count = x.size(2), d = x.size(3);
+    STD_TORCH_CHECK(x.dim() == 4 && codes.dim() == 4 && x.size(0) == codes.size(1) && x.size(1) == codes.size(2), op,
+                    ": x does not fit the cache");
+    const int64_t count = x.size(2), d = x.size(3), room = codes.size(0) * chunk;
+    STD_TORCH_CHECK(start >= 0 && start <= room - count, op, ": ", count, " tokens behind ", start, " in room for ",
+                    room);
     const Side to = side(op, codes, scales, d, bits, channel_major, start + count);
     if (count == 0 || to.heads == 0) return;
     STD_TORCH_CHECK(to.heads * count < int64_t{1} << 31, op, ": too many tokens at once");
@@ -67,7 +68,7 @@ void append_from(const char* op, const Tensor& codes, const Tensor& scales, cons
                    static_cast<int>(count),
                    static_cast<float>(clip),
                    start_at,
-                   static_cast<int>(codes.size(0) * chunk)};
+                   static_cast<int>(room)};
     cuda::check_launch(op, run_append(p, cuda::current_stream(codes.get_device_index())));
 }
 

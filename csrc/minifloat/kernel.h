@@ -8,7 +8,7 @@ constexpr float tiny = 1e-30f;  // minifloat_ops.TINY
 constexpr int factors = 32;     // minifloat_ops.FACTORS
 constexpr int powers[] = {-2, -1, 0, 1};
 
-// --- scales
+// --- scales ----------------------------------------------------------------------------------------------------------
 
 template <class T>
 float absmax(const T* x, int64_t count) {  // NaN where a number is not finite
@@ -69,7 +69,7 @@ void fit(const Fit& p, int64_t first, int64_t last) {
     }
 }
 
-// --- codes
+// --- codes -----------------------------------------------------------------------------------------------------------
 
 template <class T>
 void nearest_row(const Nearest& p, const Rounder& round, int64_t row) {

@@ -10,6 +10,7 @@
 
 #include "common/cpu_level.h"
 #include "common/parallel.h"
+#include "common/tensors.h"
 #include "minifloat/kernels.h"
 
 namespace ptq::minifloat {
@@ -21,23 +22,13 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512>();
 }
 
 Element element_of(int64_t exponent, int64_t mantissa) {
     STD_TORCH_CHECK(exponent >= 2 && exponent <= 5 && mantissa >= 1 && exponent + mantissa <= 7,
                     "minifloat: no element of ", exponent, " exponent and ", mantissa, " mantissa bits");
     return {static_cast<int>(exponent), static_cast<int>(mantissa)};
-}
-
-void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
-    const auto found = x.sizes();
-    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
-                    "minifloat: ", name, " has a wrong dtype or shape");
 }
 
 int64_t group_columns(int64_t k, int64_t group_size) {
@@ -58,7 +49,7 @@ T* out(const Tensor& x) {
 Tensor fit(const Tensor& w, int64_t exponent, int64_t mantissa, int64_t group_size, bool power, bool search) {
     const Element element = element_of(exponent, mantissa);
     const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
-    check(w, ScalarType::Float, {n, k}, "w");
+    check_tensor("minifloat", "w", w, ScalarType::Float, {n, k});
     const Tensor x = contiguous(w), scale = empty({n, k / size}, ScalarType::Float);
     run(kernels().fit, Fit{in<float>(x), out<float>(scale), k, size, element, power, search}, n, k);
     return scale;
@@ -91,8 +82,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> nearest(const Tensor& w, int64_t expo
 Tensor encode(const Tensor& w, const Tensor& scale, int64_t exponent, int64_t mantissa, int64_t group_size) {
     const Element element = element_of(exponent, mantissa);
     const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
-    check(w, ScalarType::Float, {n, k}, "w");
-    check(scale, ScalarType::Float, {n, k / size}, "scale");
+    check_tensor("minifloat", "w", w, ScalarType::Float, {n, k});
+    check_tensor("minifloat", "scale", scale, ScalarType::Float, {n, k / size});
     const Tensor x = contiguous(w), s = contiguous(scale), codes = empty({n, k}, ScalarType::Byte);
     run(kernels().encode, Encode{in<float>(x), in<float>(s), out<uint8_t>(codes), k, size, element}, n, k);
     return codes;
@@ -101,8 +92,8 @@ Tensor encode(const Tensor& w, const Tensor& scale, int64_t exponent, int64_t ma
 Tensor decode(const Tensor& codes, const Tensor& scale, int64_t exponent, int64_t mantissa, int64_t group_size) {
     const Element element = element_of(exponent, mantissa);
     const int64_t n = codes.size(0), k = codes.size(1), size = group_columns(k, group_size);
-    check(codes, ScalarType::Byte, {n, k}, "codes");
-    check(scale, ScalarType::Float, {n, k / size}, "scale");
+    check_tensor("minifloat", "codes", codes, ScalarType::Byte, {n, k});
+    check_tensor("minifloat", "scale", scale, ScalarType::Float, {n, k / size});
     const Tensor c = contiguous(codes), s = contiguous(scale), w = empty({n, k}, ScalarType::Float);
     run(kernels().decode, Decode{in<uint8_t>(c), in<float>(s), out<float>(w), k, size, element}, n, k);
     return w;
@@ -112,11 +103,11 @@ std::tuple<Tensor, Tensor> ldlq(const Tensor& target, const Tensor& w, const Ten
                                 const Tensor& group, int64_t exponent, int64_t mantissa) {
     const Element element = element_of(exponent, mantissa);
     const int64_t c = w.size(0), n = w.size(1), g = scale.size(0);
-    check(target, ScalarType::Float, {c, n}, "target");
-    check(w, ScalarType::Float, {c, n}, "w");
-    check(factor, ScalarType::Float, {c, c}, "factor");
-    check(scale, ScalarType::Float, {g, n}, "scale");
-    check(group, ScalarType::Long, {c}, "group");
+    check_tensor("minifloat", "target", target, ScalarType::Float, {c, n});
+    check_tensor("minifloat", "w", w, ScalarType::Float, {c, n});
+    check_tensor("minifloat", "factor", factor, ScalarType::Float, {c, c});
+    check_tensor("minifloat", "scale", scale, ScalarType::Float, {g, n});
+    check_tensor("minifloat", "group", group, ScalarType::Long, {c});
     const Tensor from = contiguous(target), x = contiguous(w), s = contiguous(scale), of = contiguous(group);
     const Tensor taken = contiguous(torch::stable::transpose(factor, 0, 1));
     const int64_t* groups = in<int64_t>(of);

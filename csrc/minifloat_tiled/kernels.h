@@ -5,8 +5,6 @@
 
 namespace ptq::minifloat_tiled {
 
-using integer_tiled::Number;
-
 constexpr int most_codes = 128;
 using gemm::byte_offset;  // of `Element::byte`
 

@@ -12,6 +12,7 @@
 
 #include "activations/activations_cpu.h"
 #include "common/cpu_level.h"
+#include "common/linear.h"
 #include "common/tensors.h"
 #include "integer_tiled/layout.h"
 #include "minifloat_tiled/kernels.h"
@@ -28,13 +29,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512bf16) return avx512bf16;
-    if (cpu_level() >= CpuLevel::avx512vnni) return avx512vnni;
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
 }
 
 constexpr int64_t few_tokens = 4;  // more go to gemm/
@@ -62,22 +57,8 @@ Element element_of(int64_t exponent, int64_t mantissa) {
     return e;
 }
 
-// Units in parallel; a thread is worth waking for about 64k codes.
-template <class F>
-void run(const F& kernel, int64_t units, int64_t unit_codes) {
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
-    if (units <= grain) return kernel(0, units);
-    torch::stable::parallel_for(0, units, grain, kernel);
-}
-
 const float* floats_of(const std::optional<Tensor>& x) {
     return x ? static_cast<const float*>(x->const_data_ptr()) : nullptr;
-}
-
-void check(const Tensor& x, ScalarType type, const std::vector<int64_t>& sizes, const char* name) {
-    const auto found = x.sizes();
-    STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()),
-                    "minifloat tiles: ", name, " has a wrong dtype or shape");
 }
 
 // The tensors of a weight, checked and held: their pointers are in `w`.
@@ -94,8 +75,9 @@ std::unique_ptr<Held> hold(const Tensor& tiles, const Tensor& scale, const std::
                     block_columns, " columns, found ", group_size);
     const int64_t groups = group_size ? (k + group_size - 1) / group_size : 1;
     const Element element = element_of(exponent, mantissa);
-    check(tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k), block_bytes(element.bits)}, "tiles");
-    check(scale, ScalarType::Short, {row_tiles(n), groups, tile_rows}, "scale");
+    check_tensor("minifloat tiles", "tiles", tiles, ScalarType::Byte,
+                 {row_tiles(n), blocks_in(k), block_bytes(element.bits)});
+    check_tensor("minifloat tiles", "scale", scale, ScalarType::Short, {row_tiles(n), groups, tile_rows});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "minifloat tiles: bias must have ", n, " elements");
     std::unique_ptr<Held> h(new Held{compact(tiles), compact(scale), std::nullopt, element, {}});
     if (bias) h->bias = as_float(*bias);
@@ -112,26 +94,6 @@ std::unique_ptr<Held> hold(const Tensor& tiles, const Tensor& scale, const std::
 
 // --- tokens ----------------------------------------------------------------------------------------------------------
 
-int64_t tokens_in(const Tensor& x) {
-    int64_t t = 1;
-    for (int64_t i = 0; i + 1 < x.dim(); i++) t *= x.size(i);
-    return t;
-}
-
-Tensor empty_result(const Tensor& x, int64_t n, ScalarType type) {
-    std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-    sizes.back() = n;
-    return fresh(sizes, type);
-}
-
-// Kernels write float32 or bfloat16 themselves.
-ScalarType kernel_type(ScalarType type) {
-    return type == ScalarType::BFloat16 ? type : ScalarType::Float;
-}
-Number number_of(ScalarType type) {
-    return type == ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
-}
-
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
     const int64_t step = block_bytes(w.element->bits);
     return {&w,      unpack,          w.scale, w.n, w.blocks * block_columns, w.groups, w.group_blocks * block_columns,
@@ -143,7 +105,7 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
     const Weight& w = h.w;
     const Kernels& level = kernels();
     const Number x_type = number_of(x.scalar_type()), out_type = number_of(out.scalar_type());
-    if (t > few_tokens) {
+    if (t > few_tokens && w.k) {
         const bool pairs = level.unpack_pairs && x_type == Number::bfloat16;
         const gemm::Mode mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats;
         const gemm::Panels panels = panels_of(w, pairs ? level.unpack_pairs : level.unpack_floats);
@@ -162,8 +124,9 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
                    out.mutable_data_ptr(),
                    out_type,
                    t};
-    run([&](int64_t first, int64_t last) { level.spread(p, first, last); }, t, w.k);
-    run([&](int64_t first, int64_t last) { level.floats(p, first, last); }, t ? row_tiles(w.n) : 0, tile_rows * w.k);
+    run_codes(t, w.k, [&](int64_t first, int64_t last) { level.spread(p, first, last); });
+    run_codes(t ? row_tiles(w.n) : 0, tile_rows * w.k,
+              [&](int64_t first, int64_t last) { level.floats(p, first, last); });
 }
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
@@ -172,7 +135,7 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     const auto h = hold(tiles, scale, bias, n, x.size(-1), exponent, mantissa, group_size);
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x), out = empty_result(x, n, inside);
-    multiply(*h, in, out, tokens_in(x), nullptr);
+    multiply(*h, in, out, tokens_of(x), nullptr);
     return inside == dtype ? out : torch::stable::to(out, dtype);
 }
 
@@ -181,23 +144,23 @@ void multiply_integers(const Held& h, const gemm::Tokens& tokens, const float* s
     const Kernels& level = kernels();
     const int64_t t = tokens.t, width = w.blocks * block_columns;
     const Number type = number_of(out.scalar_type());
-    if (t > few_tokens && w.group_blocks * block_columns <= gemm::most_group)
+    if (t > few_tokens && w.k && w.group_blocks * block_columns <= gemm::most_group)
         return gemm::multiply_panels({panels_of(w, level.unpack_bytes), gemm::Mode::quads, nullptr, Number::float32, t,
                                       w.k, scales, floats_of(h.bias), out.mutable_data_ptr(), type, tokens});
     std::unique_ptr<int8_t[]> room;
     const int8_t* q = gemm::rows_of(tokens, width, room);
     const std::unique_ptr<int32_t[]> sums(new int32_t[t * w.groups]);
     const Quantized p{w, q, width, scales, sums.get(), floats_of(h.bias), out.mutable_data_ptr(), type, t};
-    run([&](int64_t first, int64_t last) { level.sums(p, sums.get(), first, last); }, t, w.k / 4);
-    run([&](int64_t first, int64_t last) { level.quantized(p, first, last); }, t ? row_tiles(w.n) : 0,
-        tile_rows * w.k * std::max(int64_t{1}, t / 4));
+    run_codes(t, w.k / 4, [&](int64_t first, int64_t last) { level.sums(p, sums.get(), first, last); });
+    run_codes(t ? row_tiles(w.n) : 0, tile_rows * w.k * std::max(int64_t{1}, t / 4),
+              [&](int64_t first, int64_t last) { level.quantized(p, first, last); });
 }
 
 Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
                         const std::optional<Tensor>& bias, int64_t n, int64_t exponent, int64_t mantissa,
                         int64_t group_size, ScalarType dtype) {
     STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "minifloat_linear_quantized: q must be int8");
-    const int64_t t = tokens_in(q), k = q.size(-1);
+    const int64_t t = tokens_of(q), k = q.size(-1);
     STD_TORCH_CHECK(q_scale.numel() == t, "minifloat_linear_quantized: q_scale must have ", t, " elements");
     const auto h = hold(tiles, scale, bias, n, k, exponent, mantissa, group_size);
     const Tensor token_scale = as_float(q_scale), out = empty_result(q, n, kernel_type(dtype));

@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace ptq::steps {
+#include "common/number.h"
 
-enum class Number { float32, bfloat16 };
+namespace ptq::steps {
 
 // y = x / sqrt(mean(x²) + eps) * (offset + gain), per token.
 struct Norm {

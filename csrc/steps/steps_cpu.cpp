@@ -21,11 +21,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-#if defined(__x86_64__)
-    if (cpu_level() >= CpuLevel::avx512) return avx512;
-    if (cpu_level() >= CpuLevel::avx2) return avx2;
-#endif
-    return portable;
+    return at_level<portable, avx2, avx512>();
 }
 
 Number number_of(const Tensor& x, const char* op) {
@@ -115,7 +111,7 @@ Tensor sum(const Tensor& a, const Tensor& b) {
 
 namespace {
 
-// One token and head of q, k or v: d neighbours at every `step`.
+// q, k or v: d neighbours for each head of each token.
 struct Rows {
     Tensor held;
     const char* data;
@@ -144,7 +140,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
         STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == b && x->size(1) == heads && x->size(2) == room &&
                             x->size(3) == d && x->is_contiguous() && number_of(*x, "decode_attention") == type,
                         "decode_attention: keys and values must be contiguous, in one shape and the dtype of q");
-    STD_TORCH_CHECK(before >= 0 && before + t <= room, "decode_attention: ", before + t, " tokens in room for ", room);
+    STD_TORCH_CHECK(before >= 0 && before <= room - t, "decode_attention: ", t, " tokens behind ", before,
+                    " in room for ", room);
     const int64_t groups = q.size(2) / (heads * d), size = size_of(type);
     const Rows from_q = rows_of(q, b, t, heads * groups, d, type), from_k = rows_of(k, b, t, heads, d, type),
                from_v = rows_of(v, b, t, heads, d, type);

@@ -84,3 +84,12 @@ extern "C" int test_plan(int halves, int tokens, int n, int k, int bits, int pro
     grid[0] = p.grid, grid[1] = p.rows, grid[2] = p.log_copies;
     return bytes;
 }
+
+// Whether a weight of any size could be launched.
+extern "C" const char* test_e8p_size(int n, int k, int bits) {
+    machine.idle = true;
+    const Dequantize p{{nullptr, nullptr, n, k}, nullptr, false};
+    const char* error = run_dequantize<Half>(p, bits, nullptr);
+    machine.idle = false;
+    return error;
+}

@@ -57,3 +57,12 @@ extern "C" int test_splits(int tokens, int n, int k, int bits, int processors) {
     const Weights w{nullptr, nullptr, nullptr, n, k, 1, 1};
     return linear_splits(w, bits, tokens, {processors, 227 * 1024});
 }
+
+// Whether a weight of any size could be launched.
+extern "C" const char* test_integer_size(int n, int k, int bits) {
+    machine.idle = true;
+    const Dequantize p{{nullptr, nullptr, nullptr, n, k, 1, halves_of(k, 1)}, nullptr, false};
+    const char* error = run_dequantize<Half>(p, bits, nullptr);
+    machine.idle = false;
+    return error;
+}
