@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import preflight
+from fp6.plan import Fp6Recipe
+from ptq import cli, preflight
 from ptq.cli import app
 from ptq.kv_cache import CacheQuantization
+from ptq.recipe import Recipe
+from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -349,6 +354,97 @@ def test_the_options_are_these() -> None:
     assert {name: sorted(options) for name, options in found.items()} == {
         name: sorted(options) for name, options in OPTIONS.items()
     }
+
+
+# What must arrive in the recipe or the run's options; "fp6 --rounding" is only for that command. The first part of an
+# entry is written in front, so that what the option says is not what was said before.
+ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "--device": ("", "--device cpu", {"device": "cpu"}),
+    "--work": ("", "--work here", {"work": Path("here")}),
+    "--restart": ("", "--restart", {"restart": True}),
+    "--plan": ("", "--plan", {"show_plan": True}),
+    "--seed": ("", "--seed 7", {"seed": 7}),
+    "--rounding": ("", "--rounding nearest", {"rounding": "nearest"}),
+    "fp6 --rounding": ("", "--rounding gptq", {"rounding": "gptq"}),
+    "--rotate": ("--no-rotate", "--rotate", {"rotate": True}),
+    "--no-rotate": ("--rotate", "--no-rotate", {"rotate": False}),
+    "--calibration": ("", "--calibration some.txt", {"calibration": "some.txt"}),
+    "--samples": ("", "--samples 9", {"samples": 9}),
+    "--sequence-length": ("", "--sequence-length 33", {"sequence_length": 33}),
+    "--damping": ("", "--damping 0.05", {"damping": 0.05}),
+    "--skip": ("", "--skip *.down_proj --skip *.0.*", {"skip": ("*.down_proj", "*.0.*")}),
+    "--report": ("--no-report", "--report", {"report": True}),
+    "--no-report": ("", "--no-report", {"report": False}),
+    "--activation-bits": ("", "--activation-bits 8", {"activation_bits": 8}),
+    "quip-sharp --activation-bits": ("", "--activation-bits 16", {"activation_bits": 16}),
+    "--weight-bits": ("", "--weight-bits 3", {"weight_bits": 3}),
+    "--group-size": ("", "--group-size 64", {"group_size": 64}),
+    "--symmetric": ("--asymmetric", "--symmetric", {"symmetric": True}),
+    "--asymmetric": ("", "--asymmetric", {"symmetric": False}),
+    "--online": ("--offline", "--online", {"online": True}),
+    "--offline": ("", "--offline", {"online": False}),
+    "--activation-clip": ("--activation-bits 4", "--activation-clip 0.8", {"activation_clip": 0.8}),
+    "--kv-bits": ("", "--kv-bits 3", {"key_bits": 3, "value_bits": 3}),
+    "--key-bits": ("--kv-bits 4", "--key-bits 8", {"key_bits": 8}),
+    "--value-bits": ("--kv-bits 4", "--value-bits 2", {"value_bits": 2}),
+    "--kv-clip": ("--kv-bits 4", "--kv-clip 0.8", {"cache_clip": 0.8}),
+    "--kv-sinks": ("--kv-bits 4", "--kv-sinks 5", {"cache_sinks": 5}),
+    "--bits": ("", "--bits 3", {"bits": 3}),
+    "--finetune": ("", "--finetune blocks", {"finetune": "blocks"}),
+    "--finetune-epochs": ("", "--finetune-epochs 2", {"finetune_epochs": 2}),
+    "--sweeps": ("", "--sweeps 1", {"sweeps": 1}),
+    "--element": ("", "--element e3m2", {"element": "e3m2"}),
+    "--scale": ("", "--scale e8m0", {"scale": "e8m0", "group_size": 32}),
+    "--scale-search": ("", "--scale-search mse", {"scale_search": "mse"}),
+}
+QUANTIZING = ("quarot", "quip-sharp", "fp6", "rotate")
+
+
+def asked(patch: pytest.MonkeyPatch, command: str, options: str) -> dict[str, Any]:
+    """What a command line asks for: the fields of the recipe and of the run's options."""
+    found: dict[str, Any] = {}
+
+    def run(model: str, out: Path, recipe: Recipe, options: ptq.RunOptions, show_plan: bool) -> None:
+        found.update(asdict(recipe), **asdict(options), method=recipe.method, show_plan=show_plan)
+        assert (model, out) == ("MODEL", Path("OUT"))
+
+    patch.setattr(cli, "run", run)
+    result = quantize(command, "MODEL", "OUT", *options.split())
+    assert result.exit_code == 0, result.output
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [(name, flag) for name in QUANTIZING for flag in OPTIONS[name] if flag != "--debug"]
+)
+def test_an_option_arrives(command: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes what it says, and nothing else."""
+    before, options, changes = ARRIVES.get(f"{command} {flag}") or ARRIVES[flag]
+    assert flag in options.split()
+    plain = asked(monkeypatch, command, before)
+    found = asked(monkeypatch, command, f"{before} {options}")
+    assert found == {**plain, **changes} != plain
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "report"),
+    [
+        ("quarot", QuarotRecipe(), True),
+        ("quip-sharp", QuipSharpRecipe(), True),
+        ("fp6", Fp6Recipe(), True),
+        ("rotate", QuarotRecipe(rounding="nearest", weight_bits=16, online=False), False),
+    ],
+)
+def test_what_is_not_asked_for_is_the_default(
+    command: str, recipe: Recipe, report: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {**recipe.as_dict(), **asdict(ptq.RunOptions(report=report)), "show_plan": False}
+    assert asked(monkeypatch, command, "") == expected
+
+
+@pytest.mark.parametrize(("options", "group_size"), [("", 32), ("--group-size 16", 16), ("--group-size 0", 0)])
+def test_the_group_of_an_e8m0_scale(options: str, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, "fp6", f"--scale e8m0 {options}")["group_size"] == group_size
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in OPTIONS)])
