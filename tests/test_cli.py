@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from conftest import check_refused, edit_config, listing, quantize
+from conftest import TINY, check_refused, edit_config, listing, quantize, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -263,8 +263,34 @@ def test_verify(packed: Path, tiny: Path) -> None:
     found = json.loads(quantize("verify", packed, "--json").stdout)
     assert found["files"] == 5 and found["tensors"] == len(load_file(packed / "model.safetensors"))
     against = json.loads(quantize("verify", packed, "--against", tiny, "--json").stdout)
-    assert against["tokens"] > 0 and 0 < against["kl"] < 2 and 0 <= against["top1"] <= 1
+    assert against["tokens"] == 127 and 0.3 < against["kl"] < 1.3 and 0.3 < against["top1"] < 1
     check_refused(quantize("verify", tiny), "was not made by quantize")
+
+
+def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibration_text: Path) -> None:
+    ids = torch.tensor([ord(character) - 29 for character in calibration_text.read_text()])
+    rows = ids[: len(ids) // 128 * 128].view(-1, 128)
+    logits = []
+    for folder in (tiny, packed):
+        with torch.no_grad():
+            logits.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(rows).logits[:, :-1])
+    p, q = (found.double().log_softmax(-1) for found in logits)
+    kl = (p.exp() * (p - q)).sum(-1).mean().item()
+    found = json.loads(quantize("verify", packed, "--against", tiny, "--text", calibration_text, "--json").stdout)
+    assert found["tokens"] == 127 * len(rows) and found["kl"] == pytest.approx(kl, rel=1e-3)
+    assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item(), abs=0.002)
+    said = quantize("verify", packed, "--against", tiny, "--text", calibration_text).stdout.splitlines()[1]
+    assert said.startswith(f"against {tiny}: KL {found['kl']:.5f} ") and f" {127 * len(rows)} tokens" in said
+
+
+def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", **{**TINY, "vocab_size": 97})
+    message = f"{other}: is not the original: it knows 97 tokens, {packed} 96"
+    check_refused(quantize("verify", packed, "--against", other), message)
+    (tmp_path / "short.txt").write_text("too short")
+    for name, message in {"none": "none: cannot be read as UTF-8 text", "short.txt": "too few for one window"}.items():
+        result = quantize("verify", packed, "--against", tiny, "--text", tmp_path / name)
+        assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
 
 
 def flip(name: str, at: int) -> Callable[[Path], None]:
@@ -320,6 +346,10 @@ def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("weight_scale"))
     save_file({**tensors, name: tensors[name][:-1].clone()}, saved / "model.safetensors", {"format": "pt"})
     check_refused(quantize("verify", saved), name)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
+    result = quantize("verify", saved)
+    assert result.exit_code == 2 and "tensor 'model.norm.weight' holds 1 NaN" in result.stderr.splitlines()[-1]
 
 
 # --- options that stay ----------------------------------------------------------------------------------------------
