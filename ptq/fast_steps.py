@@ -54,9 +54,16 @@ def _norm_forward(module: nn.Module, eps: float, offset: float, round_first: boo
     gain = module._parameters["weight"]
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
-        if x.dim() > 2 and has_steps(x.shape[0] * x.shape[1], x, gain):
+        if x.dim() > 2 and has_steps(x.shape[0] * _length(x), x, gain):
             return torch.ops.ptq.rms_norm.default(x, gain, eps, offset, round_first)
     return type(module).forward(module, *args, **kwargs)
+
+
+def _length(x: Tensor) -> int:
+    """t of x [b, t, k] or [b, t, heads, k]; or [b, heads, t, k] as a view of it, as Gemma 3 norms its heads."""
+    if x.dim() == 3 or x.stride(1) > x.stride(2):
+        return x.shape[1]
+    return x.shape[2] if x.stride(2) > x.stride(1) else max(x.shape[1], x.shape[2])
 
 
 def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,11 +159,39 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
     return damage
 
 
-def at_level(level: str) -> Iterator[None]:
+def at_level(level: str) -> Iterator[str]:
     """What a fixture yields from: the native kernels of this level; skips where there are none."""
     if not native.available():
         pytest.skip("native kernels are not built")
-    if native.set_cpu_level(level) != level:
-        pytest.skip(f"this machine has no {level}")
-    yield
-    native.set_cpu_level(None)
+    try:
+        if native.set_cpu_level(level) != level:
+            pytest.skip(f"this machine has no {level}")
+        yield level
+    finally:
+        native.set_cpu_level(None)
+
+
+Ops = Mapping[str, Callable[..., Any]]
+
+
+def ops_at(level: str, references: Ops) -> Iterator[Ops]:
+    """What a fixture yields from: the ops of one implementation, `reference` or the native kernels of a level."""
+    if level == "reference":
+        yield references
+        return
+    for _ in at_level(level):
+        yield {name: getattr(torch.ops.ptq, name) for name in references}
+
+
+@pytest.fixture(params=native.CPU_LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The native kernels of one level after the other."""
+    yield from at_level(request.param)
+
+
+@pytest.fixture
+def set_level() -> Iterator[Callable[[str | None], str]]:
+    """Sets a CPU level for one test."""
+    yield native.set_cpu_level
+    if native.available():
+        native.set_cpu_level(None)

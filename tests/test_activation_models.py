@@ -122,11 +122,11 @@ def test_activations_are_on(packed: Path, tmp_path: Path) -> None:
     assert 1e-4 < error < 0.1
 
 
-@pytest.mark.parametrize("weight_bits, online", [(16, True), (16, False), (4, False)])
-def test_other_weights(weight_bits: int, online: bool, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("weight_bits, online, kl", [(16, True, 0.0015), (16, False, 0.0023), (4, False, 1.04)])
+def test_other_weights(weight_bits: int, online: bool, kl: float, source: Path, tmp_path: Path) -> None:
     recipe = QuarotRecipe(rounding="nearest", weight_bits=weight_bits, activation_bits=8, online=online)
     result = ptq.quantize(source, tmp_path / "out", recipe, QUIET)
-    assert result.rotation_error < 1e-4 and 0 < result.kl < 2
+    assert result.rotation_error < 1e-4 and kl / 2 < result.kl < 2 * kl
     assert logits(tmp_path / "out").isfinite().all()
 
 

@@ -17,14 +17,6 @@ from ptq.linear import Online, QuantLinear
 LEVELS = native.CPU_LEVELS[:3] if native.available() else ()
 
 
-@pytest.fixture
-def level():
-    """Sets a CPU level for one test."""
-    yield native.set_cpu_level
-    if native.available():
-        native.set_cpu_level(None)
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -113,11 +105,11 @@ def test_with_the_transform() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("k", [1, 3, 12, 63, 64, 65, 144, 344, 1376, 4096])
-def test_every_level_is_the_reference_to_the_bit(k: int, dtype: torch.dtype, level: Callable[..., Any]) -> None:
+def test_every_level_is_the_reference_to_the_bit(k: int, dtype: torch.dtype, set_level: Callable[..., str]) -> None:
     factors, order = hadamard.dense_factors(hadamard.largest_block(k), torch.device("cpu"))
     for name in LEVELS or (None,):
         if name is not None:
-            level(name)
+            set_level(name)
         for t in (1, 2, 19):
             x = random(t, k, dtype=dtype, seed=t)
             x[-1, k // 2] = torch.nan if t > 2 else 0

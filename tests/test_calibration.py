@@ -8,8 +8,10 @@ import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
 
+from ptq import pipeline
 from ptq.calibration import fingerprint, load_rows
 from ptq.errors import InputError, RunError
+from quarot.plan import QuarotRecipe
 
 
 def tokenizer(text, verbose=True):
@@ -43,6 +45,26 @@ def test_the_seed_chooses_and_the_global_state_is_left_alone(text):
     torch.manual_seed(2)
     assert torch.equal(load_rows(text, tokenizer, 5, 8, seed=0), first)
     assert not torch.equal(load_rows(text, tokenizer, 5, 8, seed=1), first)
+
+
+@pytest.mark.parametrize(("extra", "count"), [(0, 5), (2, 7), (4, 9), (6, 9)])
+def test_extra_rows_are_others_as_far_as_the_text_goes(text, extra, count):
+    rows = load_rows(text, tokenizer, 5, 10, seed=0, extra=extra)
+    assert len(rows) == count == len({tuple(row) for row in rows.tolist()})
+    assert torch.equal(rows[:5], load_rows(text, tokenizer, 5, 10, seed=0))
+
+
+@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
+@pytest.mark.parametrize(("samples", "shared"), [(8, 0), (60, 0), (62, 4)])
+def test_the_probe_is_rows_that_gptq_does_not_see(tiny, calibration_text, samples, shared, rounding):
+    """4000 tokens are 62 rows of 64: without any left, the probe is rows that it sees. Without GPTQ, it is as it is."""
+    recipe = QuarotRecipe(calibration=str(calibration_text), samples=samples, sequence_length=64, rounding=rounding)
+    rows, probe = pipeline._rows(pipeline.plan(str(tiny), recipe), recipe)
+    assert probe.shape[1] == 64 and 2 <= len(probe) <= pipeline.PROBE_ROWS
+    assert (rows is None) == (rounding == "nearest")
+    if rows is not None:
+        assert rows.shape == (samples, 64)
+        assert sum(row in rows.tolist() for row in probe.tolist()) == shared
 
 
 def test_too_short(text):

@@ -7,20 +7,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
-from conftest import check_refused, edit_config, listing, quantize
+from conftest import TINY, check_refused, edit_config, listing, quantize, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import preflight
+from fp6.plan import Fp6Recipe
+from ptq import cli, preflight
 from ptq.cli import app
 from ptq.kv_cache import CacheQuantization
+from ptq.recipe import Recipe
+from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -264,8 +269,34 @@ def test_verify(packed: Path, tiny: Path) -> None:
     found = json.loads(quantize("verify", packed, "--json").stdout)
     assert found["files"] == 5 and found["tensors"] == len(load_file(packed / "model.safetensors"))
     against = json.loads(quantize("verify", packed, "--against", tiny, "--json").stdout)
-    assert against["tokens"] > 0 and 0 < against["kl"] < 2 and 0 <= against["top1"] <= 1
+    assert against["tokens"] == 127 and 0.3 < against["kl"] < 1.3 and 0.3 < against["top1"] < 1
     check_refused(quantize("verify", tiny), "was not made by quantize")
+
+
+def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibration_text: Path) -> None:
+    ids = torch.tensor([ord(character) - 29 for character in calibration_text.read_text()])
+    rows = ids[: len(ids) // 128 * 128].view(-1, 128)
+    logits = []
+    for folder in (tiny, packed):
+        with torch.no_grad():
+            logits.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(rows).logits[:, :-1])
+    p, q = (found.double().log_softmax(-1) for found in logits)
+    kl = (p.exp() * (p - q)).sum(-1).mean().item()
+    found = json.loads(quantize("verify", packed, "--against", tiny, "--text", calibration_text, "--json").stdout)
+    assert found["tokens"] == 127 * len(rows) and found["kl"] == pytest.approx(kl, rel=1e-3)
+    assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item(), abs=0.002)
+    said = quantize("verify", packed, "--against", tiny, "--text", calibration_text).stdout.splitlines()[1]
+    assert said.startswith(f"against {tiny}: KL {found['kl']:.5f} ") and f" {127 * len(rows)} tokens" in said
+
+
+def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", **{**TINY, "vocab_size": 97})
+    message = f"{other}: is not the original: it knows 97 tokens, {packed} 96"
+    check_refused(quantize("verify", packed, "--against", other), message)
+    (tmp_path / "short.txt").write_text("too short")
+    for name, message in {"none": "none: cannot be read as UTF-8 text", "short.txt": "too few for one window"}.items():
+        result = quantize("verify", packed, "--against", tiny, "--text", tmp_path / name)
+        assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
 
 
 def flip(name: str, at: int) -> Callable[[Path], None]:
@@ -321,6 +352,10 @@ def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("weight_scale"))
     save_file({**tensors, name: tensors[name][:-1].clone()}, saved / "model.safetensors", {"format": "pt"})
     check_refused(quantize("verify", saved), name)
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
+    result = quantize("verify", saved)
+    assert result.exit_code == 2 and "tensor 'model.norm.weight' holds 1 NaN" in result.stderr.splitlines()[-1]
 
 
 # --- options that stay ----------------------------------------------------------------------------------------------
@@ -355,6 +390,97 @@ def test_the_options_are_these() -> None:
     assert {name: sorted(options) for name, options in found.items()} == {
         name: sorted(options) for name, options in OPTIONS.items()
     }
+
+
+# What must arrive in the recipe or the run's options; "fp6 --rounding" is only for that command. The first part of an
+# entry is written in front, so that what the option says is not what was said before.
+ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "--device": ("", "--device cpu", {"device": "cpu"}),
+    "--work": ("", "--work here", {"work": Path("here")}),
+    "--restart": ("", "--restart", {"restart": True}),
+    "--plan": ("", "--plan", {"show_plan": True}),
+    "--seed": ("", "--seed 7", {"seed": 7}),
+    "--rounding": ("", "--rounding nearest", {"rounding": "nearest"}),
+    "fp6 --rounding": ("", "--rounding gptq", {"rounding": "gptq"}),
+    "--rotate": ("--no-rotate", "--rotate", {"rotate": True}),
+    "--no-rotate": ("--rotate", "--no-rotate", {"rotate": False}),
+    "--calibration": ("", "--calibration some.txt", {"calibration": "some.txt"}),
+    "--samples": ("", "--samples 9", {"samples": 9}),
+    "--sequence-length": ("", "--sequence-length 33", {"sequence_length": 33}),
+    "--damping": ("", "--damping 0.05", {"damping": 0.05}),
+    "--skip": ("", "--skip *.down_proj --skip *.0.*", {"skip": ("*.down_proj", "*.0.*")}),
+    "--report": ("--no-report", "--report", {"report": True}),
+    "--no-report": ("", "--no-report", {"report": False}),
+    "--activation-bits": ("", "--activation-bits 8", {"activation_bits": 8}),
+    "quip-sharp --activation-bits": ("", "--activation-bits 16", {"activation_bits": 16}),
+    "--weight-bits": ("", "--weight-bits 3", {"weight_bits": 3}),
+    "--group-size": ("", "--group-size 64", {"group_size": 64}),
+    "--symmetric": ("--asymmetric", "--symmetric", {"symmetric": True}),
+    "--asymmetric": ("", "--asymmetric", {"symmetric": False}),
+    "--online": ("--offline", "--online", {"online": True}),
+    "--offline": ("", "--offline", {"online": False}),
+    "--activation-clip": ("--activation-bits 4", "--activation-clip 0.8", {"activation_clip": 0.8}),
+    "--kv-bits": ("", "--kv-bits 3", {"key_bits": 3, "value_bits": 3}),
+    "--key-bits": ("--kv-bits 4", "--key-bits 8", {"key_bits": 8}),
+    "--value-bits": ("--kv-bits 4", "--value-bits 2", {"value_bits": 2}),
+    "--kv-clip": ("--kv-bits 4", "--kv-clip 0.8", {"cache_clip": 0.8}),
+    "--kv-sinks": ("--kv-bits 4", "--kv-sinks 5", {"cache_sinks": 5}),
+    "--bits": ("", "--bits 3", {"bits": 3}),
+    "--finetune": ("", "--finetune blocks", {"finetune": "blocks"}),
+    "--finetune-epochs": ("", "--finetune-epochs 2", {"finetune_epochs": 2}),
+    "--sweeps": ("", "--sweeps 1", {"sweeps": 1}),
+    "--element": ("", "--element e3m2", {"element": "e3m2"}),
+    "--scale": ("", "--scale e8m0", {"scale": "e8m0", "group_size": 32}),
+    "--scale-search": ("", "--scale-search mse", {"scale_search": "mse"}),
+}
+QUANTIZING = ("quarot", "quip-sharp", "fp6", "rotate")
+
+
+def asked(patch: pytest.MonkeyPatch, command: str, options: str) -> dict[str, Any]:
+    """What a command line asks for: the fields of the recipe and of the run's options."""
+    found: dict[str, Any] = {}
+
+    def run(model: str, out: Path, recipe: Recipe, options: ptq.RunOptions, show_plan: bool) -> None:
+        found.update(asdict(recipe), **asdict(options), method=recipe.method, show_plan=show_plan)
+        assert (model, out) == ("MODEL", Path("OUT"))
+
+    patch.setattr(cli, "run", run)
+    result = quantize(command, "MODEL", "OUT", *options.split())
+    assert result.exit_code == 0, result.output
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [(name, flag) for name in QUANTIZING for flag in OPTIONS[name] if flag != "--debug"]
+)
+def test_an_option_arrives(command: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes what it says, and nothing else."""
+    before, options, changes = ARRIVES.get(f"{command} {flag}") or ARRIVES[flag]
+    assert flag in options.split()
+    plain = asked(monkeypatch, command, before)
+    found = asked(monkeypatch, command, f"{before} {options}")
+    assert found == {**plain, **changes} != plain
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "report"),
+    [
+        ("quarot", QuarotRecipe(), True),
+        ("quip-sharp", QuipSharpRecipe(), True),
+        ("fp6", Fp6Recipe(), True),
+        ("rotate", QuarotRecipe(rounding="nearest", weight_bits=16, online=False), False),
+    ],
+)
+def test_what_is_not_asked_for_is_the_default(
+    command: str, recipe: Recipe, report: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {**recipe.as_dict(), **asdict(ptq.RunOptions(report=report)), "show_plan": False}
+    assert asked(monkeypatch, command, "") == expected
+
+
+@pytest.mark.parametrize(("options", "group_size"), [("", 32), ("--group-size 16", 16), ("--group-size 0", 0)])
+def test_the_group_of_an_e8m0_scale(options: str, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, "fp6", f"--scale e8m0 {options}")["group_size"] == group_size
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in OPTIONS)])

@@ -14,20 +14,26 @@ from types import ModuleType
 
 import pytest
 import torch
+from conftest import quantize
 
 from ptq import bitstream, formats, hadamard
 from ptq.families import Family
 from ptq.formats import Codebook, Format
 from ptq.header import read_header
+from ptq.methods import METHODS
 from ptq.rounding import nearest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("architecture", "format", "math", "add-a-family", "add-a-codebook", "add-a-kernel")
+PAGES = ("README", "architecture", "format", "math", "results", "add-a-family", "add-a-codebook", "add-a-kernel")
 FORMAT = (ROOT / "docs" / "format.md").read_text()
 
 
+def file(name: str) -> Path:
+    return ROOT / f"{name}.md" if name == "README" else ROOT / "docs" / f"{name}.md"
+
+
 def page(name: str) -> str:
-    return (ROOT / "docs" / f"{name}.md").read_text()
+    return file(name).read_text()
 
 
 # --- a reader, from the page alone ------------------------------------------------------------------------------------
@@ -283,20 +289,83 @@ def test_the_record_is_what_the_page_says(checkpoint: Path):
 @pytest.mark.parametrize("name", PAGES)
 def test_paths_and_names_exist(name: str):
     text = page(name)
-    for path, member in re.findall(r"`([\w./-]+\.(?:py|md|json|cpp|h|txt|toml|sh))(?:::(\w+))?`", text):
+    for path, member in re.findall(r"`(?:\./)?([\w./-]+\.(?:py|md|json|cpp|h|txt|toml|sh))(?:::(\w+))?`", text):
         if "/" not in path:
             continue
         assert (ROOT / path).is_file(), f"{name}.md: {path}"
         assert not member or re.search(rf"\b{member}\b", (ROOT / path).read_text()), f"{name}.md: {path}::{member}"
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        assert link.startswith("https://") or (ROOT / "docs" / link).exists(), f"{name}.md: {link}"
+    for path in re.findall(r"(?<![\w/.-])((?:scripts|tests)/[\w/-]+\.(?:py|sh))", text):
+        assert (ROOT / path).is_file(), f"{name}.md: {path}"
+    for link, part in re.findall(r"\]\((?!https://)([^)#]*)#?([^)]*)\)", text):
+        target = file(name).parent / link if link else file(name)
+        assert target.is_file(), f"{name}.md: {link}"
+        assert not part or part in headings(target.read_text()), f"{name}.md: {link}#{part}"
+
+
+def headings(text: str) -> set[str]:
+    """As links name them."""
+    found = re.findall(r"^#+ (.*)", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in found}
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_dotted_names_exist(name: str):
-    for module, member in re.findall(r"`((?:ptq|quarot)\.\w+)\.(\w+)", page(name)):
+    for module, member in re.findall(r"`((?:ptq|quarot|quip_sharp|fp6)\.\w+)\.(\w+)", page(name)):
         path = ROOT / f"{module.replace('.', '/')}.py"
         assert path.is_file() and re.search(rf"\b{member}\b", path.read_text()), f"{name}.md: {module}.{member}"
+
+
+def test_every_module_has_a_room():
+    rows = page("architecture").partition("\n## 2.")[2].partition("\n## ")[0].splitlines()
+    named = set()
+    for room in (row.split("|")[1] for row in rows if row.startswith("|")):
+        folders, alone = re.findall(r"`(\w+)/", room), re.findall(r"`(\w+\.py)`", room)
+        named |= {*re.findall(r"`(\w+/\w+\.py)`", room), *(f"{folder}/{path}" for folder in folders for path in alone)}
+    modules = {f"{folder}/{path.name}" for folder in ("ptq", *METHODS) for path in ROOT.glob(f"{folder}/[!_]*.py")}
+    assert len(modules) > 90 and not sorted(modules - named)
+
+
+# --- the commands of the README ---------------------------------------------------------------------------------------
+
+
+def readme_commands() -> list[str]:
+    """Every `quantize ...` of a block or between backticks that names what it works on."""
+    text = page("README")
+    blocks = re.findall(r"^(?:\.venv/bin/)?quantize +([^#\n]+)", text, re.MULTILINE)
+    return [line.strip() for line in (*blocks, *re.findall(r"`quantize ([^`]* OUT[^`]*)`", text))]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Words of those commands. The model has widths that groups of 128 divide."""
+    from conftest import save_model
+
+    folder = tmp_path_factory.mktemp("readme")
+    save_model(folder / "model", hidden_size=128, intermediate_size=256, head_dim=64, num_attention_heads=2)
+    assert quantize("fp6", folder / "model", folder / "packed").exit_code == 0
+    (folder / "text.txt").write_text("a text")
+    return {"MODEL": str(folder / "model"), "OUT": str(folder / "packed"), "wikitext2": str(folder / "text.txt")}
+
+
+@pytest.mark.parametrize("command", readme_commands())
+def test_the_commands_of_the_readme_are_understood(command: str, places: dict[str, str], tmp_path: Path):
+    name, *rest = command.split()
+    places = {**places, "OUT2": str(tmp_path / "out2")}
+    options = []
+    if name in ("quarot", "quip-sharp", "fp6", "rotate"):
+        places["OUT"] = str(tmp_path / "out")
+        options = ["--plan"]
+    result = quantize(name, *(places.get(word, word) for word in rest), *options)
+    assert result.exit_code == 0, result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_there_are_commands_in_the_readme():
+    found = readme_commands()
+    assert {command.split()[0] for command in found} == {
+        "fp6", "quarot", "quip-sharp", "rotate", "prepack", "inspect", "verify"
+    }  # fmt: skip
+    assert len(found) >= 10
 
 
 def test_every_field_of_a_family_is_explained():

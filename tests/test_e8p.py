@@ -4,6 +4,7 @@ import hashlib
 
 import pytest
 import torch
+from conftest import ops_at
 
 from ptq import native, rounding
 from ptq.errors import InputError
@@ -21,18 +22,7 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS[:3]))
 def implementation(request):
-    """The ops of one implementation: the reference, or the native kernels at one instruction set."""
-    if request.param == "reference":
-        yield e8p_ops.REFERENCES
-        return
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield {name: getattr(torch.ops.ptq, name) for name in e8p_ops.REFERENCES}
-    finally:
-        native.set_cpu_level(None)
+    yield from ops_at(request.param, e8p_ops.REFERENCES)
 
 
 def every_point() -> torch.Tensor:

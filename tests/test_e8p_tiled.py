@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ops_at
 
 from ptq import native
 from quip_sharp import e8p, tiled_ops
@@ -14,18 +15,7 @@ SHAPES = [(1, 1), (16, 32), (17, 45), (33, 256), (50, 392), (40, 1004)]  # n, k:
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    """The ops of one implementation: the reference, or the native kernels at one instruction set."""
-    if request.param == "reference":
-        yield tiled_ops.REFERENCES
-        return
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield {name: getattr(torch.ops.ptq, name) for name in tiled_ops.REFERENCES}
-    finally:
-        native.set_cpu_level(None)
+    yield from ops_at(request.param, tiled_ops.REFERENCES)
 
 
 def draw(seed: int) -> torch.Generator:

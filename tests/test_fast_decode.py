@@ -9,22 +9,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import fast_decode, matmul, native
+from ptq import fast_decode, matmul
 from quarot.plan import QuarotRecipe
 
 SHAPES = [(1, 1), (3, 63), (50, 64), (17, 200), (64, 1000)]  # n, k
-
-
-@pytest.fixture(params=native.CPU_LEVELS)
-def level(request):
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield
-    finally:
-        native.set_cpu_level(None)
 
 
 def draw(n: int, k: int, t: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -34,7 +22,7 @@ def draw(n: int, k: int, t: int, dtype: torch.dtype) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_against_float64(n: int, k: int, dtype: torch.dtype, level: None) -> None:
+def test_against_float64(n: int, k: int, dtype: torch.dtype, level: str) -> None:
     x, w, bias = draw(n, k, 7, dtype)
     exact = x.double() @ w.double().t()
     size = x.double().abs() @ w.double().abs().t() + bias.double().abs()
@@ -46,7 +34,7 @@ def test_against_float64(n: int, k: int, dtype: torch.dtype, level: None) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_same_bits_for_any_number_of_tokens_and_threads(dtype: torch.dtype, level: None) -> None:
+def test_same_bits_for_any_number_of_tokens_and_threads(dtype: torch.dtype, level: str) -> None:
     x, w, bias = draw(300, 900, 7, dtype)
     alone = torch.cat([torch.ops.ptq.dense_linear(row, w, bias)[None] for row in x])
     threads = torch.get_num_threads()
@@ -60,7 +48,7 @@ def test_same_bits_for_any_number_of_tokens_and_threads(dtype: torch.dtype, leve
 
 
 @pytest.mark.parametrize("n, k", SHAPES)
-def test_a_bfloat16_weight_meets_float32_tokens(n: int, k: int, level: None) -> None:
+def test_a_bfloat16_weight_meets_float32_tokens(n: int, k: int, level: str) -> None:
     x, w, bias = draw(n, k, 5, torch.float32)
     w = w.bfloat16()
     y, exact = torch.ops.ptq.dense_linear(x, w, bias), x.double() @ w.double().t() + bias.double()
@@ -73,7 +61,7 @@ def test_a_bfloat16_weight_meets_float32_tokens(n: int, k: int, level: None) -> 
             torch.ops.ptq.dense_linear(*wrong)
 
 
-def test_damage_shows(level: None) -> None:
+def test_damage_shows(level: str) -> None:
     x, w, _ = draw(5, 70, 1, torch.bfloat16)
     x[0, 69] = torch.nan
     assert torch.ops.ptq.dense_linear(x, w, None).isnan().all()

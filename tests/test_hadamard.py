@@ -18,14 +18,6 @@ ORDERS = (1, 2, 4, 8, 12, 20, 28, 36, 44, 48, 72, 76, 144, 256, 344, 448)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}
 
 
-@pytest.fixture
-def level():
-    """Sets a CPU level for one test."""
-    yield native.set_cpu_level
-    if native.available():
-        native.set_cpu_level(None)
-
-
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -143,7 +135,7 @@ def test_golden_row():
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-def test_against_the_matrix(order: int, dtype: torch.dtype, level):
+def test_against_the_matrix(order: int, dtype: torch.dtype, set_level):
     """Rows and columns, both directions, with and without signs, in place and not; all levels give the same bits."""
     size, batch = 3 * order, 5
     x, signs, h = random(batch, size, dtype=dtype), random_signs(size), dense(order, size)
@@ -153,7 +145,7 @@ def test_against_the_matrix(order: int, dtype: torch.dtype, level):
         results = []
         for name in LEVELS or (None,):
             if name is not None:
-                level(name)
+                set_level(name)
             results.append(
                 [
                     hadamard.apply(x, s, order, transpose),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ops_at
 
 from ptq import bitstream, formats, native, rounding
 from ptq.errors import InputError
@@ -29,18 +30,7 @@ def codes_of(n: int, k: int, bits: int) -> torch.Tensor:
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    """The ops of one implementation: the reference, or the native kernels at one instruction set."""
-    if request.param == "reference":
-        yield {**ops.REFERENCES, "integer_pack": bitstream.pack}
-        return
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield {name: getattr(torch.ops.ptq, name) for name in (*ops.REFERENCES, "integer_pack")}
-    finally:
-        native.set_cpu_level(None)
+    yield from ops_at(request.param, {**ops.REFERENCES, "integer_pack": bitstream.pack})
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
 """The ops of the packed KV cache: bytes, kernels against the reference, levels, threads."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from conftest import at_level
 from torch import Tensor
 
 from ptq import kv_ops, native
@@ -12,15 +15,7 @@ BITS = (2, 3, 4, 6, 8)
 
 @pytest.fixture(params=("reference", "portable", "avx2", "avx512"))
 def level(request):
-    if request.param == "reference":
-        yield None
-        return
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    if native.set_cpu_level(request.param) != request.param:
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    native.set_cpu_level(None)
+    yield from [None] if request.param == "reference" else at_level(request.param)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -153,21 +148,22 @@ def test_attend_against_float64(level: str | None, case: tuple[int, ...], bits: 
 
 
 @pytest.mark.parametrize("bits", [(3, 4), (6, 6)])
-def test_levels_and_threads_do_not_change_a_bit(bits: tuple[int, int]) -> None:
+def test_levels_and_threads_do_not_change_a_bit(bits: tuple[int, int], set_level: Callable[..., str]) -> None:
     if not native.available():
         pytest.skip("native kernels are not built")
     k, v, q = random(1, 2, 1100, 80), random(1, 2, 1100, 80, seed=1), random(1, 14, 3, 80)
     results = []
     threads = torch.get_num_threads()
-    for name in ("portable", "avx2", "avx512"):
-        native.set_cpu_level(name)
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            sides = (*fill(k, bits[0], False), *fill(v, bits[1], True))
-            mask = torch.ones(1, 1, 3, 1100, dtype=torch.bool).tril(1097)
-            results.append(OPS.kv_attend(q, *sides, 1100, *bits, 0.1, mask, None, None, None))
-    torch.set_num_threads(threads)
-    native.set_cpu_level(None)
+    try:
+        for name in ("portable", "avx2", "avx512"):
+            set_level(name)
+            for count in (1, 2, 3):
+                torch.set_num_threads(count)
+                sides = (*fill(k, bits[0], False), *fill(v, bits[1], True))
+                mask = torch.ones(1, 1, 3, 1100, dtype=torch.bool).tril(1097)
+                results.append(OPS.kv_attend(q, *sides, 1100, *bits, 0.1, mask, None, None, None))
+    finally:
+        torch.set_num_threads(threads)
     assert all(torch.equal(result, results[0]) for result in results)
 
 

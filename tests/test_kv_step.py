@@ -16,7 +16,7 @@ from quarot.plan import QuarotRecipe
 
 
 @pytest.fixture(params=("portable", "avx2", "avx512"))
-def level(request) -> Iterator[None]:
+def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 
 
@@ -48,7 +48,7 @@ CASES = [  # batch, heads, groups, head_dim, tokens before
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("case", CASES)
-def test_the_bits_of_single_ops(case: tuple[int, ...], dtype: torch.dtype, level: None) -> None:
+def test_the_bits_of_single_ops(case: tuple[int, ...], dtype: torch.dtype, level: str) -> None:
     for bits in ((4, 4), (3, 8)):
         mine, theirs = (arguments(*case, bits, dtype) for _ in range(2))
         found = torch.ops.ptq.kv_decode_attention(*mine)

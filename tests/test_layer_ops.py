@@ -17,7 +17,7 @@ NAMES = [argument.name for argument in torch.ops.ptq.integer_layer.default._sche
 
 
 @pytest.fixture(params=("portable", "avx2", "avx512bf16"))
-def level(request) -> Iterator[None]:
+def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 
 
@@ -68,7 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_bits_of_single_ops(case: dict[str, Any], dtype: torch.dtype, level: None) -> None:
+def test_the_bits_of_single_ops(case: dict[str, Any], dtype: torch.dtype, level: str) -> None:
     mine, theirs = arguments(dtype, **case), arguments(dtype, **case)
     found, wanted = torch.ops.ptq.integer_layer(*mine), layer_ops.layer(*theirs)
     assert found.dtype == dtype and found.shape == mine[0].shape
@@ -86,7 +86,7 @@ def test_schema_and_fake() -> None:
 
 
 @pytest.mark.parametrize("cache", ("plain", "packed", "sinks"))
-def test_what_does_not_fit_is_refused(cache: str, level: None) -> None:
+def test_what_does_not_fit_is_refused(cache: str, level: str) -> None:
     good = arguments(torch.float32, norms=4, cache=cache)
     x, at = good[0], NAMES.index("cache")
     wrongs = [

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import ops_at
 
 from fp6 import element, minifloat_ops
 from fp6.element import ELEMENTS, Element, element_of
@@ -23,18 +24,7 @@ EVERY = pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    """The ops of one implementation: the reference, or the native kernels at one instruction set."""
-    if request.param == "reference":
-        yield minifloat_ops.REFERENCES
-        return
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield {name: getattr(torch.ops.ptq, name) for name in minifloat_ops.REFERENCES}
-    finally:
-        native.set_cpu_level(None)
+    yield from ops_at(request.param, minifloat_ops.REFERENCES)
 
 
 def value(code: int, element: Element) -> Fraction:

@@ -21,19 +21,6 @@ SHAPES = [
 TOKENS = (0, 1, 2, 3, 5, 9, 18)
 
 
-@pytest.fixture(params=native.CPU_LEVELS)
-def level(request):
-    """Runs the native kernels at one instruction set."""
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield request.param
-    finally:
-        native.set_cpu_level(None)
-
-
 def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 

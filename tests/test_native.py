@@ -1,35 +1,61 @@
 """The native library: found, loaded once, and said to be missing once."""
 
+import functools
+import re
 import subprocess
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
 
 from ptq import native
+from ptq.methods import METHODS
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_load_is_idempotent():
     assert native.load() == native.load() == native.available()
 
 
-@pytest.mark.skipif(not native.available(), reason="native kernels are not built")
-def test_kernels_override_the_reference():
-    import ptq.kv_ops  # noqa: F401
-    import quarot.integer  # noqa: F401
-    import quip_sharp.e8p_format  # noqa: F401
+def cpu_kernels() -> list[str]:
+    """Ops that the sources register a CPU kernel for."""
+    sources = [path.read_text() for path in sorted(ROOT.glob("csrc/*/*_cpu.cpp"))]
+    return [name for source in sources for name in re.findall(r'm\.impl\("(\w+)"', source)]
 
-    ops = (
-        "hadamard", "hadamard_", "hadamard_quantize", "quantize_tokens", "integer_fit", "integer_round", "integer_ldlq",
-        "integer_pack", "integer_linear", "integer_prepack", "integer_unprepack", "integer_linear_tiled",
-        "integer_linear_quantized", "integer_layer", "kv_append", "kv_dequantize", "kv_attend", "kv_decode_attention",
-        "dense_linear", "e8p_round", "e8p_ldlq",
-        "e8p_decode", "e8p_prepack", "e8p_unprepack", "e8p_linear_tiled", "e8p_linear_quantized",
-    )  # fmt: skip
-    for op in ops:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ptq::{op}", "CPU"), op
+
+@pytest.mark.skipif(not native.available(), reason="native kernels are not built")
+@pytest.mark.parametrize("op", cpu_kernels())
+def test_kernels_override_the_reference(op: str):
+    assert op in declared()
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ptq::{op}", "CPU")
+
+
+CUDA_ONLY = {
+    "integer_linear_fragments", "integer_quantized_fragments", "minifloat_linear_fragments",
+    "minifloat_quantized_fragments", "e8p_linear_fragments", "e8p_quantized_fragments", "e8p_dequantize_fragments",
+    "hadamard_to", "norm_input", "gate_input", "kv_append_at",
+}  # fmt: skip
+"""Ops whose reference is what a CPU runs."""
+
+
+def test_every_op_has_a_cpu_kernel():
+    kernels = cpu_kernels()
+    assert len(kernels) == len(set(kernels))
+    assert declared() - set(kernels) == CUDA_ONLY
+
+
+@functools.cache
+def declared() -> set[str]:
+    """Ops that any module declares."""
+    for package in ("ptq", *METHODS):
+        for path in ROOT.glob(f"{package}/[!_]*.py"):
+            import_module(f"{package}.{path.stem}")
+    names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
+    return {name for library, name in names if library == "ptq"}
 
 
 @pytest.mark.skipif(not native.available(), reason="native kernels are not built")

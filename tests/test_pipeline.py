@@ -153,7 +153,7 @@ def test_skipped_linears(calibration_text: Path, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", dtype=torch.bfloat16, **TINY)
     recipe = gptq(calibration_text, skip=("*.down_proj", "model.layers.0.self_attn.*"))
     result = ptq.quantize(model, tmp_path / "out", recipe, QUIET)
-    assert result.kl < 0.5
+    assert 0.01 < result.kl < 0.06
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.bfloat16
     assert found["model.layers.0.mlp.down_proj.weight_dense"].dtype == torch.bfloat16

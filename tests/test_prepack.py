@@ -125,7 +125,8 @@ def test_the_format_is_the_inner_one_in_tiles(inner: formats.Format) -> None:
     x, q = torch.randn(3, k), torch.randint(-127, 128, (3, k), dtype=torch.int8)
     assert torch.equal(format.linear(x, tiles), inner.linear(x, inner.prepack(stored, "cpu")))
     y = format.linear_quantized(q, torch.ones(3), tiles, None, torch.float32)
-    torch.testing.assert_close(y, q.float() @ inner.dequantize(stored, n, k).t(), rtol=1e-3, atol=0.5)
+    exact = q.double() @ inner.dequantize(stored, n, k).double().t()
+    torch.testing.assert_close(y.double(), exact, rtol=0, atol=1e-6 * float(exact.abs().max()))
     layer = QuantLinear(k, n, False, format)
     assert set(layer.state_dict()) == {"weight", *(f"weight_{part}" for part in tiles)}
 

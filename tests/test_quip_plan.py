@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model, tiny_config, tiny_model
+from conftest import TINY, edit_tensors, save_model, tiny_config, tiny_model
+from safetensors.torch import load_file
 from test_families import IDS, exact, relative, rewritten
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -86,6 +87,20 @@ def test_linears_that_share_an_input_share_its_signs(tmp_path: Path) -> None:
     assert torch.equal(su[0], su[1]) and torch.equal(su[0], su[2]) and set(su[0].tolist()) == {1.0, -1.0}
     k, v = (loaded_signs(layer.get_parameter(OUTPUT_SIGNS)) for layer in layers[1:])
     assert not torch.equal(k, v)
+
+
+def test_rows_of_any_size_are_rounded_as_well(tmp_path: Path) -> None:
+    """Rows are made of one size in front of the transform, which spreads the error over all of them."""
+    model = save_model(tmp_path / "model", **TINY)
+    name = "model.layers.1.mlp.up_proj"
+    edit_tensors(lambda content: content[f"{name}.weight"].mul_(torch.logspace(-2, 1, 24)[:, None]))(model)
+    recipe = QuipSharpRecipe(rounding="nearest", bits=4, activation_bits=16)
+    ptq.quantize(model, tmp_path / "out", recipe, QUIET)
+    w = load_file(model / "model.safetensors")[f"{name}.weight"]
+    layer = AutoModelForCausalLM.from_pretrained(tmp_path / "out").get_submodule(name)
+    with torch.no_grad():
+        found = (layer(torch.eye(16)) - layer(torch.zeros(16))).T
+    assert ((found - w).norm(dim=1) / w.norm(dim=1)).max() < 0.25
 
 
 def test_a_skipped_linear_stays_and_the_others_do_not_use_its_statistics() -> None:

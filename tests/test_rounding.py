@@ -263,3 +263,15 @@ def test_a_factor_that_needs_more_damping_is_that_of_the_whole_hessian(monkeypat
     lower = found.tril().double()
     expected = h[order][:, order].double() + added.double().diag()
     torch.testing.assert_close(lower @ lower.t(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_dead_channels_do_not_thin_the_damping():
+    """The mean is of the channels that are alive; a dead one gets a one on the diagonal, whatever the others' size."""
+    h = 100 * hessian(24).float()
+    dead = torch.arange(24) % 4 > 0
+    h[dead], h[:, dead] = 0, 0
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(0))
+    _, added, damping = factor.factor(h.clone(), h.diagonal().clone(), order, 0.02, "w")
+    expected = torch.where(dead, 1.0, 0.02 * h.diagonal()[~dead].mean())
+    torch.testing.assert_close(added, expected[order])
+    assert damping == 0.02

@@ -7,7 +7,6 @@ import weakref
 
 import pytest
 import torch
-from test_fast_decode import level
 from torch import Tensor, nn
 
 from ptq import shared_input
@@ -15,7 +14,6 @@ from ptq.activations import Activation
 from ptq.linear import Online, QuantLinear, frozen, stored_signs
 from quarot.integer import IntegerFormat
 
-__all__ = ["level"]
 K, N = 128, (64, 40, 17)
 
 
@@ -79,7 +77,7 @@ def step(module: nn.Module, order: str = "abc", t: int = 1, dtype: torch.dtype =
 @pytest.mark.parametrize("activation", [Activation(8, 1.0), Activation(4, 0.9), None])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @torch.no_grad()
-def test_the_same_bits(seed: int, activation: Activation | None, dtype: torch.dtype, level: None) -> None:
+def test_the_same_bits(seed: int, activation: Activation | None, dtype: torch.dtype, level: str) -> None:
     module = parent(activation, seed)
     for t in (1, 1, 3, 4, 5, 1):
         step(module, t=t, dtype=dtype)
@@ -220,7 +218,7 @@ def test_a_weight_that_has_left() -> None:
 
 
 @torch.no_grad()
-def test_lists_of_weights(level: None) -> None:
+def test_lists_of_weights(level: str) -> None:
     module = parent(seed=1)
     parts = [module.get_submodule(name).parts() for name in "abc"]  # pyright: ignore
     tiles, scale, zero = ([part[key] for part in parts] for key in ("tiles", "scale", "zero"))

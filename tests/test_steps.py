@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from conftest import tiny_config
-from test_fast_decode import level
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -16,7 +15,6 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from ptq import fast_steps, steps
 from ptq.families import FAMILIES
 
-__all__ = ["level"]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
@@ -26,7 +24,7 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("k", [1, 15, 16, 63, 64, 200, 2048])
-def test_norm_against_float64(k: int, dtype: torch.dtype, level: None) -> None:
+def test_norm_against_float64(k: int, dtype: torch.dtype, level: str) -> None:
     x, gain = draw(3, 2, k, dtype=dtype), draw(k, dtype=dtype, seed=1)
     for eps, offset, first in ((1e-6, 0.0, True), (0.5, 0.0, False), (1e-5, 1.0, False)):
         found = torch.ops.ptq.rms_norm(x, gain, eps, offset, first)
@@ -40,7 +38,7 @@ def test_norm_against_float64(k: int, dtype: torch.dtype, level: None) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [2, 16, 24, 64, 130])
-def test_rotary_is_that_of_transformers_to_the_bit(d: int, dtype: torch.dtype, level: None) -> None:
+def test_rotary_is_that_of_transformers_to_the_bit(d: int, dtype: torch.dtype, level: str) -> None:
     q, k = draw(2, 3, 5, d, dtype=dtype).transpose(1, 2), draw(2, 3, 1, d, dtype=dtype, seed=1).transpose(1, 2)
     for rows in (1, 2):
         cos, sin = draw(rows, 3, d, dtype=dtype, seed=2), draw(rows, 3, d, dtype=dtype, seed=3)
@@ -56,7 +54,7 @@ def test_rotary_is_that_of_transformers_to_the_bit(d: int, dtype: torch.dtype, l
     (1, 8, 4, 1, 64, 96), (2, 2, 3, 3, 24, 130), (1, 1, 1, 1, 2, 0), (3, 2, 5, 2, 130, 300), (1, 2, 1, 4, 128, 600),
 ])  # fmt: skip
 def test_attention_against_float64(
-    b: int, h: int, groups: int, t: int, d: int, before: int, dtype: torch.dtype, level: None
+    b: int, h: int, groups: int, t: int, d: int, before: int, dtype: torch.dtype, level: str
 ) -> None:
     q, k, v = (draw(b, t, n * d, dtype=dtype, seed=n) for n in (h * groups, h, h))
     cos, sin = draw(1, t, d, dtype=dtype, seed=2), draw(1, t, d, dtype=dtype, seed=3)
@@ -75,7 +73,7 @@ def test_attention_against_float64(
         assert y.dtype == dtype and ((y.double() - exact).abs() <= place * exact.abs() + 2e-6).all()
 
 
-def test_attention_of_any_thread_count_and_damage(level: None) -> None:
+def test_attention_of_any_thread_count_and_damage(level: str) -> None:
     q, k, v = (draw(2, 1, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
     cos, keys, values = draw(2, 1, 32, dtype=torch.float32), *(draw(2, 3, 400, 32, dtype=torch.float32) for _ in "kv")
     threads, results = torch.get_num_threads(), []
@@ -98,7 +96,7 @@ def test_attention_of_any_thread_count_and_damage(level: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gate_of_the_mlp(dtype: torch.dtype, level: None) -> None:
+def test_gate_of_the_mlp(dtype: torch.dtype, level: str) -> None:
     for shape in ((3, 70), (1, 1, 4096), (0, 5)):
         gate, up = 30 * draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1)
         found, wanted = torch.ops.ptq.silu_mul(gate, up), steps.silu_mul(gate, up)
@@ -107,7 +105,7 @@ def test_gate_of_the_mlp(dtype: torch.dtype, level: None) -> None:
     assert torch.ops.ptq.silu_mul(torch.full((4,), torch.nan), torch.ones(4)).isnan().all()
 
 
-def test_ops_and_refusals(level: None) -> None:
+def test_ops_and_refusals(level: str) -> None:
     x, gain = draw(1, 2, 8, dtype=torch.float32), draw(8, dtype=torch.float32)
     torch.library.opcheck(torch.ops.ptq.rms_norm.default, (x, gain, 1e-5, 0.0, True))
     q, cos = draw(1, 2, 3, 8, dtype=torch.float32), draw(1, 3, 8, dtype=torch.float32)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model, spoil_free_memory
+from conftest import ops_at, save_model, spoil_free_memory
 from transformers import AutoModelForCausalLM
 
 import ptq
@@ -22,18 +22,7 @@ SHAPES = [(1, 1, 0), (16, 32, 32), (17, 45, 0), (33, 256, 64), (50, 384, 128), (
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    """The ops of one implementation: the reference, or the native kernels at one instruction set."""
-    if request.param == "reference":
-        yield tiled_ops.REFERENCES
-        return
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield {name: getattr(torch.ops.ptq, name) for name in tiled_ops.REFERENCES}
-    finally:
-        native.set_cpu_level(None)
+    yield from ops_at(request.param, tiled_ops.REFERENCES)
 
 
 def draw(seed: int) -> torch.Generator:

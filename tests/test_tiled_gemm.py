@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import ptq.tiles
-from ptq import native
 from quarot import tiled_ops
 
 BITS = range(2, 9)
@@ -14,19 +13,6 @@ SHAPES = [
     (50, 96, 9, 32), (33, 45, 13, 0), (17, 1024, 33, 64), (100, 1152, 10, 128), (16, 1536, 17, 0), (49, 2048, 11, 1024),
     (65, 515, 66, 0), (35, 1056, 37, 96), (20, 2304, 41, 768),
 ]  # fmt: skip
-
-
-@pytest.fixture(params=native.CPU_LEVELS)
-def level(request):
-    """Runs the native kernels at one instruction set."""
-    if not native.available():
-        pytest.skip("native kernels are not built")
-    try:
-        if native.set_cpu_level(request.param) != request.param:
-            pytest.skip(f"this machine has no {request.param}")
-        yield request.param
-    finally:
-        native.set_cpu_level(None)
 
 
 def arguments(n, k, t, bits, group, symmetric, extreme=False):

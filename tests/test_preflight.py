@@ -1,0 +1,124 @@
+"""What a run says that it will need, and what is refused because the machine does not have it."""
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_refused, listing, quantize, tiny_config
+
+import ptq
+from ptq import pipeline, preflight
+from ptq.engine import Workers
+from ptq.families import FAMILIES, shape_of
+from ptq.preflight import Estimate
+from quarot.plan import QuarotRecipe, plan
+
+pytestmark = pytest.mark.usefixtures("fast")
+
+# --- the estimate ---------------------------------------------------------------------------------------------------
+
+BLOCKS, HIDDEN, INTERMEDIATE = 2, 4096, 11008
+
+
+def needs(**changes: Any) -> Estimate:
+    """Of a Llama of that size, on a single token of calibration text."""
+    config = tiny_config(
+        "llama", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=32, num_key_value_heads=32,
+        head_dim=128, num_hidden_layers=BLOCKS,
+    )  # fmt: skip
+    shape = shape_of(config)
+    recipe = QuarotRecipe(samples=1, sequence_length=1, **changes)
+    made = plan(shape, FAMILIES["llama"], recipe, dict.fromkeys(["model.embed_tokens.weight"], torch.float32))
+    return preflight.estimate(made, shape, recipe, {"model.embed_tokens.weight": 4 * shape.vocab * HIDDEN})
+
+
+def test_memory_of_the_solver() -> None:
+    """H of the widest input, and beside it down_proj twice, in float32."""
+    solver = 4 * INTERMEDIATE**2 + 8 * HIDDEN * INTERMEDIATE
+    assert solver < needs().memory - needs(rounding="nearest").memory < 1.5 * solver
+
+
+def test_time_of_the_solver() -> None:
+    """n k² multiplications and additions for a linear, k³ for the factor of an H, a billion of either in a second."""
+    linears = 4 * HIDDEN**3 + 2 * INTERMEDIATE * HIDDEN**2 + HIDDEN * INTERMEDIATE**2
+    factors = 3 * HIDDEN**3 + INTERMEDIATE**3
+    added = needs().seconds - needs(rounding="nearest").seconds
+    assert added == pytest.approx(BLOCKS * 2 * (linears + factors) / 1e9, rel=0.01)
+
+
+# --- what cannot fit ------------------------------------------------------------------------------------------------
+
+
+def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+
+
+def memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
+    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+def test_result_and_work_share_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = tmp_path / "work", tmp_path / "out"
+    disk(monkeypatch, 1000)
+    preflight.check(Estimate(1.0, 1, work=400, out=600), *places)
+    with pytest.raises(ptq.InputError, match="needs about 1 KB of disk, 1 KB are free"):
+        preflight.check(Estimate(1.0, 1, work=401, out=600), *places)
+
+
+def test_what_a_run_before_has_left_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Estimate(1.0, 1, work=9000, out=9000)
+    disk(monkeypatch, 2000)
+    for folder in ("work", "out.ptq-partial"):
+        with pytest.raises(ptq.InputError, match="of disk"):
+            preflight.check(asked, tmp_path / "work", tmp_path / "out")
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "left").write_bytes(os.urandom(8192))
+    preflight.check(asked, tmp_path / "work", tmp_path / "out")
+
+
+def test_every_process_needs_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = tmp_path / "work", tmp_path / "out"
+    memory(monkeypatch, 1000)
+    preflight.check(Estimate(1.0, 500, 1, 1), *places, processes=2)
+    with pytest.raises(ptq.InputError, match="needs about 1.5 KB of memory, 1 KB are free"):
+        preflight.check(Estimate(1.0, 500, 1, 1), *places, processes=3)
+
+
+def test_processes_of_this_machine_are_counted(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory(monkeypatch, 2 * preflight.BASE_MEMORY)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.engine, "workers", lambda: nullcontext(Workers(local_count=2)))
+        check_refused(quantize("rotate", tiny, tmp_path / "out"), "this run needs about 1.05 GB of memory")
+    assert listing(tmp_path) == {}
+    assert quantize("rotate", tiny, tmp_path / "out").exit_code == 0
+
+
+# --- what is said of the text ---------------------------------------------------------------------------------------
+
+FEW = "235 calibration tokens for layers of up to 24 input channels are few"
+IDLE = "nothing is fitted to the text of --calibration"
+
+
+@pytest.mark.parametrize(
+    ("options", "few", "idle"),
+    [
+        (("--samples", 5, "--sequence-length", 47), True, False),
+        (("--samples", 5, "--sequence-length", 48), False, False),
+        (("--rounding", "nearest"), False, True),
+    ],
+)
+def test_what_is_said_of_the_text(
+    options: tuple[Any, ...], few: bool, idle: bool, tiny: Path, calibration_text: Path, tmp_path: Path
+) -> None:
+    result = quantize("quarot", tiny, tmp_path / "out", "--calibration", calibration_text, *options)
+    assert result.exit_code == 0
+    assert (FEW in result.stderr) == ("are few" in result.stderr) == few
+    assert (IDLE in result.stderr) == idle
+
+
+def test_nothing_is_said_of_a_text_that_nobody_named(tiny: Path, tmp_path: Path) -> None:
+    assert IDLE not in quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest").stderr

@@ -1,0 +1,87 @@
+"""The proofs that end every run: each finds what it is for, and then there is no result."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_refused, edit_tensors, quantize
+
+from ptq import pipeline, rewrite
+from ptq.job import Job
+from ptq.shards import Shards
+
+pytestmark = pytest.mark.usefixtures("fast")
+NAME = "model.layers.1.mlp.up_proj"
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def final_norm(factor: float) -> Break:
+    """The rotated model's last gain times a factor."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        real = Job.rewritten_norm
+        patch.setattr(Job, "rewritten_norm", lambda job: factor * real(job))
+
+    return apply
+
+
+def head(patch: pytest.MonkeyPatch) -> None:
+    real = rewrite.weight
+
+    def broken(linear: Any, *rest: Any) -> torch.Tensor:
+        return real(linear, *rest) * (1.002 if linear.name == "lm_head" else 1)
+
+    patch.setattr(rewrite, "weight", broken)
+
+
+def packed_scale(patch: pytest.MonkeyPatch) -> None:
+    real = Shards.place
+
+    def broken(shards: Shards, tensors: dict[str, torch.Tensor]) -> None:
+        if (name := f"{NAME}.weight_scale") in tensors:
+            tensors[name].view(torch.bfloat16)[0] = torch.nan
+        real(shards, tensors)
+
+    patch.setattr(Shards, "place", broken)
+
+
+def written(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Break:
+    """The shards after `Shards.finish`."""
+
+    def apply(patch: pytest.MonkeyPatch) -> None:
+        real = pipeline.complete
+
+        def broken(job: Job, shards: Shards) -> None:
+            real(job, shards)
+            edit_tensors(edit)(shards.folder)
+
+        patch.setattr(pipeline, "complete", broken)
+
+    return apply
+
+
+BROKEN: dict[str, tuple[Break, str]] = {
+    "the last norm": (final_norm(1.002), "the rotated model's logits differ from the original's by 2.0e-03"),
+    "a last norm that is no number": (final_norm(torch.nan), "the rotated model's logits differ from the original's"),
+    "the head": (head, "the rotated model's logits differ from the original's by 2.0e-03"),
+    "a scale that is no number": (packed_scale, "the packed model's logits are not finite"),
+    "a code": (written(lambda content: content[f"{NAME}.weight_codes"][3, 2].bitwise_xor_(1)),
+               "does not give the logits that were measured"),
+    "the last bit of a norm": (written(lambda content: content["model.norm.weight"].view(torch.int32)[3].add_(1)),
+                               "does not give the logits that were measured"),
+    "a tensor that is lost": (written(lambda content: content.pop(f"{NAME}.weight_scale")),
+                              f"lacks, or has one too many of, '{NAME}.weight_scale'"),
+    "a tensor too many": (written(lambda content: content.update(more=torch.ones(1))),
+                          "lacks, or has one too many of, 'more'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("broken", "message"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_no_result(
+    broken: Break, message: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    check_refused(quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest"), message, code=1)
+    assert not (tmp_path / "out").exists()
