@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from ptq import evaluate, source, writer
 from ptq.checkpoint import INDEX, Checkpoint, check_finite
@@ -55,15 +56,24 @@ def check_integrity(folder: Path) -> tuple[int, int]:
     found = Checkpoint.open(folder)
     groups = summary(found).groups
     hashes = writer.file_hashes(folder)
-    if (folder / RECORD).is_file():
+    recorded = (folder / RECORD).is_file()
+    if recorded:
         _check_hashes(folder, hashes)
-    elif groups:
-        load_model(folder)  # the shape and dtype of every packed tensor
-    else:
+    elif not groups:
         raise InputError(f"{folder}: has no {RECORD}: it was not made by quantize, or the file is lost")
     for name in found.tensors:
         check_finite(name, found.read(name))
+    if not recorded:
+        _check_runs(folder, load_model(folder))  # which checks the shape and dtype of every packed tensor
     return len(hashes), len(found.tensors)
+
+
+def _check_runs(folder: Path, model: PreTrainedModel) -> None:
+    """Raise InputError where a model gives no numbers: packed scales are bits of numbers, and may be NaN."""
+    with torch.no_grad():
+        logits = model(torch.arange(4)[None] % model.config.get_text_config().vocab_size).logits
+    if logits.isnan().any():
+        raise InputError(f"{folder}: its logits are NaN: some tensor of it is damaged; fetch it again")
 
 
 def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
 
-from ptq import pipeline
+from ptq import pipeline, token_rows
 from ptq.calibration import fingerprint, load_rows
 from ptq.errors import InputError, RunError
 from quarot.plan import QuarotRecipe
@@ -59,8 +59,8 @@ def test_extra_rows_are_others_as_far_as_the_text_goes(text, extra, count):
 def test_the_probe_is_rows_that_gptq_does_not_see(tiny, calibration_text, samples, shared, rounding):
     """4000 tokens are 62 rows of 64: without any left, the probe is rows that it sees. Without GPTQ, it is as it is."""
     recipe = QuarotRecipe(calibration=str(calibration_text), samples=samples, sequence_length=64, rounding=rounding)
-    rows, probe = pipeline._rows(pipeline.plan(str(tiny), recipe), recipe)
-    assert probe.shape[1] == 64 and 2 <= len(probe) <= pipeline.PROBE_ROWS
+    rows, probe = token_rows.choose(pipeline.plan(str(tiny), recipe).plan, 96, recipe, tiny)
+    assert probe.shape[1] == 64 and 2 <= len(probe) <= token_rows.PROBE_ROWS
     assert (rows is None) == (rounding == "nearest")
     if rows is not None:
         assert rows.shape == (samples, 64)

@@ -352,6 +352,11 @@ def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:
     name = next(name for name in tensors if name.endswith("weight_scale"))
     save_file({**tensors, name: tensors[name][:-1].clone()}, saved / "model.safetensors", {"format": "pt"})
     check_refused(quantize("verify", saved), name)
+    spoiled = tensors[name].clone()
+    spoiled.view(torch.bfloat16)[-1] = torch.nan
+    save_file({**tensors, name: spoiled}, saved / "model.safetensors", {"format": "pt"})
+    result = quantize("verify", saved)
+    assert result.exit_code == 2 and "its logits are NaN" in result.stderr.splitlines()[-1]
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, saved / "model.safetensors", {"format": "pt"})
     result = quantize("verify", saved)
@@ -408,6 +413,7 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--samples": ("", "--samples 9", {"samples": 9}),
     "--sequence-length": ("", "--sequence-length 33", {"sequence_length": 33}),
     "--damping": ("", "--damping 0.05", {"damping": 0.05}),
+    "fp6 --damping": ("--rounding gptq", "--damping 0.05", {"damping": 0.05}),
     "--skip": ("", "--skip *.down_proj --skip *.0.*", {"skip": ("*.down_proj", "*.0.*")}),
     "--report": ("--no-report", "--report", {"report": True}),
     "--no-report": ("", "--no-report", {"report": False}),
@@ -427,7 +433,7 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--kv-sinks": ("--kv-bits 4", "--kv-sinks 5", {"cache_sinks": 5}),
     "--bits": ("", "--bits 3", {"bits": 3}),
     "--finetune": ("", "--finetune blocks", {"finetune": "blocks"}),
-    "--finetune-epochs": ("", "--finetune-epochs 2", {"finetune_epochs": 2}),
+    "--finetune-epochs": ("--finetune blocks", "--finetune-epochs 2", {"finetune_epochs": 2}),
     "--sweeps": ("", "--sweeps 1", {"sweeps": 1}),
     "--element": ("", "--element e3m2", {"element": "e3m2"}),
     "--scale": ("", "--scale e8m0", {"scale": "e8m0", "group_size": 32}),

@@ -343,8 +343,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("readme")
     save_model(folder / "model", hidden_size=128, intermediate_size=256, head_dim=64, num_attention_heads=2)
     assert quantize("fp6", folder / "model", folder / "packed").exit_code == 0
-    (folder / "text.txt").write_text("a text")
-    return {"MODEL": str(folder / "model"), "OUT": str(folder / "packed"), "wikitext2": str(folder / "text.txt")}
+    (folder / "text.txt").write_text("a text " * 100)
+    text = str(folder / "text.txt")
+    return {"MODEL": str(folder / "model"), "OUT": str(folder / "packed"), "wikitext2": text, "FILE.txt": text}
 
 
 @pytest.mark.parametrize("command", readme_commands())
