@@ -12,9 +12,9 @@ numbers are those of the single ops to the bit.
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -88,7 +88,7 @@ class _Known:
         """What was found; None where there is nothing, or somebody listens in."""
         now = chain.from_iterable(map(dict.values, self.owners))
         same = sum(map(len, self.owners)) == len(self.held) and all(map(is_, now, self.held))
-        if not self.held or not same or not all(map(is_, map(_forward_of, self.instances), self.forwards)):
+        if not self.held or not same or not all(map(is_, _forwards(self.instances), self.forwards)):
             modules = [layer, *(module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())]
             modules.extend(layer.get_submodule(name) for name in NORMS)
             self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
@@ -96,14 +96,14 @@ class _Known:
             self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
             self.hooks.extend((_global_forward_hooks, _global_forward_pre_hooks))
             self.instances = [vars(module) for module in modules]
-            self.forwards = [_forward_of(instance) for instance in self.instances]
+            self.forwards = list(_forwards(self.instances))
             self.found = self.find(layer) if all(map(_is_ours, self.forwards)) else None
         return None if any(self.hooks) else self.found
 
 
-def _forward_of(instance: dict[str, Any]) -> Any:
-    """The forward that an instance has in the place of its class's."""
-    return instance.get("forward")
+def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
+    """The forward that each instance has in the place of its class's; None for none."""
+    return map(dict.get, instances, repeat("forward"))
 
 
 def _is_ours(forward: Any) -> bool:
