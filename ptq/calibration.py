@@ -42,6 +42,8 @@ def load_rows(
     text = _load_text(spec, max(MIN_TEXT_LIMIT, TEXT_PER_TOKEN * samples * sequence_length))
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     windows = len(ids) // sequence_length
+    if not text.strip():
+        raise InputError(f"calibration {spec}: is empty; pass a text")
     if windows < samples:
         raise InputError(
             f"calibration {spec}: found {len(ids)} tokens, which is {windows} rows of {sequence_length}, but {samples} "

@@ -33,7 +33,9 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
     """`config.json` of a checkpoint and its raw bytes. Raises InputError (missing, not JSON, no `model_type`)."""
     path = folder / "config.json"
     if not path.is_file():
-        raise InputError(f"{path}: missing; MODEL must be a Hugging Face folder with config.json and safetensors")
+        if (folder / "work.json").is_file():
+            raise InputError(f"{folder}: unfinished work; repeat the command that began it, and use its result")
+        raise InputError(f"{path}: missing; expected a Hugging Face folder with config.json and safetensors")
     config, raw = read_json_object(path, MAX_CONFIG_BYTES)
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path}: expected a `model_type` string, found {config.get('model_type')!r}")

@@ -179,7 +179,7 @@ def verify_command(
 @command
 def prepack_command(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
-    out: Out,
+    out: Annotated[Path, typer.Argument(help="Folder of the result: new or empty.")],
     target: Annotated[str, typer.Option(help="What runs it: cpu, sm_80 or sm_90.")] = "cpu",
     debug: Debug = False,
 ) -> None:

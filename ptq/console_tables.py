@@ -81,7 +81,9 @@ def _format(linear: LinearPlan) -> str:
 
 def _options(scheme: dict[str, Any]) -> str:
     """What config.json says of a scheme beside its format and Hadamard matrix."""
-    options = [f"{key}={value}" for key, value in scheme.items() if key not in NOT_OF_THE_FORMAT]
+    inner = scheme.get("of")  # of a prepacked weight
+    options = [] if inner is None else [f"{inner['format']} v{inner['version']}", _options(inner)]
+    options += [f"{key}={value}" for key, value in scheme.items() if key not in (*NOT_OF_THE_FORMAT, "of")]
     activation = scheme.get("activation")
     return " ".join(options + ([f"input bits={activation['bits']} clip={activation['clip']}"] if activation else []))
 

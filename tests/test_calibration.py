@@ -74,6 +74,12 @@ def test_too_short(text):
         assert words in str(caught.value)
 
 
+def test_an_empty_text(tmp_path):
+    (tmp_path / "a.txt").write_text(" \n")
+    with pytest.raises(InputError, match="is empty"):
+        load_rows(str(tmp_path / "a.txt"), tokenizer, 1, 1, seed=0)
+
+
 def test_options_must_be_positive(text):
     with pytest.raises(InputError, match="--samples 0"):
         load_rows(text, tokenizer, 0, 10, seed=0)

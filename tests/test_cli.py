@@ -136,6 +136,8 @@ def test_a_changed_recipe_on_unfinished_work(tiny: Path, tmp_path: Path, monkeyp
     before = listing(tmp_path)
     again = ("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
     check_refused(quantize(*again, "--weight-bits", "3"), "weight_bits: 4 -> 3")
+    check_refused(quantize("fp6", tiny, tmp_path / "out"), "another run (another method, quarot)")
+    check_refused(quantize("inspect", tmp_path / "out.work"), "unfinished work; repeat the command")
     assert listing(tmp_path) == before
     assert quantize(*again).exit_code == 0
 

@@ -81,7 +81,7 @@ def test_it_verifies_inspects_and_saves_itself_again(both: tuple[Path, Path], tm
     found = json.loads(quantize("verify", tiles, "--against", plain, "--json").stdout)
     assert found["kl"] == pytest.approx(0, abs=1e-12)
     shown = quantize("inspect", tiles)
-    assert "prepacked v1" in shown.stdout and "layout=1" in shown.stdout
+    assert "prepacked v1" in shown.stdout and "layout=1" in shown.stdout and "{" not in shown.stdout
     loaded = AutoModelForCausalLM.from_pretrained(tiles)
     loaded.save_pretrained(tmp_path / "saved")
     name = "model.safetensors"
