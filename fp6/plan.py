@@ -26,7 +26,8 @@ class Fp6Recipe(Recipe):
     element: str = "e2m3"
     """A name of `fp6.element.ELEMENTS`, or `auto`: per layer, whichever of e3m2 and e2m3 has the smaller error."""
     group_size: int | None = None
-    """Columns that share a scale; 0: one scale per output channel. None: 0, and with e8m0 scales 32."""
+    """Columns that share a scale; 0: one scale per output channel. None: 0, and with e8m0 scales 32; it is
+    replaced by that when a recipe is made."""
     scale: Scale = "bfloat16"
     """`e8m0`: powers of two in one byte; with groups of 32 as in the OCP Microscaling Formats."""
     scale_search: Search = "absmax"

@@ -238,7 +238,8 @@ def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.devic
     does it for a model that was built on the meta device."""
     empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
     for name, buffer in empty.items():
-        module._buffers[name] = torch.empty_like(buffer, device=device)
+        unset = torch.nan if buffer.is_floating_point() else 0
+        module._buffers[name] = torch.full_like(buffer, unset, device=device)  # NaN is found by every proof
     if empty:
         with torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
             model._init_weights(module)

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from transformers.utils.logging import disable_progress_bar
 
 from ptq import console_tables, contents, methods, pipeline, preflight, prepack, verify
 from ptq.checkpoint import Checkpoint
@@ -104,8 +106,11 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         "read again, the checkpoint gives the logits that were measured",
         soft_wrap=True,
     )
+    if result.bits_per_weight is None:
+        return
     if recipe.calibration is None and model != "demo":
-        compared = f"`quantize verify {result.out} --against {model} --text FILE` does"
+        places = f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
+        compared = f"`quantize verify {places} --text FILE` does"
         console.print(f"its quality was not measured, for want of text: {compared}", soft_wrap=True)
     else:
         console.print(f"KL from the original: {result.kl:.4f} nats per token of calibration text", soft_wrap=True)
@@ -161,6 +166,7 @@ def verify_command(
     """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
     if text is not None and against is None:
         raise InputError("--text does nothing without --against, the original to compare with")
+    disable_progress_bar()  # transformers' own, of loading
     found = verify.verify(checkpoint, against, text)
     if as_json:
         print(json.dumps(asdict(found), indent=2))

@@ -106,7 +106,10 @@ def parse(construction: str) -> tuple[Part, ...]:
         match = re.fullmatch(r"(paley1|paley2|sylvester):(\d{1,8})", text)
         part = (match[1], int(match[2])) if match else ("", 0)
         if not _exists_part(part) or (parts and parts[-1][0] == "sylvester"):
-            raise InputError(f"Hadamard construction {construction!r}: expected paley1:Q or paley2:Q, then sylvester:M")
+            raise InputError(
+                f"Hadamard construction {construction!r}: expected paley1:Q or paley2:Q, of orders up to {MAX_DENSE}, "
+                "then sylvester:M"
+            )
         order *= _part_order(part)
         if order > MAX_ORDER:
             raise InputError(f"Hadamard construction {construction!r}: the order is above {MAX_ORDER}")

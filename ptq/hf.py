@@ -67,6 +67,7 @@ class PtqConfig(QuantizationConfigMixin):
         method = found.get("quant_method") if isinstance(found, dict) else found
         if method != QUANT_METHOD:
             raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq")
+        # Before the call: an entry called `self` would be an argument given twice.
         unknown = sorted(found.keys() - {"schemes", "linears", "version", "quant_method", "kv_cache"})
         if unknown:
             raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(unknown)}")

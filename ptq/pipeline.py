@@ -144,8 +144,8 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
             open_work(work, record, options.restart and not workers.again)
         for note in (*target.plan.notes, *preflight.warnings(target.plan, asked, rows), str(needs)):
             progress.say(note)
-        if done := rounded_before(work):
-            progress.say(f"continues: {done} of {len(list(target.plan.rounded()))} linears are done")
+        if done := rounded_before(work, target.plan):
+            progress.say(done)
         tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
         _run(tasks, rows, probe, progress)
         if workers.first:

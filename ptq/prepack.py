@@ -34,19 +34,14 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     exists; RunError for a full disk.
     """
     target_of(target)
-    with exclusive(out.absolute()):
-        return _prepack(checkpoint, out.absolute(), target)
-
-
-def _prepack(checkpoint: Path, out: Path, target: str) -> int:
+    out = out.absolute()
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None:
         raise InputError(f"{checkpoint}: is not quantised; run `quantize quarot`, `quip-sharp` or `fp6` first")
     if any(entry.get("format") == PrepackedFormat.name for entry in packed.schemes.values()):
         raise InputError(f"{checkpoint}: is prepacked already; pass the checkpoint that it was made from")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
+    _check_free(out)
     check_integrity(checkpoint)
     shapes = linear_shapes(read_config(source), packed)
     linears = [linear for name in packed.linears if (linear := _tiled(name, shapes[name], packed, target)) is not None]
@@ -62,16 +57,23 @@ def _prepack(checkpoint: Path, out: Path, target: str) -> int:
     for linear in linears:
         specs |= linear.specs()
     shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out))
-    shards.begin()
-    for linear in linears:
-        shards.place(_tiles(source, linear))
-    for name in kept:
-        shards.place({name: source.read(name)})
-    shards.finish()
-    _prove(source, linears, list(kept), shards)
-    _complete(source, packed.entries() | {linear.name: linear.entry for linear in linears}, shards, target)
-    put_in_place(shards.folder, out)
+    with exclusive(out):
+        _check_free(out)  # another run may have ended meanwhile
+        shards.begin()
+        for linear in linears:
+            shards.place(_tiles(source, linear))
+        for name in kept:
+            shards.place({name: source.read(name)})
+        shards.finish()
+        _prove(source, linears, list(kept), shards)
+        _complete(source, packed.entries() | {linear.name: linear.entry for linear in linears}, shards, target)
+        put_in_place(shards.folder, out)
     return len(linears)
+
+
+def _check_free(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class Recipe:
             value = getattr(self, option.name)
             kinds = {int: (int,), int | None: (int, type(None)), bool: (bool,)}.get(cast(Any, option.type))
             if kinds is not None and type(value) not in kinds:
-                raise InputError(f"{option.name} must be a {kinds[0].__name__}, found {value!r}")
+                wanted = "true or false" if kinds[0] is bool else "an integer"
+                raise InputError(f"{option.name} must be {wanted}, found {value!r}")
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"seed must be at least 0 and below 2^63, found {self.seed}")
         for name in ("samples", "sequence_length"):

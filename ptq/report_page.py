@@ -61,7 +61,9 @@ def _header(report: Report) -> str:
         cards.append((_value(report.kl, ".4f"), "KL from the original on it, nats per token"))
         cards.append((_value(report.top1, ".1%"), "of its tokens: same first choice"))
     else:
-        cards.append(("no text", "so the quality was not measured; quantize verify --against MODEL --text FILE does"))
+        cards.append(
+            ("no text", "so the quality was not measured; quantize verify OUT --against MODEL --text FILE does")
+        )
     boxes = "".join(f"<div><b>{escape(value)}</b><span>{escape(label)}</span></div>" for value, label in cards)
     recipe = "".join(f"<code>{escape(f'{key} {_plain(value)}')}</code>" for key, value in _settings(report.recipe))
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)

@@ -56,10 +56,11 @@ def choose(
 
 def _without_text(plan: Plan, recipe: Recipe) -> str:
     reader = recipe.rounding.upper() if recipe.rounding != "nearest" else "fine-tuning"
-    ways = ["--rounding nearest"] * (recipe.rounding != "nearest") + ["no --finetune"] * (plan.finetune != "none")
+    ways = ["choose --rounding nearest"] if recipe.rounding != "nearest" else []
+    ways += ["leave out --finetune"] if plan.finetune != "none" else []
     return (
         f"{reader} needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub dataset), "
-        f"or choose {' and '.join(ways)}"
+        f"or {' and '.join(ways)}"
     )
 
 

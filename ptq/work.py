@@ -106,9 +106,11 @@ def _check_empty(folder: Path) -> None:
         )
 
 
-def rounded_before(folder: Path) -> int:
-    """How many linears of a run are done."""
-    return sum(1 for _ in (folder / "linears").glob("*.json"))
+def rounded_before(folder: Path, plan: Plan) -> str | None:
+    """How many linears of a run are rounded already, in words; None where it begins."""
+    names = [linear.name for linear in plan.rounded()]
+    done = sum((folder / "linears" / f"{name}.json").exists() for name in names)
+    return f"continues: {done} of {len(names)} linears are done" if done else None
 
 
 def remove_contents(folder: Path) -> None:

@@ -79,7 +79,8 @@ def quarot(
 
 def _refuse_idle(recipe: QuarotRecipe) -> None:
     if recipe.weight_bits == 16:
-        cli.refuse_idle(recipe, "with --weight-bits 16", group_size="--group-size", symmetric="--asymmetric")
+        idle = dict(group_size="--group-size", symmetric="--asymmetric", damping="--damping")
+        cli.refuse_idle(recipe, "with --weight-bits 16", **idle)
     if recipe.rounding == "nearest":
         cli.refuse_idle(recipe, "with --rounding nearest", damping="--damping")
     if recipe.activation_bits == 16:

@@ -7,9 +7,14 @@ cd "$(dirname "$0")/.."
 scripts/setup.sh
 out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
-.venv/bin/quantize fp6 demo "$out/FP6"
-.venv/bin/quantize quarot demo "$out/QuaRot INT4" --group-size 64 --samples 64
-.venv/bin/quantize quip-sharp demo "$out/QuIP# 2 bits" --samples 64
-.venv/bin/quantize inspect "$out/QuaRot INT4"
-.venv/bin/quantize verify "$out/QuaRot INT4" --against demo
-.venv/bin/python scripts/quickstart.py "$out/FP6" "$out/QuaRot INT4" "$out/QuIP# 2 bits"
+run() {
+    echo -e "\n\$ $*"
+    .venv/bin/"$@"
+}
+run quantize fp6 demo "$out/FP6"
+run quantize quarot demo "$out/QuaRot INT4" --group-size 64 --samples 64
+run quantize quip-sharp demo "$out/QuIP# 2 bits" --samples 64
+run quantize inspect "$out/QuaRot INT4"
+run quantize verify "$out/QuaRot INT4" --against demo
+run python scripts/quickstart.py "$out/FP6" "$out/QuaRot INT4" "$out/QuIP# 2 bits"
+echo "All of this was in $out, which is removed now. To keep a result: .venv/bin/quantize fp6 demo OUT"

@@ -1,6 +1,6 @@
 """Train the `demo` model: a small Llama on the sources of Python's own standard library, which every machine has.
 
-    python scripts/train_demo_model.py [OUT] [--minutes 25] [--threads 1]
+    python scripts/train_demo_model.py [OUT] [--minutes 25] [--threads 1]       # after scripts/setup.sh test
 
 writes a Hugging Face folder (bf16 safetensors, tokenizer), `heldout.txt`, `calibration.txt`, `train_log.jsonl`, the
 loss curve and a README. The split, the initialisation and the order of the batches are seeded. The result still differs

@@ -224,6 +224,11 @@ def test_without_a_record(both: tuple[Path, Path], tmp_path: Path) -> None:
     assert not (tmp_path / "tiles" / "ptq.json").exists()
 
 
+def test_a_refusal_leaves_no_folder(model: Path, tmp_path: Path) -> None:
+    check_refused(quantize("prepack", model, tmp_path / "a" / "b"), "is not quantised")
+    assert listing(tmp_path) == {}
+
+
 def test_one_run_at_a_time(both: tuple[Path, Path], tmp_path: Path) -> None:
     with exclusive(tmp_path / "tiles"):
         check_refused(quantize("prepack", both[0], tmp_path / "tiles"), "another run is at work on it")

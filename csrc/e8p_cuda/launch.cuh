@@ -73,7 +73,7 @@ const char* run_linear(const Linear& from, int bits, const Device& device, Strea
 template <class Out>
 const char* run_dequantize(const Dequantize& p, int bits, Stream stream) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns, each = dequantize_threads / codes_of_block;
-    const Grid grid{static_cast<unsigned>((p.w.n + tile_rows - 1) / tile_rows),  // y: at most 65535
+    const Grid grid{static_cast<unsigned>((p.w.n + tile_rows - 1) / tile_rows),  // on x: y ends at 65535
                     static_cast<unsigned>((blocks + each - 1) / each)};
     return with_bits(
         bits, [&]<int b>() { return launch<dequantize_kernel<Out, b>>(grid, dequantize_threads, 0, stream, p); });

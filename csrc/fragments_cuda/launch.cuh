@@ -54,7 +54,7 @@ const char* launch_quantized(const Quantized& p, Stream stream) {
 template <class T, class Code>
 const char* launch_dequantize(const Dequantize& p, Stream stream) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns;
-    const Grid grid{static_cast<unsigned>((p.w.n + tile_rows - 1) / tile_rows),  // y: at most 65535
+    const Grid grid{static_cast<unsigned>((p.w.n + tile_rows - 1) / tile_rows),  // on x: y ends at 65535
                     static_cast<unsigned>((blocks + dequantize_warps - 1) / dequantize_warps)};
     return launch<dequantize_kernel<T, Code>>(grid, 32 * dequantize_warps, 0, stream, p);
 }
