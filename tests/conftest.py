@@ -118,6 +118,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tiny") / "model", **TINY)
 
 
+@pytest.fixture(scope="module")
+def packed(tiny: Path) -> Path:
+    """The checkpoint that `quantize quarot` has made of it. Do not write to it."""
+    out = tiny.with_name("packed")
+    assert quantize("quarot", tiny, out, "--rounding", "nearest").exit_code == 0
+    return out
+
+
 def quantize(*arguments: Any) -> Result:
     """The command line, in this process."""
     return CliRunner().invoke(app, [str(argument) for argument in arguments])

@@ -1,0 +1,236 @@
+"""The options of every command: which there are, where they arrive, which values are refused."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from conftest import check_refused, listing, quantize
+
+import ptq
+from fp6.plan import Fp6Recipe
+from ptq import cli
+from ptq.cli import app
+from ptq.recipe import Recipe
+from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
+
+pytestmark = pytest.mark.usefixtures("fast")
+
+
+# --- bad options ----------------------------------------------------------------------------------------------------
+
+BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
+    "no calibration": ([], "--calibration"),
+    "no such text": (["--calibration", "{tmp}/none.txt"], "none.txt"),
+    "too short a text": (["--calibration", "{tmp}/short.txt"], "lower --samples"),
+    "text that is no UTF-8": (["--calibration", "{tmp}/latin1.txt"], "not UTF-8"),
+    "a sequence above the limit": (["--calibration", "{tmp}/short.txt", "--sequence-length", "129"], "limit is 128"),
+    "a sequence of nothing": (["--sequence-length", "0"], "sequence_length must be at least 1"),
+    "no samples": (["--samples", "0"], "samples must be at least 1"),
+    "groups that do not divide": (["--rounding", "nearest", "--group-size", "7"], "try --group-size"),
+    "a negative group": (["--rounding", "nearest", "--group-size", "-1"], "group size"),
+    "one bit": (["--weight-bits", "1"], "weight bits must be 2 to 8"),
+    "no damping": (["--damping", "0"], "damping must be above 0"),
+    "odd activation bits": (["--activation-bits", "5"], "activation bits must be 4, 6 or 8, or 16"),
+    "an activation clip above one": (
+        ["--activation-bits", "8", "--activation-clip", "1.01"],
+        "activation clip must lie above 0",
+    ),
+    "no activation clip": (["--activation-bits", "8", "--activation-clip", "0"], "activation clip must lie above 0"),
+    "an activation clip that is no number": (
+        ["--activation-bits", "8", "--activation-clip", "nan"],
+        "activation clip must lie above 0",
+    ),
+    "damping of nothing": (["--rounding", "nearest", "--damping", "0.5"], "--damping does nothing with"),
+    "groups of nothing": (["--weight-bits", "16", "--group-size", "32"], "--group-size does nothing with"),
+    "offline without rotations": (["--no-rotate", "--offline"], "--offline does nothing with"),
+    "a seed beyond 64 bits": (["--seed", "99999999999999999999"], "seed must be at least 0 and below 2^63"),
+    "a clip of activations that are left alone": (["--activation-clip", "0.9"], "does nothing without"),
+    "sinks of a cache that is left alone": (["--kv-sinks", "4"], "does nothing without"),
+    "one bit of a key": (["--kv-bits", "4", "--key-bits", "1"], "key_bits must be one of"),
+    "too many bits of a value": (["--kv-bits", "9"], "bits must be one of"),
+    "a KV clip above one": (["--kv-bits", "4", "--kv-clip", "1.5"], "clip must be above 0"),
+    "less than no sinks": (["--kv-sinks", "-1"], "sinks must be a whole number"),
+    "an unknown device": (["--rounding", "nearest", "--device", "tpu"], "--device must be auto, cpu or cuda"),
+    "a pattern that matches nothing": (["--rounding", "nearest", "--skip", "*.dwn_proj"], "matches no linear"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_a_bad_option(options: list[str], message: str, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "latin1.txt").write_bytes(b"caf\xe9" * 1000)
+    before = listing(tmp_path)
+    filled = [option.format(tmp=tmp_path) for option in options]
+    check_refused(quantize("quarot", tiny, tmp_path / "out", *filled), message)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
+    check_refused(quantize("rotate", tiny, tmp_path / "out", "--device", "cuda"), "no CUDA device")
+    assert listing(tmp_path) == {}
+
+
+@pytest.mark.parametrize("arguments", [["quarot"], ["quarot", "demo", "out", "--no-such-option"],
+                                       ["quarot", "demo", "out", "--rounding", "up"], ["no-such-command"]])  # fmt: skip
+def test_wrong_usage(arguments: list[str]) -> None:
+    result = quantize(*arguments)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["quip-sharp", "demo", "{tmp}/out", "--finetune-epochs", "9"], "--finetune-epochs does nothing without"),
+        (["quip-sharp", "demo", "{tmp}/out", "--rounding", "nearest", "--sweeps", "9"], "--sweeps does nothing with"),
+        (["fp6", "demo", "{tmp}/out", "--damping", "0.5"], "--damping does nothing with --rounding nearest"),
+        (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
+        (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
+        (
+            ["quip-sharp", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--finetune", "full"],
+            "or leave out --finetune",
+        ),
+    ],
+)
+def test_what_changes_nothing_or_misses_text_is_refused(
+    arguments: list[str], message: str, tiny: Path, tmp_path: Path
+) -> None:
+    check_refused(quantize(*(part.format(tmp=tmp_path, tiny=tiny) for part in arguments)), message)
+    assert listing(tmp_path) == {}
+
+
+# --- options that stay ----------------------------------------------------------------------------------------------
+
+SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]
+METHOD = [
+    *SHARED, "--rounding", "--rotate", "--no-rotate", "--calibration", "--samples", "--sequence-length", "--damping",
+    "--skip", "--report", "--no-report", "--activation-bits",
+]  # fmt: skip
+OPTIONS = {
+    "quarot": [
+        *METHOD, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
+        "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks",
+    ],
+    "quip-sharp": [*METHOD, "--bits", "--finetune", "--finetune-epochs", "--sweeps"],
+    "fp6": [*METHOD, "--element", "--group-size", "--scale", "--scale-search"],
+    "prepack": ["--target", "--debug"],
+    "rotate": SHARED,
+    "inspect": ["--json", "--debug"],
+    "verify": ["--against", "--text", "--json", "--debug"],
+}  # fmt: skip
+
+
+def test_the_options_are_these() -> None:
+    """The command line is a contract: whoever changes it changes this list, and the documents."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    found = {
+        name: [flag for option in command.params if option.param_type_name == "option"
+               for flag in (*option.opts, *option.secondary_opts) if flag != "--help"]
+        for name, command in commands.items()
+    }  # fmt: skip
+    assert {name: sorted(options) for name, options in found.items()} == {
+        name: sorted(options) for name, options in OPTIONS.items()
+    }
+
+
+# What must arrive in the recipe or the run's options; "fp6 --rounding" is only for that command. The first part of an
+# entry is written in front, so that what the option says is not what was said before.
+ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "--device": ("", "--device cpu", {"device": "cpu"}),
+    "--work": ("", "--work here", {"work": Path("here")}),
+    "--restart": ("", "--restart", {"restart": True}),
+    "--plan": ("", "--plan", {"show_plan": True}),
+    "--seed": ("", "--seed 7", {"seed": 7}),
+    "--rounding": ("", "--rounding nearest", {"rounding": "nearest"}),
+    "fp6 --rounding": ("", "--rounding gptq", {"rounding": "gptq"}),
+    "--rotate": ("--no-rotate", "--rotate", {"rotate": True}),
+    "--no-rotate": ("--rotate", "--no-rotate", {"rotate": False}),
+    "--calibration": ("", "--calibration some.txt", {"calibration": "some.txt"}),
+    "--samples": ("", "--samples 9", {"samples": 9}),
+    "--sequence-length": ("", "--sequence-length 33", {"sequence_length": 33}),
+    "--damping": ("", "--damping 0.05", {"damping": 0.05}),
+    "fp6 --damping": ("--rounding gptq", "--damping 0.05", {"damping": 0.05}),
+    "--skip": ("", "--skip *.down_proj --skip *.0.*", {"skip": ("*.down_proj", "*.0.*")}),
+    "--report": ("--no-report", "--report", {"report": True}),
+    "--no-report": ("", "--no-report", {"report": False}),
+    "--activation-bits": ("", "--activation-bits 8", {"activation_bits": 8}),
+    "quip-sharp --activation-bits": ("", "--activation-bits 16", {"activation_bits": 16}),
+    "--weight-bits": ("", "--weight-bits 3", {"weight_bits": 3}),
+    "--group-size": ("", "--group-size 64", {"group_size": 64}),
+    "--symmetric": ("--asymmetric", "--symmetric", {"symmetric": True}),
+    "--asymmetric": ("", "--asymmetric", {"symmetric": False}),
+    "--online": ("--offline", "--online", {"online": True}),
+    "--offline": ("", "--offline", {"online": False}),
+    "--activation-clip": ("--activation-bits 4", "--activation-clip 0.8", {"activation_clip": 0.8}),
+    "--kv-bits": ("", "--kv-bits 3", {"key_bits": 3, "value_bits": 3}),
+    "--key-bits": ("--kv-bits 4", "--key-bits 8", {"key_bits": 8}),
+    "--value-bits": ("--kv-bits 4", "--value-bits 2", {"value_bits": 2}),
+    "--kv-clip": ("--kv-bits 4", "--kv-clip 0.8", {"cache_clip": 0.8}),
+    "--kv-sinks": ("--kv-bits 4", "--kv-sinks 5", {"cache_sinks": 5}),
+    "--bits": ("", "--bits 3", {"bits": 3}),
+    "--finetune": ("", "--finetune blocks", {"finetune": "blocks"}),
+    "--finetune-epochs": ("--finetune blocks", "--finetune-epochs 2", {"finetune_epochs": 2}),
+    "--sweeps": ("", "--sweeps 1", {"sweeps": 1}),
+    "--element": ("", "--element e3m2", {"element": "e3m2"}),
+    "--scale": ("", "--scale e8m0", {"scale": "e8m0", "group_size": 32}),
+    "--scale-search": ("", "--scale-search mse", {"scale_search": "mse"}),
+}
+QUANTIZING = ("quarot", "quip-sharp", "fp6", "rotate")
+
+
+def asked(patch: pytest.MonkeyPatch, command: str, options: str) -> dict[str, Any]:
+    """What a command line asks for: the fields of the recipe and of the run's options."""
+    found: dict[str, Any] = {}
+
+    def run(model: str, out: Path, recipe: Recipe, options: ptq.RunOptions, show_plan: bool) -> None:
+        found.update(asdict(recipe), **asdict(options), method=recipe.method, show_plan=show_plan)
+        assert (model, out) == ("MODEL", Path("OUT"))
+
+    patch.setattr(cli, "run", run)
+    result = quantize(command, "MODEL", "OUT", *options.split())
+    assert result.exit_code == 0, result.output
+    return found
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"), [(name, flag) for name in QUANTIZING for flag in OPTIONS[name] if flag != "--debug"]
+)
+def test_an_option_arrives(command: str, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It changes what it says, and nothing else."""
+    before, options, changes = ARRIVES.get(f"{command} {flag}") or ARRIVES[flag]
+    assert flag in options.split()
+    plain = asked(monkeypatch, command, before)
+    found = asked(monkeypatch, command, f"{before} {options}")
+    assert found == {**plain, **changes} != plain
+
+
+@pytest.mark.parametrize(
+    ("command", "recipe", "report"),
+    [
+        ("quarot", QuarotRecipe(), True),
+        ("quip-sharp", QuipSharpRecipe(), True),
+        ("fp6", Fp6Recipe(), True),
+        ("rotate", QuarotRecipe(rounding="nearest", weight_bits=16, online=False), False),
+    ],
+)
+def test_what_is_not_asked_for_is_the_default(
+    command: str, recipe: Recipe, report: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = {**recipe.as_dict(), **asdict(ptq.RunOptions(report=report)), "show_plan": False}
+    assert asked(monkeypatch, command, "") == expected
+
+
+@pytest.mark.parametrize(("options", "group_size"), [("", 32), ("--group-size 16", 16), ("--group-size 0", 0)])
+def test_the_group_of_an_e8m0_scale(options: str, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked(monkeypatch, "fp6", f"--scale e8m0 {options}")["group_size"] == group_size
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in OPTIONS)])
+def test_help(command: list[str]) -> None:
+    result = quantize(*command, "--help")
+    assert result.exit_code == 0 and "Usage" in result.stdout

@@ -1,0 +1,109 @@
+"""`quantize verify`: damage is found and named, and the original compared with."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, check_refused, edit_config, quantize, save_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+pytestmark = pytest.mark.usefixtures("fast")
+
+
+def test_verify(packed: Path, tiny: Path) -> None:
+    result = quantize("verify", packed)
+    assert result.exit_code == 0 and "every one as it was written" in result.stdout
+    found = json.loads(quantize("verify", packed, "--json").stdout)
+    assert found["files"] == 5 and found["tensors"] == len(load_file(packed / "model.safetensors"))
+    against = json.loads(quantize("verify", packed, "--against", tiny, "--json").stdout)
+    assert against["tokens"] == 127 and 0.3 < against["kl"] < 1.3 and 0.3 < against["top1"] < 1
+    check_refused(quantize("verify", tiny), "was not made by quantize")
+
+
+def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibration_text: Path) -> None:
+    ids = torch.tensor([ord(character) - 29 for character in calibration_text.read_text()])
+    rows = ids[: len(ids) // 128 * 128].view(-1, 128)
+    logits = []
+    for folder in (tiny, packed):
+        with torch.no_grad():
+            logits.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(rows).logits[:, :-1])
+    p, q = (found.double().log_softmax(-1) for found in logits)
+    kl = (p.exp() * (p - q)).sum(-1).mean().item()
+    found = json.loads(quantize("verify", packed, "--against", tiny, "--text", calibration_text, "--json").stdout)
+    assert found["tokens"] == 127 * len(rows) and found["kl"] == pytest.approx(kl, rel=1e-3)
+    assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item(), abs=0.002)
+    said = quantize("verify", packed, "--against", tiny, "--text", calibration_text).stdout.splitlines()[1]
+    assert said.startswith(f"against {tiny}: KL {found['kl']:.5f} ") and f" {127 * len(rows)} tokens" in said
+
+
+def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_path: Path) -> None:
+    other = save_model(tmp_path / "other", **{**TINY, "vocab_size": 97})
+    message = f"{other}: is not the original: it knows 97 tokens, {packed} 96"
+    check_refused(quantize("verify", packed, "--against", other), message)
+    (tmp_path / "short.txt").write_text("too short")
+    for name, message in {"none": "none: cannot be read as UTF-8 text", "short.txt": "too few for one window"}.items():
+        result = quantize("verify", packed, "--against", tiny, "--text", tmp_path / name)
+        assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
+
+
+def flip(name: str, at: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / name).read_bytes())
+        data[at] ^= 1
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a flipped bit": (flip("model.safetensors", -1), "SHA-256 differs"),
+    "a config that was edited": (edit_config(rms_norm_eps=1e-3), "SHA-256 differs"),
+    "a config that is lost": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
+    "weights that are lost": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither"),
+    "a second file of weights": (lambda f: shutil.copy(f / "model.safetensors", f / "more.safetensors"), "SHA-256"),
+    "another tokenizer": (flip("tokenizer.json", 40), "tokenizer.json: is not the file"),
+    "other settings of generation": (flip("generation_config.json", -2), "generation_config.json: is not the file"),
+    "settings that are lost": (lambda folder: (folder / "generation_config.json").unlink(), "json: is missing"),
+    "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "not a record"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_verify_detects_damage(damage: Callable[[Path], Any], message: str, packed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    damage(copy)
+    check_refused(quantize("verify", copy), message)
+
+
+def test_verify_leaves_added_files_alone(packed: Path, tmp_path: Path) -> None:
+    """What somebody put beside the weights was not written by the run, and damages nothing."""
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert quantize("verify", copy).exit_code == 0
+
+
+def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:
+    """save_pretrained writes no ptq.json: what can be checked is checked, and the output says what cannot."""
+    saved = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(packed).save_pretrained(saved)
+    result = quantize("verify", saved)
+    assert result.exit_code == 0 and "changed bytes" in result.stdout and "as it was written" not in result.stdout
+    assert json.loads(quantize("verify", saved, "--json").stdout)["recorded"] is False
+    tensors = load_file(saved / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("weight_scale"))
+    save_file({**tensors, name: tensors[name][:-1].clone()}, saved / "model.safetensors", {"format": "pt"})
+    check_refused(quantize("verify", saved), name)
+    spoiled = tensors[name].clone()
+    spoiled.view(torch.bfloat16)[-1] = torch.nan
+    save_file({**tensors, name: spoiled}, saved / "model.safetensors", {"format": "pt"})
+    result = quantize("verify", saved)
+    assert result.exit_code == 2 and "its logits are NaN" in result.stderr.splitlines()[-1]
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, saved / "model.safetensors", {"format": "pt"})
+    result = quantize("verify", saved)
+    assert result.exit_code == 2 and "tensor 'model.norm.weight' holds 1 NaN" in result.stderr.splitlines()[-1]
