@@ -106,7 +106,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         "read again, the checkpoint gives the logits that were measured",
         soft_wrap=True,
     )
-    if result.bits_per_weight is None:
+    if not recipe.rounds:
         return
     if recipe.calibration is None and model != "demo":
         places = f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"

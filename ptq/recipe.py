@@ -50,6 +50,11 @@ class Recipe:
         if not 0 < self.damping < 1:
             raise InputError(f"damping must be above 0 and below 1, found {self.damping}")
 
+    @property
+    def rounds(self) -> bool:
+        """Whether anything is rounded: weights, activations or the KV cache."""
+        return True
+
     def as_dict(self) -> dict[str, Any]:
         """JSON form, the same for the same recipe."""
         return {"method": self.method, **asdict(self)}

@@ -60,6 +60,10 @@ class QuarotRecipe(Recipe):
         if self.group_size < 0:
             raise InputError(f"group size must be 0 (per output channel) or positive, found {self.group_size}")
 
+    @property
+    def rounds(self) -> bool:
+        return min(self.weight_bits, self.activation_bits, self.key_bits, self.value_bits) < 16
+
 
 def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: Dtypes) -> Plan:
     """The plan of a model whose tensors have these dtypes. Raises InputError where an option does not fit a layer."""

@@ -114,6 +114,10 @@ def test_a_run_reports_its_proofs(tiny: Path, tmp_path: Path) -> None:
         assert text in result.stderr
     assert "KL" not in result.stderr and "its quality was not measured" in result.stderr
     assert "no longer the embedding's own weight: 96 x 16 numbers" in result.stderr
+    cache = quantize("quarot", tiny, tmp_path / "cache", "--weight-bits", "16", "--kv-bits", "4")
+    assert "its quality was not measured" in cache.stderr
+    rotated = quantize("rotate", tiny, tmp_path / "rotated")
+    assert rotated.exit_code == 0 and "quality" not in rotated.stderr and "KL" not in rotated.stderr
 
 
 def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
