@@ -1,6 +1,7 @@
 """How fast the CUDA kernels are on this GPU, next to its copy bandwidth and to cuBLAS in bfloat16, all in one run.
 
 python scripts/bench_cuda.py --output gpu_check        gpu_check.json and gpu_check.md
+PTQ_WGMMA=1 python scripts/bench_cuda.py --many --output gpu_check_wgmma     products of many tokens, by wgmma (Hopper)
 
 Each case is a CUDA graph that goes once round a pool of weights (or vectors) that no cache holds; its time is the
 median of many replays, divided by the size of the pool. GB/s counts what must be moved: packed weights with their
@@ -27,7 +28,8 @@ from ptq.activations import Activation
 from quarot.integer import IntegerFormat
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672))  # n, k
-ROWS = (1, 4, 16, 64, 256, 1024)
+ROWS = (1, 4, 16, 64, 256, 1024, 2048)
+MANY = (128, 256, 1024, 2048)
 FORMS: dict[str, IntegerFormat | MinifloatFormat] = {
     "W4A16 g128": IntegerFormat(4, 128, True),
     "W4A16 row": IntegerFormat(4, 0, True),
@@ -97,35 +99,35 @@ def random_weight(form: IntegerFormat | MinifloatFormat, n: int, k: int) -> dict
     return form.prepack({"codes": codes, "scale": scale}, "cuda")
 
 
-def cublas_times(n: int, k: int) -> dict[int, float]:
+def cublas_times(n: int, k: int, all_rows: tuple[int, ...]) -> dict[int, float]:
     """Microseconds of the bfloat16 product, by the number of rows."""
     dense = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(copies_for(2 * n * k))]
     times = {}
-    for rows in ROWS:
+    for rows in all_rows:
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
         times[rows] = microseconds([lambda w=w, x=x: torch.nn.functional.linear(x, w) for w in dense])
     return times
 
 
-def linear_lines(copy: float) -> list[Line]:
+def linear_lines(copy: float, all_rows: tuple[int, ...], e8p_bits: tuple[int, ...]) -> list[Line]:
     lines = []
     for n, k in SHAPES:
-        reference = cublas_times(n, k)
+        reference = cublas_times(n, k, all_rows)
         for rows, time in reference.items():
             rate = (2 * rows * (n + k) + 2 * n * k) / time / 1e3
             lines.append(Line("cuBLAS bf16", f"{n} x {k}", rows, time, rate, rate / copy, 1.0))
         for name, form in FORMS.items():
             pool = [random_weight(form, n, k) for _ in range(copies_for(n * k * bits_of(form) // 8))]
             packed = sum(part.numel() * part.element_size() for part in pool[0].values())
-            for rows in ROWS:
+            for rows in all_rows:
                 for title, call in _calls(name, form, rows, k).items():
                     time = microseconds([lambda w=w, call=call: call(w) for w in pool])
                     rate = (packed + 2 * rows * (n + k)) / time / 1e3
                     lines.append(Line(title, f"{n} x {k}", rows, time, rate, rate / copy, reference[rows] / time))
             del pool
-        for bits in (2, 3, 4):
+        for bits in e8p_bits:
             pool = [cases.e8p_weight(bits, n, k) for _ in range(copies_for(n * k * bits // 8))]
-            for rows in ROWS:
+            for rows in all_rows:
                 for title, call in cases.e8p_calls(bits, rows, k).items():
                     time = microseconds([lambda w=w, call=call: call(w) for w in pool])
                     rate = (n * k * bits // 8 + 2 * rows * (n + k)) / time / 1e3
@@ -168,6 +170,10 @@ def _calls(
     if isinstance(form, IntegerFormat):
         few, few_scale = Activation(4, 0.9).quantize(x)
         calls[name.replace("A16", "A4")] = lambda w: form.linear_quantized(few, few_scale, w, None, torch.bfloat16, 4)
+        if rows >= 1024:
+            calls[f"{name.replace('A16', 'A4')} after hadamard_quantize"] = lambda w: form.linear_quantized(
+                *Activation(4, 0.9).quantize(x, hadamard.construction(k)), w, None, torch.bfloat16, 4
+            )
     return calls
 
 
@@ -216,14 +222,20 @@ def markdown(about: dict[str, str], copy: float, lines: list[Line]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def main(output: Annotated[Path, typer.Option(help="Where to write: this name with .json and .md.")]) -> None:
+def main(
+    output: Annotated[Path, typer.Option(help="Where to write: this name with .json and .md.")],
+    many: Annotated[bool, typer.Option("--many", help="Integers and small floats times many tokens alone.")] = False,
+) -> None:
     """Measure everything, print the table and write it."""
     if native.cuda() is None:
         raise SystemExit("bench_cuda: no CUDA device, or the CUDA kernels are not built: run scripts/gpu_check.sh")
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     copy = copy_bandwidth()
-    lines = [*transform_lines(copy), *linear_lines(copy), *cache_lines(copy)]
+    if many:
+        lines = linear_lines(copy, MANY, ())
+    else:
+        lines = [*transform_lines(copy), *linear_lines(copy, ROWS, (2, 3, 4)), *cache_lines(copy)]
     table = markdown(machine(), copy, lines)
     record = {"machine": machine(), "copy": copy, "lines": [asdict(line) for line in lines]}
     output.with_suffix(".json").write_text(json.dumps(record, indent=1))

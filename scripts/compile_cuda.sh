@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source for sm_80 and sm_90a, without a GPU, and fails where a kernel spills registers. Says so
-# where there is no nvcc. PTQ_NVCC_JOBS: how many at once (all processors).
+# Compiles every CUDA source for sm_80 and sm_90a, without a GPU, and fails where a kernel spills registers, or where
+# the assembler waits for each wgmma. Says so where there is no nvcc. PTQ_NVCC_JOBS: how many at once (all processors).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,6 +24,10 @@ compile() {
     kernels=$(grep -c 'bytes spill stores' "$log" || true)
     if grep -B1 'bytes spill stores' "$log" | grep -v '^--' | paste - - | grep -v ' 0 bytes spill stores, 0 bytes spill loads'; then
         echo "CUDA: $1: the kernels above spill registers" >&2
+        exit 1
+    fi
+    if grep 'wgmma.mma_async instructions are serialized' "$log"; then
+        echo "CUDA: $1: the products above do not overlap" >&2
         exit 1
     fi
     rm "$log"

@@ -4,7 +4,8 @@
 //
 //   PTQ_KERNEL(threads, blocks)   before `void name(Parameters p)`: at most `threads` in a block, `blocks` per SM
 //   PTQ_DEVICE, PTQ_BOTH          before a function of the device; of device and host
-//   PTQ_UNROLL, PTQ_CONSTANT      before a loop; before a table that the device reads
+//   PTQ_UNROLL, PTQ_ROLLED        before a loop
+//   PTQ_CONSTANT                  before a table that the device reads
 //   thread(), lane(), warp(), block_x(), block_y(), block_z(), shared()
 //   block_barrier(), warp_barrier(), shuffle(value, from lane), shuffle_xor(value, mask)
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory

@@ -13,6 +13,7 @@
 #define PTQ_BOTH __host__ __device__ inline
 #define PTQ_CONSTANT static __device__ const
 #define PTQ_UNROLL _Pragma("unroll")
+#define PTQ_ROLLED _Pragma("unroll 1")
 
 namespace ptq::cuda {
 

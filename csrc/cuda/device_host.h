@@ -20,6 +20,7 @@
 #define PTQ_BOTH inline
 #define PTQ_CONSTANT static const
 #define PTQ_UNROLL
+#define PTQ_ROLLED
 
 namespace ptq::cuda {
 

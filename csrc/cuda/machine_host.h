@@ -24,13 +24,29 @@ struct Copy {
     const void* from;
     int bytes;
 };
+struct BulkCopy {  // of wgmma_host.h
+    void* to;
+    const void* from;
+    int bytes;
+    void* barrier;
+};
 
 struct Fiber {
     std::vector<std::byte> stack;
     ucontext_t context;
     jmp_buf point;
     bool started, done, waiting;
+    const void* awaits;                     // a barrier of wgmma_host.h, or null
     std::vector<std::vector<Copy>> copies;  // groups; the last one is not committed yet
+};
+
+// An asynchronous product of a warp (wgmma_host.h).
+struct Product {
+    void* c[32];
+    const uint32_t* a[32];
+    uint64_t tokens;
+    bool adds;
+    void (*compute)(const Product&);
 };
 
 // What lanes give to and get from an exchange in their warp.
@@ -38,6 +54,7 @@ struct Exchange {
     int arrived;
     int kind;  // which instruction: all lanes must be at the same one
     uint32_t in[32][10], out[32][4];
+    std::vector<std::vector<Product>> products;  // groups; the last one is not committed yet
 };
 
 struct Machine {
@@ -45,6 +62,7 @@ struct Machine {
     bool idle = false;       // `launch` checks what it is asked, and runs nothing
     std::vector<Fiber> fibers;
     std::vector<Exchange> warps;
+    std::vector<BulkCopy> bulk;  // on their way
     int threads = 0, current = 0, at_barrier = 0;
     unsigned block[3] = {};
     uint8_t* shared = nullptr;
@@ -89,9 +107,11 @@ inline void resume(int t) {
 inline void run_block() {
     Machine& m = machine;
     m.at_barrier = 0;
-    for (Exchange& e : m.warps) e.arrived = 0;
+    m.bulk.clear();
+    for (Exchange& e : m.warps) e.arrived = 0, e.products.assign(1, {});
     for (Fiber& f : m.fibers) {
         f.started = f.done = f.waiting = false;
+        f.awaits = nullptr;
         f.copies.assign(1, {});
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack.data();
@@ -110,6 +130,9 @@ inline void run_block() {
         }
         if (!moved) fail("some threads wait at a barrier, shuffle or mma that others do not reach");
     }
+    if (!m.bulk.empty()) fail("a block ends before its bulk copies");
+    for (const Exchange& e : m.warps)
+        if (e.products.size() > 1 || !e.products[0].empty()) fail("a warp ends before its products");
 }
 
 // --- launch and memory -----------------------------------------------------------------------------------------------

@@ -35,16 +35,18 @@ int splits_of(const Weights& w, int tokens, const Device& device) {
     return best;
 }
 
+inline const char* launch_reduce(const Linear& p, Stream stream) {
+    constexpr int threads = 256;
+    const int64_t count = static_cast<int64_t>(p.tokens) * p.w.n;
+    return launch<reduce_kernel<threads>>({static_cast<unsigned>((count + threads - 1) / threads)}, threads, 0, stream,
+                                          p);
+}
 // p.splits is what `splits_of` says, or any smaller number.
 template <class T, class S>
 const char* launch_linear(const Linear& p, Stream stream) {
     const char* error = launch<linear_kernel<T, S>>(grid_of<S>(p.w, p.tokens, p.splits), S::threads,
                                                     Buffers<S, 2>::bytes(kept_rows<S>(p.tokens)), stream, p);
-    if (error || p.splits == 1) return error;
-    const int64_t count = static_cast<int64_t>(p.tokens) * p.w.n;
-    constexpr int threads = 256;
-    return launch<reduce_kernel<threads>>({static_cast<unsigned>((count + threads - 1) / threads)}, threads, 0, stream,
-                                          p);
+    return error || p.splits == 1 ? error : launch_reduce(p, stream);
 }
 template <class S>
 const char* launch_quantized(const Quantized& p, Stream stream) {

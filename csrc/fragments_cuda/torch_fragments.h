@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/torch_linear.h"
-#include "fragments_cuda/launch.cuh"
+#include "fragments_cuda/wgmma_launch.cuh"
 
 namespace ptq::fragments {
 
@@ -93,6 +93,41 @@ inline Quantized quantized_of(const Weights& w, const Tensor& q, const Tensor& q
             bias_kind,
             static_cast<int>(tokens_of(q)),
             is_aligned(q.const_data_ptr()) && w.k % 16 == 0};
+}
+
+// Contiguous tokens as the products by wgmma take them.
+template <class X>
+Tensor arranged(const char* op, const Tensor& x, int k, Stream stream) {
+    const int tokens = static_cast<int>(tokens_of(x));
+    const Tensor to = work_buffer(arranged_bytes<X>(tokens, k), x);
+    const Arrange p{x.const_data_ptr(), static_cast<uint8_t*>(to.mutable_data_ptr()), tokens, k,
+                    is_aligned(x.const_data_ptr()) && k * sizeof(X) % 16 == 0};
+    check_launch(op, launch_arrange<X>(p, stream));
+    return to;
+}
+// Whether there are tokens enough for wgmma, and not too many; X is as large as one of their numbers.
+template <class X>
+bool takes_wgmma(const Properties& device, const Weights& w, int64_t tokens) {
+    return device.takes_wgmma && tokens > few_wgmma_tokens && tokens < int64_t{1} << 21 && suits_wgmma<X>(w);
+}
+// The product by wgmma of float16 or bfloat16 tokens x, or of int8 ones: run(Linear or Quantized, WgmmaPlan).
+template <class Run>
+void wgmma_linear(const char* op, Linear p, const Tensor& x, int bits, int processors, Stream stream, Run run) {
+    const WgmmaPlan plan = wgmma_plan(p.w, p.tokens, processors, wgmma_tiles(bits), 8);
+    const Tensor tokens = arranged<Half>(op, x, p.w.k, stream);  // bits are moved, of either type
+    std::optional<Tensor> partial;
+    if (plan.splits > 1) partial = work_buffer(int64_t{plan.splits} * p.tokens * p.w.n * 4, x);
+    p.x = tokens.const_data_ptr();
+    p.partial = partial ? static_cast<float*>(partial->mutable_data_ptr()) : nullptr;
+    p.splits = plan.splits;
+    check_launch(op, run(p, plan));
+}
+template <class Run>
+void wgmma_quantized(const char* op, Quantized p, const Tensor& q, int bits, int processors, Stream stream, Run run) {
+    const WgmmaPlan plan = wgmma_plan(p.w, p.tokens, processors, wgmma_tiles(bits), 1);
+    const Tensor tokens = arranged<int8_t>(op, q, p.w.k, stream);
+    p.q = static_cast<const int8_t*>(tokens.const_data_ptr());
+    check_launch(op, run(p, plan));
 }
 
 }  // namespace ptq::fragments

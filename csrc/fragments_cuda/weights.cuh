@@ -9,6 +9,7 @@
 //   factor<T>                          a power of two
 //   Offset<T>                          of a row and a group; set(zero)
 //   bytes(words, s, second)            step s of row g + 8 second, columns 0, 2, 1, 3: values times 2^shift, plus zero
+//   whole_bytes                        whether all eight bits of them differ
 //   shift, zero                        of `bytes`; `zero` unless zeros are stored
 #pragma once
 

@@ -27,6 +27,7 @@ PTQ_DEVICE uint32_t code_pair(const uint32_t (&words)[bits], int s, int j, uint3
 template <int bits_>
 struct Integer {
     static constexpr int bits = bits_, words = bits, shift = 0, zero = 1 << (bits - 1);
+    static constexpr bool whole_bytes = bits == 8;
     template <class T>
     static constexpr float factor = 1;
 

@@ -26,7 +26,8 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
     const Tensor in = torch::stable::contiguous(x);
     const int64_t tokens = tokens_of(in);
     const Stream stream = current_stream(x.get_device_index());
-    if (type == ScalarType::Float || tokens > most_tokens || w.k == 0)
+    const bool by_wgmma = type != ScalarType::Float && takes_wgmma<Half>(device, w, tokens);
+    if (!by_wgmma && (type == ScalarType::Float || tokens > most_tokens || w.k == 0))
         return dense_linear(op, in, w, bias, [&](const Dequantize& d, ScalarType to) {
             return to == ScalarType::Float  ? run_dequantize<float>(d, bits, stream)
                    : to == ScalarType::Half ? run_dequantize<Half>(d, bits, stream)
@@ -34,9 +35,17 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
         });
     const Tensor out = empty_like_device({sizes.data(), sizes.size()}, type, in);
     if (out.numel() == 0) return out;
+    std::optional<Tensor> partial;
+    if (by_wgmma) {
+        const Linear p = linear_of(w, in, out, kind, bias, kind_of_bias, 1, partial);
+        wgmma_linear(op, p, in, bits, device.processors, stream, [&](const Linear& arranged, const WgmmaPlan& plan) {
+            return type == ScalarType::Half ? run_wgmma_linear<Half>(arranged, bits, plan, stream)
+                                            : run_wgmma_linear<Bfloat16>(arranged, bits, plan, stream);
+        });
+        return out;
+    }
     const int splits =
         linear_splits(w, bits, static_cast<int>(tokens), {device.processors, device.shared_per_processor});
-    std::optional<Tensor> partial;
     const Linear p = linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial);
     check_launch(op,
                  type == ScalarType::Half ? run_linear<Half>(p, bits, stream) : run_linear<Bfloat16>(p, bits, stream));
@@ -63,6 +72,11 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
     if (bits == 4 && input_bits <= 4 && device.multiplies_nibbles && p.tokens > few_tokens && is_narrow(w)) {
         const Tensor packed = work_buffer(packed_bytes(p.tokens, w.k), in);
         check_launch(op, run_narrow(p, packed.mutable_data_ptr(), stream));
+    } else if (takes_wgmma<int8_t>(device, w, p.tokens) && !(bits == 8 && zero)) {
+        wgmma_quantized(op, p, in, bits, device.processors, stream,
+                        [&](const Quantized& arranged, const WgmmaPlan& plan) {
+                            return run_wgmma_quantized(arranged, bits, plan, stream);
+                        });
     } else {
         check_launch(op, run_quantized(p, bits, stream));
     }

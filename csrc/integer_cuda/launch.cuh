@@ -3,6 +3,7 @@
 
 #include "fragments_cuda/launch.cuh"
 #include "fragments_cuda/narrow.cuh"
+#include "fragments_cuda/wgmma_launch.cuh"
 #include "integer_cuda/code.cuh"
 
 namespace ptq::integer_cuda {
@@ -76,6 +77,14 @@ inline const char* run_quantized(const Quantized& p, int bits, Stream stream) {
 // Both of four bits, where `is_narrow`; `packed` has room for `packed_bytes`.
 inline const char* run_narrow(const Quantized& p, void* packed, Stream stream) {
     return launch_narrow<Integer<4>>(p, static_cast<uint32_t*>(packed), stream);
+}
+// For tokens that were arranged, where `suits_wgmma`.
+template <class T>
+const char* run_wgmma_linear(const Linear& p, int bits, const WgmmaPlan& plan, Stream stream) {
+    return with_bits(bits, [&]<int b>() { return launch_wgmma_linear<T, Integer<b>>(p, plan, stream); });
+}
+inline const char* run_wgmma_quantized(const Quantized& p, int bits, const WgmmaPlan& plan, Stream stream) {
+    return with_bits(bits, [&]<int b>() { return launch_wgmma_quantized<Integer<b>>(p, plan, stream); });
 }
 template <class T>
 const char* run_dequantize(const Dequantize& p, int bits, Stream stream) {

@@ -1,7 +1,7 @@
 // Which of the compiled shapes to launch. No torch here.
 #pragma once
 
-#include "fragments_cuda/launch.cuh"
+#include "fragments_cuda/wgmma_launch.cuh"
 #include "minifloat_cuda/code.cuh"
 
 namespace ptq::minifloat_cuda {
@@ -77,6 +77,19 @@ inline const char* run_quantized(const Quantized& p, Element e, Stream stream) {
         if constexpr (Code::has_bytes)
             return with_quantized_shape<Code>(p.tokens, p.w.groups,
                                               [&]<class S>() { return launch_quantized<S>(p, stream); });
+        else
+            return "this element has no bytes";
+    });
+}
+// For tokens that were arranged, where `suits_wgmma`.
+template <class T>
+const char* run_wgmma_linear(const Linear& p, Element e, const WgmmaPlan& plan, Stream stream) {
+    return with_code(e, [&]<class Code>() { return launch_wgmma_linear<T, Code>(p, plan, stream); });
+}
+inline const char* run_wgmma_quantized(const Quantized& p, Element e, const WgmmaPlan& plan, Stream stream) {
+    return with_code(e, [&]<class Code>() -> const char* {
+        if constexpr (Code::has_bytes)
+            return launch_wgmma_quantized<Code>(p, plan, stream);
         else
             return "this element has no bytes";
     });

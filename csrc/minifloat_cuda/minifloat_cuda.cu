@@ -34,7 +34,8 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
     const Tensor in = torch::stable::contiguous(x);
     const int64_t tokens = tokens_of(in);
     const Stream stream = current_stream(x.get_device_index());
-    if (type == ScalarType::Float || tokens > most_tokens || w.k == 0)
+    const bool by_wgmma = type != ScalarType::Float && takes_wgmma<Half>(device, w, tokens);
+    if (!by_wgmma && (type == ScalarType::Float || tokens > most_tokens || w.k == 0))
         return dense_linear(op, in, w, bias, [&](const Dequantize& d, ScalarType to) {
             return to == ScalarType::Float  ? run_dequantize<float>(d, e, stream)
                    : to == ScalarType::Half ? run_dequantize<Half>(d, e, stream)
@@ -42,23 +43,38 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
         });
     const Tensor out = empty_like_device({sizes.data(), sizes.size()}, type, in);
     if (out.numel() == 0) return out;
-    const int splits = linear_splits(w, e, static_cast<int>(tokens), {device.processors, device.shared_per_processor});
     std::optional<Tensor> partial;
+    if (by_wgmma) {
+        const Linear p = linear_of(w, in, out, kind, bias, kind_of_bias, 1, partial);
+        wgmma_linear(op, p, in, 1 + e.exponent + e.mantissa, device.processors, stream,
+                     [&](const Linear& arranged, const WgmmaPlan& plan) {
+                         return type == ScalarType::Half ? run_wgmma_linear<Half>(arranged, e, plan, stream)
+                                                         : run_wgmma_linear<Bfloat16>(arranged, e, plan, stream);
+                     });
+        return out;
+    }
+    const int splits = linear_splits(w, e, static_cast<int>(tokens), {device.processors, device.shared_per_processor});
     check_launch(op, run_any(linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial), type, e, stream));
     return out;
 }
 
 // Tokens that are multiplied as the numbers of bfloat16 that they are: in one go, whatever their number.
-const char* run_as_numbers(const Weights& w, const Tensor& q, const Tensor& q_scale, const Tensor& out, Number out_kind,
-                           const std::optional<Tensor>& bias, Number bias_kind, Element e, const Properties& device,
-                           Stream stream) {
+const char* run_as_numbers(const char* op, const Weights& w, const Tensor& q, const Tensor& q_scale, const Tensor& out,
+                           Number out_kind, const std::optional<Tensor>& bias, Number bias_kind, Element e,
+                           const Properties& device, Stream stream) {
     const Tensor x = torch::stable::to(q, ScalarType::BFloat16);
-    const int splits =
-        linear_splits(w, e, static_cast<int>(tokens_of(q)), {device.processors, device.shared_per_processor});
+    const bool by_wgmma = takes_wgmma<Bfloat16>(device, w, tokens_of(q));
+    const Device of{device.processors, device.shared_per_processor};
+    const int splits = by_wgmma ? 1 : linear_splits(w, e, static_cast<int>(tokens_of(q)), of);
     std::optional<Tensor> partial;
     Linear p = linear_of(w, x, out, out_kind, bias, bias_kind, splits, partial);
     p.token_scale = static_cast<const float*>(q_scale.const_data_ptr());
-    return run_linear<Bfloat16>(p, e, stream);
+    if (!by_wgmma) return run_linear<Bfloat16>(p, e, stream);
+    wgmma_linear(op, p, x, 1 + e.exponent + e.mantissa, device.processors, stream,
+                 [&](const Linear& arranged, const WgmmaPlan& plan) {
+                     return run_wgmma_linear<Bfloat16>(arranged, e, plan, stream);
+                 });
+    return nullptr;
 }
 
 Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments, const Tensor& scale,
@@ -79,10 +95,18 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
     if (out.numel() == 0) return out;
     const Stream stream = current_stream(q.get_device_index());
     if (!has_bytes(e)) {
-        check_launch(op, run_as_numbers(w, in, in_scale, out, out_kind, bias, kind_of_bias, e, device, stream));
+        check_launch(op, run_as_numbers(op, w, in, in_scale, out, out_kind, bias, kind_of_bias, e, device, stream));
         return out;
     }
-    check_launch(op, run_quantized(quantized_of(w, in, in_scale, out, out_kind, bias, kind_of_bias), e, stream));
+    const Quantized p = quantized_of(w, in, in_scale, out, out_kind, bias, kind_of_bias);
+    if (takes_wgmma<int8_t>(device, w, p.tokens)) {
+        wgmma_quantized(op, p, in, 1 + e.exponent + e.mantissa, device.processors, stream,
+                        [&](const Quantized& arranged, const WgmmaPlan& plan) {
+                            return run_wgmma_quantized(arranged, e, plan, stream);
+                        });
+    } else {
+        check_launch(op, run_quantized(p, e, stream));
+    }
     return out;
 }
 

@@ -1,0 +1,98 @@
+// The product of quantized.cuh for more than a few tokens, on compute capability 9.0: the same numbers. Codes minus
+// their zeros must be signed bytes, so eight bits with zeros of their own are left to quantized.cuh. No torch here.
+#pragma once
+
+#include "fragments_cuda/quantized.cuh"
+#include "fragments_cuda/wgmma.cuh"
+
+namespace ptq::fragments {
+
+// Four bytes of a Code minus the zero, which is the same in all of `zeros`. Bytes that use all eight bits: minus 128.
+// Others have, beside their zero, one highest bit; it is kept out of the way, so that no byte borrows from the next.
+template <class Code>
+PTQ_DEVICE uint32_t signed_bytes(uint32_t bytes, uint32_t zeros) {
+    constexpr uint32_t high = 0x80808080u;
+    if constexpr (Code::whole_bytes) return bytes ^ high;
+    return ((bytes | high) - (zeros & ~high)) ^ high;
+}
+
+template <class S>
+struct WgmmaQuantized : WgmmaSums<S, int32_t, WgmmaQuantized<S>> {
+    using Base = WgmmaSums<S, int32_t, WgmmaQuantized<S>>;
+    uint32_t zeros[S::tiles][2];  // four times the same byte
+    uint32_t a[2][S::tiles][2][4];
+
+    PTQ_DEVICE explicit WgmmaQuantized(const Scales<S>& first) : Base(first) {}
+    static PTQ_DEVICE float combine(float total, float scale, int32_t sum) {
+        return add(total, cuda::multiply(scale, static_cast<float>(sum)));
+    }
+    PTQ_DEVICE void next_group() {
+        Base::take_scales([this](int r, int second) {
+            zeros[r][second] = static_cast<uint32_t>(Base::scales.zero[r][second]) * 0x01010101u;
+        });
+    }
+    template <int second>
+    PTQ_DEVICE void decode(const uint32_t (&words)[S::Code::words], int r) {
+        PTQ_UNROLL
+        for (int h = 0; h < 2; h++) PTQ_UNROLL
+        for (int j = 0; j < 4; j++) {
+            a[second][r][h][j] =
+                signed_bytes<typename S::Code>(S::Code::bytes(words, 2 * h + j / 2, j % 2), zeros[r][j % 2]);
+            keep(a[second][r][h][j]);
+        }
+    }
+    template <int second>
+    PTQ_DEVICE void issue(const uint8_t* tokens) {
+        wgmma_fence();
+        PTQ_UNROLL
+        for (int h = 0; h < 2; h++) {
+            PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++)
+                wgmma_s8(Base::sum[r], a[second][r][h], tile_descriptor(tokens, 2 * second + h), Base::adds);
+            Base::adds = true;
+        }
+        wgmma_commit();
+    }
+};
+
+// p.q are arranged tokens.
+template <class S>
+PTQ_DEVICE void wgmma_quantized(const Quantized& p) {
+    const Stages<S> stages;
+    stages.prepare();
+    const Place place = place_of<S>(p.tokens);
+    const Range range{0, stages_of<int8_t>(p.w.k)};
+    const int first_tile = place.rows * S::across * S::tiles;
+    if (warp() >= S::across) {
+        leave_registers();
+        const int64_t tile = place.first_token / wgmma_tokens;
+        const uint8_t* tokens = reinterpret_cast<const uint8_t*>(p.q) + tile * range.last * wgmma_tile_bytes;
+        if (thread() == 32 * S::across) feed(stages, p.w, tokens, range, first_tile);
+        block_barrier();  // of `hand_out`
+        return;
+    }
+    take_registers();
+    const int tile = first_tile + warp() * S::tiles;
+    WgmmaQuantized<S> product(Scales<S>(p.w, 0, tile));
+    multiply(stages, p.w, range, product);
+    hand_out(stages, product, [&](int r, int in_tile, float (&y)[tile_rows]) {
+        const int token = place.first_token + in_tile, row = tile_rows * (tile + r);
+        if (token >= p.tokens || row >= p.w.n) return;
+        // As write_quantized: a function that both call makes nvcc's code of linear_kernel three times as long.
+        const float factor = cuda::multiply(p.q_scale[token], 1.0f / (1 << S::Code::shift));
+        PTQ_UNROLL
+        for (int i = 0; i < tile_rows; i++) {
+            y[i] = cuda::multiply(y[i], factor);
+            if (p.bias_kind != Number::none)
+                y[i] = add(y[i], number_at(p.bias, p.bias_kind, row + i < p.w.n ? row + i : p.w.n - 1));
+        }
+        store_rows(p.out, p.out_kind, p.w, token, row, y);
+    });
+}
+template <class S>
+PTQ_KERNEL(S::threads, 1)
+void wgmma_quantized_kernel(const Quantized p) {
+    if constexpr (has_wgmma) wgmma_quantized<S>(p);
+}
+
+}  // namespace ptq::fragments
