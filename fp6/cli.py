@@ -4,9 +4,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from fp6.element import ELEMENTS
-from fp6.minifloat import Scale, Search
-from fp6.plan import Fp6Recipe
 from ptq import cli
 from ptq.recipe import RunOptions
 
@@ -20,7 +17,10 @@ def fp6(
     model: cli.Model,
     out: cli.Out,
     element: Annotated[
-        str, typer.Option(help=f"{', '.join(ELEMENTS)}; or auto: e3m2 or e2m3, per layer, by their error.")
+        str,
+        typer.Option(
+            help="e3m2, e2m3, e2m2, e3m1, e2m1, e4m2, e3m3; or auto: e3m2 or e2m3, per layer, by their error."
+        ),
     ] = "e2m3",
     group_size: Annotated[
         int | None,
@@ -29,10 +29,12 @@ def fp6(
         ),
     ] = None,
     scale: Annotated[
-        Scale, typer.Option(help="e8m0: powers of two, as in the OCP Microscaling Formats (MXFP6, MXFP4).")
+        Literal["bfloat16", "e8m0"],
+        typer.Option(help="e8m0: powers of two, as in the OCP Microscaling Formats (MXFP6, MXFP4)."),
     ] = "bfloat16",
     scale_search: Annotated[
-        Search, typer.Option(help="mse: the scale with the least squared error, of several; slower.")
+        Literal["absmax", "mse"],
+        typer.Option(help="mse: the scale with the least squared error, of several; slower."),
     ] = "absmax",
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "nearest",
     rotate: Annotated[
@@ -55,6 +57,8 @@ def fp6(
     debug: cli.Debug = False,
 ) -> None:
     """FP6: weights as small floats of 4 to 7 bits; no calibration text needed."""
+    from fp6.plan import Fp6Recipe
+
     recipe = Fp6Recipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
         seed=seed, skip=tuple(skip or ()), element=element, group_size=group_size, scale=scale,

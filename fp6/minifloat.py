@@ -23,18 +23,16 @@ from torch import Tensor
 
 from fp6 import fragment_ops, fragments, minifloat_ops, tiled_ops  # noqa: F401  (their imports declare the ops)
 from fp6.element import Element, element_of
-from ptq import bitstream, tiles
+from ptq import bitstream, layouts, tiles
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Parts, Scales, describe
+from ptq.formats import Parts, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 
 Scale = Literal["bfloat16", "e8m0"]
 Search = Literal["absmax", "mse"]
 SCALES, SEARCHES = ("bfloat16", "e8m0"), ("absmax", "mse")
-LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
-"""What the kernels of a device read."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +175,7 @@ class MinifloatFormat:
 
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
         parts = self.unprepack(parts)
-        self._check(parts, n, k)
+        check_parts(self, parts, n, k)
         return bitstream.unpack(parts["codes"], self.code.bits, k), {"scale": unpack_scale(parts["scale"])}
 
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
@@ -228,11 +226,7 @@ class MinifloatFormat:
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read: on a CPU tiles (`ptq.tiles`), on a GPU fragments (`fp6.fragments`),
         scales as bfloat16, and an empty part `shape` [n, k, 0]. Where they don't fit the groups, the stored parts."""
-        layout = LAYOUTS.get(torch.device(device).type)
-        if layout in parts:
-            return parts
-        parts = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
-        return parts if layout is None or not tiles.applies(self.group_size) else self.lay_out(parts, layout)
+        return layouts.prepack(self, parts, device, fits=tiles.applies(self.group_size))
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         """Stored parts as "tiles" or "fragments", on the device where they are."""
@@ -259,12 +253,6 @@ class MinifloatFormat:
     @property
     def _bits(self) -> tuple[int, int]:
         return self.code.exponent, self.code.mantissa
-
-    def _check(self, parts: Parts, n: int, k: int) -> None:
-        expected = self.buffers(n, k)
-        if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
-            want = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
-            raise InputError(f"{self.name} [{n}, {k}]: expected the parts {want}; found {describe(parts)}")
 
 
 def pack_scale(scale: Float32[Tensor, "n g"], kind: str) -> Tensor:

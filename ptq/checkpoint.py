@@ -22,6 +22,8 @@ from ptq.header import TO_SAFETENSORS, TensorInfo, read_header, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+UNFINISHED = "work.json"
+"""The record inside a work folder: another name than in a checkpoint, so that neither is taken for the other."""
 MAX_CONFIG_BYTES = 16_000_000
 MAX_INDEX_BYTES = 100_000_000
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -33,7 +35,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
     """`config.json` of a checkpoint and its raw bytes. Raises InputError (missing, not JSON, no `model_type`)."""
     path = folder / "config.json"
     if not path.is_file():
-        if (folder / "work.json").is_file():
+        if (folder / UNFINISHED).is_file():
             raise InputError(f"{folder}: unfinished work; repeat the command that began it, and use its result")
         raise InputError(f"{path}: missing; expected a Hugging Face folder with config.json and safetensors")
     config, raw = read_json_object(path, MAX_CONFIG_BYTES)

@@ -1,4 +1,9 @@
-"""The `quantize` command. Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input."""
+"""The `quantize` command. Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input, 130 interrupted before
+anything was begun.
+
+What needs torch or transformers is imported by the command that needs it, for both take seconds: `--help` and a
+mistyped option are answered without them.
+"""
 
 import functools
 import json
@@ -11,15 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from transformers.utils.logging import disable_progress_bar
 
-from ptq import console_tables, contents, methods, pipeline, preflight, prepack, verify
-from ptq.checkpoint import Checkpoint
+from ptq import methods, source, startup
 from ptq.errors import InputError, RunError
-from ptq.plan import Plan
-from ptq.progress import console
 from ptq.recipe import Recipe, RunOptions
-from ptq.work import RECORD
 
 app = typer.Typer(
     name="quantize",
@@ -57,6 +57,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         try:
+            for name in ("model", "checkpoint", "against"):  # a mistyped one need not wait for what the command imports
+                if kwargs.get(name) is not None:
+                    source.local_folder(kwargs[name])
             function(*args, **kwargs)
         except BrokenPipeError as error:  # `| head`: nobody reads on, and what is still to be flushed goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -83,14 +86,15 @@ def _sentence(error: BaseException) -> str:
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
     if show_plan:
-        target = pipeline.plan(model, recipe)
-        print_plan(target.plan)
-        console.print(str(pipeline.estimate(target, model, recipe)), soft_wrap=True)
-        if recipe.calibration is None and model != "demo" and preflight.needs_text(target.plan, recipe):
-            console.print("to do this, the command needs --calibration TEXT")
+        _show_plan(model, recipe)
         return
+    from ptq import pipeline
+    from ptq.progress import console
+    from ptq.work import RECORD
+
     finished_before = (out / RECORD).is_file()
-    result = pipeline.quantize(model, out, recipe, options)
+    with startup.interruptible():
+        result = pipeline.quantize(model, out, recipe, options)
     if os.environ.get("RANK", "0") != "0":
         return  # started by torchrun: the first process speaks
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
@@ -116,6 +120,23 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         console.print(f"KL from the original: {result.kl:.4f} nats per token of calibration text", soft_wrap=True)
 
 
+def _show_plan(model: str, recipe: Recipe) -> None:
+    """Print the plan as a table on stdout, and what else there is to say about it on stderr."""
+    from ptq import console_tables, pipeline, preflight
+    from ptq.progress import console
+
+    target = pipeline.plan(model, recipe)
+    plan = target.plan
+    for note in plan.notes:
+        console.print(note, soft_wrap=True)
+    typer.echo(console_tables.plan_table(plan))
+    if plan.cache is not None:
+        typer.echo(console_tables.cache_line(asdict(plan.cache)))
+    console.print(str(pipeline.estimate(target, model, recipe)), soft_wrap=True)
+    if recipe.calibration is None and model != "demo" and preflight.needs_text(plan, recipe):
+        console.print("to do this, the command needs --calibration TEXT")
+
+
 def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
     """Raise InputError for an option that changes nothing, because of `why`, and is not at its default: `options` maps
     fields of the recipe to what is typed for them."""
@@ -125,22 +146,16 @@ def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
             raise InputError(f"{option} does nothing {why}")
 
 
-def print_plan(plan: Plan) -> None:
-    """Print a plan as a table on stdout."""
-    for note in plan.notes:
-        console.print(note, soft_wrap=True)
-    typer.echo(console_tables.plan_table(plan))
-    if plan.cache is not None:
-        typer.echo(console_tables.cache_line(asdict(plan.cache)))
-
-
 @app.command()
 @command
 def inspect(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint.")], as_json: Json = False, debug: Debug = False
 ) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
-    found = contents.summary(Checkpoint.open(pipeline.source.resolve(checkpoint)))
+    from ptq import console_tables, contents
+    from ptq.checkpoint import Checkpoint
+
+    found = contents.summary(Checkpoint.open(source.resolve(checkpoint)))
     if as_json:
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
         print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,
@@ -166,6 +181,11 @@ def verify_command(
     """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
     if text is not None and against is None:
         raise InputError("--text does nothing without --against, the original to compare with")
+    from transformers.utils.logging import disable_progress_bar
+
+    from ptq import verify
+    from ptq.work import RECORD
+
     disable_progress_bar()  # transformers' own, of loading
     found = verify.verify(checkpoint, against, text)
     if as_json:
@@ -190,7 +210,10 @@ def prepack_command(
     debug: Debug = False,
 ) -> None:
     """Put the weights of a checkpoint into the order in which the kernels read them, so that loading need not."""
-    count = prepack.prepack(pipeline.source.resolve(checkpoint), out, target)
+    from ptq import prepack
+
+    with startup.interruptible():
+        count = prepack.prepack(source.resolve(checkpoint), out, target)
     typer.echo(f"{out}: {count} linears in the layout of {target}; each gives its bytes again")
 
 

@@ -277,6 +277,14 @@ def get(name: str, /, **options: Any) -> Format:
     return kind(**options)
 
 
+def check_parts(format: Format, parts: Parts, n: int, k: int) -> None:
+    """Raise InputError where stored parts are not those of a weight [n, k], by name, shape and dtype."""
+    expected = format.buffers(n, k)
+    if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
+        wanted = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
+        raise InputError(f"{format.name} [{n}, {k}]: expected the parts {wanted}; found {describe(parts)}")
+
+
 def describe(parts: Parts) -> str:
     """Parts as text for a message: name, dtype and shape of each."""
     return (

@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from ptq.plan import Plan
-
 METHODS = ("quarot", "quip_sharp", "fp6")
 """Packages of methods. Each has `plan.plan`, and `cli.register`, which adds its commands to `quantize`."""
 
 
-def planner(method: str) -> Callable[..., Plan]:
-    """The `plan(shape, family, recipe, dtypes)` of a method."""
+def planner(method: str) -> Callable[..., Any]:
+    """The `plan(shape, family, recipe, dtypes)` of a method, which gives a `Plan`."""
     assert method in METHODS, method
     return import_module(f"{method}.plan").plan
 

@@ -7,7 +7,7 @@ older files are refused, since only the plain bytes of a format are kept readabl
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float, Float32, Int8
@@ -18,6 +18,7 @@ from ptq import formats, fragments
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Codebook, Format, IntegerInput, NumberInput, Parts, Scales
+from ptq.layouts import LaidOut
 from ptq.rounding import Rounded
 
 
@@ -37,16 +38,7 @@ TARGETS = {
     "sm_80": Target("cuda", "fragments", 1),
     "sm_90": Target("cuda", "fragments", 1),
 }
-"""The layouts are in `ptq.tiles`, `ptq.fragments`, `fp6.fragments`, `quip_sharp.tiled_ops` and `.fragment_ops`."""
-
-
-@runtime_checkable
-class LaidOut(Protocol):
-    """A format that makes the layout of another device too."""
-
-    def lay_out(self, parts: Parts, layout: str) -> Parts:
-        """Stored parts in a layout, on the device where they are."""
-        ...
+"""`layout` as in `ptq.layouts`."""
 
 
 @dataclass(frozen=True)

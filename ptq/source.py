@@ -5,7 +5,6 @@ import re
 from pathlib import Path
 
 from ptq.errors import InputError, RunError
-from ptq.header import TO_SAFETENSORS
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Weights, configuration and tokenizer of the top folder; no pickles, and not the second copy of the weights that some
@@ -17,8 +16,16 @@ UNWANTED = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]
 def resolve(model: str) -> Path:
     """The local folder of MODEL; downloads it if it is a hub name, through huggingface_hub and its cache.
 
+    Raises InputError for what is neither, RunError for a download that did not finish.
+    """
+    return local_folder(model) or _download(model)
+
+
+def local_folder(model: str) -> Path | None:
+    """The folder that MODEL names; None where it can only be a hub name. Raises InputError for what is neither.
+
     `demo` is the model that ships with the project (write `./demo` for a folder of that name). A local folder wins
-    over a hub name. Raises InputError for what is neither, RunError for a download that did not finish.
+    over a hub name.
     """
     if model == "demo":
         from ptq.demo import demo_path
@@ -31,7 +38,7 @@ def resolve(model: str) -> Path:
         raise InputError(f"{model}: a file; pass the folder that holds config.json and the safetensors")
     if not HUB_NAME.fullmatch(model):
         raise InputError(f"{model!r}: no such folder, and not a hub name like `org/name`; check the path")
-    return _download(model)
+    return None
 
 
 def _download(name: str) -> Path:
@@ -60,5 +67,7 @@ def _download(name: str) -> Path:
             "folder"
         ) from error
     if not any(folder.glob("*.safetensors")):
+        from ptq.header import TO_SAFETENSORS  # brings in torch, and this module is for `ptq.cli` too
+
         raise InputError(f"{name}: the repository holds no safetensors, and pickles are never opened; {TO_SAFETENSORS}")
     return folder

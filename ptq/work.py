@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from ptq import rewrite
+from ptq.checkpoint import UNFINISHED
 from ptq.errors import InputError
 from ptq.plan import Plan
 from ptq.recipe import Recipe
@@ -22,8 +23,6 @@ RECORD = "ptq.json"
 """The record inside a finished checkpoint."""
 ROWS = ("seed", "samples", "sequence_length", "calibration")
 """What chooses the calibration rows, beside the text."""
-UNFINISHED = "work.json"
-"""The record inside a work folder: another name, so that a checkpoint is never taken for unfinished work."""
 
 
 def package_version() -> str:

@@ -1,12 +1,11 @@
 """`quantize quarot` and `quantize rotate`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ptq import cli
 from ptq.recipe import RunOptions
-from quarot.plan import QuarotRecipe
 
 
 def register(app: typer.Typer) -> None:
@@ -19,9 +18,7 @@ def quarot(
     model: cli.Model,
     out: cli.Out,
     weight_bits: Annotated[int, typer.Option(help="2 to 8, or 16 to rotate only.")] = 4,
-    group_size: Annotated[
-        int, typer.Option(help="Input channels that share a scale; 0: one scale per output channel.")
-    ] = 0,
+    group_size: Annotated[int, typer.Option(help="Input channels that share a scale; 0: one per output channel.")] = 0,
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")
     ] = True,
@@ -66,6 +63,8 @@ def quarot(
     debug: cli.Debug = False,
 ) -> None:
     """QuaRot: rotate a model so that nothing has outliers, then round weights, activations and KV cache to integers."""
+    from quarot.plan import QuarotRecipe
+
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
         seed=seed, skip=tuple(skip or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
@@ -77,7 +76,8 @@ def quarot(
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
 
 
-def _refuse_idle(recipe: QuarotRecipe) -> None:
+def _refuse_idle(recipe: Any) -> None:
+    """Refuse every option that changes nothing in this `QuarotRecipe` (a type that would have to be imported here)."""
     if recipe.weight_bits == 16:
         idle = dict(group_size="--group-size", symmetric="--asymmetric", damping="--damping")
         cli.refuse_idle(recipe, "with --weight-bits 16", **idle)
@@ -103,5 +103,7 @@ def rotate(
     debug: cli.Debug = False,
 ) -> None:
     """The rotated model, not quantised: a plain Hugging Face checkpoint for any runtime (offline rotations only)."""
+    from quarot.plan import QuarotRecipe
+
     recipe = QuarotRecipe(rounding="nearest", seed=seed, weight_bits=16, online=False)
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=False), show_plan)

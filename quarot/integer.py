@@ -25,19 +25,16 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
-from ptq import bitstream, fragments
+from ptq import bitstream, fragments, layouts
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Parts, Scales, describe
+from ptq.formats import Parts, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from ptq.tiles import applies, tile_scales, untile_scales
 from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
 from quarot import integer_ops, tiled_ops
 from quarot import layer_ops as _layer_ops  # noqa: F401 (registers the ops)
-
-LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
-"""What the kernels of a device read."""
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
@@ -157,14 +154,14 @@ class IntegerFormat:
 
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
         parts = self.unprepack(parts)
-        self._check(parts, n, k)
+        check_parts(self, parts, n, k)
         scale = parts["scale"].view(torch.bfloat16).float()
         zero = torch.full_like(scale, 2 ** (self.bits - 1), dtype=torch.uint8) if self.symmetric else parts["zero"]
         return bitstream.unpack(parts["codes"], self.bits, k), {"scale": scale, "zero": zero}
 
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
         parts = self.unprepack(parts)
-        self._check(parts, n, k)
+        check_parts(self, parts, n, k)
         return integer_ops.dequantize(parts["codes"], parts["scale"], parts.get("zero"), self.bits, self.group_size, k)
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
@@ -243,11 +240,7 @@ class IntegerFormat:
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a
         GPU fragments (`ptq.fragments`). Where they don't fit, the stored parts."""
-        layout = LAYOUTS.get(torch.device(device).type)
-        if layout in parts:
-            return parts
-        parts = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
-        return parts if layout is None or not applies(self.group_size) else self.lay_out(parts, layout)
+        return layouts.prepack(self, parts, device, fits=applies(self.group_size))
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         """Stored parts as "tiles" or "fragments", on the device where they are."""
@@ -267,12 +260,6 @@ class IntegerFormat:
             codes = fragments.unprepack(parts["fragments"], n, self.bits, k)
         scales = {part: untile_scales(parts[part], n) for part in ("scale", "zero") if part in parts}
         return {"codes": codes, **scales}
-
-    def _check(self, parts: Parts, n: int, k: int) -> None:
-        expected = self.buffers(n, k)
-        if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
-            want = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
-            raise InputError(f"{self.name} [{n}, {k}]: expected the parts {want}; found {describe(parts)}")
 
 
 def _weights(parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[list[Any], ...] | None:

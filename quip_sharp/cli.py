@@ -6,7 +6,6 @@ import typer
 
 from ptq import cli
 from ptq.recipe import RunOptions
-from quip_sharp.plan import QuipSharpRecipe
 
 
 def register(app: typer.Typer) -> None:
@@ -53,6 +52,8 @@ def quip_sharp(
     debug: cli.Debug = False,
 ) -> None:
     """QuIP#: weights of 2, 3 or 4 bits on the E8 lattice, after a random Hadamard transform on both of their sides."""
+    from quip_sharp.plan import QuipSharpRecipe
+
     recipe = QuipSharpRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
         sweeps=sweeps, seed=seed, skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,

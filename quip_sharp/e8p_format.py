@@ -22,16 +22,15 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
+from ptq import layouts
 from ptq.errors import InputError
-from ptq.formats import Parts, Scales, describe
+from ptq.formats import Parts, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from quip_sharp import fragment_ops, tiled_ops
 from quip_sharp.codebook import E8Codebook
 
 PLANES = {2: ("abs", "signs"), 3: ("abs", "signs", "residual"), 4: ("abs", "signs", "residual_abs", "residual_signs")}
-LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
-"""What the kernels of a device read."""
 
 SHIFTS = {"abs": 8, "signs": 0, "residual": 16, "residual_abs": 24, "residual_signs": 16}
 """Where the byte of a plane lies in a code (`e8p_ops`)."""
@@ -115,11 +114,7 @@ class E8PFormat:
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, 8 c, 0]: on a CPU tiles (`tiled_ops`), on
         a GPU fragments (`fragment_ops`); elsewhere the stored parts."""
-        layout = LAYOUTS.get(torch.device(device).type)
-        if layout in parts:
-            return parts
-        parts = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
-        return parts if layout is None else self.lay_out(parts, layout)
+        return layouts.prepack(self, parts, device)
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         """Stored parts as "tiles" or "fragments", on the device where they are."""
@@ -142,10 +137,7 @@ class E8PFormat:
         return torch.stack([parts[plane] for plane in PLANES[self.bits]])
 
     def _check(self, parts: Parts, n: int, k: int) -> None:
-        expected = self.buffers(n, k)
-        if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
-            want = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
-            raise InputError(f"{self.name} [{n}, {k}]: expected the parts {want}; found {describe(parts)}")
+        check_parts(self, parts, n, k)
         scale = parts["scale"].view(torch.float32)
         if not bool((scale.isfinite() & (scale >= 0)).all()):
             raise InputError(

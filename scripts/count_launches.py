@@ -20,13 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fp6 import minifloat
 from fp6.plan import Fp6Recipe
-from ptq import fast_attention, matmul, shared_input
+from ptq import fast_attention, layouts, matmul, shared_input
 from ptq.recipe import Recipe
-from quarot import integer
 from quarot.plan import QuarotRecipe
-from quip_sharp import e8p_format
 from quip_sharp.plan import QuipSharpRecipe
 
 VARIANTS: dict[str, Recipe | None] = {
@@ -80,8 +77,7 @@ def as_on_a_gpu(ours: bool) -> Iterator[None]:
             (fast_attention, "is_few", False), (shared_input, "_is_eligible", False),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, lambda *args, value=value: value))
-        for module in (integer, minifloat, e8p_format):
-            stack.enter_context(patch.dict(module.LAYOUTS, cpu="fragments"))
+        stack.enter_context(patch.dict(layouts.LAYOUTS, cpu="fragments"))
         yield
 
 

@@ -15,15 +15,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from fp6 import minifloat
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
-from ptq import fast_decode, fast_layer, fast_steps, gpu_layer, hadamard, input_steps, matmul, steps
+from ptq import fast_decode, fast_layer, fast_steps, gpu_layer, hadamard, input_steps, layouts, matmul, steps
 from ptq.families import FAMILIES
 from ptq.linear import QuantLinear
 from ptq.merged import merge
 from ptq.shared_input import HERE, Given
-from quarot import integer
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
@@ -245,8 +243,7 @@ def packed_linears(form: Any, sizes: tuple[int, ...], bias: bool) -> list[QuantL
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
 def test_merged_weights(form: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (integer, minifloat):
-        monkeypatch.setitem(module.LAYOUTS, "cpu", "fragments")
+    monkeypatch.setitem(layouts.LAYOUTS, "cpu", "fragments")
     linears = packed_linears(form, (32, 16, 48), bias)
     stored = [copy.deepcopy(linear.state_dict()) for linear in linears]
     for linear in linears:
@@ -273,7 +270,7 @@ def test_merged_weights(form: Any, bias: bool, monkeypatch: pytest.MonkeyPatch) 
 def test_weights_that_do_not_merge(monkeypatch: pytest.MonkeyPatch) -> None:
     form = IntegerFormat(4, 32, True)
     assert merge(packed_linears(form, (32, 32), False)) is None  # not in fragments
-    monkeypatch.setitem(integer.LAYOUTS, "cpu", "fragments")
+    monkeypatch.setitem(layouts.LAYOUTS, "cpu", "fragments")
     for sizes, other in (((32, 24), form), ((32, 32), IntegerFormat(3, 32, True))):
         linears = [*packed_linears(form, sizes[:1], False), *packed_linears(other, sizes[1:], False)]
         for linear in linears:

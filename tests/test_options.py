@@ -189,10 +189,10 @@ def asked(patch: pytest.MonkeyPatch, command: str, options: str) -> dict[str, An
 
     def run(model: str, out: Path, recipe: Recipe, options: ptq.RunOptions, show_plan: bool) -> None:
         found.update(asdict(recipe), **asdict(options), method=recipe.method, show_plan=show_plan)
-        assert (model, out) == ("MODEL", Path("OUT"))
+        assert (model, out) == ("org/model", Path("OUT"))
 
     patch.setattr(cli, "run", run)
-    result = quantize(command, "MODEL", "OUT", *options.split())
+    result = quantize(command, "org/model", "OUT", *options.split())
     assert result.exit_code == 0, result.output
     return found
 

@@ -1,0 +1,52 @@
+"""How the command starts: at once, and with one line where it is interrupted before there is anything to lose.
+
+torch and transformers take seconds to import. `import ptq` needs both, since it registers the plug-in of transformers;
+`quantize --help` needs neither. So the package asks here which of the two it is imported for.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+INTERRUPTED = 130
+"""Exit code of a process that was interrupted: 128 + SIGINT, as a shell gives it."""
+
+
+def is_command() -> bool:
+    """Whether this process is `quantize` or `python -m ptq`, and not a program that uses the package.
+
+    `quantize` is known by its name and its place beside the interpreter. A copy of it elsewhere is taken for such a
+    program: it starts slowly, and does the same.
+    """
+    if sys.argv[0] == "-m":  # what it is while Python looks for the module
+        return sys.orig_argv[-len(sys.argv)] == "ptq"
+    folder, name = os.path.split(os.path.realpath(sys.argv[0]))
+    return name == "quantize" and folder == os.path.realpath(os.path.dirname(sys.executable))
+
+
+def quit_on_interrupt() -> None:
+    """From now on Ctrl-C ends the process at once: an exception in the midst of an import would become a traceback, or
+    whatever the module that is imported makes of it. Where Ctrl-C is ignored (`nohup`), it stays ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _quit)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Within it Ctrl-C is a KeyboardInterrupt again: there are files to put in order."""
+    quits = signal.getsignal(signal.SIGINT) is _quit
+    if quits:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if quits:  # the end of a process is no better a place for an exception than its beginning
+            signal.signal(signal.SIGINT, _quit)
+
+
+def _quit(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"quantize: interrupted\n")
+    os._exit(INTERRUPTED)

@@ -1,0 +1,99 @@
+"""How the command starts: what it imports before it answers, and what Ctrl-C does until there is something to lose."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import quantize
+
+from fp6.element import ELEMENTS
+
+ROOT = Path(__file__).resolve().parents[1]
+MISTYPED = ["no such folder", "out"]
+
+CONSOLE_SCRIPT = "import sys; sys.argv[0] = sys.argv.pop(1); from ptq.cli import app; app(prog_name='quantize')"
+"""What pip puts beside the interpreter as `quantize`, given its place as the first argument."""
+
+
+def start(*arguments: str, way: tuple[str, ...] = ("-m", "ptq")) -> subprocess.Popen[str]:
+    """The command in a process of its own, which names every module that it imports on stderr."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    command = [sys.executable, "-X", "importtime", *way, *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def imported(stderr: str) -> set[str]:
+    """The packages that a process has named."""
+    return set(re.findall(r"^import time:.*\| +(\w+)", stderr, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--help"], ["quarot", "--help"], ["quip-sharp", "--help"], ["fp6", "--help"], ["verify", "--help"]),
+        *(["fp6", "demo", "out", "--no-such-option"], ["quarot", "demo"], ["no-such-command"]),
+        *(["fp6", *MISTYPED], ["inspect", MISTYPED[0]], ["verify", MISTYPED[0]], ["prepack", *MISTYPED]),
+    ],
+    ids=" ".join,
+)
+def test_help_and_wrong_usage_are_answered_without_torch(arguments: list[str]) -> None:
+    process = start(*arguments)
+    out, messages = process.communicate(timeout=60)
+    assert process.returncode == (0 if "--help" in arguments else 2), messages[-500:]
+    assert "Usage: " in out + messages or "quantize: 'no such folder': no such folder" in messages
+    assert {"ptq", "typer"} <= imported(messages)
+    assert not {"torch", "transformers", "numpy", "datasets", "accelerate"} & imported(messages)
+
+
+@pytest.mark.parametrize("place", [Path(sys.executable).with_name("quantize"), Path("quantize"), ROOT / "quantize"])
+def test_the_installed_script_is_known_by_its_place(place: Path) -> None:
+    """Elsewhere a program of that name is one that uses the package: it is given the plug-in."""
+    process = start(str(place), "--help", way=("-c", CONSOLE_SCRIPT))
+    out, messages = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Usage: quantize" in out
+    assert ("transformers" in imported(messages)) == (place != Path(sys.executable).with_name("quantize"))
+
+
+@pytest.mark.parametrize("code", ["import ptq", "import ptq.errors", "from quarot.plan import QuarotRecipe"])
+def test_every_other_import_registers_the_plug_in(code: str) -> None:
+    look = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known"
+    process = start(way=("-c", f"{code}; {look}; assert 'ptq' in known"))
+    messages = process.communicate(timeout=60)[1]
+    assert process.returncode == 0, messages[-500:]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes that a test starts heed Ctrl-C, also where the tests themselves run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("module", ["ptq.cli", "torch"])
+def test_an_interrupt_is_one_line(module: str, interruptible: None) -> None:
+    """While the command starts, and while torch is imported."""
+    process = start("inspect", "demo")
+    assert process.stderr is not None
+    said = ""
+    for line in process.stderr:
+        said += line
+        if re.search(rf"\| +{re.escape(module)}(\.|$)", line):
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert [line for line in (said + rest).splitlines() if not line.startswith("import time:")] == [
+        "quantize: interrupted"
+    ]
+
+
+def test_help_names_every_element() -> None:
+    """It is spelled there, for the table of elements would bring in torch."""
+    text = " ".join(quantize("fp6", "--help").stdout.replace("│", " ").split())
+    assert f"{', '.join(ELEMENTS)}; or auto" in text
