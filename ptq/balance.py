@@ -3,8 +3,9 @@
 - Where a linear reads another one's output channel by channel, rows of the first times s and columns of the second over
   s compute the same (`Balance`). A rotation between them then mixes channels of like size; it would spread one of 64
   times the size over all the others.
-- A product of queries and keys is a sum over channels, and RoPE turns pairs of them: rows of the query times s and of
-  the key over s, s the same for the two of a pair, compute the same (`KeyBalance`). Keys are then easier to cache.
+- A product of queries and keys is a sum over channels, and RoPE turns pairs of them, or of some of them: rows of the
+  query times s and of the key over s, s the same for the two of a pair, compute the same (`KeyBalance`). Keys are then
+  easier to cache.
 
 SmoothQuant (Xiao et al. 2022, equation 4) with strength 1/2, on weights alone, and in powers of two: these are exact in
 every dtype, and channels of usual size are left as they are, to the bit.
@@ -13,9 +14,10 @@ every dtype, and channels of usual size are left as they are, to the bit.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Float64
+from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
+from ptq.families import ModelShape
 from ptq.plan import Balance, KeyBalance, LinearPlan
 
 MAX_ROW_SCALE = 2.0**10
@@ -47,21 +49,25 @@ def scale_of(
         return found
 
     if isinstance(balance, Balance):
-        return scale(tensor(balance.producer), tensor(balance.reader))
-    gain = tensor(balance.norm).double() + norm_offset
-    query, key = (
-        row_sizes(tensor(f"{name}.weight"), gain, read(f"{name}.bias")) for name in (balance.query, balance.key)
-    )
-    return key_scale(query, key, balance.kv_heads)
+        reader = tensor(balance.reader)
+        return scale(tensor(balance.producer)[balance.first : balance.first + reader.shape[1]], reader)
+    gain, shape = tensor(balance.norm).double() + norm_offset, balance.shape
+    found = []
+    for name, heads, first in (
+        (balance.query, shape.heads, 0),
+        (balance.key, shape.kv_heads, balance.first),
+    ):
+        rows, bias = slice(first, first + heads * shape.head_dim), read(f"{name}.bias")
+        found.append(row_sizes(tensor(f"{name}.weight")[rows], gain, None if bias is None else bias[rows]))
+    return key_scale(found[0], found[1], partners(shape, balance.interleaved))
 
 
 def factor(linear: LinearPlan, scale: Float64[Tensor, "*c"]) -> Float64[Tensor, " n"]:
     """What the rows of a linear, or its columns, are multiplied with."""
     if isinstance(linear.balance, KeyBalance):
-        if linear.name == linear.balance.key:
-            return 1 / scale.repeat(1, 2).flatten()
-        heads = linear.n // (2 * scale.numel())  # that read one key-value head
-        return scale.repeat(1, 2).repeat_interleave(heads, 0).flatten()
+        if linear.role == "key":
+            return 1 / scale.flatten()
+        return scale.repeat_interleave(linear.n // scale.numel(), 0).flatten()  # heads that read one key-value head
     return 1 / scale if linear.balanced_columns else scale
 
 
@@ -73,18 +79,27 @@ def row_sizes(
     return squares if bias is None else squares + bias.double().square()
 
 
+def partners(shape: ModelShape, interleaved: bool) -> Int64[Tensor, " head_dim"]:
+    """Of every channel of a head, the one that RoPE turns it with: itself, where it turns neither."""
+    channels = torch.arange(shape.head_dim)
+    turned = channels[: shape.rotary]
+    channels[: shape.rotary] = turned ^ 1 if interleaved else turned.roll(shape.rotary // 2)
+    return channels
+
+
 def key_scale(
-    query: Float64[Tensor, " q"], key: Float64[Tensor, " n"], kv_heads: int
-) -> Float64[Tensor, "{kv_heads} pairs"]:
-    """The scale s of every pair of channels (i, i + head_dim / 2) of every key-value head, from the mean squares of
-    queries and keys: the power of two nearest to sqrt(|key| / |query|), relative to the median pair of the head. 1 for
-    a pair that is zero on one side.
+    query: Float64[Tensor, " q"], key: Float64[Tensor, " n"], partner: Int64[Tensor, " head_dim"]
+) -> Float64[Tensor, "kv_heads head_dim"]:
+    """The scale s of every channel of every key-value head, from the mean squares of queries and keys: the power of two
+    nearest to sqrt(|key| / |query|), both of the pair with its partner, relative to the median channel of the head. 1
+    for a pair that is zero on one side.
 
     Rounding keys to one grid per head adds the same error e to each channel of k / s, hence (s |q|)^2 e to the square
     of the product; e grows with the sum of (|k| / s)^2. The product of both sums is least for this s (Cauchy-Schwarz).
     """
-    size = key.view(kv_heads, 2, -1).sum(1)
-    reader = query.view(kv_heads, -1, 2, size.shape[1]).sum((1, 2))
+    size = key.view(-1, len(partner))
+    reader = query.view(len(size), -1, len(partner)).sum(1)
+    size, reader = (x + x[:, partner] for x in (size, reader))  # twice itself on both sides where it has none
     alive = (size > 0) & (reader > 0)
     ratio = torch.where(alive, size / reader.where(alive, 1.0), 1.0).log2() / 4
     ratio = torch.where(alive, ratio, float("nan"))

@@ -69,7 +69,9 @@ def _rotations(linear: LinearPlan) -> list[str]:
         matrix = f"{blocks}H{rotation.order}" if rotation.order > 1 else ""
         return " ".join(filter(None, [matrix, f"signs {rotation.signs}" if rotation.signs else ""]))
 
-    return [text(linear.input), text(linear.output), text(linear.online)]
+    outputs = [(part.role, text(part.output)) for part in linear.parts if part.output]
+    output = ", ".join(f"{role}: {found}" for role, found in outputs) or text(linear.output)
+    return [text(linear.input), output, text(linear.online)]
 
 
 def _format(linear: LinearPlan) -> str:

@@ -15,7 +15,8 @@ from ptq.errors import InputError
 class Family:
     """Names of the parts of a decoder-only model: RMSNorm, rotary attention, gated MLP.
 
-    Names of parts inside a block are relative to the block. The defaults are those of Llama.
+    Names of parts inside a block are relative to the block. The defaults are those of Llama. Query, key and value, and
+    gate and up, may name the same linear: a fused one, whose rows stand in this order.
     """
 
     model_type: str
@@ -38,6 +39,8 @@ class Family:
     """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
     norm_offset: float = 0.0
     """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
+    rope_interleaved: bool = False
+    """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
     rotate_residual: bool = True
     """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
@@ -69,6 +72,23 @@ FAMILIES: dict[str, Family] = {
             )
             for model_type in ("olmo2", "olmo3")
         ),
+        Family(
+            "phi3",
+            query="self_attn.qkv_proj",
+            key="self_attn.qkv_proj",
+            value="self_attn.qkv_proj",
+            gate="mlp.gate_up_proj",
+            up="mlp.gate_up_proj",
+        ),
+        Family("glm", gate="mlp.gate_up_proj", up="mlp.gate_up_proj", rope_interleaved=True),
+        Family(
+            "glm4",
+            gate="mlp.gate_up_proj",
+            up="mlp.gate_up_proj",
+            kept=("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
+            rope_interleaved=True,
+            rotate_residual=False,
+        ),
         Family("gemma", norm_offset=1.0),
         Family(
             "gemma3_text",
@@ -97,6 +117,8 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    rotary: int
+    """Channels of a head that RoPE turns, the first ones."""
     tied: bool
 
 
@@ -132,8 +154,18 @@ def shape_of(config: Any) -> ModelShape:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        rotary=_rotary(config, head_dim),
         tied=bool(config.tie_word_embeddings),
     )
+
+
+def _rotary(config: Any, head_dim: int) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("partial_rotary_factor", 1.0)
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise InputError(f"config.json: partial_rotary_factor must be above 0 and at most 1, found {factor!r}")
+    rotary = int(head_dim * factor)
+    return rotary + rotary % 2  # transformers has an angle for every two channels or what is left of them
 
 
 def _size(config: Any, key: str) -> int:

@@ -54,6 +54,8 @@ def layer_of(
         return None
     if hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
         return None
+    if position_embeddings[0].shape[2] != module.head_dim:  # a part of every head is not turned
+        return None
     if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings, *floats):
         return None
     if type(past_key_values) is PackedCache:

@@ -55,7 +55,9 @@ class Job:
         name = f"{linear.name}.bias"
         if name not in self.checkpoint.tensors:
             return None
-        return rewrite.bias(linear, self.tensor(name).to(self.device), self.signs, self._factor(linear))
+        parts, bias = linear.parts or (linear,), self.tensor(name).to(self.device)
+        pieces = zip(parts, bias.split([part.n for part in parts]), strict=True)
+        return torch.cat([rewrite.bias(part, piece, self.signs, self._factor(part)) for part, piece in pieces])
 
     def sign_tensors(self, linear: LinearPlan) -> dict[str, Tensor]:
         """The stored sign vectors of a linear that transforms its product back; none for others."""
@@ -175,14 +177,19 @@ class Job:
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
         if not linear.rewritten:
             return w.to(dtype)
+        result = torch.empty(len(w), linear.k, dtype=dtype, device=self.device)
+        sizes = [part.n for part in linear.parts] or len(w)
+        for part, rows, into in zip(linear.parts or (linear,), w.split(sizes), result.split(sizes), strict=True):
+            self._rewrite_into(into, part, rows, gain)
+        return result
+
+    def _rewrite_into(self, result: Tensor, linear: LinearPlan, w: Tensor, gain: Tensor | None) -> None:
         order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
         rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
         factor, row_scale = self._factor(linear), self.row_scale(linear) if linear.even_rows else None
-        result = torch.empty(len(w), linear.k, dtype=dtype, device=self.device)
         for start in range(0, len(w), rows):
             piece = slice(start, start + rows)
             result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start, factor, row_scale)
-        return result
 
     def _factor(self, linear: LinearPlan) -> Float64[Tensor, " c"] | None:
         """What the balance of a linear multiplies its rows or columns with."""

@@ -2,12 +2,16 @@
 
 Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
 `attention_output`, `gate`, `up`, `down`, `head`. Those of the blocks have `statistics`: they may be rounded.
+
+Where a family names one fused linear in several fields, the outline has an entry of that name for every role, so that
+whoever puts something onto the plan thinks of roles alone. `chosen` makes one linear of them.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
+from itertools import groupby
 
 import torch
 
@@ -47,9 +51,10 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
     )
 
 
-def _block(block: str, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+def _sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+    """n and k of the linears of a block, by role; in the order of their rows where they are fused."""
     queries, values = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    sizes = {
+    return {
         "query": (queries, shape.hidden),
         "key": (values, shape.hidden),
         "value": (values, shape.hidden),
@@ -58,7 +63,20 @@ def _block(block: str, shape: ModelShape, family: Family) -> Iterator[LinearPlan
         "up": (shape.intermediate, shape.hidden),
         "down": (shape.hidden, shape.intermediate),
     }
-    for role, (n, k) in sizes.items():
+
+
+def first_row(role: str, shape: ModelShape, family: Family) -> int:
+    """Where the rows of a role begin in its linear: behind those of the roles before it that name the same one."""
+    rows, name = 0, getattr(family, role)
+    for other, (n, _) in _sizes(shape).items():
+        if other == role:
+            return rows
+        rows += n if getattr(family, other) == name else 0
+    raise AssertionError(role)
+
+
+def _block(block: str, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+    for role, (n, k) in _sizes(shape).items():
         statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
         yield replace(_linear(role, f"{block}.{getattr(family, role)}", n, k), statistics=statistics)
 
@@ -75,12 +93,13 @@ def block_of(linear: LinearPlan, plan: Plan) -> int:
 def chosen(
     plan: Plan, skip: Sequence[str], dtypes: Dtypes, change: Callable[[LinearPlan], LinearPlan]
 ) -> tuple[LinearPlan, ...]:
-    """The linears of a plan, those that may be rounded as `change` makes them; where it gives no format, and where a
-    pattern of `skip` matches, the weight stays in the source's dtype.
+    """The linears of a plan, fused ones as one, those that may be rounded as `change` makes them; where it gives no
+    format, and where a pattern of `skip` matches, the weight stays in the source's dtype.
 
     Raises InputError for a pattern that matches nothing.
     """
-    names = [linear.name for linear in plan.linears if linear.statistics]
+    linears = fused(plan.linears)
+    names = [linear.name for linear in linears if linear.statistics]
     for pattern in skip:
         if not any(fnmatch(name, pattern) for name in names):
             raise InputError(
@@ -88,7 +107,7 @@ def chosen(
             )
     skipped = {name for name in names if any(fnmatch(name, pattern) for pattern in skip)}
     first: dict[str, str] = {}  # of the linears that share an input, the first that is not skipped
-    for linear in plan.linears:
+    for linear in linears:
         if linear.statistics and linear.name not in skipped:
             first.setdefault(linear.statistics, linear.name)
 
@@ -99,7 +118,23 @@ def chosen(
             return _or_plain(linear, dtypes)
         return _or_plain(change(replace(linear, statistics=first[linear.statistics])), dtypes)
 
-    return tuple(treated(linear) for linear in plan.linears)
+    return tuple(treated(linear) for linear in linears)
+
+
+def fused(linears: Iterable[LinearPlan]) -> tuple[LinearPlan, ...]:
+    """Neighbours of one name as one linear, with `parts` where something happens to the rows of one of them alone. Its
+    role is all of theirs: `gate+up`."""
+    return tuple(_joined(tuple(same)) for _, same in groupby(linears, lambda linear: linear.name))
+
+
+def _joined(parts: tuple[LinearPlan, ...]) -> LinearPlan:
+    if len(parts) == 1:
+        return parts[0]
+    n, role = sum(part.n for part in parts), "+".join(part.role for part in parts)
+    whole = {replace(part, n=n, role=role, output=None, balance=None) for part in parts}
+    assert len(whole) == 1, whole  # what is not a matter of rows is the same for all
+    alike = not any(part.output or part.balance for part in parts)
+    return replace(whole.pop(), parts=() if alike else tuple(replace(part, statistics=None) for part in parts))
 
 
 def _or_plain(linear: LinearPlan, dtypes: Dtypes) -> LinearPlan:

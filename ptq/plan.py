@@ -13,6 +13,7 @@ import torch
 from ptq import formats
 from ptq.activations import Activation
 from ptq.errors import InputError
+from ptq.families import ModelShape
 from ptq.formats import Format
 from ptq.header import TensorInfo
 from ptq.kv_cache import CacheQuantization
@@ -48,11 +49,14 @@ class Balance:
     """Its rows are multiplied with s, and so is its bias."""
     reader: str
     """Its columns are divided by s."""
+    first: int = 0
+    """The first row of the producer that is meant, of as many as the reader has columns: not 0 in a fused linear."""
 
 
 @dataclass(frozen=True)
 class KeyBalance:
-    """Queries and keys that share a scale s per key-value head and pair of channels that RoPE turns (see ptq.balance).
+    """Queries and keys that share a scale s per channel of every key-value head, the same for two channels that RoPE
+    turns together (see ptq.balance).
 
     Rows of the query are multiplied with s, rows of the key are divided by it, and so are their biases.
     """
@@ -62,7 +66,11 @@ class KeyBalance:
     key: str
     norm: str
     """Tensor of the gain of the norm in front of both."""
-    kv_heads: int
+    shape: ModelShape
+    interleaved: bool = False
+    """Which channels are a pair: see `Family.rope_interleaved`."""
+    first: int = 0
+    """The first row of `key` that is one of the keys: not 0 in a fused linear."""
 
 
 @dataclass(frozen=True)
@@ -97,14 +105,18 @@ class LinearPlan:
     """How the input is quantised when the model runs; None: not at all."""
     role: str = ""
     """What it is in the model: see `ptq.outline`."""
+    parts: tuple["LinearPlan", ...] = ()
+    """Of a fused linear whose rows are not all treated alike: what happens to them, range after range. Each part has an
+    `output`, `balance` and `role` of its own, and the whole has no output and balance."""
 
     def __post_init__(self) -> None:
         assert self.online_output in (None, self.output), self
+        assert not self.parts or (self.output is self.balance is None and self.n == sum(x.n for x in self.parts)), self
 
     @property
     def rewritten(self) -> bool:
         """Whether its weight is another one than the source's before it is rounded."""
-        return any((self.norm, self.input, self.output, self.balance))
+        return any((self.norm, self.input, self.output, self.balance, self.parts))
 
     @property
     def balanced_columns(self) -> bool:

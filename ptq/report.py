@@ -99,7 +99,8 @@ def _layer(
     else:
         options = (f"{key}={value}" for key, value in linear.format.options().items())
         storage = " ".join([linear.format.name, *options])
-    sides = {"in": linear.input, "out": linear.output, "online": linear.online}
+    parts = {f"out ({part.role})": part.output for part in linear.parts}
+    sides = {"in": linear.input, "out": linear.output, **parts, "online": linear.online}
     rotations = (f"{side}: {found.signs or ''} H{found.order}" for side, found in sides.items() if found)
     return Layer(
         name=linear.name,

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ptq import hadamard
 from ptq.families import Family, ModelShape
-from ptq.outline import block_of
+from ptq.outline import block_of, first_row
 from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 
 READERS = {
@@ -87,7 +87,8 @@ def _r4(linear: LinearPlan, index: int, shape: ModelShape, family: Family, layer
         return linear
     size, signs = shape.intermediate, f"R4.{index}"
     order = hadamard.largest_block(size)
-    balance = Balance(f"{layers}.{index}.{family.up}.weight", f"{layers}.{index}.{family.down}.weight")
+    up, down = (f"{layers}.{index}.{name}.weight" for name in (family.up, family.down))
+    balance = Balance(up, down, first_row("up", shape, family))
     if linear.role == "up":
         return replace(linear, output=Rotation(size, 1, signs), balance=balance)
     return replace(linear, input=Rotation(size, order, signs), online=Rotation(size, order), balance=balance)
@@ -95,10 +96,7 @@ def _r4(linear: LinearPlan, index: int, shape: ModelShape, family: Family, layer
 
 def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
     """The plan with a balance of queries and keys; as it is where the family norms queries and keys, which would undo
-    the balance.
-
-    Every family so far pairs channel i of a head with i + head_dim / 2 in RoPE.
-    """
+    the balance."""
     norm = family.attention_norm
     if norm is None or any(name.endswith("k_norm.weight") for name in family.kept):
         return plan
@@ -108,7 +106,8 @@ def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
             return linear
         block = f"{plan.layers}.{block_of(linear, plan)}"
         query, key = f"{block}.{family.query}", f"{block}.{family.key}"
-        return replace(linear, balance=KeyBalance(query, key, f"{block}.{norm}.weight", shape.kv_heads))
+        gain, first = f"{block}.{norm}.weight", first_row("key", shape, family)
+        return replace(linear, balance=KeyBalance(query, key, gain, shape, family.rope_interleaved, first))
 
     return replace(plan, linears=tuple(balanced(linear) for linear in plan.linears))
 

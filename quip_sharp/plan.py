@@ -73,6 +73,9 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         "value width": shape.kv_heads * shape.head_dim,
         "intermediate_size": shape.intermediate,
     }
+    sizes = {rotation.size for rotation in rotations}
+    widths = {name: width for name, width in widths.items() if width in sizes}
+    widths |= {f"{linear.role} width": linear.n for linear in linears if "+" in linear.role and linear.output}
     return replace(
         made,
         linears=linears,

@@ -20,11 +20,12 @@ import torch
 import typer
 from torch import Tensor
 
-from ptq import source
+from ptq import balance, source
 from ptq.checkpoint import Checkpoint
 from ptq.contents import read_config
 from ptq.families import Family, ModelShape, family_of, shape_of
 from ptq.header import read_header
+from ptq.outline import first_row
 from ptq.shards import write_tensors
 
 FACTORS = (32.0, 64.0)
@@ -32,8 +33,9 @@ FACTORS = (32.0, 64.0)
 
 KEY_FACTOR = 8.0
 
-Edit = tuple[str, int, Tensor]
-"""A tensor, its axis, and what every channel of that axis is multiplied with."""
+Edit = tuple[str, int, int, Tensor]
+"""A tensor, its axis, the first channel of that axis that is concerned, and what it and those behind it are multiplied
+with."""
 
 
 def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[float], seed: int) -> Iterator[Edit]:
@@ -46,12 +48,12 @@ def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[fl
         attention, mlp = (family.query, family.key, family.value), (family.gate, family.up)
         for norm, readers in ((family.attention_norm, attention), (family.mlp_norm, mlp)):
             if norm is not None and not family.norm_offset:
-                yield f"{block}.{norm}.weight", 0, residual
-                yield from ((f"{block}.{reader}.weight", 1, 1 / residual) for reader in readers)
-        inside = _scale(shape.intermediate, channels, factors, generator)
-        yield f"{block}.{family.up}.weight", 0, inside
-        yield f"{block}.{family.up}.bias", 0, inside
-        yield f"{block}.{family.down}.weight", 1, 1 / inside
+                yield f"{block}.{norm}.weight", 0, 0, residual
+                yield from ((f"{block}.{reader}.weight", 1, 0, 1 / residual) for reader in dict.fromkeys(readers))
+        inside, first = _scale(shape.intermediate, channels, factors, generator), first_row("up", shape, family)
+        yield f"{block}.{family.up}.weight", 0, first, inside
+        yield f"{block}.{family.up}.bias", 0, first, inside
+        yield f"{block}.{family.down}.weight", 1, 0, 1 / inside
 
 
 def key_edits(family: Family, shape: ModelShape, factor: float, seed: int) -> Iterator[Edit]:
@@ -59,15 +61,16 @@ def key_edits(family: Family, shape: ModelShape, factor: float, seed: int) -> It
     if any("k_norm" in name for name in family.kept):
         raise typer.BadParameter(f"{family.model_type} has a norm behind its keys, which would take the outliers back")
     generator = torch.Generator().manual_seed(seed)
-    pairs, readers = shape.head_dim // 2, shape.heads // shape.kv_heads
+    heads, readers = torch.arange(shape.kv_heads), shape.heads // shape.kv_heads
+    partner, first = balance.partners(shape, family.rope_interleaved), first_row("key", shape, family)
     for index in range(shape.blocks):
-        scale = torch.ones(shape.kv_heads, 2, pairs, dtype=torch.float64)
-        chosen = torch.randint(pairs, (shape.kv_heads,), generator=generator)
-        scale[torch.arange(shape.kv_heads), :, chosen] = factor
-        keys, queries = scale.flatten(), 1 / scale.flatten(1).repeat_interleave(readers, 0).flatten()
-        for name, rows in ((family.key, keys), (family.query, queries)):
-            yield f"{family.layers}.{index}.{name}.weight", 0, rows
-            yield f"{family.layers}.{index}.{name}.bias", 0, rows
+        scale = torch.ones(shape.kv_heads, shape.head_dim, dtype=torch.float64)
+        chosen = torch.randint(shape.rotary // 2, (shape.kv_heads,), generator=generator)
+        scale[heads, chosen] = scale[heads, partner[chosen]] = factor
+        keys, queries = scale.flatten(), 1 / scale.repeat_interleave(readers, 0).flatten()
+        for name, start, rows in ((family.key, first, keys), (family.query, 0, queries)):
+            yield f"{family.layers}.{index}.{name}.weight", 0, start, rows
+            yield f"{family.layers}.{index}.{name}.bias", 0, start, rows
 
 
 def _scale(width: int, channels: int, factors: Sequence[float], generator: torch.Generator) -> Tensor:
@@ -90,9 +93,9 @@ def plant_keys(model: str | Path, out: Path, factor: float = KEY_FACTOR, seed: i
 
 def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape], Iterator[Edit]]) -> Path:
     checkpoint = Checkpoint.open(source.resolve(str(model)))
-    wanted: dict[str, list[tuple[int, Tensor]]] = defaultdict(list)
-    for name, axis, factor in what(family_of(checkpoint.config), shape_of(read_config(checkpoint))):
-        wanted[name].append((axis, factor))
+    wanted: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
+    for name, axis, first, factor in what(family_of(checkpoint.config), shape_of(read_config(checkpoint))):
+        wanted[name].append((axis, first, factor))
     out.mkdir(parents=True)
     for path in sorted(checkpoint.folder.iterdir()):
         if path.suffix != ".safetensors":
@@ -101,9 +104,10 @@ def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape], It
             continue
         tensors = {name: checkpoint.read(name) for name in read_header(path)[0]}
         for name, tensor in tensors.items():
-            scaled = tensor.double()
-            for axis, factor in wanted[name]:
-                scaled = scaled * (factor[:, None] if axis == 0 and tensor.dim() == 2 else factor)
+            scaled = tensor.to(torch.float64, copy=True)
+            for axis, first, factor in wanted[name]:
+                part = scaled.narrow(axis, first, len(factor))
+                part *= factor[:, None] if axis == 0 and tensor.dim() == 2 else factor
             tensors[name] = scaled.to(tensor.dtype)
         write_tensors(out / path.name, tensors, {"format": "pt"})
     return out

@@ -20,6 +20,8 @@ from typer.testing import CliRunner, Result
 
 from ptq import native, preflight
 from ptq.cli import app
+from ptq.families import FAMILIES
+from ptq.plan import LinearPlan, Plan
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
@@ -44,6 +46,18 @@ SWITCHES: dict[str, Any] = dict(
 """Set where the family's config has them: every bias, and multipliers far from 1, their default."""
 
 
+PARTIAL = dict(partial_rotary_factor=0.5)
+"""Where the family can turn less than whole heads."""
+
+
+KEYS_WITHOUT_NORM = [name for name, row in FAMILIES.items() if not any("k_norm" in kept for kept in row.kept)]
+
+
+def by_role(plan: Plan, block: int) -> dict[str, LinearPlan]:
+    """What happens to the rows of every role, be they a linear of their own or a part of a fused one."""
+    return {part.role: part for linear in plan.block(block) for part in linear.parts or (linear,)}
+
+
 def spoil_free_memory(count: int) -> None:
     """A new tensor of so many numbers holds NaNs, most likely: a number that an op does not write shows."""
     del [torch.full((count,), torch.nan) for _ in range(8)][:]
@@ -53,6 +67,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     """A config with every bias and multiplier that the family can have."""
     defaults = CONFIG_MAPPING[model_type]()
     switches = {key: value for key, value in SWITCHES.items() if hasattr(defaults, key)}
+    if PARTIAL.keys() <= defaults.rope_parameters.keys():
+        switches |= PARTIAL
     return CONFIG_MAPPING[model_type](**{**ODD, **switches, **changes})
 
 

@@ -1,18 +1,22 @@
 """The scales between up and down, and of queries and keys: exact, and gone where nobody needs them."""
 
 import importlib.util
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_model
+from conftest import KEYS_WITHOUT_NORM, by_role, save_model
 from safetensors.torch import load_file, save_file
 
 import ptq
 from ptq import balance, hadamard, pipeline
-from ptq.families import FAMILIES
+from ptq.blocks import Part
+from ptq.families import FAMILIES, ModelShape
 from ptq.job import Job, dense_weight
+from ptq.plan import LinearPlan
+from ptq.rotations import READERS
 from ptq.work import Record
 from quarot.plan import QuarotRecipe
 
@@ -33,6 +37,15 @@ def job_of(folder: Path, recipe: QuarotRecipe = RECIPE) -> Job:
 
 def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(a, b) if a is not None and b is not None else a is b
+
+
+def behind_norm(linear: LinearPlan, job: Job, part: Part) -> torch.Tensor:
+    """A rewritten weight with the gain of the norm in front of it, which is 1 where R1 has folded it."""
+    w, field = part.parameter(dense_weight(linear)), READERS.get(linear.role.partition("+")[0])
+    norm = None if field is None else getattr(job.family, field)
+    if norm is None:
+        return w
+    return w * (part.parameter(f"{job.plan.layers}.1.{norm}.weight") + job.plan.norm_offset)
 
 
 def test_the_scale_is_the_power_of_two_next_to_the_ratio() -> None:
@@ -61,7 +74,7 @@ def test_planted_outliers_vanish_to_the_bit(model_type: str, dtype: torch.dtype,
     second.rotate_block(1, parts[1])
     for linear in first.plan.block(1):
         # Nothing is planted behind norms that a family does not have, or whose gains it stores less 1.
-        assert torch.equal(parts[0].parameter(dense_weight(linear)), parts[1].parameter(dense_weight(linear)))
+        assert torch.equal(*(behind_norm(linear, job, part) for job, part in zip((first, second), parts, strict=True)))
         assert same(*(job.bias(linear) for job in (first, second)))
 
 
@@ -84,11 +97,11 @@ def test_only_where_the_channels_are_rotated(recipe: QuarotRecipe, tmp_path: Pat
 # --- queries and keys -----------------------------------------------------------------------------------------------
 
 CACHE = QuarotRecipe(rounding="nearest", key_bits=4)
-NO_NORM = [name for name, family in FAMILIES.items() if not family.kept]
+SHAPE = ModelShape(hidden=48, intermediate=64, vocab=9, blocks=1, heads=6, kv_heads=2, head_dim=8, rotary=8, tied=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", NO_NORM)
+@pytest.mark.parametrize("model_type", KEYS_WITHOUT_NORM)
 def test_outliers_planted_in_keys_vanish_to_the_bit(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", model_type, dtype)
     jobs = job_of(folder, CACHE), job_of(plant_outliers.plant_keys(folder, tmp_path / "planted"), CACHE)
@@ -118,7 +131,10 @@ def test_the_scale_of_keys_makes_the_error_least() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.rand(size, generator=generator).double() for size in (2 * 3 * 8, 2 * 8))
     key *= torch.logspace(-3, 3, 16).double()[torch.randperm(16, generator=generator)]
-    found = balance.key_scale(query, key, 2)
+    partner = balance.partners(SHAPE, False)
+    found = balance.key_scale(query, key, partner)
+    assert torch.equal(found[:, :4], found[:, 4:])
+    found = found[:, :4]
     q, k = query.view(2, 3, 2, 4).sum((1, 2)), key.view(2, 2, 4).sum(1)
 
     def error(s: torch.Tensor) -> torch.Tensor:
@@ -128,9 +144,30 @@ def test_the_scale_of_keys_makes_the_error_least() -> None:
     assert (error(found) < 25 / 16 * best).all() and (error(found) < error(torch.ones(2, 4))).all()
     assert torch.equal(found, found.log2().round().exp2()) and (found == 1).any(1).all()
     key[[0, 4]] = 0  # a pair
-    assert balance.key_scale(query, key, 2)[0, 0] == 1
+    assert (balance.key_scale(query, key, partner)[0, [0, 4]] == 1).all()
     nothing = torch.zeros(8).double()
-    assert torch.equal(balance.key_scale(nothing, nothing, 1), torch.ones(1, 4).double())
+    assert torch.equal(balance.key_scale(nothing, nothing, partner), torch.ones(1, 8).double())
+
+
+@pytest.mark.parametrize(
+    ("rotary", "interleaved", "wanted"),
+    [
+        (8, False, [4, 5, 6, 7, 0, 1, 2, 3]),
+        (8, True, [1, 0, 3, 2, 5, 4, 7, 6]),
+        (4, False, [2, 3, 0, 1, 4, 5, 6, 7]),
+        (4, True, [1, 0, 3, 2, 4, 5, 6, 7]),
+    ],
+)
+def test_partners_are_what_rope_turns(rotary: int, interleaved: bool, wanted: list[int]) -> None:
+    """And a channel without a partner has a scale of its own, as if it were two."""
+    partner = balance.partners(replace(SHAPE, rotary=rotary), interleaved)
+    assert partner.tolist() == wanted
+    query, key = torch.ones(8).double(), torch.ones(8).double()
+    key[7] = 4.0**4  # of the mean squares: a scale of 4 for a channel alone
+    alone = wanted[7] == 7
+    expected = torch.ones(1, 8).double()
+    expected[0, [7, wanted[7]]] = 4.0 if alone else 2.0 ** round(math.log2((4**4 + 1) / 2) / 4)
+    assert torch.equal(balance.key_scale(query, key, partner), expected)
 
 
 def test_keys_of_usual_models_are_left_as_they_are(tmp_path: Path) -> None:
@@ -148,9 +185,9 @@ def test_only_where_keys_are_quantised_and_have_no_norm(model_type: str, tmp_pat
 
     def balanced(recipe: QuarotRecipe) -> set[str]:
         plan = pipeline.plan(str(folder), recipe).plan
-        return {linear.role for linear in plan.linears if linear.balance and linear.role in ("query", "key")}
+        return {role for role, linear in by_role(plan, 1).items() if linear.balance and role in ("query", "key")}
 
-    assert balanced(CACHE) == ({"query", "key"} if model_type in NO_NORM else set())
+    assert balanced(CACHE) == ({"query", "key"} if model_type in KEYS_WITHOUT_NORM else set())
     assert balanced(replace(CACHE, key_bits=16, value_bits=4)) == balanced(replace(CACHE, rotate=False)) == set()
 
 

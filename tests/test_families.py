@@ -14,7 +14,8 @@ import ptq
 from ptq import balance, hadamard, pipeline, rewrite
 from ptq.families import FAMILIES, shape_of
 from ptq.job import Job
-from ptq.plan import Plan, check_claims
+from ptq.outline import first_row
+from ptq.plan import LinearPlan, Plan, check_claims
 from quarot.plan import QuarotRecipe, plan
 
 IDS = torch.arange(3, 60).reshape(1, -1)
@@ -51,16 +52,17 @@ def only(full: Plan, keep: set[str]) -> Plan:
     def kept(rotation: Any) -> Any:
         return rotation if rotation and rotation.signs.partition(".")[0] in keep else None
 
-    linears = tuple(
-        dataclasses.replace(
+    def some(linear: LinearPlan) -> LinearPlan:
+        return dataclasses.replace(
             linear,
             input=kept(linear.input),
             output=kept(linear.output),
             online=linear.online if "R4" in keep else None,
             norm=linear.norm if "R1" in keep else None,
+            parts=tuple(some(part) for part in linear.parts),
         )
-        for linear in full.linears
-    )
+
+    linears = tuple(some(linear) for linear in full.linears)
     norms = {} if "R1" in keep else {"unit_norms": (), "kept": (*full.kept, *full.unit_norms)}
     return dataclasses.replace(full, linears=linears, **norms)
 
@@ -72,12 +74,17 @@ def rewritten(plan: Plan, source: dict[str, Tensor]) -> dict[str, Tensor]:
     result |= {name: source[name] for name in plan.kept}
     for linear in plan.linears:
         gain = source[linear.norm].double() + plan.norm_offset if linear.norm else None
-        factor = None
-        if linear.balance is not None:
-            factor = balance.factor(linear, balance.scale_of(linear.balance, source.get, plan.norm_offset))
-        result[f"{linear.name}.weight"] = rewrite.weight(linear, source[linear.source], gain, signs, factor=factor)
-        if f"{linear.name}.bias" in source:
-            result[f"{linear.name}.bias"] = rewrite.bias(linear, source[f"{linear.name}.bias"], signs, factor)
+        w, b, first, found = source[linear.source], source.get(f"{linear.name}.bias"), 0, []
+        for part in linear.parts or (linear,):
+            rows, factor = slice(first, first + part.n), None
+            if part.balance is not None:
+                factor = balance.factor(part, balance.scale_of(part.balance, source.get, plan.norm_offset))
+            bias = None if b is None else rewrite.bias(part, b[rows], signs, factor)
+            found.append((rewrite.weight(part, w[rows], gain, signs, factor=factor), bias))
+            first += part.n
+        result[f"{linear.name}.weight"] = torch.cat([w for w, _ in found])
+        if b is not None:
+            result[f"{linear.name}.bias"] = torch.cat([bias for _, bias in found if bias is not None])
     return result
 
 
@@ -103,14 +110,16 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
     shape = shape_of(config)
     if "R1" in keep and not FAMILIES[model_type].rotate_residual:
         pytest.skip(f"{model_type}: R1 is not valid for this family")
+    first, row = first_row("key", shape, FAMILIES[model_type]), FAMILIES[model_type]
     for name in source:
-        if "k_proj" in name:  # one large pair of channels per head, for the balance of queries and keys
-            source[name].view(shape.kv_heads, 2, shape.head_dim // 2, -1)[:, :, 1] *= 30
+        if row.key in name:  # large channels in every head, for the balance of queries and keys
+            keys = source[name][first : first + shape.kv_heads * shape.head_dim]
+            keys.view(shape.kv_heads, shape.head_dim, -1)[:, [1, shape.head_dim // 2 + 1]] *= 30
     recipe = dataclasses.replace(WITHOUT_DATA, key_bits=4)
     full = plan(shape, FAMILIES[model_type], recipe, {name: torch.float32 for name in source})
     check_claims(full, {name: tuple(tensor.shape) for name, tensor in source.items()})
     part = only(full, keep)
-    assert any(linear.input or linear.output for linear in part.linears)
+    assert any(linear.input or linear.output or linear.parts for linear in part.linears)
     untied = tiny_config(model_type, tie_word_embeddings=not full.untied)
     original = exact(config, {**source, "lm_head.weight": source["model.embed_tokens.weight"]})
     tensors = rewritten(part, source)

@@ -19,8 +19,11 @@ from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
 KINDS = {"qwen3": "heads", "olmo2": "whole", "olmo3": "whole", "gemma3_text": "heads"}
-OTHERS = {"granite", "olmo2", "olmo3", "gemma", "gemma3_text"}
-"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu."""
+OTHERS = {"granite", "olmo2", "olmo3", "gemma", "gemma3_text", "phi3", "glm", "glm4"}
+"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu, or whose projections are
+fused."""
+OWN_ATTENTION = {"phi3", "glm", "glm4"}
+"""Families whose projections are fused, or whose rotary embedding is another one."""
 RECIPES = {
     "W4A16": {},
     "W4A8": {"activation_bits": 8},
@@ -88,9 +91,25 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
         for a, b in zip(decode(fast, batch), decode(plain, batch), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     layers, windows = plain.config.num_hidden_layers, getattr(plain.config, "sliding_window", None) is not None
-    assert calls == [number >= layers and not windows for _ in range(2) for number in range(5 * layers)]
     attention = next(module for module in plain.modules() if type(module).__name__.endswith("Attention"))
+    if family in OWN_ATTENTION:
+        assert not calls and fast_attention.kind_of(attention) is None
+        return
+    assert calls == [number >= layers and not windows for _ in range(2) for number in range(5 * layers)]
     assert fast_attention.kind_of(attention) == KINDS.get(family, "")
+
+
+@torch.no_grad()
+def test_heads_that_are_turned_in_part_are_left_alone() -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    fast_decode.install(model)
+    attention, cache = model.model.layers[0].self_attn, model(torch.arange(3, 9)[None]).past_key_values
+    for d, wanted in ((20, True), (10, False)):
+        turns = torch.ones(1, 1, d), torch.ones(1, 1, d)
+        found = fast_attention.layer_of(
+            attention, torch.ones(1, 1, 72), position_embeddings=turns, past_key_values=cache
+        )
+        assert (found is not None) == wanted
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

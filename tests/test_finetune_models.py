@@ -130,14 +130,15 @@ def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> N
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False, num_hidden_layers=1)
-    asked = recipe(source, skip=("*.mlp.gate_proj",), rounding="nearest", sequence_length=16)
+    gate = FAMILIES[model_type].gate
+    asked = recipe(source, skip=(f"*.{gate}",), rounding="nearest", sequence_length=16)
     ptq.quantize(source, tmp_path / "out", asked, QUIET)
     found, original = tensors(tmp_path / "out"), load_file(source / "model.safetensors")
     for name in ("lm_head.weight", "model.norm.weight"):
         assert not torch.equal(found[name], original[name])
-    for name in ("model.layers.0.mlp.gate_proj.weight", "model.embed_tokens.weight"):
+    for name in (f"model.layers.0.{gate}.weight", "model.embed_tokens.weight"):
         assert torch.equal(found[name], original[name])
-    biases = [name for name in original if name.endswith(".bias") and "mlp.gate_proj" not in name]
+    biases = [name for name in original if name.endswith(".bias") and gate not in name]
     assert all(not torch.equal(found[name], original[name]) for name in biases)
 
 

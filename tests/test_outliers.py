@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import TINY, save_model
+from conftest import KEYS_WITHOUT_NORM, TINY, save_model
 from transformers import AutoModelForCausalLM
 
 from ptq import evaluate, hadamard, outliers, pipeline
@@ -15,6 +15,7 @@ from ptq.activations import Activation, dequantize
 from ptq.families import FAMILIES, shape_of
 from ptq.job import Job
 from ptq.outliers import Input
+from ptq.outline import first_row
 from ptq.work import Record
 from quarot.plan import QuarotRecipe
 
@@ -117,7 +118,8 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
     signs = record.sign_vectors(target.plan)
     job = Job(recipe=recipe, signs=signs, device=torch.device("cpu"), **vars(target))
     names = outliers.observed(job.family, job.plan.layers, 0)
-    assert [name.rpartition(".")[2] for name in names] == ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    row = FAMILIES[model_type]
+    assert list(names) == [f"model.layers.0.{part}" for part in (row.query, row.attention_output, row.gate, row.down)]
     expected = inputs_of(load(folder), names)
 
     part = job.original_block(0)
@@ -205,18 +207,19 @@ def test_planting_with_any_factor(tmp_path: Path) -> None:
     assert {path.name for path in planted.iterdir()} == {path.name for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if not family.kept])
+@pytest.mark.parametrize("model_type", KEYS_WITHOUT_NORM)
 def test_outliers_planted_in_keys(model_type: str, tmp_path: Path) -> None:
-    """The same logits; one pair of channels of every key-value head is eight times as large."""
+    """The same logits; one pair of channels of every key-value head is eight times as large. It is the one that RoPE
+    turns together: the logits would change."""
     folder = save_model(tmp_path / "model", model_type)
     planted = plant_outliers.plant_keys(folder, tmp_path / "planted")
     with torch.no_grad():
         before, after = load(folder), load(planted)
         torch.testing.assert_close(after(IDS).logits, before(IDS).logits, rtol=1e-5, atol=1e-5)
-    shape = shape_of(before.config)
+    shape, row = shape_of(before.config), FAMILIES[model_type]
+    first = first_row("key", shape, row)
     for block in range(shape.blocks):
-        name = f"model.layers.{block}.self_attn.k_proj"
+        name = f"model.layers.{block}.{row.key}"
         grown = after.get_submodule(name).weight / before.get_submodule(name).weight
-        factors = grown.mean(1).view(shape.kv_heads, 2, shape.head_dim // 2)
-        assert (factors.sort(-1).values == torch.tensor([1.0] * (shape.head_dim // 2 - 1) + [8.0])).all()
-        assert torch.equal(factors[:, 0], factors[:, 1])
+        factors = grown.mean(1)[first:][: shape.kv_heads * shape.head_dim].view(shape.kv_heads, -1)
+        assert (factors.sort(-1).values == torch.tensor([1.0] * (shape.head_dim - 2) + [8.0] * 2)).all()

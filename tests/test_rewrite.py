@@ -93,7 +93,9 @@ def test_a_rotated_checkpoint_is_the_dense_product_cast_once(
     signs = Record(**stored_fields(tmp_path / "out")).sign_vectors(made)
     for linear in made.linears:
         gain = source[linear.norm].double() + made.norm_offset if linear.norm else None
-        expected = oracle(linear, source[linear.source], gain, signs)
+        parts = linear.parts or (linear,)
+        pieces = source[linear.source].split([part.n for part in parts])
+        expected = torch.cat([oracle(part, w, gain, signs) for part, w in zip(parts, pieces, strict=True)])
         assert is_cast_of(found.pop(f"{linear.name}.weight"), expected), linear.name
         if f"{linear.name}.bias" in source:
             b = source[f"{linear.name}.bias"].double()

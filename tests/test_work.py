@@ -22,7 +22,9 @@ from ptq.work import (
 )
 from quarot.plan import QuarotRecipe, plan
 
-SHAPE = ModelShape(hidden=24, intermediate=40, vocab=9, blocks=1, heads=2, kv_heads=1, head_dim=12, tied=False)
+SHAPE = ModelShape(
+    hidden=24, intermediate=40, vocab=9, blocks=1, heads=2, kv_heads=1, head_dim=12, rotary=12, tied=False
+)
 RECIPE = QuarotRecipe(skip=("*.o_proj",))
 PLAN = plan(SHAPE, FAMILIES["llama"], RECIPE, {})
 RECORD = Record.of(RECIPE, PLAN, "source", "calibration")
