@@ -70,7 +70,7 @@ class LinearPlan:
     """What happens to one weight matrix W[n, k] (a linear layer, the embedding or the head)."""
 
     name: str
-    """Module name in the Hugging Face model."""
+    """Module name in the Hugging Face model; of experts, as the files of a checkpoint have it (`ptq.experts`)."""
     n: int
     k: int
     source: str
@@ -97,6 +97,8 @@ class LinearPlan:
     """How the input is quantised when the model runs; None: not at all."""
     role: str = ""
     """What it is in the model: see `ptq.outline`."""
+    expert: int | None = None
+    """Number of the expert that it belongs to; None where it is part of none."""
 
     def __post_init__(self) -> None:
         assert self.online_output in (None, self.output), self

@@ -37,6 +37,7 @@ from ptq.matmul import FEW_TOKENS
 from ptq.plan import LinearPlan
 from ptq.probe import Probe, row_by_row
 from ptq.progress import Progress
+from ptq.routing import Routes
 from ptq.rounding import Rounded
 from ptq.shards import Shards, write_json
 from ptq.work import remove_contents
@@ -99,7 +100,8 @@ class Tasks:
             states = self.probe.states(index) if self.workers.first else {}
             few = not calibrated and (not states or states["original"].shape[1] <= FEW_TOKENS)
             part = self.job.original_block(index, as_stored=few)
-            original, before = self.probe.run(index, part, states.get("original"))
+            routes = Routes()
+            original, before = self.probe.run(index, part, states.get("original"), routes)
             if self.job.plan.finetune != "none":
                 self._teach(index, part)
             rotated, after = original, before
@@ -107,9 +109,9 @@ class Tasks:
                 if any(linear.rewritten or linear.acts_online for linear in self.job.plan.block(index)):
                     memory.give_back()
                     self.job.rotate_block(index, part)
-                    rotated, after = self.probe.run(index, part, states.get("rotated"))
+                    rotated, after = self.probe.run(index, part, states.get("rotated"), routes)
             if original is not None and rotated is not None:
-                self.probe.compare(index, original, rotated)
+                self.probe.compare(index, original, rotated, routes)
             if self.job.plan.finetune != "none":
                 del part
                 finetune_blocks.tune(self, index, progress)
@@ -237,7 +239,8 @@ class Tasks:
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
         if names and calibrated and not self.hessians.there(str(index)):
             *_, last = self.job.plan.block(index)  # the pass ends at its input: its weight is made again for rounding
-            part.take(dense_weight(last))
+            if last.expert is None:  # that one may see no token
+                part.take(dense_weight(last))
             self.hessians.take(str(index), part, names, self.hidden, index)
 
     def _teach(self, index: int, part: Part) -> None:

@@ -15,7 +15,7 @@ from ptq.families import Family, ModelShape
 from ptq.outline import Dtypes, chosen, outline
 from ptq.plan import Finetune, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe, Rounding
-from ptq.rotations import block_notes
+from ptq.rotations import block_notes, mlp_widths
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         "hidden_size": shape.hidden,
         "query width": shape.heads * shape.head_dim,
         "value width": shape.kv_heads * shape.head_dim,
-        "intermediate_size": shape.intermediate,
+        **mlp_widths(made.linears),
     }
     return replace(
         made,

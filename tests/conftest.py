@@ -43,6 +43,14 @@ SWITCHES: dict[str, Any] = dict(
 )  # fmt: skip
 """Set where the family's config has them: every bias, and multipliers far from 1, their default."""
 
+SPARSE: dict[str, Any] = dict(
+    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[0],
+    norm_topk_prob=True,
+)  # fmt: skip
+"""Likewise: few experts, of another width than the one block that has none."""
+WHOLE_HEADS = {"olmoe": dict(head_dim=18)}
+"""Families in which heads fill hidden_size."""
+
 
 def spoil_free_memory(count: int) -> None:
     """A new tensor of so many numbers holds NaNs, most likely: a number that an op does not write shows."""
@@ -52,8 +60,8 @@ def spoil_free_memory(count: int) -> None:
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """A config with every bias and multiplier that the family can have."""
     defaults = CONFIG_MAPPING[model_type]()
-    switches = {key: value for key, value in SWITCHES.items() if hasattr(defaults, key)}
-    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **changes})
+    switches = {key: value for key, value in (SWITCHES | SPARSE).items() if hasattr(defaults, key)}
+    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **WHOLE_HEADS.get(model_type, {}), **changes})
 
 
 def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
