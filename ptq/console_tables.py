@@ -98,7 +98,7 @@ def _matrices(scheme: dict[str, Any]) -> str:
 def _render(table: Table) -> str:
     from rich.console import Console
 
-    plain = Console(width=250)
+    plain = Console(width=400)
     with plain.capture() as capture:
         plain.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

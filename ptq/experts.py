@@ -45,7 +45,9 @@ class Experts(nn.Module):
         self.names = names
         shapes = dict(zip(names, ((hidden, width), (hidden, width), (width, hidden)), strict=True))
         for number in range(count):
-            linears = {name: nn.Linear(*shape, bias=False, device="meta", dtype=dtype) for name, shape in shapes.items()}
+            linears = {
+                name: nn.Linear(*shape, bias=False, device="meta", dtype=dtype) for name, shape in shapes.items()
+            }
             self.add_module(str(number), nn.ModuleDict(linears))
         self.act_fn = act_fn
         self.is_silu = _is_silu(act_fn)
@@ -112,8 +114,10 @@ def separate(model: nn.Module, names: tuple[str, str, str] | None) -> bool:
 
 def _is_fused(module: nn.Module) -> bool:
     parameters = module._parameters
-    return parameters.keys() == set(FUSED) and "act_fn" in module._modules and all(
-        parameter is not None and parameter.dim() == 3 for parameter in parameters.values()
+    return (
+        parameters.keys() == set(FUSED)
+        and "act_fn" in module._modules
+        and all(parameter is not None and parameter.dim() == 3 for parameter in parameters.values())
     )
 
 
@@ -144,16 +148,16 @@ _SILU: dict[type, bool] = {}
 def _gives_its_numbers(module: nn.Module) -> bool:
     """Whether fused experts compute what `Experts` do."""
     generator = torch.Generator().manual_seed(0)
-    shapes = (3, 24, 8), (3, 8, 12)
-    weights = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    gate_up = torch.randn(3, 24, 8, generator=generator, dtype=torch.float64)
+    last = torch.randn(3, 8, 12, generator=generator, dtype=torch.float64)
     alone: Any = type(module).__new__(type(module))
     nn.Module.__init__(alone)
     alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_"})
     alone.act_fn, alone.num_experts = module.act_fn, 3
-    for name, weight in zip(FUSED, weights, strict=True):
+    for name, weight in zip(FUSED, (gate_up, last), strict=True):
         alone.register_parameter(name, nn.Parameter(weight, requires_grad=False))
     ours = _separated(alone, NAMES[0])
-    ours.load_state_dict(take_apart(*weights, NAMES[0]), assign=True)
+    ours.load_state_dict(take_apart(gate_up, last, NAMES[0]), assign=True)
     x = torch.randn(5, 8, generator=generator, dtype=torch.float64)
     chosen = torch.tensor([[0, 2], [2, 0], [2, 1], [0, 1], [0, 2]])
     shares = torch.rand(5, 2, generator=generator, dtype=torch.float64)

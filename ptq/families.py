@@ -108,7 +108,8 @@ FAMILIES: dict[str, Family] = {
             for model_type in ("qwen3_moe", "olmoe")
         ),
         Family(
-            "mixtral", experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
+            "mixtral",
+            experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
         ),
     )
 }

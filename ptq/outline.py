@@ -85,6 +85,15 @@ def _linear(role: str, name: str, n: int, k: int) -> LinearPlan:
     return LinearPlan(name=name, n=n, k=k, source=f"{name}.weight", role=role)
 
 
+def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
+    """The statistics of all experts of a block that see tokens of the same input as `linear`; none where nobody does:
+    each down has an input of its own kind."""
+    if linear.expert is None or linear.role == "down":
+        return ()
+    block = (other for other in plan.block(block_of(linear, plan)) if other.expert is not None and other.role != "down")
+    return tuple(dict.fromkeys(other.statistics for other in block if other.statistics))
+
+
 def block_of(linear: LinearPlan, plan: Plan) -> int:
     """Index of the decoder block that a linear belongs to."""
     return int(linear.name.removeprefix(f"{plan.layers}.").partition(".")[0])

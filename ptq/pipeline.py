@@ -144,7 +144,8 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     with alone, kept, Progress(target.plan, calibrated, visible) as progress:
         if workers.first:
             open_work(work, record, options.restart and not workers.again)
-        for note in (*target.plan.notes, *preflight.warnings(target.plan, asked, rows), str(needs)):
+        warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows)
+        for note in (*target.plan.notes, *warnings, str(needs)):
             progress.say(note)
         if done := rounded_before(work, target.plan):
             progress.say(done)

@@ -84,7 +84,8 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
         solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
         work = plan.blocks * (4 * tokens * active + 2 * tokens * square + 2 * solve)
         seconds += work / _matmul_rate()
-        solver = max(4 * linear.k**2 + 8 * linear.n * linear.k for linear in block)  # beside the block and its Hessians
+        # Beside the block and its Hessians: H, and of experts the sum of all.
+        solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
         memory += max(hessians, solver) + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
     made = Estimate(seconds, memory, hidden + parts * hessians, packed)
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
@@ -125,14 +126,22 @@ def needs_text(plan: Plan, recipe: Recipe) -> bool:
     return solved and any(linear.statistics for linear in plan.linears)
 
 
-def warnings(plan: Plan, recipe: Recipe, rows: Tensor | None) -> Iterator[str]:
+def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None) -> Iterator[str]:
     """What a user should know about the calibration rows. `recipe` is what was asked for, without defaults."""
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
-    widest = max((linear.k for linear in plan.linears if linear.statistics), default=0)
-    if rows is not None and rows.numel() < TOKENS_PER_CHANNEL * widest:
+    needy = max(
+        (linear for linear in plan.linears if linear.statistics), key=lambda x: x.k / _share(x, shape), default=None
+    )
+    if rows is None or needy is None:
+        return
+    tokens = round(rows.numel() * _share(needy, shape))
+    if tokens < TOKENS_PER_CHANNEL * needy.k:
+        found = (
+            f"{tokens} calibration tokens" if needy.expert is None else f"about {tokens} calibration tokens an expert"
+        )
         yield (
-            f"warning: {rows.numel()} calibration tokens for layers of up to {widest} input channels are few; "
+            f"warning: {found} for layers of up to {needy.k} input channels are few; "
             f"{TOKENS_PER_CHANNEL} per channel give steady statistics: raise --samples"
         )
 

@@ -134,9 +134,7 @@ def _sign_lengths(
     return lengths
 
 
-def _notes(
-    linears: list[LinearPlan], shape: ModelShape, family: Family, online: bool, untied: bool
-) -> Iterator[str]:
+def _notes(linears: list[LinearPlan], shape: ModelShape, family: Family, online: bool, untied: bool) -> Iterator[str]:
     if untied:
         yield (
             f"{family.head}: takes the gain of the last norm, so it is no longer the embedding's own weight: "

@@ -29,16 +29,16 @@ from ptq import finetune_blocks, finetune_full, memory, rounding
 from ptq.blocks import Part
 from ptq.chunks import Chunks
 from ptq.engine import ALONE, Workers
-from ptq.formats import Choice
-from ptq.hessian import Hessians
+from ptq.formats import Choice, Codebook
+from ptq.hessian import Hessians, unseen
 from ptq.job import Job, dense_weight
 from ptq.linear import guard
 from ptq.matmul import FEW_TOKENS
 from ptq.plan import LinearPlan
 from ptq.probe import Probe, row_by_row
 from ptq.progress import Progress
-from ptq.routing import Routes
 from ptq.rounding import Rounded
+from ptq.routing import Routes
 from ptq.shards import Shards, write_json
 from ptq.work import remove_contents
 
@@ -118,7 +118,7 @@ class Tasks:
             else:
                 self.job.quantize_inputs(index, part)
                 with progress.step(f"block {index}: Hessians", weights * calibrated):
-                    self._observe(index, part, calibrated)
+                    self._observe(index, part, calibrated, progress)
                 self.round(list(self.job.plan.block(index)), part, progress, str(index))
                 del part
             if original is not None and rotated is not None:
@@ -179,14 +179,20 @@ class Tasks:
         if recipe.rounding == "nearest":
             rounded = rounding.nearest(self._weight(linear, part), codebook, name=linear.name)
         else:
-            memory.give_back()
-            assert linear.statistics is not None
-            hessian = self.hessians.read(key, linear.statistics)
-            rounded = rounding.ldlq(  # the weight is handed over, not kept: the solver frees it when it can
-                self._weight(linear, part), hessian, codebook,
-                damping=recipe.damping, sweeps=recipe.sweeps, name=linear.name,
-            )  # fmt: skip
+            rounded = self._solved(linear, part, key, codebook)
         return format.pack(rounded), rounded.statistics() | chosen
+
+    def _solved(self, linear: LinearPlan, part: Part, key: str, codebook: Codebook) -> Rounded:
+        """A weight rounded with the Hessian of its input; to nearest, where no token of the text says what that is."""
+        memory.give_back()
+        recipe, (hessian, found) = self.job.recipe, self.hessians.of(key, linear, self.job.plan)
+        if hessian is None:
+            return replace(rounding.nearest(self._weight(linear, part), codebook, name=linear.name), **found)
+        rounded = rounding.ldlq(  # the weight is handed over, not kept: the solver frees it when it can
+            self._weight(linear, part), hessian, codebook,
+            damping=recipe.damping, sweeps=recipe.sweeps, name=linear.name,
+        )  # fmt: skip
+        return replace(rounded, **found)
 
     def _weight(self, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
         """The rewritten weight of a linear, which the block then does not hold any more."""
@@ -234,7 +240,7 @@ class Tasks:
             size = min(size, len(rows) // FINETUNE_CHUNKS)
         return rows.split(max(1, size))
 
-    def _observe(self, index: int, part: Part, calibrated: bool) -> None:
+    def _observe(self, index: int, part: Part, calibrated: bool, progress: Progress) -> None:
         """The Hessians of a block whose linears are all rounded together."""
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
         if names and calibrated and not self.hessians.there(str(index)):
@@ -242,6 +248,8 @@ class Tasks:
             if last.expert is None:  # that one may see no token
                 part.take(dense_weight(last))
             self.hessians.take(str(index), part, names, self.hidden, index)
+            for note in unseen(self.hessians, self.job.plan, index):
+                progress.say(note)
 
     def _teach(self, index: int, part: Part) -> None:
         """Send the calibration rows through the original block."""
