@@ -189,8 +189,8 @@ class _Seen(Exception):
     """Every input of the block has been seen."""
 
 
-def merged(files: Sequence[Path]) -> dict[str, Float32[Tensor, "_ _"]]:
-    """The sum of the panels in several files, in the files' order."""
+def merged(files: Sequence[Path]) -> dict[str, Tensor]:
+    """The sums of what is in several files, in the files' order."""
     sums = {name: read_tensor(files[0], info) for name, info in read_header(files[0])[0].items()}
     for file in files[1:]:
         for name, info in read_header(file)[0].items():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptq.blocks import Part
 
-Choice = tuple[Float[Tensor, "t experts"], ...]
+Choice = tuple[Tensor, ...]
 """What a router gives: its logits first, then the weights and the numbers of the chosen experts."""
 
 
@@ -26,9 +26,9 @@ class Routes:
         self.again: list[Tensor] = []
         """The logits of the other model's routers, in the same calls."""
 
-    def logits(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def logits(self) -> Iterator[tuple[Float[Tensor, "1 t experts"], Float[Tensor, "1 t experts"]]]:
         """Those of the other model, and those of the first; none where there was no other."""
-        return ((found, self.made[call][0]) for call, found in enumerate(self.again))
+        return ((found[None], self.made[call][0][None]) for call, found in enumerate(self.again))
 
 
 @contextmanager

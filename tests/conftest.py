@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner, Result
 
-from ptq import native, preflight
+from ptq import experts, native, preflight
 from ptq.cli import app
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -48,7 +49,7 @@ SPARSE: dict[str, Any] = dict(
     norm_topk_prob=True,
 )  # fmt: skip
 """Likewise: few experts, of another width than the one block that has none."""
-WHOLE_HEADS = {"olmoe": dict(head_dim=18)}
+WHOLE_HEADS = {"olmoe": dict(hidden_size=80)}
 """Families in which heads fill hidden_size."""
 
 
@@ -76,6 +77,27 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             parameter.data = (0.5 * noise + 0.3).to(dtype)
         else:
             parameter.data = (noise * (0.5 if name.endswith("bias") else parameter.shape[-1] ** -0.5)).to(dtype)
+    return model
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model as transformers writes them to files, without the head."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    return revert_weight_conversion(model, state)
+
+
+def separated(model: Any, names: tuple[str, str, str] | None) -> Any:
+    """The same model with experts of linears of these names, where it has fused ones."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        owner, _, leaf = name.rpartition(".")
+        if leaf == experts.FUSED[0]:
+            apart = experts.take_apart(
+                tensor, model.state_dict()[f"{owner}.{experts.FUSED[1]}"], names or experts.NAMES[0]
+            )
+            state |= {f"{owner}.{inside}": weight for inside, weight in apart.items()}
+    if experts.separate(model, names):
+        model.load_state_dict(state, strict=False, assign=True)
     return model
 
 
