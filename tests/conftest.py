@@ -88,13 +88,11 @@ def stored(model: Any) -> dict[str, torch.Tensor]:
 
 def separated(model: Any, names: tuple[str, str, str] | None) -> Any:
     """The same model with experts of linears of these names, where it has fused ones."""
-    state = {}
-    for name, tensor in model.state_dict().items():
+    state, fused = {}, model.state_dict()
+    for name in fused if names else ():
         owner, _, leaf = name.rpartition(".")
         if leaf == experts.FUSED[0]:
-            apart = experts.take_apart(
-                tensor, model.state_dict()[f"{owner}.{experts.FUSED[1]}"], names or experts.NAMES[0]
-            )
+            apart = experts.take_apart(fused[name], fused[f"{owner}.{experts.FUSED[1]}"], names)
             state |= {f"{owner}.{inside}": weight for inside, weight in apart.items()}
     if experts.separate(model, names):
         model.load_state_dict(state, strict=False, assign=True)

@@ -19,7 +19,8 @@ from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
 KINDS = {
-    "qwen3": "heads", "olmo2": "whole", "olmo3": "whole", "gemma3_text": "heads", "qwen3_moe": "heads", "olmoe": "whole",
+    "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads",
+    "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OTHERS = dict.fromkeys(("granite", "olmo2", "olmo3", "gemma", "gemma3_text", "mixtral", "olmoe"), 0) | {"qwen3_moe": 1}
 """Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu, and how many of two are."""
