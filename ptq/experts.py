@@ -6,8 +6,10 @@ fused experts is known by its parameters, and tried on random numbers before ano
 """
 
 import inspect
+import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 
 from ptq import fast_steps, steps
 from ptq.errors import InputError
+from ptq.families import Family
+from ptq.header import TensorInfo
 from ptq.matmul import has_steps
 from ptq.shared_input import products
 
@@ -59,14 +63,24 @@ class Experts(nn.Module):
         top_k_weights: Float[Tensor, "t chosen"],
     ) -> Float[Tensor, "t k"]:
         """The weighted sum over the chosen experts of every token."""
+        if len(hidden_states) == 1:
+            return self._of_one(hidden_states, top_k_index, top_k_weights)
         total = torch.zeros_like(hidden_states)
         for number in top_k_index.unique().tolist():
             tokens, places = torch.where(top_k_index == number)
-            y = self._mlp(cast(nn.ModuleDict, self._modules[str(number)]), hidden_states[tokens])
+            y = self._mlp(number, hidden_states[tokens])
             total.index_add_(0, tokens, (y * top_k_weights[tokens, places, None]).to(total.dtype))
         return total
 
-    def _mlp(self, expert: nn.ModuleDict, x: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
+    def _of_one(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Float[Tensor, "1 k"]:
+        """The same of one token, without gathering: the products alone take time then."""
+        total = torch.zeros_like(x)
+        for number, place in sorted((number, place) for place, number in enumerate(top_k_index[0].tolist())):
+            total = total + (self._mlp(number, x) * top_k_weights[0, place]).to(total.dtype)
+        return total
+
+    def _mlp(self, number: int, x: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
+        expert = cast(nn.ModuleDict, self._modules[str(number)])
         gate_linear, up_linear, down_linear = (expert._modules[name] for name in self.names)
         assert gate_linear is not None and up_linear is not None and down_linear is not None
         if self.is_silu and has_steps(len(x), x):
@@ -78,15 +92,25 @@ class Experts(nn.Module):
         return down_linear(self.act_fn(gate) * up)
 
 
-def refuse_fused(tensors: Iterable[str]) -> None:
-    """Raise InputError where a checkpoint stores all experts of a block as one tensor."""
-    for name in tensors:
-        if name.endswith(tuple(f".experts.{leaf}{end}" for leaf in FUSED for end in ("", ".weight"))):
-            raise InputError(
-                f"tensor {name!r} holds all experts of a block; ptq reads files with tensors of their own for every "
-                "expert, as published: fetch these, or load the model with transformers and save it again "
-                "(save_pretrained writes such files)"
-            )
+def as_published(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
+    """The tensors of files with one matrix for each linear of an expert, as models are published. Where files hold all
+    experts of a block in one tensor, as `save_pretrained(save_original_format=False)` writes it, that is the same bytes
+    under names of their own."""
+    names, found = family.experts, {}
+    if names is None:
+        return dict(tensors)
+    for name, info in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        if not (owner.endswith(".mlp.experts") and leaf in FUSED and len(info.shape) == 3 and info.nbytes):
+            found[name.replace(".mlp.gate.weight", f".{names.router}.weight")] = info  # which Mixtral renames too
+            continue
+        parts = names.linears[:2] if leaf == FUSED[0] else names.linears[2:]
+        count, rows, columns = info.shape[0], info.shape[1] // len(parts), info.shape[2]
+        block, nbytes = owner.removesuffix(".mlp.experts"), rows * columns * info.dtype.itemsize
+        for place, (number, part) in enumerate(itertools.product(range(count), parts)):
+            piece = replace(info, shape=(rows, columns), offset=info.offset + place * nbytes, nbytes=nbytes)
+            found[f"{block}.{names.experts}.{number}.{part}.weight"] = piece
+    return found
 
 
 def names_in(linears: Iterable[str]) -> tuple[str, str, str] | None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ptq import (
     calibration,
     engine,
+    experts,
     finetune_full,
     memory,
     methods,
@@ -28,7 +29,6 @@ from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
-from ptq.experts import refuse_fused
 from ptq.families import Family, family_of, shape_of
 from ptq.job import Job
 from ptq.lock import exclusive, lock_file
@@ -70,6 +70,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     checkpoint = Checkpoint.open(source.resolve(model))
     refuse_quantised(checkpoint.config)
     family = family_of(checkpoint.config)
+    checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
     config = read_config(checkpoint)
     shape = shape_of(config)
     if shape.blocks > len(checkpoint.tensors):  # before anything is built that large
@@ -77,7 +78,6 @@ def plan(model: str, recipe: Recipe) -> Target:
             f"config.json: num_hidden_layers {shape.blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"
         )
     dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
-    refuse_fused(checkpoint.tensors)
     plan = methods.planner(recipe.method)(shape, family, recipe, dtypes)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
     promised = parameter_shapes(config)
