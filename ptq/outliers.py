@@ -67,7 +67,7 @@ class Input:
 def observed(plan: Plan, index: int) -> dict[str, tuple[str, ...]]:
     """One linear of block `index` for each of the four inputs that linears share, and all those that are measured
     together with it: the same linear of every expert."""
-    found = {role: tuple(x.name for x in plan.block(index) if x.role == role) for role in OBSERVED}
+    found = {role: tuple(x.name for x in plan.block(index) if role in x.role.split("+")) for role in OBSERVED}
     return {names[0]: names for names in found.values()}
 
 

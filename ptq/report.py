@@ -87,7 +87,8 @@ def _block(plan: Plan, name: str) -> int | None:
 def _drawn(plan: Plan) -> set[str]:
     """The linears whose channels are drawn: attention and MLP inputs of the first, the middle and the last block."""
     blocks = {0, plan.blocks // 2, plan.blocks - 1}
-    return {linear.name for block in blocks for linear in plan.block(block) if linear.role in ("query", "down")}
+    roles = {"query", "down"}
+    return {linear.name for block in blocks for linear in plan.block(block) if roles & set(linear.role.split("+"))}
 
 
 def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, TensorInfo]) -> Iterator[Layer]:

@@ -219,6 +219,8 @@ def test_through_the_command(model_type: str, method: str, calibration_text: Pat
         assert torch.equal(packed(generated[:, :length]).logits[:, -1].argmax(-1), generated[:, length])
     assert quantize("verify", out, "--against", model).exit_code == 0
     assert quantize("inspect", out).exit_code == 0
+    page = (out / "report.html").read_text()
+    assert f".experts.*.{family.down} (4)" in page and ".experts.2." not in page
     packed.save_pretrained(tmp_path / "again")
     for name in ("model.safetensors", "config.json"):
         assert (tmp_path / "again" / name).read_bytes() == (out / name).read_bytes()
