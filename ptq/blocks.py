@@ -14,9 +14,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ptq import fast_steps, matmul
+from ptq import experts, fast_steps, matmul
 from ptq.activations import Activation
-from ptq.families import Family
+from ptq.families import Family, has_experts
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, frozen, swap
 
@@ -55,7 +55,7 @@ class Part:
 
     def __init__(self, config: Any, family: Family, layer: int | None, device: torch.device) -> None:
         self.family, self.device = family, device
-        self.model = _meta_model(_single_block(config, layer or 0), device)
+        self.model = _meta_model(_single_block(config, layer or 0), family, device)
         parent, _, name = family.layers.rpartition(".")
         layers = getattr(self.model.get_submodule(parent), name)
         self.splice = _Splice(layers[0] if layer is not None else None)
@@ -112,11 +112,11 @@ class Part:
         """Put packed linears in the place of plain ones: `quantization_config` entries by name in the whole model."""
         for name, entry in entries.items():
             if name.startswith(self.prefix):
-                swap(self.block, name.removeprefix(self.prefix), entry)
+                swap(self.block, self._inside(name), entry)
 
     def put(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of the one that is called `name` in the whole model."""
-        _put(self.block, name.removeprefix(self.prefix), module)
+        _put(self.block, self._inside(name), module)
 
     def quantize_input(self, name: str, activation: Activation) -> None:
         """Quantise the input of a packed or dense `QuantLinear` from now on."""
@@ -132,8 +132,12 @@ class Part:
     def module(self, name: str) -> nn.Module:
         """The module that is called `name` in the whole model."""
         if self.prefix:
-            return self.block.get_submodule(name.removeprefix(self.prefix))
+            return self.block.get_submodule(self._inside(name))
         return self.model.get_submodule(name)
+
+    def _inside(self, name: str) -> str:
+        """What the block calls what has `name` in the whole model's files."""
+        return experts.module_name(name).removeprefix(self.prefix)
 
     @torch.no_grad()
     def embed(self, ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
@@ -168,7 +172,7 @@ class Part:
         named as in the whole model, in the place of the part's own."""
         self.splice.replacement = hidden
         inside = f"{self.family.layers}.0.block."
-        named = {inside + name.removeprefix(self.prefix) if self.prefix else name: t for name, t in tensors.items()}
+        named = {inside + self._inside(name) if self.prefix else name: t for name, t in tensors.items()}
         module: nn.Module = self.model
         if not head:
             self._without_norm()
@@ -198,18 +202,21 @@ class Part:
 def _single_block(config: Any, layer: int) -> Any:
     """The config of a model that has only this block: settings that are lists with an entry per block are cut too."""
     single = copy.deepcopy(config)
+    if hasattr(config, "mlp_only_layers"):  # and the number of a block decides
+        single.decoder_sparse_step, single.mlp_only_layers = 1, [] if has_experts(config, layer) else [0]
     blocks = config.num_hidden_layers
     for key, value in list(vars(single).items()):
-        if isinstance(value, list) and len(value) == blocks:
+        if isinstance(value, list) and len(value) == blocks and key != "mlp_only_layers":
             setattr(single, key, value[layer : layer + 1])
     single.num_hidden_layers = 1
     return single
 
 
-def _meta_model(config: Any, device: torch.device) -> PreTrainedModel:
+def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrainedModel:
     """The model of a config without weights; tables that are computed, not stored, are real."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    experts.separate(model, family.experts.linears if family.experts else None)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")

@@ -16,17 +16,19 @@ to its input when the model runs. 4 x H64: a Hadamard matrix of order 64 for eac
 
 
 def plan_table(plan: Plan) -> str:
-    """What happens to every linear. Blocks whose row is the same share one, with * for their number."""
-    rows: dict[tuple[str, ...], list[int]] = {}
+    """What happens to every linear. Blocks whose row is the same share one, and so do experts, with * for their
+    number."""
+    rows: dict[tuple[str, ...], dict[int, None]] = {}
     for linear in plan.linears:
         names = (linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear))
+        names = tuple(re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", name) for name in names)
         number = re.match(rf"{re.escape(plan.layers)}\.(\d+)\.", linear.name)
         if number:  # of the block; sign vectors bear it too: R2.0
             names = tuple(re.sub(rf"(?<=\.){number[1]}(?=[. ]|$)", "*", name) for name in names)
-        rows.setdefault((*names, _format(linear)), []).extend([int(number[1])] if number else [])
+        rows.setdefault((*names, _format(linear)), {}).update({int(number[1]): None} if number else {})
     table = Table("linear", "blocks", "n x k", "norm", "input", "output", "online", "format", box=None)
     for (name, *cells), blocks in rows.items():
-        table.add_row(name, ", ".join(_ranges(blocks)), *cells)
+        table.add_row(name, ", ".join(_ranges(list(blocks))), *cells)
     explained = any(cell for row in rows for cell in row[2:6])  # what the legend is about
     return f"{_render(table)}\n{LEGEND}" if explained else _render(table)
 
@@ -98,7 +100,7 @@ def _matrices(scheme: dict[str, Any]) -> str:
 def _render(table: Table) -> str:
     from rich.console import Console
 
-    plain = Console(width=250)
+    plain = Console(width=400)
     with plain.capture() as capture:
         plain.print(table)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from ptq import experts
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
 from ptq.hf import PtqConfig
@@ -98,8 +99,9 @@ def _packed_owner(tensor: str) -> str:
 
 def linear_shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tuple[int, int]]:
     """[n, k] of the packed linears, from the model built without weights. Raises InputError for what does not fit."""
-    model = _without_weights(config)
-    linears = {name: swap(model, name, entry) for name, entry in packed.entries().items()}
+    model, entries = _without_weights(config), packed.entries()
+    experts.separate(model, experts.names_in(entries))
+    linears = {name: swap(model, experts.module_name(name), entry) for name, entry in entries.items()}
     return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
 
 

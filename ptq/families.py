@@ -12,6 +12,25 @@ from ptq.errors import InputError
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
+
+    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    @property
+    def linears(self) -> tuple[str, str, str]:
+        """What gate, up and down are called inside an expert."""
+        return self.gate, self.up, self.down
+
+
+@dataclass(frozen=True)
 class Family:
     """Names of the parts of a decoder-only model: RMSNorm, rotary attention, gated MLP.
 
@@ -45,6 +64,8 @@ class Family:
     """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
+    experts: Experts | None = None
+    """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
 
 
 FAMILIES: dict[str, Family] = {
@@ -102,6 +123,14 @@ FAMILIES: dict[str, Family] = {
             norm_offset=1.0,
             rotate_residual=False,
         ),
+        *(
+            Family(model_type, kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight"), experts=Experts())
+            for model_type in ("qwen3_moe", "olmoe")
+        ),
+        Family(
+            "mixtral",
+            experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+        ),
     )
 }
 
@@ -120,6 +149,17 @@ class ModelShape:
     rotary: int
     """Channels of a head that RoPE turns, the first ones."""
     tied: bool
+    experts: int = 0
+    """In a block that has any; 0: the model has none."""
+    experts_per_token: int = 0
+    expert_width: int = 0
+    """What `intermediate` is for an MLP, for one expert."""
+    dense: frozenset[int] = frozenset()
+    """Blocks without experts, in a model that has some."""
+
+    def has_experts(self, index: int) -> bool:
+        """Whether a block has experts in the place of one MLP."""
+        return self.experts > 0 and index not in self.dense
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -146,6 +186,8 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     if heads % kv_heads:
         raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
     return ModelShape(
         hidden=hidden,
         intermediate=_size(config, "intermediate_size"),
@@ -156,6 +198,7 @@ def shape_of(config: Any) -> ModelShape:
         head_dim=head_dim,
         rotary=_rotary(config, head_dim),
         tied=bool(config.tie_word_embeddings),
+        **_experts(config),
     )
 
 
@@ -166,6 +209,26 @@ def _rotary(config: Any, head_dim: int) -> int:
         raise InputError(f"config.json: partial_rotary_factor must be above 0 and at most 1, found {factor!r}")
     rotary = int(head_dim * factor)
     return rotary + rotary % 2  # transformers has an angle for every two channels or what is left of them
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    """The sizes of a mixture of experts; nothing where the config speaks of none."""
+    if not getattr(config, "num_experts", None):
+        return {}
+    blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
+    return {
+        "experts": _size(config, "num_experts"),
+        "experts_per_token": _size(config, "num_experts_per_tok"),
+        "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
+        "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
+    }
+
+
+def has_experts(config: Any, index: int) -> bool:
+    """Whether a config with experts puts them into block `index`: it may list blocks without, or say every how many
+    blocks have them."""
+    step = _size(config, "decoder_sparse_step") if hasattr(config, "decoder_sparse_step") else 1
+    return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % step == 0
 
 
 def _size(config: Any, key: str) -> int:

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptq import fast_decode
+from ptq import experts, fast_decode
 from ptq.errors import InputError
 from ptq.header import read_header
 from ptq.kv_cache import CacheQuantization, attach
@@ -107,11 +108,16 @@ class PtqQuantizer(HfQuantizer):
     """Puts a `QuantLinear` in the place of every linear that the config lists; transformers then loads the bytes."""
 
     requires_calibration = True  # packed checkpoints are made by `quantize`, never by from_pretrained
+    separated = False
+    """Whether the experts of the model are linears of their own."""
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         assert isinstance(self.quantization_config, PtqConfig)
-        entries = self.quantization_config.entries().items()
-        replaced = {own_name(model, name): swap(model, own_name(model, name), entry) for name, entry in entries}
+        entries = self.quantization_config.entries()
+        self.separated = experts.separate(model, experts.names_in(entries))
+        if self.separated:
+            model._can_compile_fullgraph = False  # which experts there are to run is asked of the tokens
+        replaced = {name: swap(model, own_name(model, name), entry) for name, entry in entries.items()}
         files = kwargs.get("checkpoint_files")
         if files:
             check_files(replaced, [Path(file) for file in files], f"{model.base_model_prefix}.")
@@ -127,6 +133,12 @@ class PtqQuantizer(HfQuantizer):
             assert isinstance(module, QuantLinear), name
             module.prepack()  # one after the other, so that no two copies of the model are ever in memory
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """What transformers does to tensors between files and model: nothing is merged into experts that are apart."""
+        if not self.separated:
+            return weight_conversions
+        return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
+
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
 
@@ -141,13 +153,13 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 
 def own_name(model: PreTrainedModel, name: str) -> str:
     """What a model calls a linear of its checkpoint: without a head (`AutoModel`) names begin behind "model."."""
-    headless = not hasattr(model, model.base_model_prefix)
+    headless, name = not hasattr(model, model.base_model_prefix), experts.module_name(name)
     return name.removeprefix(f"{model.base_model_prefix}.") if headless else name
 
 
 def check_files(modules: dict[str, QuantLinear], files: list[Path], prefix: str) -> None:
-    """Check that the files hold every tensor of the packed modules, in its shape and dtype; with or without `prefix`,
-    for transformers adds and removes it.
+    """Check that the files hold every tensor of the packed modules, by their names there, in its shape and dtype; with
+    or without `prefix`, for transformers adds and removes it.
 
     transformers would fill a missing tensor with random numbers and go on. Raises InputError.
     """

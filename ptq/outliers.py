@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from ptq import activations
 from ptq.activations import Activation
 from ptq.blocks import Part
-from ptq.families import Family
 from ptq.linear import QuantLinear
+from ptq.plan import Plan
 
+OBSERVED = ("query", "attention_output", "gate", "down")
+"""Roles whose inputs are measured."""
 CHUNK = 256
 """Tokens that are measured at once, and positions whose log-softmax is held at once: bounds the memory."""
 
@@ -62,10 +64,11 @@ class Input:
         return Input(torch.maximum(self.peak, other.peak), self.sums + other.sums)
 
 
-def observed(family: Family, layers: str, index: int) -> tuple[str, ...]:
-    """One linear of block `index` for each of the four inputs that linears share; `layers` is `Plan.layers`."""
-    parts = (family.query, family.attention_output, family.gate, family.down)
-    return tuple(f"{layers}.{index}.{part}" for part in parts)
+def observed(plan: Plan, index: int) -> dict[str, tuple[str, ...]]:
+    """One linear of block `index` for each of the four inputs that linears share, and all those that are measured
+    together with it: the same linear of every expert."""
+    found = {role: tuple(x.name for x in plan.block(index) if role in x.role.split("+")) for role in OBSERVED}
+    return {names[0]: names for names in found.values()}
 
 
 def measure(x: Float[Tensor, "*batch k"], activation: Activation | None = None) -> Input:
@@ -89,14 +92,19 @@ def _measure(x: Float32[Tensor, "t k"], activation: Activation | None) -> Input:
 
 
 @contextmanager
-def watching(part: Part, names: Iterable[str], activation: Activation | None = None) -> Iterator[dict[str, Input]]:
-    """Measure the inputs of the named linears of a block in every forward pass inside the `with`; by name, in the end.
+def watching(
+    part: Part, names: Mapping[str, Iterable[str]], activation: Activation | None = None
+) -> Iterator[dict[str, Input]]:
+    """Measure the inputs of linears of a block in every forward pass inside the `with`: those that a name stands for,
+    together.
 
     Where a linear transforms its input online, the input is taken after the transform. `activation`: the grid of the
     rounding error, whether the linear quantises its input or not.
     """
     found: dict[str, Input] = {}
-    handles = [_watch(part.module(name), name, found, activation) for name in names]
+    handles = [
+        _watch(part.module(linear), name, found, activation) for name, linears in names.items() for linear in linears
+    ]
     try:
         yield found
     finally:

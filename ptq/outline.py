@@ -1,7 +1,8 @@
 """The outline of a model: the plan in which nothing happens to any tensor. Methods fill it in.
 
 Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
-`attention_output`, `gate`, `up`, `down`, `head`. Those of the blocks have `statistics`: they may be rounded.
+`attention_output`, `gate`, `up`, `down`, `head`; the linears of an expert have those of an MLP, and `router` chooses
+among them. Those of the blocks but for the router have `statistics`: they may be rounded.
 
 Where a family names one fused linear in several fields, the outline has an entry of that name for every role, so that
 whoever puts something onto the plan thinks of roles alone. `chosen` makes one linear of them.
@@ -17,7 +18,7 @@ import torch
 
 from ptq import formats
 from ptq.errors import InputError
-from ptq.families import Family, ModelShape
+from ptq.families import Experts, Family, ModelShape
 from ptq.plan import LinearPlan, Plan
 
 Dtypes = dict[str, torch.dtype]
@@ -31,7 +32,7 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
     """The plan of a model whose tensors have these dtypes."""
     blocks = [f"{family.layers}.{index}" for index in range(shape.blocks)]
     linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
-    linears += [linear for block in blocks for linear in _block(block, shape, family)]
+    linears += [linear for index in range(shape.blocks) for linear in _block(index, shape, family)]
     if not shape.tied:
         linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
     inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
@@ -52,7 +53,7 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
 
 
 def _sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """n and k of the linears of a block, by role; in the order of their rows where they are fused."""
+    """n and k of the linears of a block without experts, by role; in the order of their rows where they are fused."""
     queries, values = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
         "query": (queries, shape.hidden),
@@ -75,14 +76,40 @@ def first_row(role: str, shape: ModelShape, family: Family) -> int:
     raise AssertionError(role)
 
 
-def _block(block: str, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+def _block(index: int, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+    block, sparse = f"{family.layers}.{index}", family.experts is not None and shape.has_experts(index)
     for role, (n, k) in _sizes(shape).items():
+        if sparse and role in ("gate", "up", "down"):
+            continue
         statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
         yield replace(_linear(role, f"{block}.{getattr(family, role)}", n, k), statistics=statistics)
+    if sparse and family.experts is not None:
+        yield from _experts(block, shape, family.experts)
+
+
+def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPlan]:
+    """The router, and the linears of the experts one after the other: each of these has statistics of its own, but for
+    up, which reads the input of gate."""
+    yield _linear("router", f"{block}.{names.router}", shape.experts, shape.hidden)
+    into, out = (shape.expert_width, shape.hidden), (shape.hidden, shape.expert_width)
+    for number in range(shape.experts):
+        expert = f"{block}.{names.experts}.{number}"
+        for role, (n, k) in {"gate": into, "up": into, "down": out}.items():
+            linear = _linear(role, f"{expert}.{getattr(names, role)}", n, k)
+            yield replace(linear, statistics=f"{expert}.{getattr(names, SHARED_INPUTS.get(role, role))}", expert=number)
 
 
 def _linear(role: str, name: str, n: int, k: int) -> LinearPlan:
     return LinearPlan(name=name, n=n, k=k, source=f"{name}.weight", role=role)
+
+
+def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
+    """The statistics of all experts of a block that see tokens of the same input as `linear`; none where nobody does:
+    each down has an input of its own kind."""
+    if linear.expert is None or linear.role == "down":
+        return ()
+    block = (other for other in plan.block(block_of(linear, plan)) if other.expert is not None and other.role != "down")
+    return tuple(dict.fromkeys(other.statistics for other in block if other.statistics))
 
 
 def block_of(linear: LinearPlan, plan: Plan) -> int:

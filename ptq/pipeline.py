@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ptq import (
     calibration,
     engine,
+    experts,
     finetune_full,
     memory,
     methods,
@@ -69,6 +70,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     checkpoint = Checkpoint.open(source.resolve(model))
     refuse_quantised(checkpoint.config)
     family = family_of(checkpoint.config)
+    checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
     config = read_config(checkpoint)
     shape = shape_of(config)
     if shape.blocks > len(checkpoint.tensors):  # before anything is built that large
@@ -142,7 +144,8 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     with alone, kept, Progress(target.plan, calibrated, visible) as progress:
         if workers.first:
             open_work(work, record, options.restart and not workers.again)
-        for note in (*target.plan.notes, *preflight.warnings(target.plan, asked, rows), str(needs)):
+        warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows)
+        for note in (*target.plan.notes, *warnings, str(needs)):
             progress.say(note)
         if done := rounded_before(work, target.plan):
             progress.say(done)

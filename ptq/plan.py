@@ -78,7 +78,7 @@ class LinearPlan:
     """What happens to one weight matrix W[n, k] (a linear layer, the embedding or the head)."""
 
     name: str
-    """Module name in the Hugging Face model."""
+    """Module name in the Hugging Face model; of experts, as the files of a checkpoint have it (`ptq.experts`)."""
     n: int
     k: int
     source: str
@@ -108,6 +108,8 @@ class LinearPlan:
     parts: tuple["LinearPlan", ...] = ()
     """Of a fused linear whose rows are not all treated alike: what happens to them, range after range. Each part has an
     `output`, `balance` and `role` of its own, and the whole has no output and balance."""
+    expert: int | None = None
+    """Number of the expert that it belongs to; None where it is part of none."""
 
     def __post_init__(self) -> None:
         assert self.online_output in (None, self.output), self

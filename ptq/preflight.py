@@ -51,12 +51,21 @@ class Estimate:
         )
 
 
+def largest_block(plan: Plan) -> list[LinearPlan]:
+    """The linears of the block with most weights: blocks with experts may stand beside others."""
+    blocks: dict[str, list[LinearPlan]] = {}
+    for linear in plan.linears:
+        if linear.name.startswith(f"{plan.layers}."):
+            blocks.setdefault(linear.name[len(plan.layers) + 1 :].partition(".")[0], []).append(linear)
+    return max(blocks.values(), key=lambda block: sum(linear.n * linear.k for linear in block))
+
+
 def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int]) -> Estimate:
     """Needs of a run with a recipe whose `sequence_length` is known; `sizes` maps the source's tensors to their bytes.
     Measures the machine for a moment."""
     length = recipe.sequence_length
     assert length is not None
-    block = list(plan.block(0))
+    block = largest_block(plan)
     weights = sum(linear.n * linear.k for linear in plan.linears)
     block_weights = sum(linear.n * linear.k for linear in block)
     largest = max(linear.n * linear.k for linear in plan.linears)
@@ -70,11 +79,13 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
         hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
         parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
         hidden = 2 * 4 * tokens * shape.hidden
-        square = sum(k * k for k in inputs.values())
+        square = sum(_share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
+        active = sum(_share(linear, shape) * linear.n * linear.k for linear in block)
         solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
-        work = plan.blocks * (4 * tokens * block_weights + 2 * tokens * square + 2 * solve)
+        work = plan.blocks * (4 * tokens * active + 2 * tokens * square + 2 * solve)
         seconds += work / _matmul_rate()
-        solver = max(4 * linear.k**2 + 8 * linear.n * linear.k for linear in block)  # beside the block and its Hessians
+        # Beside the block and its Hessians: H, and of experts the sum of all.
+        solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
         memory += max(hessians, solver) + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
     made = Estimate(seconds, memory, hidden + parts * hessians, packed)
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
@@ -83,7 +94,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
 def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, length: int) -> Estimate:
     """The same with fine-tuning. While a block is trained, its weights are there six times: values, the best of them,
     gradients, two averages of these, and the state before. So is the head, at the end."""
-    block, head = sum(linear.n * linear.k for linear in plan.block(0)), shape.vocab * shape.hidden
+    block, head = sum(linear.n * linear.k for linear in largest_block(plan)), shape.vocab * shape.hidden
     tokens = max(length, CHUNK_TOKENS)
     activations = 4 * tokens * (24 * shape.hidden + 10 * shape.intermediate)  # what the gradient needs of one block
     memory = BASE_MEMORY + 4 * 6 * block + activations
@@ -104,20 +115,33 @@ def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, len
     )
 
 
+def _share(linear: LinearPlan, shape: ModelShape) -> float:
+    """Of the tokens that a linear is given: those of an expert are given some."""
+    return 1.0 if linear.expert is None else shape.experts_per_token / shape.experts
+
+
 def needs_text(plan: Plan, recipe: Recipe) -> bool:
     """Whether a run needs calibration text."""
     solved = recipe.rounding != "nearest" or plan.finetune != "none"
     return solved and any(linear.statistics for linear in plan.linears)
 
 
-def warnings(plan: Plan, recipe: Recipe, rows: Tensor | None) -> Iterator[str]:
+def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None) -> Iterator[str]:
     """What a user should know about the calibration rows. `recipe` is what was asked for, without defaults."""
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
-    widest = max((linear.k for linear in plan.linears if linear.statistics), default=0)
-    if rows is not None and rows.numel() < TOKENS_PER_CHANNEL * widest:
+    needy = max(
+        (linear for linear in plan.linears if linear.statistics), key=lambda x: x.k / _share(x, shape), default=None
+    )
+    if rows is None or needy is None:
+        return
+    tokens = round(rows.numel() * _share(needy, shape))
+    if tokens < TOKENS_PER_CHANNEL * needy.k:
+        found = (
+            f"{tokens} calibration tokens" if needy.expert is None else f"about {tokens} calibration tokens an expert"
+        )
         yield (
-            f"warning: {rows.numel()} calibration tokens for layers of up to {widest} input channels are few; "
+            f"warning: {found} for layers of up to {needy.k} input channels are few; "
             f"{TOKENS_PER_CHANNEL} per channel give steady statistics: raise --samples"
         )
 

@@ -14,6 +14,7 @@ from ptq.errors import RunError
 from ptq.job import Job
 from ptq.outliers import Input, from_tensors, observed, to_tensors, watching
 from ptq.proof import largest_error
+from ptq.routing import Routes, recorded, replayed
 from ptq.shards import write_tensors
 
 ROTATION_TOLERANCE = 1e-3
@@ -44,23 +45,28 @@ class Probe:
         write_tensors(self._file(0), {**states, "ids": ids}, durable=False)
 
     def run(
-        self, index: int, part: Part, hidden: Float[Tensor, "rows t k"] | None
+        self, index: int, part: Part, hidden: Float[Tensor, "rows t k"] | None, routes: Routes
     ) -> tuple[Float[Tensor, "rows t k"] | None, dict[str, Input]]:
-        """What leaves a block, and the inputs of the linears inside; None and nothing where there is no probe."""
+        """What leaves a block, and the inputs of the linears inside; None and nothing where there is no probe. The
+        first model that runs leaves its `routes`, the second one takes them."""
         if hidden is None:
             return None, {}
-        names = observed(self.job.family, self.job.plan.layers, index)
+        names = observed(self.job.plan, index)
         grid = next((linear.activation for linear in self.job.plan.block(index) if linear.activation), None)
-        with watching(part, names, grid) as found:
+        routers = [linear.name for linear in self.job.plan.block(index) if linear.role == "router"]
+        following = replayed if routes.made else recorded
+        with watching(part, names, grid) as found, following(part, routers, routes):
             return row_by_row(part, hidden), found
 
-    def compare(self, index: int, original: Float[Tensor, "rows t k"], rotated: Float[Tensor, "rows t k"]) -> None:
+    def compare(
+        self, index: int, original: Float[Tensor, "rows t k"], rotated: Float[Tensor, "rows t k"], routes: Routes
+    ) -> None:
         """Prove the rotations of a block. Raises RunError."""
         rotation = self.job.residual_rotation()
         expected = original.double()
         if rotation is not None:
             expected = rewrite.rotate(expected, rotation, self.job.signs)
-        error = largest_error(rotated, expected)
+        error = max(largest_error(rotated, expected), *(largest_error(*logits) for logits in routes.logits()), 0.0)
         if not error < ROTATION_TOLERANCE:  # also where it is NaN
             raise RunError(
                 f"block {index}: the rotated block differs from the original by {error:.1e} (relative; rounding is "

@@ -1,7 +1,9 @@
 """The report of a run: what it did to the model, as numbers (`report.json`) and as one page (`report.html`)."""
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
@@ -46,7 +48,7 @@ def build(
     and of the rotated blocks, by linear; `positions` what `outliers.by_position` found on rows of `text`; `trainings`
     is `Tasks.trainings()`.
     """
-    drawn = _drawn(plan, family)
+    drawn = _drawn(plan)
     quantised = [linear for linear in plan.rounded() if linear.format and linear.format.codebook]
     return Report(
         version=VERSION,
@@ -62,7 +64,7 @@ def build(
         bytes_after=sum(info.nbytes for info in written.values()),
         **{key: _six(result[key]) for key in ("rotation_error", "kl", "top1")},
         shares=_shares(plan, family, source, written),
-        layers=tuple(_layer(plan, linear, log, written) for linear in plan.linears),
+        layers=tuple(_layers(plan, log, written)),
         inputs=tuple(
             _observed(plan, name, before[name], after[name], name in drawn) for name in before if name in after
         ),
@@ -82,20 +84,26 @@ def _block(plan: Plan, name: str) -> int | None:
     return None if inside == name else int(inside.partition(".")[0])
 
 
-def _drawn(plan: Plan, family: Family) -> set[str]:
+def _drawn(plan: Plan) -> set[str]:
     """The linears whose channels are drawn: attention and MLP inputs of the first, the middle and the last block."""
     blocks = {0, plan.blocks // 2, plan.blocks - 1}
-    return {f"{plan.layers}.{block}.{part}" for block in blocks for part in (family.query, family.down)}
+    roles = {"query", "down"}
+    return {linear.name for block in blocks for linear in plan.block(block) if roles & set(linear.role.split("+"))}
 
 
-def _layer(
-    plan: Plan, linear: LinearPlan, log: Sequence[Mapping[str, Any]], written: Mapping[str, TensorInfo]
-) -> Layer:
-    line = next((line for line in log if line["name"] == linear.name), {})
-    prefix = f"{linear.name}.weight"
-    info = written[prefix]
+def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, TensorInfo]) -> Iterator[Layer]:
+    lines, nbytes = {line["name"]: line for line in log}, Counter()
+    for name, info in written.items():
+        owner, _, leaf = name.rpartition(".")
+        nbytes[owner] += info.nbytes if leaf.startswith("weight") else 0
+    for linear in plan.linears:
+        dtype = written[f"{linear.name}.weight"].dtype
+        yield _layer(plan, linear, lines.get(linear.name, {}), dtype, nbytes[linear.name])
+
+
+def _layer(plan: Plan, linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> Layer:
     if linear.format is None:
-        storage = str(info.dtype).removeprefix("torch.")
+        storage = str(dtype).removeprefix("torch.")
     else:
         options = (f"{key}={value}" for key, value in linear.format.options().items())
         storage = " ".join([linear.format.name, *options])
@@ -110,7 +118,7 @@ def _layer(
         storage=storage,
         rotation=", ".join(" ".join(rotation.split()) for rotation in rotations),
         activation_bits=None if linear.activation is None else linear.activation.bits,
-        nbytes=sum(info.nbytes for name, info in written.items() if name == prefix or name.startswith(f"{prefix}_")),
+        nbytes=nbytes,
         **{key: _six(line.get(key)) for key in ("error", "loss", "nearest_loss")},
     )
 
@@ -144,7 +152,7 @@ def _observed(plan: Plan, name: str, before: Input, after: Input, drawn: bool) -
     assert block is not None, name
     linear = plan.linear(name)
     rounded = linear is not None and linear.activation is not None
-    kind = name.removeprefix(f"{plan.layers}.{block}.")
+    kind = re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", name.removeprefix(f"{plan.layers}.{block}."))
     spreads = (_spread(found, drawn, rounded) for found in (before, after))
     return Observed(name, block, kind, len(before.peak), *spreads)
 

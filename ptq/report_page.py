@@ -166,7 +166,8 @@ def _legend() -> str:
 
 def _errors(report: Report) -> Iterator[str]:
     measures = {"error": "of the weight: |W − Ŵ|² / |W|²", "loss": "of the layer's output on calibration data"}
-    rounded = [layer for layer in report.layers if layer.block is not None and layer.error is not None]
+    layers = report_tables.together(report.layers)
+    rounded = [layer for layer in layers if layer.block is not None and layer.error is not None]
     shown = [name for name in measures if any(getattr(layer, name) is not None for layer in rounded)]
     if not shown:
         return
@@ -190,7 +191,7 @@ def _errors(report: Report) -> Iterator[str]:
 
 
 def _kind(layer: Layer) -> str:
-    return layer.name.rpartition(".")[2]
+    return layer.name.rpartition(".")[2].partition(" ")[0]
 
 
 def _sizes(report: Report) -> str:

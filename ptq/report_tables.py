@@ -1,9 +1,29 @@
 """The tables of the report's page."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from html import escape
+from statistics import fmean
+from typing import Any
 
-from ptq.report_schema import Report
+from ptq.report_schema import Layer, Report
+
+
+def together(layers: Iterable[Layer]) -> list[Layer]:
+    """The layers, the same one of all experts of a block as one: its numbers are means over those that have any."""
+    found: dict[str, list[Layer]] = {}
+    for layer in layers:
+        found.setdefault(re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", layer.name), []).append(layer)
+    return [some[0] if len(some) == 1 else _mean(name, some) for name, some in found.items()]
+
+
+def _mean(name: str, layers: list[Layer]) -> Layer:
+    numbers = {key: [getattr(layer, key) for layer in layers] for key in ("error", "loss", "nearest_loss")}
+    known = {key: [value for value in values if value is not None] for key, values in numbers.items()}
+    means: dict[str, Any] = {key: fmean(values) if values else None for key, values in known.items()}
+    nbytes = round(fmean(layer.nbytes for layer in layers))
+    return replace(layers[0], name=f"{name} ({len(layers)})", nbytes=nbytes, **means)
 
 
 def layers(report: Report) -> str:
@@ -15,7 +35,7 @@ def layers(report: Report) -> str:
             f"{layer.activation_bits} bits" if layer.activation_bits else "", f"{layer.bits_per_weight:.2f}",
             *(value(number, ".3g", "") for number in (layer.error, layer.loss, layer.nearest_loss)),
         ]
-        for layer in report.layers
+        for layer in together(report.layers)
     ]  # fmt: skip
     return f"<h2>Layers</h2>{rows(names, cells, 5)}"
 

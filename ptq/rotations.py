@@ -9,7 +9,7 @@ them), put onto a plan.
 - R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ptq import hadamard
@@ -23,9 +23,11 @@ READERS = {
     "value": "attention_norm",
     "gate": "mlp_norm",
     "up": "mlp_norm",
+    "router": "mlp_norm",
 }
 """Roles that read the residual stream, and the field of `Family` that names the norm in front of them."""
 WRITERS = ("attention_output", "down")
+MLP_WIDTHS = {True: "intermediate_size", False: "width of an expert"}
 
 
 def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan:
@@ -33,10 +35,10 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan
     residual = None
     if family.rotate_residual:
         residual = Rotation(shape.hidden, hadamard.largest_block(shape.hidden), "R1")
-    linears = [_r2(linear, block_of(linear, plan), shape) for linear in plan.linears if linear.statistics]
+    ends = {linear.role: linear for linear in plan.ends()}
+    linears = [_r2(linear, block_of(linear, plan), shape) for linear in plan.linears if linear.role not in ends]
     if online:
-        linears = [_r4(linear, block_of(linear, plan), shape, family, plan.layers) for linear in linears]
-    ends = {linear.role: linear for linear in plan.linears if not linear.statistics}
+        linears = list(_r4(linears, plan, shape, family))
     untied = shape.tied and residual is not None
     if untied:
         embedding = ends["embedding"]
@@ -53,8 +55,8 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan
         unit_norms=norms,
         kept=tuple(name for name in plan.kept if name not in norms),
         untied=untied,
-        signs=_sign_lengths(shape, residual, online),
-        notes=(*plan.notes, *_notes(shape, family, online, untied)),
+        signs=_sign_lengths(linears, plan, shape, residual),
+        notes=(*plan.notes, *_notes(linears, shape, family, online, untied)),
     )
 
 
@@ -82,16 +84,23 @@ def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
     return linear
 
 
-def _r4(linear: LinearPlan, index: int, shape: ModelShape, family: Family, layers: str) -> LinearPlan:
-    if linear.role not in ("up", "down"):
-        return linear
-    size, signs = shape.intermediate, f"R4.{index}"
-    order = hadamard.largest_block(size)
-    up, down = (f"{layers}.{index}.{name}.weight" for name in (family.up, family.down))
-    balance = Balance(up, down, first_row("up", shape, family))
-    if linear.role == "up":
-        return replace(linear, output=Rotation(size, 1, signs), balance=balance)
-    return replace(linear, input=Rotation(size, order, signs), online=Rotation(size, order), balance=balance)
+def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+    """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them."""
+    sources = {(block_of(linear, plan), linear.expert, linear.role): linear.source for linear in linears}
+    for linear in linears:
+        if linear.role not in ("up", "down"):
+            yield linear
+            continue
+        index = block_of(linear, plan)
+        size, signs = linear.n if linear.role == "up" else linear.k, f"R4.{index}"
+        order = hadamard.largest_block(size)
+        up, down = (sources[index, linear.expert, role] for role in ("up", "down"))
+        balance = Balance(up, down, first_row("up", shape, family) if linear.expert is None else 0)
+        if linear.role == "up":
+            yield replace(linear, output=Rotation(size, 1, signs), balance=balance)
+        else:
+            online = Rotation(size, order)
+            yield replace(linear, input=Rotation(size, order, signs), online=online, balance=balance)
 
 
 def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
@@ -112,16 +121,19 @@ def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
     return replace(plan, linears=tuple(balanced(linear) for linear in plan.linears))
 
 
-def _sign_lengths(shape: ModelShape, residual: Rotation | None, online: bool) -> dict[str, int]:
+def _sign_lengths(
+    linears: list[LinearPlan], plan: Plan, shape: ModelShape, residual: Rotation | None
+) -> dict[str, int]:
     lengths = {"R1": shape.hidden} if residual else {}
+    inside = {block_of(linear, plan): linear.k for linear in linears if linear.online is not None}
     for index in range(shape.blocks):
         lengths[f"R2.{index}"] = shape.head_dim
-        if online:
-            lengths[f"R4.{index}"] = shape.intermediate
+        if index in inside:
+            lengths[f"R4.{index}"] = inside[index]
     return lengths
 
 
-def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Iterator[str]:
+def _notes(linears: list[LinearPlan], shape: ModelShape, family: Family, online: bool, untied: bool) -> Iterator[str]:
     if untied:
         yield (
             f"{family.head}: takes the gain of the last norm, so it is no longer the embedding's own weight: "
@@ -130,9 +142,13 @@ def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Ite
     if not family.rotate_residual:
         yield f"{family.model_type}: its blocks end in a norm, so R1 (the residual rotation) is left out"
     widths = {"hidden_size": shape.hidden, "head_dim": shape.head_dim}
-    if online:
-        widths["intermediate_size"] = shape.intermediate
-    yield from block_notes(widths)
+    yield from block_notes(widths | (mlp_widths(linears) if online else {}))
+
+
+def mlp_widths(linears: Iterable[LinearPlan]) -> dict[str, int]:
+    """The widths of the MLPs of these linears, and of the experts, by what to call them."""
+    widths = {linear.expert is None: linear.k for linear in linears if linear.role == "down"}
+    return {name: widths[dense] for dense, name in MLP_WIDTHS.items() if dense in widths}
 
 
 def block_notes(widths: dict[str, int]) -> Iterator[str]:

@@ -61,6 +61,10 @@ class Rounded:
     """Sweeps of coordinate descent that were kept; None where none were asked for."""
     note: str | None = None
     """Why `nearest` took the place of `ldlq`, if that is not what was asked for."""
+    tokens: int | None = None
+    """Of a linear of an expert: how many tokens of the calibration text it was given."""
+    shrinkage: float | None = None
+    """Likewise: the share of its Hessian that is not its own (`ptq.shrinkage`)."""
 
     def statistics(self) -> dict[str, object]:
         """Everything but the tensors, as JSON values; of floating-point scales the least, mean and largest size.

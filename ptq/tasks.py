@@ -29,8 +29,8 @@ from ptq import finetune_blocks, finetune_full, memory, rounding
 from ptq.blocks import Part
 from ptq.chunks import Chunks
 from ptq.engine import ALONE, Workers
-from ptq.formats import Choice
-from ptq.hessian import Hessians
+from ptq.formats import Choice, Codebook
+from ptq.hessian import Hessians, unseen
 from ptq.job import Job, dense_weight
 from ptq.linear import guard
 from ptq.matmul import FEW_TOKENS
@@ -38,6 +38,7 @@ from ptq.plan import LinearPlan
 from ptq.probe import Probe, row_by_row
 from ptq.progress import Progress
 from ptq.rounding import Rounded
+from ptq.routing import Routes
 from ptq.shards import Shards, write_json
 from ptq.work import remove_contents
 
@@ -99,7 +100,8 @@ class Tasks:
             states = self.probe.states(index) if self.workers.first else {}
             few = not calibrated and (not states or states["original"].shape[1] <= FEW_TOKENS)
             part = self.job.original_block(index, as_stored=few)
-            original, before = self.probe.run(index, part, states.get("original"))
+            routes = Routes()
+            original, before = self.probe.run(index, part, states.get("original"), routes)
             if self.job.plan.finetune != "none":
                 self._teach(index, part)
             rotated, after = original, before
@@ -107,16 +109,16 @@ class Tasks:
                 if any(linear.rewritten or linear.acts_online for linear in self.job.plan.block(index)):
                     memory.give_back()
                     self.job.rotate_block(index, part)
-                    rotated, after = self.probe.run(index, part, states.get("rotated"))
+                    rotated, after = self.probe.run(index, part, states.get("rotated"), routes)
             if original is not None and rotated is not None:
-                self.probe.compare(index, original, rotated)
+                self.probe.compare(index, original, rotated, routes)
             if self.job.plan.finetune != "none":
                 del part
                 finetune_blocks.tune(self, index, progress)
             else:
                 self.job.quantize_inputs(index, part)
                 with progress.step(f"block {index}: Hessians", weights * calibrated):
-                    self._observe(index, part, calibrated)
+                    self._observe(index, part, calibrated, progress)
                 self.round(list(self.job.plan.block(index)), part, progress, str(index))
                 del part
             if original is not None and rotated is not None:
@@ -177,14 +179,20 @@ class Tasks:
         if recipe.rounding == "nearest":
             rounded = rounding.nearest(self._weight(linear, part), codebook, name=linear.name)
         else:
-            memory.give_back()
-            assert linear.statistics is not None
-            hessian = self.hessians.read(key, linear.statistics)
-            rounded = rounding.ldlq(  # the weight is handed over, not kept: the solver frees it when it can
-                self._weight(linear, part), hessian, codebook,
-                damping=recipe.damping, sweeps=recipe.sweeps, name=linear.name,
-            )  # fmt: skip
+            rounded = self._solved(linear, part, key, codebook)
         return format.pack(rounded), rounded.statistics() | chosen
+
+    def _solved(self, linear: LinearPlan, part: Part, key: str, codebook: Codebook) -> Rounded:
+        """A weight rounded with the Hessian of its input; to nearest, where no token of the text says what that is."""
+        memory.give_back()
+        recipe, (hessian, found) = self.job.recipe, self.hessians.of(key, linear, self.job.plan)
+        if hessian is None:
+            return replace(rounding.nearest(self._weight(linear, part), codebook, name=linear.name), **found)
+        rounded = rounding.ldlq(  # the weight is handed over, not kept: the solver frees it when it can
+            self._weight(linear, part), hessian, codebook,
+            damping=recipe.damping, sweeps=recipe.sweeps, name=linear.name,
+        )  # fmt: skip
+        return replace(rounded, **found)
 
     def _weight(self, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
         """The rewritten weight of a linear, which the block then does not hold any more."""
@@ -232,13 +240,16 @@ class Tasks:
             size = min(size, len(rows) // FINETUNE_CHUNKS)
         return rows.split(max(1, size))
 
-    def _observe(self, index: int, part: Part, calibrated: bool) -> None:
+    def _observe(self, index: int, part: Part, calibrated: bool, progress: Progress) -> None:
         """The Hessians of a block whose linears are all rounded together."""
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
         if names and calibrated and not self.hessians.there(str(index)):
             *_, last = self.job.plan.block(index)  # the pass ends at its input: its weight is made again for rounding
-            part.take(dense_weight(last))
+            if last.expert is None:  # that one may see no token
+                part.take(dense_weight(last))
             self.hessians.take(str(index), part, names, self.hidden, index)
+            for note in unseen(self.hessians, self.job.plan, index):
+                progress.say(note)
 
     def _teach(self, index: int, part: Part) -> None:
         """Send the calibration rows through the original block."""

@@ -23,7 +23,8 @@ def quip_sharp(
         typer.Option(
             help="Training after rounding. blocks: within each block, what is not rounded yet, the norms and the sign "
             "vectors are trained to give the original block's output; full: after that the norms, the sign vectors and "
-            "the head are trained to give the original model's logits. Needs calibration text."
+            "the head are trained to give the original model's logits. Needs calibration text. Not for models with "
+            "experts."
         ),
     ] = "none",
     finetune_epochs: Annotated[

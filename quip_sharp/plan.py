@@ -2,7 +2,8 @@
 every linear (section 3), weights on the E8 lattice.
 
 W̃ = H_n diag(sv) W diag(su) H_kᵀ is what is rounded. Signs and Hadamard matrices of both sides run with the model, so
-norms, residual stream and cache stay as they are. Linears that read the same input have the same su.
+norms, residual stream and cache stay as they are. Linears that read the same input have the same su, and
+so have gate and up of all experts of a block.
 """
 
 from dataclasses import dataclass, replace
@@ -12,10 +13,10 @@ from ptq import formats, hadamard
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.families import Family, ModelShape
-from ptq.outline import Dtypes, chosen, outline
+from ptq.outline import Dtypes, block_of, chosen, outline
 from ptq.plan import Finetune, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe, Rounding
-from ptq.rotations import block_notes
+from ptq.rotations import block_notes, mlp_widths
 
 
 @dataclass(frozen=True)
@@ -52,14 +53,18 @@ class QuipSharpRecipe(Recipe):
 def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dtypes) -> Plan:
     """The plan of a model whose tensors have these dtypes."""
     made = outline(recipe.method, shape, family, dtypes)
+    if recipe.finetune != "none" and any(linear.expert is not None for linear in made.linears):
+        raise InputError("--finetune is not made for models with experts: leave it out, and quantise without")
     format = formats.get("quip_sharp/e8p", bits=recipe.bits)
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 
     def transformed(linear: LinearPlan) -> LinearPlan:
         if not recipe.rotate:
             return replace(linear, activation=activation, format=format)
+        experts = linear.expert is not None and linear.role != "down"  # they read some tokens of one input
+        shared = f"{block_of(linear, made)}.experts" if experts else linear.statistics
         sides = {
-            "input": Rotation(linear.k, hadamard.largest_block(linear.k), f"SU.{linear.statistics}"),
+            "input": Rotation(linear.k, hadamard.largest_block(linear.k), f"SU.{shared}"),
             "output": Rotation(linear.n, hadamard.largest_block(linear.n), f"SV.{linear.name}"),
         }
         online = {"online": sides["input"], "online_output": sides["output"]}
@@ -71,7 +76,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         "hidden_size": shape.hidden,
         "query width": shape.heads * shape.head_dim,
         "value width": shape.kv_heads * shape.head_dim,
-        "intermediate_size": shape.intermediate,
+        **mlp_widths(made.linears),
     }
     sizes = {rotation.size for rotation in rotations}
     widths = {name: width for name, width in widths.items() if width in sizes}

@@ -25,7 +25,8 @@ from ptq.checkpoint import Checkpoint
 from ptq.contents import read_config
 from ptq.families import Family, ModelShape, family_of, shape_of
 from ptq.header import read_header
-from ptq.outline import first_row
+from ptq.outline import first_row, outline
+from ptq.rotations import READERS
 from ptq.shards import write_tensors
 
 FACTORS = (32.0, 64.0)
@@ -43,17 +44,23 @@ def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[fl
     where gains are stored less 1, which would have to be rounded."""
     generator = torch.Generator().manual_seed(seed)
     residual = _scale(shape.hidden, channels, factors, generator)
+    plan = outline("", shape, family, {})
     for index in range(shape.blocks):
-        block = f"{family.layers}.{index}"
-        attention, mlp = (family.query, family.key, family.value), (family.gate, family.up)
-        for norm, readers in ((family.attention_norm, attention), (family.mlp_norm, mlp)):
+        block = list(plan.block(index))
+        for norm in (family.attention_norm, family.mlp_norm):
             if norm is not None and not family.norm_offset:
-                yield f"{block}.{norm}.weight", 0, 0, residual
-                yield from ((f"{block}.{reader}.weight", 1, 0, 1 / residual) for reader in dict.fromkeys(readers))
-        inside, first = _scale(shape.intermediate, channels, factors, generator), first_row("up", shape, family)
-        yield f"{block}.{family.up}.weight", 0, first, inside
-        yield f"{block}.{family.up}.bias", 0, first, inside
-        yield f"{block}.{family.down}.weight", 1, 0, 1 / inside
+                yield f"{family.layers}.{index}.{norm}.weight", 0, 0, residual
+                readers = (linear for linear in block if linear.role in READERS)
+                same = (linear for linear in readers if getattr(family, READERS[linear.role]) == norm)
+                sources = dict.fromkeys(linear.source for linear in same)  # a fused one is there for every role
+                yield from ((source, 1, 0, 1 / residual) for source in sources)
+        ups, downs = ([linear for linear in block if linear.role == role] for role in ("up", "down"))
+        for up, down in zip(ups, downs, strict=True):
+            inside = _scale(down.k, channels, factors, generator)
+            first = first_row("up", shape, family) if up.expert is None else 0
+            yield up.source, 0, first, inside
+            yield f"{up.name}.bias", 0, first, inside
+            yield down.source, 1, 0, 1 / inside
 
 
 def key_edits(family: Family, shape: ModelShape, factor: float, seed: int) -> Iterator[Edit]:

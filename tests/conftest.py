@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner, Result
 
-from ptq import native, preflight
+from ptq import experts, native, preflight
 from ptq.cli import app
 from ptq.families import FAMILIES
 from ptq.plan import LinearPlan, Plan
@@ -45,6 +46,14 @@ SWITCHES: dict[str, Any] = dict(
 )  # fmt: skip
 """Set where the family's config has them: every bias, and multipliers far from 1, their default."""
 
+SPARSE: dict[str, Any] = dict(
+    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[0],
+    norm_topk_prob=True,
+)  # fmt: skip
+"""Likewise: few experts, of another width than the one block that has none."""
+WHOLE_HEADS = {"olmoe": dict(hidden_size=80)}
+"""Families in which heads fill hidden_size."""
+
 
 PARTIAL = dict(partial_rotary_factor=0.5)
 """Where the family can turn less than whole heads."""
@@ -66,10 +75,10 @@ def spoil_free_memory(count: int) -> None:
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """A config with every bias and multiplier that the family can have."""
     defaults = CONFIG_MAPPING[model_type]()
-    switches = {key: value for key, value in SWITCHES.items() if hasattr(defaults, key)}
+    switches = {key: value for key, value in (SWITCHES | SPARSE).items() if hasattr(defaults, key)}
     if PARTIAL.keys() <= defaults.rope_parameters.keys():
         switches |= PARTIAL
-    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **changes})
+    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **WHOLE_HEADS.get(model_type, {}), **changes})
 
 
 def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
@@ -84,6 +93,25 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             parameter.data = (0.5 * noise + 0.3).to(dtype)
         else:
             parameter.data = (noise * (0.5 if name.endswith("bias") else parameter.shape[-1] ** -0.5)).to(dtype)
+    return model
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model as transformers writes them to files, without the head."""
+    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    return revert_weight_conversion(model, state)
+
+
+def separated(model: Any, names: tuple[str, str, str] | None) -> Any:
+    """The same model with experts of linears of these names, where it has fused ones."""
+    state, fused = {}, model.state_dict()
+    for name in fused if names else ():
+        owner, _, leaf = name.rpartition(".")
+        if leaf == experts.FUSED[0]:
+            apart = experts.take_apart(fused[name], fused[f"{owner}.{experts.FUSED[1]}"], names)
+            state |= {f"{owner}.{inside}": weight for inside, weight in apart.items()}
+    if experts.separate(model, names):
+        model.load_state_dict(state, strict=False, assign=True)
     return model
 
 

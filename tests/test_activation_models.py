@@ -177,7 +177,7 @@ def test_hessians_are_of_the_quantised_input(source: Path) -> None:
     module = part.module(DOWN)
     assert isinstance(module, QuantLinear)
     handle = module.register_forward_pre_hook(lambda _, x: inputs.append(x[0].detach()))
-    h = whole(observe(part, [DOWN], iter([hidden]))[DOWN])
+    h = whole(observe(part, [DOWN], iter([hidden]))[0][DOWN])
     handle.remove()
     assert module.online.activation is not None
     x = activations.dequantize(*module.quantized_input(inputs[-1])).flatten(0, 1).double()

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model, tiny_config, tiny_model
+from conftest import save_model, stored, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import balance, hadamard, pipeline, rewrite
+from ptq import balance, experts, hadamard, pipeline, rewrite
 from ptq.families import FAMILIES, shape_of
 from ptq.job import Job
 from ptq.outline import first_row
@@ -35,14 +35,35 @@ class ExactNorm(nn.Module):
         return (self.offset + self.weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
-def exact(config: Any, tensors: dict[str, Tensor]) -> nn.Module:
-    """A float64 model with the given tensors and norms in float64."""
-    model = AutoModelForCausalLM.from_config(config).double().eval()
-    model.load_state_dict({name: tensor.double() for name, tensor in tensors.items()}, strict=True)
+class ExactRouter(nn.Module):
+    """The choice of experts in the dtype of its input: the models' own routers round to float32."""
+
+    def __init__(self, router: Any) -> None:
+        super().__init__()
+        self.weight, self.top_k = router.weight, router.top_k
+        assert getattr(router, "norm_topk_prob", True)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        logits = x.flatten(0, -2) @ self.weight.T
+        shares, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
+        return logits, shares / shares.sum(-1, keepdim=True), chosen
+
+
+EXACT = {"RMSNorm": ExactNorm, "TopKRouter": ExactRouter}
+
+
+def exact(config: Any, tensors: dict[str, Tensor], experts_apart: tuple[str, str, str] | None = None) -> nn.Module:
+    """A float64 model with the given tensors, norms and routers in float64; its experts those of transformers, or the
+    package's with linears of these names."""
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    experts.separate(model, experts_apart)
+    state = {experts.module_name(name): tensor.double() for name, tensor in tensors.items()}
+    model.load_state_dict(state, strict=True, assign=True)
     for name, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, ExactNorm(module))
+        for kind, replacement in EXACT.items():
+            if type(module).__name__.endswith(kind):
+                parent, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(parent), leaf, replacement(module))
     return model
 
 
@@ -92,7 +113,7 @@ def add_online(model: nn.Module, plan: Plan) -> None:
     for linear in plan.linears:
         if linear.online is not None:
             order = linear.online.order
-            model.get_submodule(linear.name).register_forward_pre_hook(
+            model.get_submodule(experts.module_name(linear.name)).register_forward_pre_hook(
                 lambda _, inputs, order=order: (hadamard.apply(inputs[0], None, order),)
             )
 
@@ -106,24 +127,26 @@ def relative(a: Tensor, b: Tensor) -> float:
 @torch.no_grad()
 def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str]) -> None:
     config = tiny_config(model_type)
-    source = {name: tensor for name, tensor in tiny_model(config).state_dict().items() if name != "lm_head.weight"}
+    model, family = tiny_model(config), FAMILIES[model_type]
+    state, source = model.state_dict(), stored(model)
     shape = shape_of(config)
-    if "R1" in keep and not FAMILIES[model_type].rotate_residual:
+    if "R1" in keep and not family.rotate_residual:
         pytest.skip(f"{model_type}: R1 is not valid for this family")
-    first, row = first_row("key", shape, FAMILIES[model_type]), FAMILIES[model_type]
-    for name in source:
-        if row.key in name:  # large channels in every head, for the balance of queries and keys
-            keys = source[name][first : first + shape.kv_heads * shape.head_dim]
+    first = first_row("key", shape, family)
+    for name in state:
+        if family.key in name:  # large channels in every head, for the balance of queries and keys
+            keys = state[name][first : first + shape.kv_heads * shape.head_dim]
             keys.view(shape.kv_heads, shape.head_dim, -1)[:, [1, shape.head_dim // 2 + 1]] *= 30
     recipe = dataclasses.replace(WITHOUT_DATA, key_bits=4)
-    full = plan(shape, FAMILIES[model_type], recipe, {name: torch.float32 for name in source})
+    full = plan(shape, family, recipe, {name: torch.float32 for name in source})
     check_claims(full, {name: tuple(tensor.shape) for name, tensor in source.items()})
     part = only(full, keep)
     assert any(linear.input or linear.output or linear.parts for linear in part.linears)
     untied = tiny_config(model_type, tie_word_embeddings=not full.untied)
-    original = exact(config, {**source, "lm_head.weight": source["model.embed_tokens.weight"]})
+    original = exact(config, {**state, "lm_head.weight": source["model.embed_tokens.weight"]})
     tensors = rewritten(part, source)
-    rotated = exact(untied, {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors})
+    names = family.experts.linears if family.experts else None
+    rotated = exact(untied, {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}, names)
     add_online(rotated, part)
     assert relative(rotated(IDS).logits, original(IDS).logits) < 1e-9
 

@@ -18,12 +18,17 @@ from ptq.families import FAMILIES
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
-KINDS = {"qwen3": "heads", "olmo2": "whole", "olmo3": "whole", "gemma3_text": "heads"}
-OTHERS = {"granite", "olmo2", "olmo3", "gemma", "gemma3_text", "phi3", "glm", "glm4"}
-"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu, or whose projections are
-fused."""
+KINDS = {
+    "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads",
+    "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
+}  # fmt: skip
 OWN_ATTENTION = {"phi3", "glm", "glm4"}
 """Families whose projections are fused, or whose rotary embedding is another one."""
+OTHERS = dict.fromkeys(
+    ("granite", "olmo2", "olmo3", "gemma", "gemma3_text", "mixtral", "olmoe", *sorted(OWN_ATTENTION)), 0
+) | {"qwen3_moe": 1}
+"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu, or whose projections are
+fused; and how many of two are."""
 RECIPES = {
     "W4A16": {},
     "W4A8": {"activation_bits": 8},
@@ -135,7 +140,7 @@ def test_whole_layers_of_every_family(family: str, tmp_path, monkeypatch: pytest
     single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, IntegerFormat, "layer")
     for a, b in zip(decode(model), decode(single), strict=True):
         assert torch.equal(a, b)
-    assert len(calls) == (0 if family in OTHERS else 4 * 2)
+    assert len(calls) == 4 * OTHERS.get(family, 2)
 
 
 def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> None:

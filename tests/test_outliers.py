@@ -7,11 +7,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import KEYS_WITHOUT_NORM, TINY, save_model
+from conftest import KEYS_WITHOUT_NORM, TINY, save_model, separated
 from transformers import AutoModelForCausalLM
 
 from ptq import evaluate, hadamard, outliers, pipeline
 from ptq.activations import Activation, dequantize
+from ptq.experts import module_name
 from ptq.families import FAMILIES, shape_of
 from ptq.job import Job
 from ptq.outliers import Input
@@ -39,15 +40,18 @@ def load(folder: Path):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def inputs_of(model: torch.nn.Module, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The inputs of linears in the whole model, [t, k] in float64."""
-    found: dict[str, torch.Tensor] = {}
-    for name in names:
-        module = model.get_submodule(name)
-        module.register_forward_pre_hook(lambda _, x, name=name: found.__setitem__(name, x[0].flatten(0, 1).double()))
+def inputs_of(model: torch.nn.Module, names: dict[str, tuple[str, ...]]) -> dict[str, torch.Tensor]:
+    """The inputs of linears in the whole model, [t, k] in float64; together those that a name stands for."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    family = FAMILIES[model.config.model_type]
+    separated(model, family.experts.linears if family.experts else None)
+    for name, linears in names.items():
+        for linear in linears:
+            module = model.get_submodule(module_name(linear))
+            module.register_forward_pre_hook(lambda _, x, name=name: found[name].append(x[0].flatten(0, -2).double()))
     with torch.no_grad():
         model(IDS)
-    return found
+    return {name: torch.cat(pieces) for name, pieces in found.items()}
 
 
 def by_hand(x: torch.Tensor, activation: Activation | None = None) -> Input:
@@ -117,9 +121,11 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
     record = Record.of(recipe, target.plan, "", None)
     signs = record.sign_vectors(target.plan)
     job = Job(recipe=recipe, signs=signs, device=torch.device("cpu"), **vars(target))
-    names = outliers.observed(job.family, job.plan.layers, 0)
-    row = FAMILIES[model_type]
-    assert list(names) == [f"model.layers.0.{part}" for part in (row.query, row.attention_output, row.gate, row.down)]
+    names = outliers.observed(job.plan, 0)
+    experts = 4 if shape_of(job.config).has_experts(0) else 1
+    assert [len(linears) for linears in names.values()] == [1, 1, experts, experts]
+    roles = [linear.role.partition("+")[0] for name in names if (linear := job.plan.linear(name))]
+    assert roles == [*outliers.OBSERVED]
     expected = inputs_of(load(folder), names)
 
     part = job.original_block(0)
@@ -186,8 +192,10 @@ def test_planted_outliers_change_inputs_and_no_logits(model_type: str, dtype: to
         a, b = load(folder)(IDS).logits, load(planted)(IDS).logits
     torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
     family = FAMILIES[model_type]
-    names = outliers.observed(family, family.layers, 1)
-    before, after = inputs_of(load(folder), names), inputs_of(load(planted), names)
+    plan = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).plan
+    first = {name: (name,) for name in outliers.observed(plan, 1)}  # of the experts one: each has channels of its own
+    names = list(first)
+    before, after = inputs_of(load(folder), first), inputs_of(load(planted), first)
     scaled = {name: family.attention_norm if "attn" in name else family.mlp_norm for name in (names[0], names[2])}
     for name in names:
         grown = after[name].abs().amax(0) / before[name].abs().amax(0)

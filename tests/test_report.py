@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quantize, save_model
+from conftest import quantize, save_model, tiny_config
 
 import ptq
 from ptq import charts, outliers, report, report_page, report_schema
 from ptq.checkpoint import Checkpoint
 from ptq.contents import summary
 from ptq.errors import InputError
-from ptq.families import FAMILIES
+from ptq.families import FAMILIES, shape_of
+from ptq.outline import outline
 from ptq.pipeline import plan
 from ptq.report_schema import Report
 from quarot.plan import QuarotRecipe
@@ -47,7 +48,7 @@ def build(packed: Path, **changes: Any) -> Report:
     target = plan(str(model), RECIPE)
     record = json.loads((packed / "ptq.json").read_text())
     generator = torch.Generator().manual_seed(0)
-    names = [name for index in (0, 1) for name in outliers.observed(target.family, target.plan.layers, index)]
+    names = [name for index in (0, 1) for name in outliers.observed(target.plan, index)]
     widths = {name: linear.k for name in names if (linear := target.plan.linear(name))}
     inputs = [
         {name: outliers.measure(torch.randn(9, widths[name], generator=generator) ** power) for name in names}
@@ -304,7 +305,8 @@ def test_inspect_names_the_report(packed: Path, tmp_path: Path) -> None:
 def test_every_family_is_in_one_table() -> None:
     """`observed` names the same four parts for each of them."""
     for family in FAMILIES.values():
-        assert len(set(outliers.observed(family, family.layers, 3))) == 4
+        made = outline("", shape_of(tiny_config(family.model_type)), family, {})
+        assert [len(outliers.observed(made, index)) for index in range(2)] == [4, 4]
 
 
 def test_an_axis_of_rounding_noise_below_zero() -> None:
