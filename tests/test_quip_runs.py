@@ -168,11 +168,11 @@ def test_a_hessian_that_is_not_finite_costs_its_layer_only(
 ) -> None:
     real = hessian.observe
 
-    def observe(*arguments: Any) -> dict[str, list[torch.Tensor]]:
-        found = real(*arguments)
-        if DOWN in found:
-            found[DOWN][0][3, 5] = torch.nan
-        return found
+    def observe(*arguments: Any) -> tuple[dict[str, list[torch.Tensor]], dict[str, int]]:
+        sums, counts = real(*arguments)
+        if DOWN in sums:
+            sums[DOWN][0][3, 5] = torch.nan
+        return sums, counts
 
     monkeypatch.setattr(hessian, "observe", observe)
     with pytest.warns(UserWarning, match=f"{DOWN}.*rounded to nearest"):

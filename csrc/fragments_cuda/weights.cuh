@@ -116,9 +116,9 @@ struct Place {
     int rows, first_token, count;
 };
 template <class S>
-PTQ_DEVICE Place place_of(int tokens) {
-    const int blocks = (tokens + S::tokens - 1) / S::tokens, first = block_x() % blocks * S::tokens;
-    return {block_x() / blocks, first, tokens - first < S::tokens ? tokens - first : S::tokens};
+PTQ_DEVICE Place place_of(int tokens, int block = block_x()) {
+    const int blocks = (tokens + S::tokens - 1) / S::tokens, first = block % blocks * S::tokens;
+    return {block / blocks, first, tokens - first < S::tokens ? tokens - first : S::tokens};
 }
 // Adds up what the warps that share columns have, in their order, through shared memory. Whether this warp has the sum.
 template <class S, class N>

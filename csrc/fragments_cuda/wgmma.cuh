@@ -39,7 +39,9 @@ struct Stages {
     uint8_t* memory;
 
     PTQ_DEVICE Stages() {
-        memory = shared() + (swizzle_bytes - shared_offset(shared()) % swizzle_bytes) % swizzle_bytes;
+        uint32_t ahead = (swizzle_bytes - shared_offset(shared()) % swizzle_bytes) % swizzle_bytes;
+        keep(ahead);  // who makes another one later has it computed again
+        memory = shared() + ahead;
     }
     PTQ_DEVICE uint8_t* tokens(int i) const { return memory + i % S::stages * S::stage_bytes; }
     PTQ_DEVICE uint8_t* weights(int i) const { return tokens(i) + wgmma_tile_bytes; }
@@ -156,7 +158,8 @@ PTQ_DEVICE void store_rows(void* out, Number kind, const Weights& w, int token, 
 // When all warps are done with the stages: results change hands through that memory, so that a lane has all rows of a
 // token. write(r, token, y): 16 rows of row tile r.
 template <class S, class Product, class Write>
-PTQ_DEVICE void hand_out(const Stages<S>& stages, const Product& product, Write write) {
+PTQ_DEVICE void hand_out(const Product& product, Write write) {
+    const Stages<S> stages;
     constexpr int pitch = tile_rows + 4, some = wgmma_tokens / 2;  // floats: 8 rows of 4 tokens in different banks
     static_assert(4 * pitch * some * S::across <= S::stages * S::stage_bytes);
     float* memory = reinterpret_cast<float*>(stages.memory) + warp() * pitch * some;

@@ -53,22 +53,26 @@ PTQ_DEVICE void wgmma_linear(const Linear& p) {
     using T = typename S::X;
     const Stages<S> stages;
     stages.prepare();
-    const Place place = place_of<S>(p.tokens);
+    Place place = place_of<S>(p.tokens);
     const Range range = range_of<S>(p.w.k, block_y(), p.splits);
-    const int first_tile = place.rows * S::across * S::tiles;
+    int tile = place.rows * S::across * S::tiles;
     if (warp() >= S::across) {
         leave_registers();
-        const int64_t tile = place.first_token / wgmma_tokens;
-        const uint8_t* tokens = static_cast<const uint8_t*>(p.x) + tile * stages_of<T>(p.w.k) * wgmma_tile_bytes;
-        if (thread() == 32 * S::across) feed(stages, p.w, tokens, range, first_tile);
+        const int64_t token_tile = place.first_token / wgmma_tokens;
+        const uint8_t* tokens = static_cast<const uint8_t*>(p.x) + token_tile * stages_of<T>(p.w.k) * wgmma_tile_bytes;
+        if (thread() == 32 * S::across) feed(stages, p.w, tokens, range, tile);
         block_barrier();  // of `hand_out`
         return;
     }
     take_registers();
-    const int tile = first_tile + warp() * S::tiles;
+    tile += warp() * S::tiles;
     WgmmaLinear<S> product(Scales<S>(p.w, S::columns / half_columns * range.first, tile));
     multiply(stages, p.w, range, product);
-    hand_out(stages, product, [&](int r, int in_tile, float (&y)[tile_rows]) {
+    int block = block_x();  // computed again: no register is left to keep it in
+    keep(block);
+    place = place_of<S>(p.tokens, block);
+    tile = (place.rows * S::across + warp()) * S::tiles;
+    hand_out<S>(product, [&](int r, int in_tile, float (&y)[tile_rows]) {
         const int token = place.first_token + in_tile, row = tile_rows * (tile + r);
         if (token >= p.tokens || row >= p.w.n) return;
         PTQ_UNROLL

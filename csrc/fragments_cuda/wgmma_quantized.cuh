@@ -60,22 +60,28 @@ template <class S>
 PTQ_DEVICE void wgmma_quantized(const Quantized& p) {
     const Stages<S> stages;
     stages.prepare();
-    const Place place = place_of<S>(p.tokens);
+    Place place = place_of<S>(p.tokens);
     const Range range{0, stages_of<int8_t>(p.w.k)};
-    const int first_tile = place.rows * S::across * S::tiles;
+    int tile = place.rows * S::across * S::tiles;
     if (warp() >= S::across) {
         leave_registers();
-        const int64_t tile = place.first_token / wgmma_tokens;
-        const uint8_t* tokens = reinterpret_cast<const uint8_t*>(p.q) + tile * range.last * wgmma_tile_bytes;
-        if (thread() == 32 * S::across) feed(stages, p.w, tokens, range, first_tile);
+        const int64_t token_tile = place.first_token / wgmma_tokens;
+        const uint8_t* tokens = reinterpret_cast<const uint8_t*>(p.q) + token_tile * range.last * wgmma_tile_bytes;
+        if (thread() == 32 * S::across) feed(stages, p.w, tokens, range, tile);
         block_barrier();  // of `hand_out`
         return;
     }
     take_registers();
-    const int tile = first_tile + warp() * S::tiles;
-    WgmmaQuantized<S> product(Scales<S>(p.w, 0, tile));
+    tile += warp() * S::tiles;
+    Weights w = p.w;
+    if constexpr (S::Code::whole_bytes) w.zero = nullptr;
+    WgmmaQuantized<S> product(Scales<S>(w, 0, tile));
     multiply(stages, p.w, range, product);
-    hand_out(stages, product, [&](int r, int in_tile, float (&y)[tile_rows]) {
+    int block = block_x();  // computed again: no register is left to keep it in
+    keep(block);
+    place = place_of<S>(p.tokens, block);
+    tile = (place.rows * S::across + warp()) * S::tiles;
+    hand_out<S>(product, [&](int r, int in_tile, float (&y)[tile_rows]) {
         const int token = place.first_token + in_tile, row = tile_rows * (tile + r);
         if (token >= p.tokens || row >= p.w.n) return;
         // As write_quantized: a function that both call makes nvcc's code of linear_kernel three times as long.
