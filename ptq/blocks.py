@@ -209,6 +209,7 @@ def _single_block(config: Any, layer: int) -> Any:
         if isinstance(value, list) and len(value) == blocks and key != "mlp_only_layers":
             setattr(single, key, value[layer : layer + 1])
     single.num_hidden_layers = 1
+    single.output_router_logits = False  # for a loss of the training, over the routers of all blocks
     return single
 
 

@@ -17,18 +17,22 @@ to its input when the model runs. 4 x H64: a Hadamard matrix of order 64 for eac
 
 def plan_table(plan: Plan) -> str:
     """What happens to every linear. Blocks whose row is the same share one, and so do experts, with * for their
-    number."""
-    rows: dict[tuple[str, ...], dict[int, None]] = {}
+    number, and which they are where they are not all."""
+    rows: dict[tuple[str, ...], tuple[dict[int, None], set[int]]] = {}
+    most_experts = 1 + max((linear.expert for linear in plan.linears if linear.expert is not None), default=0)
     for linear in plan.linears:
         names = (linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear))
         names = tuple(re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", name) for name in names)
         number = re.match(rf"{re.escape(plan.layers)}\.(\d+)\.", linear.name)
         if number:  # of the block; sign vectors bear it too: R2.0
             names = tuple(re.sub(rf"(?<=\.){number[1]}(?=[. ]|$)", "*", name) for name in names)
-        rows.setdefault((*names, _format(linear)), {}).update({int(number[1]): None} if number else {})
+        blocks, experts = rows.setdefault((*names, _format(linear)), ({}, set()))
+        blocks.update({int(number[1]): None} if number else {})
+        experts.update(() if linear.expert is None else (linear.expert,))
     table = Table("linear", "blocks", "n x k", "norm", "input", "output", "online", "format", box=None)
-    for (name, *cells), blocks in rows.items():
-        table.add_row(name, ", ".join(_ranges(list(blocks))), *cells)
+    for (name, *cells), (blocks, experts) in rows.items():
+        some = f" ({', '.join(_ranges(sorted(experts)))})" if 0 < len(experts) < most_experts else ""
+        table.add_row(name + some, ", ".join(_ranges(list(blocks))), *cells)
     explained = any(cell for row in rows for cell in row[2:6])  # what the legend is about
     return f"{_render(table)}\n{LEGEND}" if explained else _render(table)
 

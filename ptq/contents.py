@@ -112,4 +112,7 @@ def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        try:
+            return AutoModelForCausalLM.from_config(config)
+        except KeyError as error:  # of its table of activation functions
+            raise InputError(f"config.json: transformers makes no model of it: it knows no {error}") from error

@@ -171,6 +171,11 @@ _SILU: dict[type, bool] = {}
 @torch.no_grad()
 def _gives_its_numbers(module: nn.Module) -> bool:
     """Whether fused experts compute what `Experts` do."""
+    with torch.device("cpu"):  # a model that is being loaded is made on another one, without numbers
+        return _try_experts(module)
+
+
+def _try_experts(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(3, 24, 8, generator=generator, dtype=torch.float64)
     last = torch.randn(3, 8, 12, generator=generator, dtype=torch.float64)
@@ -197,6 +202,7 @@ def _is_silu(act_fn: nn.Module) -> bool:
     """Whether a gate is what `ptq.steps.silu_mul` computes, to the bit."""
     kind = type(act_fn)
     if kind not in _SILU:
-        gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-        _SILU[kind] = torch.equal(act_fn(gate) * up, steps.silu_mul(gate, up))
+        with torch.device("cpu"):
+            gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+            _SILU[kind] = torch.equal(act_fn(gate) * up, steps.silu_mul(gate, up))
     return _SILU[kind]

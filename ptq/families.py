@@ -216,9 +216,12 @@ def _experts(config: Any) -> dict[str, Any]:
     if not getattr(config, "num_experts", None):
         return {}
     blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
+    experts, chosen = _size(config, "num_experts"), _size(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise InputError(f"config.json: num_experts_per_tok {chosen}, but there are only {experts} experts")
     return {
-        "experts": _size(config, "num_experts"),
-        "experts_per_token": _size(config, "num_experts_per_tok"),
+        "experts": experts,
+        "experts_per_token": chosen,
         "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
         "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
     }

@@ -163,11 +163,16 @@ def check_files(modules: dict[str, QuantLinear], files: list[Path], prefix: str)
 
     transformers would fill a missing tensor with random numbers and go on. Raises InputError.
     """
-    stored = {name.removeprefix(prefix): info for file in files for name, info in read_header(file)[0].items()}
+    # A checkpoint that was saved again may have the model's names in the place of the source's.
+    stored = {
+        experts.module_name(name.removeprefix(prefix)): info
+        for file in files
+        for name, info in read_header(file)[0].items()
+    }
     for owner, module in modules.items():
         for leaf, parameter in module.named_parameters():
             name = f"{owner}.{leaf}"
-            info = stored.get(name.removeprefix(prefix))
+            info = stored.get(experts.module_name(name.removeprefix(prefix)))
             if info is None:
                 raise InputError(f"{files[0].parent}: tensor {name!r} is missing; the checkpoint is damaged")
             if tuple(info.shape) != tuple(parameter.shape):

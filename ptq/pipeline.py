@@ -77,6 +77,10 @@ def plan(model: str, recipe: Recipe) -> Target:
         raise InputError(
             f"config.json: num_hidden_layers {shape.blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"
         )
+    if shape.experts * (shape.blocks - len(shape.dense)) > len(checkpoint.tensors):
+        raise InputError(
+            f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
+        )
     dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
     plan = methods.planner(recipe.method)(shape, family, recipe, dtypes)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})

@@ -151,7 +151,8 @@ def _observed(plan: Plan, name: str, before: Input, after: Input, drawn: bool) -
     block = _block(plan, name)
     assert block is not None, name
     linear = plan.linear(name)
-    rounded = linear is not None and linear.activation is not None
+    alike = [] if linear is None else [other for other in plan.block(block) if other.role == linear.role]  # experts too
+    rounded = any(other.activation is not None for other in alike)
     kind = re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", name.removeprefix(f"{plan.layers}.{block}."))
     spreads = (_spread(found, drawn, rounded) for found in (before, after))
     return Observed(name, block, kind, len(before.peak), *spreads)

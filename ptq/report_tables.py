@@ -11,19 +11,21 @@ from ptq.report_schema import Layer, Report
 
 
 def together(layers: Iterable[Layer]) -> list[Layer]:
-    """The layers, the same one of all experts of a block as one: its numbers are means over those that have any."""
-    found: dict[str, list[Layer]] = {}
-    for layer in layers:
-        found.setdefault(re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", layer.name), []).append(layer)
-    return [some[0] if len(some) == 1 else _mean(name, some) for name, some in found.items()]
+    """The layers, the same one of all experts of a block that are stored alike as one: its numbers are means over those
+    that have any."""
+    found: dict[tuple[Any, ...], list[Layer]] = {}
+    for layer in layers:  # sign vectors are named after a linear, too
+        name, rotation = (re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", text) for text in (layer.name, layer.rotation))
+        found.setdefault((name, rotation, layer.storage, layer.activation_bits), []).append(layer)
+    return [some[0] if len(some) == 1 else _mean(name, rotation, some) for (name, rotation, *_), some in found.items()]
 
 
-def _mean(name: str, layers: list[Layer]) -> Layer:
+def _mean(name: str, rotation: str, layers: list[Layer]) -> Layer:
     numbers = {key: [getattr(layer, key) for layer in layers] for key in ("error", "loss", "nearest_loss")}
     known = {key: [value for value in values if value is not None] for key, values in numbers.items()}
     means: dict[str, Any] = {key: fmean(values) if values else None for key, values in known.items()}
     nbytes = round(fmean(layer.nbytes for layer in layers))
-    return replace(layers[0], name=f"{name} ({len(layers)})", nbytes=nbytes, **means)
+    return replace(layers[0], name=f"{name} ({len(layers)})", rotation=rotation, nbytes=nbytes, **means)
 
 
 def layers(report: Report) -> str:

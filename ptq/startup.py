@@ -21,6 +21,8 @@ def is_command() -> bool:
     `quantize` is known by its name and its place beside the interpreter. A copy of it elsewhere is taken for such a
     program: it starts slowly, and does the same.
     """
+    if not sys.argv:  # in a program that embeds Python
+        return False
     if sys.argv[0] == "-m":  # what it is while Python looks for the module
         return sys.orig_argv[-len(sys.argv)] == "ptq"
     folder, name = os.path.split(os.path.realpath(sys.argv[0]))

@@ -200,7 +200,9 @@ METHODS = {
 @pytest.mark.parametrize("model_type", SPARSE)
 @torch.no_grad()
 def test_through_the_command(model_type: str, method: str, calibration_text: Path, tmp_path: Path) -> None:
+    """Also of a model that was saved as it was trained, with a loss over its routers."""
     model, out = save_model(tmp_path / "model", model_type), tmp_path / "out"
+    edit_config(output_router_logits=True)(model)
     command, *options = METHODS[method]
     text = ("--calibration", calibration_text, "--samples", 8, "--sequence-length", 64)
     result = quantize(command, model, out, *options, *text)
@@ -230,6 +232,29 @@ def test_through_the_command(model_type: str, method: str, calibration_text: Pat
     assert set(PtqConfig.parse(json.loads((out / "config.json").read_text())).linears) < source  # type: ignore[union-attr]
 
 
+LOAD = """
+import sys, torch, ptq
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+with torch.no_grad():
+    torch.save(model(torch.arange(3, 60).reshape(3, 19)).logits, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+@torch.no_grad()
+def test_a_fresh_process_loads_it(model_type: str, tmp_path: Path) -> None:
+    """Which has tried no experts yet; and once more from files with the names of the model, where the source has other
+    ones."""
+    model, out, again = save_model(tmp_path / "model", model_type), tmp_path / "out", tmp_path / "again"
+    ptq.quantize(model, out, QuarotRecipe(rounding="nearest", group_size=8), QUIET)
+    packed = load(out)
+    packed.save_pretrained(again, save_original_format=False)
+    for folder in (out, again):
+        subprocess.run([sys.executable, "-c", LOAD, str(folder), str(tmp_path / "logits")], check=True)
+        assert torch.equal(torch.load(tmp_path / "logits"), packed(IDS).logits)
+
+
 @pytest.mark.parametrize("model_type", SPARSE)
 def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> None:
     """And of a model without head, and of one that is loaded in shards."""
@@ -255,9 +280,13 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("pattern", ["*experts*", "model.layers.1.*experts.2.*", "*layers.1*"])
 def test_experts_that_are_left_out(pattern: str, tmp_path: Path) -> None:
-    """All of them: transformers holds them together, as ever."""
+    """All of them: transformers holds them together, as ever. One: reports keep it apart from the others."""
     model, out = save_model(tmp_path / "model", "mixtral"), tmp_path / "out"
-    ptq.quantize(model, out, QuarotRecipe(rounding="nearest", weight_bits=8, online=False, skip=(pattern,)), QUIET)
+    recipe = QuarotRecipe(rounding="nearest", weight_bits=8, online=False, skip=(pattern,))
+    ptq.quantize(model, out, recipe, QUIET)
+    page, table = (out / "report.html").read_text(), console_tables.plan_table(pipeline.plan(str(model), recipe).plan)
+    assert ("layers.1.block_sparse_moe.experts.*.w1 (3)" in page) == ("experts.2" in pattern)
+    assert ("experts.*.w1 (2)" in table) == ("experts.2" in pattern)
     packed = load(out)
     with torch.no_grad():
         assert close(packed(IDS).logits, load(model)(IDS).logits, 0.15)
@@ -389,6 +418,9 @@ def test_options_and_configs(tmp_path: Path, calibration_text: Path) -> None:
     for change, message in (
         (dict(clip_qkv=8.0), "clip_qkv 8.0: models that clip their values are not supported"),
         (dict(num_experts_per_tok=0), "num_experts_per_tok must be a positive whole number, found 0"),
+        (dict(num_experts_per_tok=9), "num_experts_per_tok 9, but there are only 4 experts"),
+        (dict(num_experts=10**6), "1000000 experts in a block, but the checkpoint has"),
+        (dict(hidden_act="nosuch"), "config.json: transformers makes no model of it: it knows no 'nosuch'"),
         (dict(num_experts=5), "'model.layers.0.mlp.gate.weight' has shape [4, 16], but config.json says [5, 16]"),
     ):
         changed = shutil.copytree(model, tmp_path / "changed")

@@ -59,7 +59,9 @@ def test_the_installed_script_is_known_by_its_place(place: Path) -> None:
     assert ("transformers" in imported(messages)) == (place != Path(sys.executable).with_name("quantize"))
 
 
-@pytest.mark.parametrize("code", ["import ptq", "import ptq.errors", "from quarot.plan import QuarotRecipe"])
+@pytest.mark.parametrize("code", [
+    "import ptq", "import ptq.errors", "from quarot.plan import QuarotRecipe", "import sys; sys.argv = []; import ptq"
+])  # fmt: skip
 def test_every_other_import_registers_the_plug_in(code: str) -> None:
     look = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as known"
     process = start(way=("-c", f"{code}; {look}; assert 'ptq' in known"))
