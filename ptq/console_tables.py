@@ -8,6 +8,7 @@ from rich.table import Table
 
 from ptq.contents import Contents
 from ptq.linear import NOT_OF_THE_FORMAT, describe
+from ptq.outline import of_any_expert
 from ptq.plan import LinearPlan, Plan, Rotation
 
 LEGEND = """\
@@ -22,7 +23,7 @@ def plan_table(plan: Plan) -> str:
     most_experts = 1 + max((linear.expert for linear in plan.linears if linear.expert is not None), default=0)
     for linear in plan.linears:
         names = (linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear))
-        names = tuple(re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", name) for name in names)
+        names = tuple(map(of_any_expert, names))
         number = re.match(rf"{re.escape(plan.layers)}\.(\d+)\.", linear.name)
         if number:  # of the block; sign vectors bear it too: R2.0
             names = tuple(re.sub(rf"(?<=\.){number[1]}(?=[. ]|$)", "*", name) for name in names)

@@ -9,6 +9,7 @@ whoever puts something onto the plan thinks of roles alone. `chosen` makes one l
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -110,6 +111,11 @@ def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
         return ()
     block = (other for other in plan.block(block_of(linear, plan)) if other.expert is not None and other.role != "down")
     return tuple(dict.fromkeys(other.statistics for other in block if other.statistics))
+
+
+def of_any_expert(text: str) -> str:
+    """A text with names of linears in it, with * for the numbers of experts."""
+    return re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", text)
 
 
 def block_of(linear: LinearPlan, plan: Plan) -> int:

@@ -1,7 +1,6 @@
 """The report of a run: what it did to the model, as numbers (`report.json`) and as one page (`report.html`)."""
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from torch import Tensor
 from ptq.families import Family
 from ptq.header import TensorInfo
 from ptq.outliers import Input
+from ptq.outline import of_any_expert
 from ptq.plan import LinearPlan, Plan
 from ptq.report_page import page
 from ptq.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread, Training
@@ -153,7 +153,7 @@ def _observed(plan: Plan, name: str, before: Input, after: Input, drawn: bool) -
     linear = plan.linear(name)
     alike = [] if linear is None else [other for other in plan.block(block) if other.role == linear.role]  # experts too
     rounded = any(other.activation is not None for other in alike)
-    kind = re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", name.removeprefix(f"{plan.layers}.{block}."))
+    kind = of_any_expert(name.removeprefix(f"{plan.layers}.{block}."))
     spreads = (_spread(found, drawn, rounded) for found in (before, after))
     return Observed(name, block, kind, len(before.peak), *spreads)
 

@@ -1,12 +1,12 @@
 """The tables of the report's page."""
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from html import escape
 from statistics import fmean
 from typing import Any
 
+from ptq.outline import of_any_expert
 from ptq.report_schema import Layer, Report
 
 
@@ -15,7 +15,7 @@ def together(layers: Iterable[Layer]) -> list[Layer]:
     that have any."""
     found: dict[tuple[Any, ...], list[Layer]] = {}
     for layer in layers:  # sign vectors are named after a linear, too
-        name, rotation = (re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", text) for text in (layer.name, layer.rotation))
+        name, rotation = map(of_any_expert, (layer.name, layer.rotation))
         found.setdefault((name, rotation, layer.storage, layer.activation_bits), []).append(layer)
     return [some[0] if len(some) == 1 else _mean(name, rotation, some) for (name, rotation, *_), some in found.items()]
 
