@@ -196,7 +196,8 @@ PTQ_DEVICE void multiply(const Stages<S>& stages, const Weights& w, Range range,
 }
 
 // What the two products have in common: the scales of a warp's rows g and g + 8, the sum of the group it is in and, of
-// more than one group, their total. Derived is the product; it has combine(total, scale, sum).
+// more than one group, their total. Derived is the product; it has combine(total, scale, sum)
+// and product(sum, a, tokens, adds), which is one wgmma.
 template <class S, class Sum, class Derived>
 struct WgmmaSums {
     Scales<S> scales;
@@ -204,6 +205,7 @@ struct WgmmaSums {
     float total[S::grouped ? S::tiles : 1][16][4] = {};
     float scale[S::tiles][2] = {}, next_scale[S::tiles][2] = {};
     bool adds = false;  // to a sum that has begun
+    uint32_t a[2][S::tiles][2][4];
 
     PTQ_DEVICE explicit WgmmaSums(const Scales<S>& first) : scales(first) {}
     PTQ_DEVICE bool enters(int batch) const { return scales.enters(S::blocks * batch); }
@@ -230,6 +232,18 @@ struct WgmmaSums {
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) scale[r][second] = next_scale[r][second];
         adds = false;
+    }
+    template <int second>
+    PTQ_DEVICE void issue(const uint8_t* tokens) {
+        wgmma_fence();
+        PTQ_UNROLL
+        for (int i = 0; i < 2; i++) {
+            PTQ_UNROLL
+            for (int r = 0; r < S::tiles; r++)
+                Derived::product(sum[r], a[second][r][i], tile_descriptor(tokens, 2 * second + i), adds);
+            adds = true;
+        }
+        wgmma_commit();
     }
     PTQ_DEVICE void end_group() {
         keep_sums();

@@ -11,7 +11,6 @@ struct WgmmaLinear : WgmmaSums<S, float, WgmmaLinear<S>> {
     using Base = WgmmaSums<S, float, WgmmaLinear<S>>;
     using T = typename S::X;
     typename S::Code::template Offset<T> offset[S::tiles][2];
-    uint32_t a[2][S::tiles][2][4];
 
     PTQ_DEVICE explicit WgmmaLinear(const Scales<S>& first) : Base(first) {
         PTQ_UNROLL
@@ -29,21 +28,12 @@ struct WgmmaLinear : WgmmaSums<S, float, WgmmaLinear<S>> {
         PTQ_UNROLL
         for (int u = 0; u < 2; u++) PTQ_UNROLL
         for (int j = 0; j < 4; j++) {
-            a[second][r][u][j] = S::Code::template numbers<T>(words, 2 * second + u, j, offset[r][j % 2]);
-            keep(a[second][r][u][j]);
+            Base::a[second][r][u][j] = S::Code::template numbers<T>(words, 2 * second + u, j, offset[r][j % 2]);
+            keep(Base::a[second][r][u][j]);
         }
     }
-    template <int second>
-    PTQ_DEVICE void issue(const uint8_t* tokens) {
-        wgmma_fence();
-        PTQ_UNROLL
-        for (int u = 0; u < 2; u++) {
-            PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++)
-                wgmma<T>(Base::sum[r], a[second][r][u], tile_descriptor(tokens, 2 * second + u), Base::adds);
-            Base::adds = true;
-        }
-        wgmma_commit();
+    static PTQ_DEVICE void product(float (&sum)[16][4], const uint32_t (&a)[4], uint64_t tokens, bool adds) {
+        wgmma<T>(sum, a, tokens, adds);
     }
 };
 

@@ -20,7 +20,6 @@ template <class S>
 struct WgmmaQuantized : WgmmaSums<S, int32_t, WgmmaQuantized<S>> {
     using Base = WgmmaSums<S, int32_t, WgmmaQuantized<S>>;
     uint32_t zeros[S::tiles][2];  // four times the same byte
-    uint32_t a[2][S::tiles][2][4];
 
     PTQ_DEVICE explicit WgmmaQuantized(const Scales<S>& first) : Base(first) {}
     static PTQ_DEVICE float combine(float total, float scale, int32_t sum) {
@@ -36,22 +35,13 @@ struct WgmmaQuantized : WgmmaSums<S, int32_t, WgmmaQuantized<S>> {
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) PTQ_UNROLL
         for (int j = 0; j < 4; j++) {
-            a[second][r][h][j] =
+            Base::a[second][r][h][j] =
                 signed_bytes<typename S::Code>(S::Code::bytes(words, 2 * h + j / 2, j % 2), zeros[r][j % 2]);
-            keep(a[second][r][h][j]);
+            keep(Base::a[second][r][h][j]);
         }
     }
-    template <int second>
-    PTQ_DEVICE void issue(const uint8_t* tokens) {
-        wgmma_fence();
-        PTQ_UNROLL
-        for (int h = 0; h < 2; h++) {
-            PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++)
-                wgmma_s8(Base::sum[r], a[second][r][h], tile_descriptor(tokens, 2 * second + h), Base::adds);
-            Base::adds = true;
-        }
-        wgmma_commit();
+    static PTQ_DEVICE void product(int32_t (&sum)[16][4], const uint32_t (&a)[4], uint64_t tokens, bool adds) {
+        wgmma_s8(sum, a, tokens, adds);
     }
 };
 
