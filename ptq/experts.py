@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ptq import fast_steps, steps
 from ptq.errors import InputError
 from ptq.families import Family
+from ptq.fast_experts import FewTokens
 from ptq.header import TensorInfo
 from ptq.matmul import has_steps
 from ptq.shared_input import products
@@ -55,6 +56,7 @@ class Experts(nn.Module):
             self.add_module(str(number), nn.ModuleDict(linears))
         self.act_fn = act_fn
         self.is_silu = _is_silu(act_fn)
+        self.few_tokens = FewTokens()
 
     def forward(
         self,
@@ -63,6 +65,9 @@ class Experts(nn.Module):
         top_k_weights: Float[Tensor, "t chosen"],
     ) -> Float[Tensor, "t k"]:
         """The weighted sum over the chosen experts of every token."""
+        found = self.few_tokens(self, hidden_states, top_k_index, top_k_weights) if self.is_silu else None
+        if found is not None:
+            return found
         if len(hidden_states) == 1:
             return self._of_one(hidden_states, top_k_index, top_k_weights)
         total = torch.zeros_like(hidden_states)

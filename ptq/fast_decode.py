@@ -28,9 +28,7 @@ class FewTokensLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         assert weight is not None
-        if matmul.is_decode(input, weight, bias):
-            return torch.ops.ptq.dense_linear(input, weight, bias)
-        return torch.nn.functional.linear(input, weight, bias)
+        return matmul.few_tokens_linear(input, weight, bias)
 
 
 def install(model: PreTrainedModel) -> None:

@@ -1,5 +1,5 @@
-"""RMSNorm, rotary embedding, attention and the gate of the MLP of a loaded model in few ops: on a CPU for few tokens,
-on a GPU for any number.
+"""RMSNorm, rotary embedding, attention, the gate of the MLP and the router of experts of a loaded model in few ops: on
+a CPU for few tokens, on a GPU for any number (but the router).
 
 No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
 `apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
@@ -10,7 +10,8 @@ model's own code runs.
 Parts of models that run alone (`ptq.blocks`) get the same, so that proofs may compare bits.
 
 Norms and attention modules get a `forward` of their own in the instance, as accelerate does it. The one of attention is
-the family's own function, with another `apply_rotary_pos_emb` among its globals: nothing in transformers is changed.
+the family's own function, with another `apply_rotary_pos_emb` among its globals, that of a router has another
+`F.linear`: nothing in transformers is changed.
 """
 
 import copy
@@ -25,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq import fast_attention, steps
-from ptq.matmul import FEW_DTYPES, has_steps, is_gpu
+from ptq.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_gpu
 from ptq.shared_input import products, stays_on_gpu
 
 ROTARY = "apply_rotary_pos_emb"
@@ -45,6 +46,8 @@ def install(model: nn.Module) -> None:
             module.forward = functools.partial(_attention_forward, module, fast_attention.kind_of(module))
         elif is_gated(module):
             module.forward = functools.partial(_gated_forward, module)
+        elif is_router(module):
+            module.forward = functools.partial(_router_forward, module)
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------
@@ -146,6 +149,50 @@ def _gives_a_gate(module: nn.Module) -> bool:
     return torch.equal(type(module).forward(alone, x), down(steps.silu_mul(gate(x), up(x))))
 
 
+# --- the router of experts ------------------------------------------------------------------------------------------
+
+
+class _Functional:
+    """`torch.nn.functional`, with another product."""
+
+    linear = staticmethod(few_tokens_linear)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn.functional, name)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module does something with one product of its input and its only weight, a matrix."""
+    weight = module._parameters.get("weight")
+    if len(module._parameters) != 1 or module._modules or weight is None or weight.dim() != 2:
+        return False
+    return not isinstance(module, nn.Linear | nn.Embedding) and _with_fast_linear(type(module).forward) is not None
+
+
+def _router_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    return (own if torch.compiler.is_compiling() else _with_fast_linear(own) or own)(module, *args, **kwargs)
+
+
+@functools.cache
+def _with_fast_linear(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A forward function whose products of few tokens are taken by `ptq::dense_linear`; None where it has none."""
+    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
+        return None
+    names = forward.__code__.co_names
+    if not {"F", "linear"} <= set(names) or forward.__globals__.get("F") is not torch.nn.functional:
+        return None
+    return _with_global(forward, "F", _Functional())
+
+
+def _with_global(forward: types.FunctionType, name: str, value: Any) -> types.FunctionType:
+    """A function that differs in one global name alone."""
+    names = {**forward.__globals__, name: value}
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
 # --- rotary embedding -----------------------------------------------------------------------------------------------
 
 
@@ -175,10 +222,7 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
                 return torch.ops.ptq.rotary.default(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)
 
-    names = {**forward.__globals__, ROTARY: rotary}
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    return _with_global(forward, ROTARY, rotary)
 
 
 @torch.no_grad()

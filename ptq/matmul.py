@@ -59,6 +59,13 @@ def linear(
     return y
 
 
+def few_tokens_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`torch.nn.functional.linear`, faster for few tokens."""
+    if is_decode(x, w, bias):
+        return torch.ops.ptq.dense_linear(x, w, bias)
+    return torch.nn.functional.linear(x, w, bias)
+
+
 def is_few(tokens: int, *tensors: Tensor) -> bool:
     """Whether the ops for few tokens are made for this: on the CPU, float32 or bfloat16, one dtype, no gradients, and
     not under torch.compile."""

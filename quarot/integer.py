@@ -32,6 +32,7 @@ from ptq.formats import Parts, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from ptq.tiles import applies, tile_scales, untile_scales
+from quarot import expert_ops as _expert_ops  # noqa: F401 (registers the ops)
 from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
 from quarot import integer_ops, tiled_ops
 from quarot import layer_ops as _layer_ops  # noqa: F401 (registers the ops)
@@ -236,6 +237,23 @@ class IntegerFormat:
     def layer(self, x: Float[Tensor, "b 1 k"], *arguments: Any) -> Float[Tensor, "b 1 k"]:
         """See `ptq.fast_layer.WholeLayer`."""
         return torch.ops.ptq.integer_layer.default(x, *arguments)
+
+    def experts(
+        self,
+        x: Float[Tensor, "t k"],
+        tokens: list[int],
+        counts: list[int],
+        shares: list[float],
+        weights: Sequence[Parts],
+        width: int,
+        treatments: Sequence[Any],
+    ) -> Float[Tensor, "t k"] | None:
+        """See `ptq.fast_experts.WholeExperts`."""
+        held = _weights(weights, [None] * len(weights))
+        if held is None:
+            return None
+        numbers = width, self.bits, self.group_size, *treatments
+        return torch.ops.ptq.integer_experts.default(x, tokens, counts, shares, *held[:3], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a

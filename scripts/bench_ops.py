@@ -20,6 +20,7 @@ from dataclasses import asdict
 from typing import Annotated
 
 import bench_e8p
+import bench_experts
 import bench_hadamard
 import bench_integer
 import bench_minifloat
@@ -29,7 +30,7 @@ from bench_case import measure
 
 from ptq import native
 
-MODULES = (bench_hadamard, bench_integer, bench_e8p, bench_minifloat)
+MODULES = (bench_hadamard, bench_integer, bench_e8p, bench_minifloat, bench_experts)
 """Each has `tables()`: what it can measure."""
 
 

@@ -96,6 +96,19 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+@torch.no_grad()
+def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
+    """The logits of six tokens at once, then of some more, one by one."""
+    ids = torch.randint(model.config.vocab_size, (batch, 6), generator=torch.Generator().manual_seed(1))
+    out = model(ids, use_cache=True)
+    logits = [out.logits]
+    for i in range(steps):
+        token = ids[:, i : i + 1]
+        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        logits.append(out.logits)
+    return logits
+
+
 def stored(model: Any) -> dict[str, torch.Tensor]:
     """The tensors of a model as transformers writes them to files, without the head."""
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model, tiny_config
+from conftest import decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
@@ -58,18 +58,6 @@ def without(model: nn.Module, *ends: str) -> nn.Module:
         if type(module).__name__.endswith(ends):
             vars(module).pop("forward", None)
     return model
-
-
-@torch.no_grad()
-def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
-    ids = torch.randint(model.config.vocab_size, (batch, 6), generator=torch.Generator().manual_seed(1))
-    out = model(ids, use_cache=True)
-    logits = [out.logits]
-    for i in range(steps):
-        token = ids[:, i : i + 1]
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
-        logits.append(out.logits)
-    return logits
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:

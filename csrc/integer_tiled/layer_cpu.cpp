@@ -7,9 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "activations/activations_cpu.h"
-#include "common/tensors.h"
-#include "hadamard/hadamard_cpu.h"
+#include "integer_tiled/input.h"
 #include "integer_tiled/tiled_cpu.h"
 #include "kv_cache/kv_cache_cpu.h"
 #include "steps/steps_cpu.h"
@@ -17,7 +15,6 @@
 namespace ptq::integer_tiled {
 namespace {
 
-using torch::stable::Tensor;
 using Floats = std::vector<double>;
 using Ints = std::vector<int64_t>;
 
@@ -26,14 +23,6 @@ struct Weights {
     const Tensors &tiles, &scale, &zero, &bias;
     const Ints& n;
     int64_t bits, group_size;
-};
-
-// What is done to the input of some of them.
-struct Input {
-    int64_t bits;  // of its integers; 0: it stays as it is
-    double clip;
-    const Tensors& factors;
-    int64_t order;  // of the Hadamard transform before that; 0: none
 };
 
 // Before attention, before the MLP, and maybe of queries and of keys.
@@ -74,14 +63,10 @@ Tensors products(const Tensor& x, const Input& input, const Weights& w, size_t f
     };
     const Tensors tiles = some(w.tiles), scale = some(w.scale), zero = some(w.zero), bias = some(w.bias);
     const Ints n = some(w.n);
-    if (!input.bits) {
-        const Tensor in = input.order ? hadamard::hadamard(x, std::nullopt, input.factors, input.order, -1, false) : x;
-        return linears_tiled(in, tiles, scale, zero, bias, n, w.bits, w.group_size);
-    }
-    const auto [q, q_scale] =
-        input.order ? hadamard::hadamard_quantize(x, std::nullopt, input.factors, input.order, input.bits, input.clip)
-                    : activations::quantize_tokens(x, input.bits, input.clip);
-    return linears_quantized(q, q_scale, tiles, scale, zero, bias, n, w.bits, w.group_size, x.scalar_type());
+    const Seen in = seen(x, input);
+    if (in.scale)
+        return linears_quantized(in.x, *in.scale, tiles, scale, zero, bias, n, w.bits, w.group_size, x.scalar_type());
+    return linears_tiled(in.x, tiles, scale, zero, bias, n, w.bits, w.group_size);
 }
 
 Tensor attention(const Tensors& qkv, const Norms& norms, const Cache& cache, const Tensor& cos, const Tensor& sin,

@@ -1,0 +1,95 @@
+// Weights in tiles as tensors, checked, and how the rows of several are shared by threads.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "common/cpu_level.h"
+#include "common/linear.h"
+#include "common/tensors.h"
+#include "integer_tiled/kernels.h"
+#include "integer_tiled/layout.h"
+
+namespace ptq::integer_tiled {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+inline const Kernels& kernels() {
+    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
+}
+
+inline void check_bits(int64_t bits) {
+    STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer tiles: bits must be 2 to 8, found ", bits);
+}
+
+// The tensors of a weight, checked and held: their pointers are in `w`.
+struct Held {
+    Tensor tiles, scale;
+    std::optional<Tensor> zero, bias;
+    Weight w;
+    const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
+};
+
+inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
+                 const std::optional<Tensor>& bias, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
+    check_bits(bits);
+    STD_TORCH_CHECK(group_size >= 0 && group_size % block_columns == 0 && (group_size == 0 || k % group_size == 0),
+                    "integer tiles: ", k, " columns do not divide into groups of ", group_size);
+    const int64_t groups = group_size ? k / group_size : 1;
+    check_tensor("integer tiles", "tiles", tiles, ScalarType::Byte,
+                 {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))});
+    check_tensor("integer tiles", "scale", scale, ScalarType::Short, {row_tiles(n), groups, tile_rows});
+    if (zero) check_tensor("integer tiles", "zero", *zero, ScalarType::Byte, {row_tiles(n), groups, tile_rows});
+    STD_TORCH_CHECK(!bias || bias->numel() == n, "integer tiles: bias must have ", n, " elements");
+    Held h{compact(tiles), compact(scale), std::nullopt, std::nullopt, {}};
+    if (zero) h.zero = compact(*zero);
+    if (bias) h.bias = as_float(*bias);
+    h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()),
+           static_cast<const uint16_t*>(h.scale.const_data_ptr()),
+           h.zero ? static_cast<const uint8_t*>(h.zero->const_data_ptr()) : nullptr,
+           n,
+           k,
+           groups,
+           group_size ? group_size / block_columns : blocks_in(k),
+           static_cast<int>(bits)};
+    return h;
+}
+
+// Weights that share an input: `zero` and `bias` are empty, or one for each; a bias of no elements is none.
+inline std::vector<Held> hold_all(const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias,
+                                  const std::vector<int64_t>& n, int64_t k, int64_t bits, int64_t group_size) {
+    const size_t count = n.size();
+    STD_TORCH_CHECK(count > 0 && tiles.size() == count && scale.size() == count &&
+                        (zero.empty() || zero.size() == count) && (bias.empty() || bias.size() == count),
+                    "integer tiles: lists of different lengths");
+    std::vector<Held> held;
+    held.reserve(count);
+    for (size_t i = 0; i < count; i++)
+        held.push_back(hold(tiles[i], scale[i], zero.empty() ? std::nullopt : std::optional(zero[i]),
+                            bias.empty() || !bias[i].numel() ? std::nullopt : std::optional(bias[i]), n[i], k, bits,
+                            group_size));
+    return held;
+}
+
+// The row tiles of all problems as one range of units: threads are woken once, and share all of it evenly.
+template <class Problem>
+void run_rows(void (*kernel)(const Problem&, int64_t, int64_t), const std::vector<Problem>& problems) {
+    const Problem& one = problems.front();
+    int64_t total = 0;
+    for (const Problem& p : problems) total += row_tiles(p.w.n);
+    run_codes(total, tile_rows * one.w.k * std::max(int64_t{1}, one.t / 4), [&](int64_t first, int64_t last) {
+        for (const Problem& p : problems) {
+            const int64_t units = row_tiles(p.w.n), from = std::max(first, int64_t{0}), to = std::min(last, units);
+            if (from < to) kernel(p, from, to);
+            first -= units, last -= units;
+        }
+    });
+}
+
+}  // namespace ptq::integer_tiled

@@ -1,0 +1,36 @@
+// What ops that do several steps at once do to the input of a product.
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "activations/activations_cpu.h"
+#include "hadamard/hadamard_cpu.h"
+#include "integer_tiled/held.h"
+
+namespace ptq::integer_tiled {
+
+struct Input {
+    int64_t bits;  // of its integers; 0: it stays as it is
+    double clip;
+    const Tensors& factors;
+    int64_t order;  // of the Hadamard transform before that; 0: none
+};
+
+// x as weights see it: numbers, or integers and the scales of their tokens.
+struct Seen {
+    Tensor x;
+    std::optional<Tensor> scale;
+};
+
+inline Seen seen(const Tensor& x, const Input& input) {
+    if (!input.bits)
+        return {input.order ? hadamard::hadamard(x, std::nullopt, input.factors, input.order, -1, false) : x,
+                std::nullopt};
+    auto [q, scale] =
+        input.order ? hadamard::hadamard_quantize(x, std::nullopt, input.factors, input.order, input.bits, input.clip)
+                    : activations::quantize_tokens(x, input.bits, input.clip);
+    return {q, scale};
+}
+
+}  // namespace ptq::integer_tiled

@@ -1,0 +1,165 @@
+"""The chosen experts of a block in one call, for few tokens on the CPU.
+
+One by one, eight experts are some seventy ops, which take longer than their weights take to be read. The call needs a
+format that computes it, experts that treat their inputs alike, and nobody who listens in (hooks); otherwise
+`ptq.experts` goes on one by one. The numbers are the same to the bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from ptq import hadamard
+from ptq.activations import Activation
+from ptq.formats import Parts
+from ptq.linear import Online, QuantLinear
+from ptq.matmul import is_few
+from ptq.shared_input import is_here
+
+CPU = torch.device("cpu")
+
+
+@runtime_checkable
+class WholeExperts(Protocol):
+    """A format that computes several experts in one call."""
+
+    def experts(
+        self,
+        x: Float[Tensor, "t k"],
+        tokens: list[int],
+        counts: list[int],
+        shares: list[float],
+        weights: Sequence[Parts],
+        width: int,
+        treatments: Sequence[Any],
+    ) -> Float[Tensor, "t k"] | None:
+        """See `ptq::integer_experts`; None where these weights cannot be taken together. `weights`: those of all gates,
+        all ups, all downs. `treatments`: bits (0: not quantised) and clip of the input of gate and up; dense factors
+        and order (0: no transform), bits and clip of that of down."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What experts must have in common."""
+
+    format: WholeExperts
+    plain: Online
+    down: Online
+
+    def treatments(self) -> tuple[Any, ...]:
+        """See `WholeExperts.experts`."""
+        construction = self.down.input
+        factors, order = ([], 0) if construction is None else hadamard.dense_factors(construction, CPU)
+        return *_integers(self.plain.activation), factors, order, *_integers(self.down.activation)
+
+
+@dataclass(frozen=True)
+class _Expert:
+    """An expert as it was found, and what is slow to find out about it."""
+
+    linears: tuple[QuantLinear, ...]
+    held: list[Any]
+    """Its parameters."""
+    parts: list[Parts]
+    kind: _Kind
+    """The same object for all experts that are alike."""
+
+    def is_same(self, linears: Sequence[nn.Module]) -> bool:
+        """Whether these linears still hold what was found, and nobody listens to them."""
+        if not all(map(is_, linears, self.linears)):
+            return False
+        now = list(chain.from_iterable(linear._parameters.values() for linear in linears))
+        return len(now) == len(self.held) and all(map(is_, now, self.held)) and not any(map(_is_heard, linears))
+
+
+class FewTokens:
+    """What is known of the experts of a block."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Expert] = {}
+        self._kinds: dict[_Kind, _Kind] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # copies and pickles find out anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        FewTokens.__init__(self)
+
+    def __call__(
+        self,
+        experts: Any,
+        x: Float[Tensor, "t k"],
+        top_k_index: Int[Tensor, "t chosen"],
+        top_k_weights: Float[Tensor, "t chosen"],
+    ) -> Float[Tensor, "t k"] | None:
+        """What `ptq.experts.Experts` give for few tokens; None where they must go on one by one."""
+        if not is_few(len(x), x) or (torch.is_grad_enabled() and top_k_weights.requires_grad):
+            return None
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return None
+        chosen = top_k_index.tolist()
+        numbers = sorted({number for row in chosen for number in row})
+        found = [self._expert(experts, number) for number in numbers]
+        first = found[0]
+        if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
+            return None
+        given = zip(chosen, top_k_weights.tolist(), strict=True)
+        rows = sorted(
+            (number, token, share)
+            for token, (row, shares) in enumerate(given)
+            for number, share in zip(row, shares, strict=True)
+        )
+        _, tokens, shares = (list(column) for column in zip(*rows, strict=True))
+        count = [number for number, *_ in rows].count
+        alike = cast(list[_Expert], found)
+        weights = [expert.parts[role] for role in range(3) for expert in alike]
+        width, treatments = first.linears[0].out_features, first.kind.treatments()
+        counts = [count(number) for number in numbers]
+        return first.kind.format.experts(x, tokens, counts, shares, weights, width, treatments)
+
+    def _expert(self, experts: Any, number: int) -> _Expert | None:
+        modules = experts._modules[str(number)]._modules
+        linears = [modules[name] for name in experts.names]
+        known = self._known.get(number)
+        if known is None or not known.is_same(linears):
+            kind = _kind(linears)
+            if kind is None:
+                return None
+            kind = self._kinds.setdefault(kind, kind)
+            held = list(chain.from_iterable(linear._parameters.values() for linear in linears))
+            known = _Expert(tuple(linears), held, [linear.parts() for linear in linears], kind)
+            self._known[number] = known
+        return known
+
+
+def _kind(linears: Sequence[Any]) -> _Kind | None:
+    """None where there is no one call for this expert."""
+    if not all(type(linear) is QuantLinear and is_here(linear) and not _is_heard(linear) for linear in linears):
+        return None
+    gate, up, down = linears
+    format = gate.format
+    if not isinstance(format, WholeExperts) or up.format != format or down.format != format:
+        return None
+    if gate.online != up.online or gate.online.input is not None:
+        return None
+    if any(x.signs or x.output is not None for x in (gate.online, down.online)):
+        return None
+    if any(linear._parameters["bias"] is not None for linear in linears):
+        return None
+    return _Kind(format, gate.online, down.online)
+
+
+def _integers(activation: Activation | None) -> tuple[int, float]:
+    return (0, 1.0) if activation is None else (activation.bits, activation.clip)
+
+
+def _is_heard(linear: Any) -> bool:
+    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear))

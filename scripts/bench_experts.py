@@ -1,0 +1,79 @@
+"""The chosen experts of a block, 8 of 128, in one call and one by one: tables of `bench_ops.py`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from bench_case import Case, Table, pooled, read_case
+from random_packed_model import fill
+from torch import Tensor, nn
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from ptq import hadamard, linear
+from ptq.experts import NAMES, Experts
+
+HIDDEN, WIDTH, COUNT, CHOSEN = 2048, 768, 128, 8
+"""Of Qwen3-30B-A3B."""
+DOWN = {"hadamard": hadamard.construction(WIDTH)}
+"""R4, of down_proj's input."""
+INTEGERS = {"format": "quarot/integer", "version": 1, "bits": 4, "group_size": 128, "symmetric": True}
+ROWS: dict[str, dict[str, Any]] = {
+    "W4A16 g128": INTEGERS,
+    "W4A8 g128": {**INTEGERS, "activation": {"bits": 8, "clip": 1.0}},
+}
+
+
+def packed(entry: dict[str, Any]) -> Experts:
+    """Random experts, as a loaded checkpoint has them."""
+    experts = Experts(NAMES[0], COUNT, HIDDEN, WIDTH, nn.SiLU(), torch.bfloat16)
+    down = NAMES[0][2]
+    for number in range(COUNT):
+        for name in NAMES[0]:
+            module = linear.swap(experts, f"{number}.{name}", entry | (DOWN if name == down else {}))
+            fill(module, torch.device("cpu"), {})
+            module.prepack()
+    return experts
+
+
+def plain() -> nn.Module:
+    """Those of transformers, in bfloat16."""
+    config = Qwen3MoeConfig(hidden_size=HIDDEN, moe_intermediate_size=WIDTH, num_experts=COUNT)
+    config._experts_implementation = "eager"
+    experts = Qwen3MoeExperts(config).bfloat16()
+    for parameter in experts.parameters():
+        parameter.normal_(std=0.02)
+    return experts
+
+
+def cases(tokens: int) -> dict[str, Case]:
+    """Each call chooses other experts, until all had their turn."""
+    x, found = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16), {"read": read_case()}
+    choices = [torch.arange(CHOSEN).repeat(tokens, 1) + first for first in range(0, COUNT, CHOSEN)]
+    shares = torch.full((tokens, CHOSEN), 1 / CHOSEN, dtype=torch.bfloat16)
+
+    def add(name: str, experts: Any, peer: bool = False) -> None:
+        nbytes = sum(parameter.nbytes for parameter in experts.parameters()) * CHOSEN // COUNT
+
+        def run(chosen: Tensor) -> Tensor:
+            return experts(x, chosen, shares)
+
+        found[name] = Case(pooled(run, choices), nbytes, peer)
+
+    for name, entry in ROWS.items():
+        add(f"{name}, one call", packed(entry))
+        single = packed(entry)
+        single.few_tokens = _nothing  # pyright: ignore[reportAttributeAccessIssue]
+        add(f"{name}, one by one", single, peer=True)
+    add("transformers bfloat16", plain(), peer=True)
+    return found
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def tables() -> Iterator[Table]:
+    for tokens in (1, 4):
+        make: Callable[[], dict[str, Case]] = lambda tokens=tokens: cases(tokens)  # noqa: E731
+        yield f"experts {CHOSEN} of {COUNT}, [{WIDTH}, {HIDDEN}], batch {tokens}", "read", make

@@ -1,0 +1,251 @@
+"""`ptq::integer_experts` against its reference, and the experts of a loaded model that go through it."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import at_level, decode, save_model, tiny_config
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import fast_steps, hadamard
+from ptq.experts import Experts
+from ptq.families import FAMILIES
+from ptq.matmul import few_tokens_linear
+from quarot import expert_ops
+from quarot.integer import IntegerFormat, IntegerGrid
+from quarot.plan import QuarotRecipe
+
+SPARSE = [name for name, family in FAMILIES.items() if family.experts]
+NAMES = [argument.name for argument in torch.ops.ptq.integer_experts.default._schema.arguments]
+ROWS = {
+    "one token": ([0, 0, 0], [1, 1, 1]),
+    "experts in common": ([0, 1, 3, 1, 0], [1, 3, 1]),
+    "nobody's token": ([2, 2], [1, 1]),
+    "more than four rows": ([0, 1, 2, 3, 3, 2], [1, 5]),
+}
+CASES: list[dict[str, Any]] = [
+    dict(hidden=hidden, width=width, input_bits=bits, down_bits=down, order=order, zeros=zeros, group=group)
+    for hidden, width, bits, down, order, zeros, group in (
+        (64, 96, 8, 8, 32, False, 0), (64, 96, 0, 0, 32, False, 0), (64, 128, 4, 4, 128, True, 64),
+        (50, 33, 8, 0, 0, True, 0), (50, 33, 0, 8, 0, False, 0), (128, 64, 0, 0, 64, True, 64),
+    )
+]  # fmt: skip
+RECIPES = {
+    "W4A16": {}, "W4A8": {"activation_bits": 8}, "W3, asymmetric": {"weight_bits": 3, "symmetric": False},
+    "offline": {"online": False, "activation_bits": 4},
+}  # fmt: skip
+
+
+@pytest.fixture(params=("portable", "avx2", "avx512bf16"))
+def level(request) -> Iterator[str]:
+    yield from at_level(request.param)
+
+
+def arguments(
+    dtype: torch.dtype, rows: str, hidden: int, width: int, input_bits: int, down_bits: int, order: int, zeros: bool,
+    group: int,
+) -> list[Any]:  # fmt: skip
+    """Those of the op, for four tokens."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, counts = ROWS[rows]
+    format, grid = IntegerFormat(4, group, not zeros), IntegerGrid(4, group, not zeros)
+    weights = []
+    for n, k in [(width, hidden)] * (2 * len(counts)) + [(hidden, width)] * len(counts):
+        w = torch.randn(n, k, generator=generator) / k**0.5 + 0.02
+        scales = grid.fit(w)
+        parts = {"codes": torch.ops.ptq.integer_pack(grid.round(w, scales), 4)}
+        parts["scale"] = scales["scale"].bfloat16().view(torch.int16)
+        weights.append(format.prepack(parts | ({"zero": scales["zero"]} if zeros else {}), "cpu"))
+    lists = [[part[name] for part in weights] for name in ("tiles", "scale")]
+    x = torch.randn(4, hidden, generator=generator).to(dtype)
+    shares = torch.rand(len(tokens), generator=generator).tolist()
+    down = [*hadamard.dense_factors(order, x.device), down_bits, 0.9] if order else [[], 0, down_bits, 0.9]
+    zero = [part["zero"] for part in weights] if zeros else []
+    return [x, tokens, counts, shares, *lists, zero, width, 4, group, input_bits, 0.95, *down]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_bits_of_single_ops(case: dict[str, Any], rows: str, dtype: torch.dtype, level: str) -> None:
+    given = arguments(dtype, rows, **case)
+    found, wanted = torch.ops.ptq.integer_experts(*given), expert_ops.experts(*given)
+    assert found.dtype == dtype and torch.equal(found, wanted)
+    x, tokens = given[0], given[1]
+    others = [token for token in range(4) if token not in tokens]
+    assert not found[others].any() and found[tokens].any(1).all()
+    strided = torch.cat((x, x), 1)[:, : x.shape[1]]
+    assert torch.equal(torch.ops.ptq.integer_experts(strided, *given[1:]), wanted)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_numbers_that_are_none_stay_none(dtype: torch.dtype, level: str) -> None:
+    given = arguments(dtype, "experts in common", **CASES[0])
+    given[0][1, 3] = torch.nan
+    found = torch.ops.ptq.integer_experts(*given)
+    assert found[1].isnan().all() and found[[0, 3]].isfinite().all()
+    given[0][1, 3] = torch.inf
+    assert not torch.ops.ptq.integer_experts(*given)[1].isfinite().any()
+
+
+def test_schema_and_fake() -> None:
+    for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
+        given = arguments(torch.float32, "experts in common", **CASES[2])
+        torch.library.opcheck(torch.ops.ptq.integer_experts.default, tuple(given), test_utils=check)
+
+
+def test_what_does_not_fit_is_refused(level: str) -> None:
+    good = arguments(torch.float32, "experts in common", **CASES[2])
+    x, tiles = good[0], good[NAMES.index("tiles")]
+    wrongs = [
+        ("x", x[None]), ("x", x[:2]), ("x", x[:, :-1]), ("x", x.half()), ("tokens", [0, 1, 4, 1, 0]),
+        ("tokens", [0, 1, -1, 1, 0]), ("tokens", [0, 1, 3, 1]), ("tokens", []), ("counts", [1, 4, 0]),
+        ("counts", [1, 3, 2]), ("counts", [1, 3]), ("shares", [0.5]), ("tiles", tiles[:-1]), ("tiles", tiles[::-1]),
+        ("scale", good[NAMES.index("scale")][:-1]), ("zero", good[NAMES.index("zero")][:-1]), ("width", 129),
+        ("bits", 9), ("group_size", 32),
+    ]  # fmt: skip
+    for name, wrong in wrongs:
+        given = list(good)
+        given[NAMES.index(name)] = wrong
+        with pytest.raises(RuntimeError):
+            torch.ops.ptq.integer_experts(*given)
+
+
+# --- in a model -----------------------------------------------------------------------------------------------------
+
+
+def packed(folder: Path, model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    source = save_model(folder / "source", model_type)
+    recipe = QuarotRecipe(rounding="nearest", **changes)
+    ptq.quantize(source, folder / "packed", recipe, ptq.RunOptions(report=False))
+    return AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=dtype)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The rows of each expert, call by call."""
+    own, counts = IntegerFormat.experts, []
+
+    def experts(self: IntegerFormat, x: Any, tokens: list[int], each: list[int], *rest: Any) -> Any:
+        counts.append(each)
+        return own(self, x, tokens, each, *rest)
+
+    monkeypatch.setattr(IntegerFormat, "experts", experts)
+    return counts
+
+
+def one_by_one(model: Any) -> Any:
+    """The same model without the call."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.few_tokens = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    return model
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_few_tokens(model_type: str, recipe: str, tmp_path: Path, seen: list[list[int]]) -> None:
+    model = packed(tmp_path, model_type, **RECIPES[recipe])
+    blocks = sum(isinstance(module, Experts) for module in model.modules())
+    for dtype in (torch.float32, torch.bfloat16):
+        own, model = one_by_one(model.to(dtype)), model.to(dtype)
+        for batch in (1, 3, 5):
+            seen.clear()
+            found = decode(model, batch)
+            assert len(seen) == (0 if batch == 5 else 4 * blocks) and all(sum(counts) == 2 * batch for counts in seen)
+            for a, b in zip(found, decode(own, batch), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_experts_that_were_changed_or_are_listened_to(tmp_path: Path, seen: list[list[int]]) -> None:
+    model = packed(tmp_path)
+    seen.clear()
+    wanted = decode(model)
+    calls = len(seen)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert all(torch.equal(a, b) for a, b in zip(decode(again), wanted, strict=True))
+    assert len(seen) == 3 * calls > 0
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    linears = [expert.get_submodule("down_proj") for expert in experts.children() if isinstance(expert, nn.ModuleDict)]
+    for linear in linears:  # an expert's scale
+        old = linear.get_parameter("weight_scale")
+        linear.register_parameter("weight_scale", nn.Parameter(torch.zeros_like(old), requires_grad=False))
+    changed = decode(model)
+    assert not torch.equal(changed[-1], wanted[-1]) and torch.equal(changed[-1], decode(one_by_one(model))[-1])
+    heard: list[Any] = []
+    seen.clear()
+    handles = [linear.register_forward_hook(lambda *_: heard.append(1)) for linear in linears]
+    assert torch.equal(decode(model)[-1], changed[-1]) and len(heard) >= 8 and not seen
+    for handle in handles:
+        handle.remove()
+    called: list[Any] = []
+    for linear in linears:
+
+        def forward(x: torch.Tensor, own: Any = linear.forward) -> torch.Tensor:
+            called.append(x)
+            return own(x)
+
+        linear.forward = forward
+    assert torch.equal(decode(model)[-1], changed[-1]) and len(called) >= 8 and not seen
+
+
+def test_gradients_go_the_own_way(tmp_path: Path, seen: list[list[int]]) -> None:
+    model = packed(tmp_path)
+    cache = model(torch.full((1, 5), 5), use_cache=True).past_key_values
+    seen.clear()
+    router = next(p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")).requires_grad_()
+    model(torch.tensor([[3]]), past_key_values=cache).logits.sum().backward()
+    assert router.grad is not None and router.grad.abs().sum() > 0 and not seen
+
+
+# --- the router -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+@torch.no_grad()
+def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
+    router = model.model.layers[1].mlp.gate
+    router.weight.normal_()
+    assert fast_steps.is_router(router) and not any(
+        fast_steps.is_router(module) for module in model.modules() if type(module) is not type(router)
+    )
+    plain = copy.deepcopy(router)
+    fast_steps.install(model)
+    calls: list[Any] = []
+
+    def linear(_: Any, *given: torch.Tensor) -> torch.Tensor:
+        calls.append(given)
+        return few_tokens_linear(*given)
+
+    monkeypatch.setattr(fast_steps._Functional, "linear", linear)
+    for tokens in (5, 4, 1):
+        x = torch.randn(tokens, 72)
+        for found, wanted in zip(router(x), plain(x), strict=True):
+            assert found.dtype == wanted.dtype
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert [len(x) for x, _ in calls] == [5, 4, 1]
+    weight = router.weight
+    router.weight = nn.Parameter(2 * weight)
+    torch.testing.assert_close(router(x)[0], 2 * plain(x)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_router() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.linear(x, self.weight, self.bias)
+
+    assert not fast_steps.is_router(Two()) and not fast_steps.is_router(nn.Linear(4, 3, bias=False))
+    assert not fast_steps.is_router(nn.Embedding(4, 3))
