@@ -14,6 +14,7 @@
 Weights are rounded with exactly the stored scale. True bits per weight: b + 16 / group_size, or b + 8 / group_size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -21,12 +22,12 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
-from fp6 import fragment_ops, fragments, minifloat_ops, tiled_ops  # noqa: F401  (their imports declare the ops)
+from fp6 import expert_ops, fragment_ops, fragments, minifloat_ops, tiled_ops  # noqa: F401 (they declare the ops)
 from fp6.element import Element, element_of
 from ptq import bitstream, layouts, tiles
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Parts, Scales, check_parts
+from ptq.formats import Parts, Rows, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 
@@ -222,6 +223,16 @@ class MinifloatFormat:
         numbers = (parts["shape"].shape[0], *self._bits, self.group_size, activation.bits, activation.clip)
         op = torch.ops.ptq.minifloat_linear_tokens.default
         return call(op, x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
+
+    def experts(
+        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
+    ) -> Float[Tensor, "t k"] | None:
+        """See `ptq.fast_experts.WholeExperts`."""
+        if not all("tiles" in part for part in weights):
+            return None
+        lists = [[part[name] for part in weights] for name in ("tiles", "scale")]
+        numbers = width, *self._bits, self.group_size, *treatments
+        return torch.ops.ptq.minifloat_experts.default(x, *rows, *lists, *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read: on a CPU tiles (`ptq.tiles`), on a GPU fragments (`fp6.fragments`),

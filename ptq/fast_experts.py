@@ -18,7 +18,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ptq import hadamard
 from ptq.activations import Activation
-from ptq.formats import Parts
+from ptq.formats import Parts, Rows
 from ptq.linear import Online, QuantLinear
 from ptq.matmul import is_few
 from ptq.shared_input import is_here
@@ -31,18 +31,11 @@ class WholeExperts(Protocol):
     """A format that computes several experts in one call."""
 
     def experts(
-        self,
-        x: Float[Tensor, "t k"],
-        tokens: list[int],
-        counts: list[int],
-        shares: list[float],
-        weights: Sequence[Parts],
-        width: int,
-        treatments: Sequence[Any],
+        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
     ) -> Float[Tensor, "t k"] | None:
-        """See `ptq::integer_experts`; None where these weights cannot be taken together. `weights`: those of all gates,
-        all ups, all downs. `treatments`: bits (0: not quantised) and clip of the input of gate and up; dense factors
-        and order (0: no transform), bits and clip of that of down."""
+        """See `ptq.expert_ops`; None where these weights cannot be taken together. `weights`: those of all gates, all
+        ups, all downs. `treatments`: bits (0: not quantised) and clip of the input of gate and up; dense factors and
+        order (0: no transform), bits and clip of that of down."""
         ...
 
 
@@ -123,7 +116,7 @@ class FewTokens:
         weights = [expert.parts[role] for role in range(3) for expert in alike]
         width, treatments = first.linears[0].out_features, first.kind.treatments()
         counts = [count(number) for number in numbers]
-        return first.kind.format.experts(x, tokens, counts, shares, weights, width, treatments)
+        return first.kind.format.experts(x, (tokens, counts, shares), weights, width, treatments)
 
     def _expert(self, experts: Any, number: int) -> _Expert | None:
         modules = experts._modules[str(number)]._modules

@@ -25,6 +25,8 @@ Scales = dict[str, Tensor]
 """What a codebook needs beside the codes to give numbers back, by name."""
 Parts = dict[str, Tensor]
 """The stored tensors of one weight, by part."""
+Rows = tuple[list[int], list[int], list[float]]
+"""Tokens, rows of each expert, shares: see `ptq.expert_ops`."""
 
 
 @runtime_checkable

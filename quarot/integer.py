@@ -28,7 +28,7 @@ from torch import Tensor
 from ptq import bitstream, fragments, layouts
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Parts, Scales, check_parts
+from ptq.formats import Parts, Rows, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from ptq.tiles import applies, tile_scales, untile_scales
@@ -239,21 +239,14 @@ class IntegerFormat:
         return torch.ops.ptq.integer_layer.default(x, *arguments)
 
     def experts(
-        self,
-        x: Float[Tensor, "t k"],
-        tokens: list[int],
-        counts: list[int],
-        shares: list[float],
-        weights: Sequence[Parts],
-        width: int,
-        treatments: Sequence[Any],
+        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.fast_experts.WholeExperts`."""
         held = _weights(weights, [None] * len(weights))
         if held is None:
             return None
         numbers = width, self.bits, self.group_size, *treatments
-        return torch.ops.ptq.integer_experts.default(x, tokens, counts, shares, *held[:3], *numbers)
+        return torch.ops.ptq.integer_experts.default(x, *rows, *held[:3], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a

@@ -18,9 +18,13 @@ HIDDEN, WIDTH, COUNT, CHOSEN = 2048, 768, 128, 8
 DOWN = {"hadamard": hadamard.construction(WIDTH)}
 """R4, of down_proj's input."""
 INTEGERS = {"format": "quarot/integer", "version": 1, "bits": 4, "group_size": 128, "symmetric": True}
+FLOATS = {"format": "fp6/minifloat", "version": 1, "element": "e2m3", "group_size": 128, "scale": "bfloat16"}
+INT8 = {"activation": {"bits": 8, "clip": 1.0}}
 ROWS: dict[str, dict[str, Any]] = {
     "W4A16 g128": INTEGERS,
-    "W4A8 g128": {**INTEGERS, "activation": {"bits": 8, "clip": 1.0}},
+    "W4A8 g128": INTEGERS | INT8,
+    "W6A16 g128": FLOATS,
+    "W6A8 g128": FLOATS | INT8,
 }
 
 
@@ -30,7 +34,8 @@ def packed(entry: dict[str, Any]) -> Experts:
     down = NAMES[0][2]
     for number in range(COUNT):
         for name in NAMES[0]:
-            module = linear.swap(experts, f"{number}.{name}", entry | (DOWN if name == down else {}))
+            turned = name == down and entry["format"] == INTEGERS["format"]
+            module = linear.swap(experts, f"{number}.{name}", entry | (DOWN if turned else {}))
             fill(module, torch.device("cpu"), {})
             module.prepack()
     return experts

@@ -1,8 +1,10 @@
-"""`ptq::integer_experts` against its reference, and the experts of a loaded model that go through it."""
+"""The ops that compute chosen experts (`ptq.expert_ops`) against their references, and experts that go through them."""
 
 import copy
+import functools
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +15,47 @@ from conftest import at_level, decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import fp6.expert_ops
 import ptq
-from ptq import fast_steps, hadamard
+import quarot.expert_ops
+from fp6.minifloat import MinifloatFormat
+from fp6.plan import Fp6Recipe
+from ptq import fast_steps, hadamard, rounding
 from ptq.experts import Experts
 from ptq.families import FAMILIES
+from ptq.formats import Rows
 from ptq.matmul import few_tokens_linear
-from quarot import expert_ops
-from quarot.integer import IntegerFormat, IntegerGrid
+from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
 SPARSE = [name for name, family in FAMILIES.items() if family.experts]
-NAMES = [argument.name for argument in torch.ops.ptq.integer_experts.default._schema.arguments]
 ROWS = {
     "one token": ([0, 0, 0], [1, 1, 1]),
     "experts in common": ([0, 1, 3, 1, 0], [1, 3, 1]),
     "nobody's token": ([2, 2], [1, 1]),
-    "more than four rows": ([0, 1, 2, 3, 3, 2], [1, 5]),
+    "more than four rows": ([0, 1, 0, 1, 2, 3], [2, 4]),
 }
 CASES: list[dict[str, Any]] = [
-    dict(hidden=hidden, width=width, input_bits=bits, down_bits=down, order=order, zeros=zeros, group=group)
-    for hidden, width, bits, down, order, zeros, group in (
-        (64, 96, 8, 8, 32, False, 0), (64, 96, 0, 0, 32, False, 0), (64, 128, 4, 4, 128, True, 64),
-        (50, 33, 8, 0, 0, True, 0), (50, 33, 0, 8, 0, False, 0), (128, 64, 0, 0, 64, True, 64),
+    dict(format=format, hidden=hidden, width=width, input_bits=bits, down_bits=down, order=order)
+    for format, hidden, width, bits, down, order in (
+        (IntegerFormat(4), 64, 96, 8, 8, 32), (IntegerFormat(4), 64, 96, 0, 0, 32),
+        (IntegerFormat(4, 64, symmetric=False), 64, 128, 4, 4, 128),
+        (IntegerFormat(3, symmetric=False), 50, 33, 8, 0, 0),
+        (IntegerFormat(8), 50, 33, 0, 8, 0), (IntegerFormat(2, 64, symmetric=False), 128, 64, 0, 0, 64),
+        (MinifloatFormat("e2m3"), 64, 96, 8, 8, 32), (MinifloatFormat("e2m3", 64), 64, 128, 0, 0, 0),
+        (MinifloatFormat("e3m2"), 50, 33, 8, 8, 0), (MinifloatFormat("e3m3", 64), 128, 64, 0, 8, 0),
     )
 ]  # fmt: skip
+ASYMMETRIC, FLOATS = CASES[2], CASES[7]
+INT4 = QuarotRecipe(rounding="nearest")
 RECIPES = {
-    "W4A16": {}, "W4A8": {"activation_bits": 8}, "W3, asymmetric": {"weight_bits": 3, "symmetric": False},
-    "offline": {"online": False, "activation_bits": 4},
-}  # fmt: skip
+    "W4A16": INT4,
+    "W4A8": replace(INT4, activation_bits=8),
+    "W3, asymmetric": replace(INT4, weight_bits=3, symmetric=False),
+    "offline": replace(INT4, online=False, activation_bits=4),
+    "W6A16": Fp6Recipe(),
+    "W6A8": Fp6Recipe(activation_bits=8),
+}
 
 
 @pytest.fixture(params=("portable", "avx2", "avx512bf16"))
@@ -48,82 +63,89 @@ def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 
 
+def op_of(case: dict[str, Any]) -> tuple[Any, Any]:
+    """The op of a format, and its reference."""
+    if isinstance(case["format"], IntegerFormat):
+        return torch.ops.ptq.integer_experts.default, quarot.expert_ops.experts
+    return torch.ops.ptq.minifloat_experts.default, fp6.expert_ops.experts
+
+
 def arguments(
-    dtype: torch.dtype, rows: str, hidden: int, width: int, input_bits: int, down_bits: int, order: int, zeros: bool,
-    group: int,
-) -> list[Any]:  # fmt: skip
+    dtype: torch.dtype, rows: str, format: Any, hidden: int, width: int, input_bits: int, down_bits: int, order: int
+) -> list[Any]:
     """Those of the op, for four tokens."""
     generator = torch.Generator().manual_seed(0)
     tokens, counts = ROWS[rows]
-    format, grid = IntegerFormat(4, group, not zeros), IntegerGrid(4, group, not zeros)
     weights = []
     for n, k in [(width, hidden)] * (2 * len(counts)) + [(hidden, width)] * len(counts):
-        w = torch.randn(n, k, generator=generator) / k**0.5 + 0.02
-        scales = grid.fit(w)
-        parts = {"codes": torch.ops.ptq.integer_pack(grid.round(w, scales), 4)}
-        parts["scale"] = scales["scale"].bfloat16().view(torch.int16)
-        weights.append(format.prepack(parts | ({"zero": scales["zero"]} if zeros else {}), "cpu"))
-    lists = [[part[name] for part in weights] for name in ("tiles", "scale")]
+        rounded = rounding.nearest(torch.randn(n, k, generator=generator) / k**0.5 + 0.02, format.codebook)
+        weights.append(format.prepack(format.pack(rounded), "cpu"))
+    names = ("tiles", "scale", "zero") if isinstance(format, IntegerFormat) else ("tiles", "scale")
+    lists = [[part[name] for part in weights if name in part] for name in names]
+    numbers = [format.bits] if isinstance(format, IntegerFormat) else [format.code.exponent, format.code.mantissa]
     x = torch.randn(4, hidden, generator=generator).to(dtype)
     shares = torch.rand(len(tokens), generator=generator).tolist()
     down = [*hadamard.dense_factors(order, x.device), down_bits, 0.9] if order else [[], 0, down_bits, 0.9]
-    zero = [part["zero"] for part in weights] if zeros else []
-    return [x, tokens, counts, shares, *lists, zero, width, 4, group, input_bits, 0.95, *down]
+    return [x, tokens, counts, shares, *lists, width, *numbers, format.group_size, input_bits, 0.95, *down]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(str(value) for value in case.values()))
 def test_the_bits_of_single_ops(case: dict[str, Any], rows: str, dtype: torch.dtype, level: str) -> None:
-    given = arguments(dtype, rows, **case)
-    found, wanted = torch.ops.ptq.integer_experts(*given), expert_ops.experts(*given)
+    given, (op, reference) = arguments(dtype, rows, **case), op_of(case)
+    found, wanted = op(*given), reference(*given)
     assert found.dtype == dtype and torch.equal(found, wanted)
     x, tokens = given[0], given[1]
     others = [token for token in range(4) if token not in tokens]
     assert not found[others].any() and found[tokens].any(1).all()
     strided = torch.cat((x, x), 1)[:, : x.shape[1]]
-    assert torch.equal(torch.ops.ptq.integer_experts(strided, *given[1:]), wanted)
+    assert torch.equal(op(strided, *given[1:]), wanted)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_numbers_that_are_none_stay_none(dtype: torch.dtype, level: str) -> None:
-    given = arguments(dtype, "experts in common", **CASES[0])
-    given[0][1, 3] = torch.nan
-    found = torch.ops.ptq.integer_experts(*given)
-    assert found[1].isnan().all() and found[[0, 3]].isfinite().all()
-    given[0][1, 3] = torch.inf
-    assert not torch.ops.ptq.integer_experts(*given)[1].isfinite().any()
+@pytest.mark.parametrize("case", (CASES[0], FLOATS), ids=("integers", "small floats"))
+def test_damage_shows(case: dict[str, Any], dtype: torch.dtype, level: str) -> None:
+    given, (op, _) = arguments(dtype, "experts in common", **case), op_of(case)
+    for number in (torch.nan, torch.inf):
+        given[0][1, 3] = number
+        found = op(*given)
+        assert not found[1].isfinite().any() and found[[0, 3]].isfinite().all()
 
 
-def test_schema_and_fake() -> None:
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+def test_schema_and_fake(case: dict[str, Any]) -> None:
+    given = tuple(arguments(torch.float32, "experts in common", **case))
     for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
-        given = arguments(torch.float32, "experts in common", **CASES[2])
-        torch.library.opcheck(torch.ops.ptq.integer_experts.default, tuple(given), test_utils=check)
+        torch.library.opcheck(op_of(case)[0], given, test_utils=check)
 
 
-def test_what_does_not_fit_is_refused(level: str) -> None:
-    good = arguments(torch.float32, "experts in common", **CASES[2])
-    x, tiles = good[0], good[NAMES.index("tiles")]
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
+    good, (op, _) = arguments(torch.float32, "experts in common", **case), op_of(case)
+    names = [argument.name for argument in op._schema.arguments]
+    x, tiles = good[0], good[4]
     wrongs = [
-        ("x", x[None]), ("x", x[:2]), ("x", x[:, :-1]), ("x", x.half()), ("tokens", [0, 1, 4, 1, 0]),
+        ("x", x[None]), ("x", x[:2]), ("x", torch.cat((x, x), 1)), ("x", x.half()), ("tokens", [0, 1, 4, 1, 0]),
         ("tokens", [0, 1, -1, 1, 0]), ("tokens", [0, 1, 3, 1]), ("tokens", []), ("counts", [1, 4, 0]),
         ("counts", [1, 3, 2]), ("counts", [1, 3]), ("shares", [0.5]), ("tiles", tiles[:-1]), ("tiles", tiles[::-1]),
-        ("scale", good[NAMES.index("scale")][:-1]), ("zero", good[NAMES.index("zero")][:-1]), ("width", 129),
-        ("bits", 9), ("group_size", 32),
+        ("scale", good[5][:-1]), ("zero", good[5][:-1]), ("width", 145), ("bits", 9), ("exponent", 5),
+        ("group_size", 32),
     ]  # fmt: skip
     for name, wrong in wrongs:
+        if name not in names:
+            continue
         given = list(good)
-        given[NAMES.index(name)] = wrong
+        given[names.index(name)] = wrong
         with pytest.raises(RuntimeError):
-            torch.ops.ptq.integer_experts(*given)
+            op(*given)
 
 
 # --- in a model -----------------------------------------------------------------------------------------------------
 
 
-def packed(folder: Path, model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+def packed(folder: Path, model_type: str = "qwen3_moe", recipe: Any = INT4, dtype: torch.dtype = torch.float32) -> Any:
     source = save_model(folder / "source", model_type)
-    recipe = QuarotRecipe(rounding="nearest", **changes)
     ptq.quantize(source, folder / "packed", recipe, ptq.RunOptions(report=False))
     return AutoModelForCausalLM.from_pretrained(folder / "packed", dtype=dtype)
 
@@ -131,13 +153,14 @@ def packed(folder: Path, model_type: str = "qwen3_moe", dtype: torch.dtype = tor
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The rows of each expert, call by call."""
-    own, counts = IntegerFormat.experts, []
+    counts: list[list[int]] = []
 
-    def experts(self: IntegerFormat, x: Any, tokens: list[int], each: list[int], *rest: Any) -> Any:
-        counts.append(each)
-        return own(self, x, tokens, each, *rest)
+    def experts(own: Any, self: Any, x: Any, rows: Rows, *rest: Any) -> Any:
+        counts.append(rows[1])
+        return own(self, x, rows, *rest)
 
-    monkeypatch.setattr(IntegerFormat, "experts", experts)
+    for cls in (IntegerFormat, MinifloatFormat):
+        monkeypatch.setattr(cls, "experts", functools.partialmethod(functools.partial(experts, cls.experts)))
     return counts
 
 
@@ -153,7 +176,7 @@ def one_by_one(model: Any) -> Any:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model_type", SPARSE)
 def test_few_tokens(model_type: str, recipe: str, tmp_path: Path, seen: list[list[int]]) -> None:
-    model = packed(tmp_path, model_type, **RECIPES[recipe])
+    model = packed(tmp_path, model_type, RECIPES[recipe])
     blocks = sum(isinstance(module, Experts) for module in model.modules())
     for dtype in (torch.float32, torch.bfloat16):
         own, model = one_by_one(model.to(dtype)), model.to(dtype)

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "integer_tiled/input.h"
+#include "common/input.h"
 #include "integer_tiled/tiled_cpu.h"
 #include "kv_cache/kv_cache_cpu.h"
 #include "steps/steps_cpu.h"

@@ -14,6 +14,7 @@
 #include "activations/activations_cpu.h"
 #include "integer_tiled/gemm_kernels.h"
 #include "integer_tiled/held.h"
+#include "integer_tiled/run_rows.h"
 
 namespace ptq::integer_tiled {
 namespace {

@@ -1,14 +1,18 @@
 // What ops that do several steps at once do to the input of a product.
 #pragma once
 
+#include <torch/csrc/stable/tensor.h>
+
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "activations/activations_cpu.h"
 #include "hadamard/hadamard_cpu.h"
-#include "integer_tiled/held.h"
 
-namespace ptq::integer_tiled {
+namespace ptq {
+
+using Tensors = std::vector<torch::stable::Tensor>;
 
 struct Input {
     int64_t bits;  // of its integers; 0: it stays as it is
@@ -19,11 +23,11 @@ struct Input {
 
 // x as weights see it: numbers, or integers and the scales of their tokens.
 struct Seen {
-    Tensor x;
-    std::optional<Tensor> scale;
+    torch::stable::Tensor x;
+    std::optional<torch::stable::Tensor> scale;
 };
 
-inline Seen seen(const Tensor& x, const Input& input) {
+inline Seen seen(const torch::stable::Tensor& x, const Input& input) {
     if (!input.bits)
         return {input.order ? hadamard::hadamard(x, std::nullopt, input.factors, input.order, -1, false) : x,
                 std::nullopt};
@@ -33,4 +37,4 @@ inline Seen seen(const Tensor& x, const Input& input) {
     return {q, scale};
 }
 
-}  // namespace ptq::integer_tiled
+}  // namespace ptq

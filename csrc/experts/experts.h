@@ -1,0 +1,145 @@
+// What the chosen experts of a block make of few tokens, for weights of any format. quarot/expert_ops.py says what that
+// is.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <numeric>
+#include <vector>
+
+#include "common/input.h"
+#include "common/tensors.h"
+#include "steps/steps_cpu.h"
+
+namespace ptq::experts {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Ints = std::vector<int64_t>;
+using Shares = std::vector<double>;
+
+// A token for every row, the rows of one expert together; the share of each row.
+struct Rows {
+    const Ints &tokens, &counts;
+    const Shares& shares;
+};
+
+inline int64_t width_of(ScalarType type) {
+    return type == ScalarType::Char ? 1 : type == ScalarType::BFloat16 ? 2 : 4;
+}
+
+// Rows of x [t, ...], one after another.
+inline Tensor gathered(const Tensor& x, const Ints& rows) {
+    Ints sizes(x.sizes().begin(), x.sizes().end());
+    const int64_t bytes = sizes[0] ? x.numel() / sizes[0] * width_of(x.scalar_type()) : 0;
+    sizes[0] = static_cast<int64_t>(rows.size());
+    const Tensor in = compact(x), out = fresh(sizes, x.scalar_type());
+    const auto* from = static_cast<const char*>(in.const_data_ptr());
+    auto* to = static_cast<char*>(out.mutable_data_ptr());
+    for (size_t i = 0; i < rows.size(); i++) std::memcpy(to + i * bytes, from + rows[i] * bytes, bytes);
+    return out;
+}
+
+// Some rows of an input, times one of several weights: the same rows of `out` [rows, n].
+struct Product {
+    size_t weight;
+    int64_t from, rows;
+    const Tensor& out;
+    void* to() const {
+        return static_cast<char*>(out.mutable_data_ptr()) + from * out.size(1) * width_of(out.scalar_type());
+    }
+};
+
+// To the nearest bfloat16, halves to even.
+struct Brain {
+    uint16_t bits;
+    static Brain of(float x) {
+        uint32_t all;
+        std::memcpy(&all, &x, sizeof all);
+        const uint32_t nearest = (all + 0x7fffu + (all >> 16 & 1u)) >> 16;
+        return {static_cast<uint16_t>((all & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest)};
+    }
+    operator float() const {
+        const uint32_t all = static_cast<uint32_t>(bits) << 16;
+        float x;
+        std::memcpy(&x, &all, sizeof x);
+        return x;
+    }
+};
+struct Single {
+    float x;
+    static Single of(float x) { return {x}; }
+    operator float() const { return x; }
+};
+
+// total[tokens[i]] += share[i] * y[i], row after row: product and sum are rounded each.
+template <class Element>
+void add_rows(const Tensor& y, const Shares& shares, const Ints& tokens, const Tensor& total) {
+    const int64_t k = y.size(1);
+    const auto* from = static_cast<const Element*>(y.const_data_ptr());
+    auto* to = static_cast<Element*>(total.mutable_data_ptr());
+    std::fill(to, to + total.numel(), Element::of(0));
+    for (size_t i = 0; i < tokens.size(); i++) {
+        const auto share = static_cast<float>(shares[i]);
+        for (int64_t j = 0; j < k; j++) {
+            Element& sum = to[tokens[i] * k + j];
+            sum = Element::of(sum + Element::of(from[i * k + j] * share));
+        }
+    }
+}
+
+inline void check(const Tensor& x, const Rows& r, size_t weights) {
+    const auto& [tokens, counts, shares] = r;
+    const bool floats = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
+    STD_TORCH_CHECK(x.dim() == 2 && floats, "experts: expected x [t, k], float32 or bfloat16");
+    const auto rows = static_cast<int64_t>(tokens.size());
+    STD_TORCH_CHECK(rows > 0 && std::accumulate(counts.begin(), counts.end(), int64_t{0}) == rows &&
+                        std::all_of(counts.begin(), counts.end(), [](int64_t count) { return count > 0; }) &&
+                        shares.size() == tokens.size() && weights == 3 * counts.size(),
+                    "experts: tokens, counts, shares and weights do not fit together");
+    for (const int64_t token : tokens)
+        STD_TORCH_CHECK(token >= 0 && token < x.size(0), "experts: there is no token ", token);
+}
+
+// The part of a list that belongs to weights [first, last); nothing of an empty one.
+inline Tensors some(const Tensors& all, size_t first, size_t last) {
+    return all.empty() ? all : Tensors(all.begin() + first, all.begin() + last);
+}
+
+// `gate_up`: the weights of all gates, then of all ups; `last`: those of all downs. Each has
+// multiply(const Seen&, const std::vector<Product>&).
+template <class Weights>
+Tensor compute(const Tensor& x, const Rows& rows, int64_t width, const Weights& gate_up, const Weights& last,
+               const Input& plain, const Input& down) {
+    const auto count = static_cast<int64_t>(rows.tokens.size());
+    const ScalarType dtype = x.scalar_type();
+    Seen in = seen(x, plain);
+    in.x = gathered(in.x, rows.tokens);
+    if (in.scale) in.scale = gathered(*in.scale, rows.tokens);
+
+    const Tensor gate = fresh(Ints{count, width}, dtype), up = fresh(Ints{count, width}, dtype);
+    std::vector<Product> products;
+    const auto add = [&](size_t first, const Tensor& out) {
+        int64_t from = 0;
+        for (const int64_t size : rows.counts) {
+            products.push_back({first++, from, size, out});
+            from += size;
+        }
+    };
+    add(0, gate);
+    add(rows.counts.size(), up);
+    gate_up.multiply(in, products);
+
+    const Tensor y = fresh(Ints{count, x.size(1)}, dtype), total = fresh(x.sizes(), dtype);
+    products.clear();
+    add(0, y);
+    last.multiply(seen(steps::silu_mul(gate, up), down), products);
+    const auto sum = dtype == ScalarType::Float ? add_rows<Single> : add_rows<Brain>;
+    sum(y, rows.shares, rows.tokens, total);
+    return total;
+}
+
+}  // namespace ptq::experts
