@@ -1,12 +1,12 @@
 """A plan, and what is inside a checkpoint, as tables for people."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.table import Table
 
-from ptq.contents import Contents
+from ptq.contents import Contents, Group
 from ptq.linear import NOT_OF_THE_FORMAT, describe
 from ptq.outline import of_any_expert
 from ptq.plan import LinearPlan, Plan, Rotation
@@ -41,7 +41,7 @@ def plan_table(plan: Plan) -> str:
 def contents_table(contents: Contents) -> str:
     """Formats, sizes and true bits per weight."""
     table = Table("format", "options", "online rotation", "linears", "weights", "MB", "bits/weight", box=None)
-    for group in contents.groups:
+    for group in _but_for_clips(contents.groups):
         scheme = group.scheme
         table.add_row(
             f"{scheme['format']} v{scheme['version']}", _options(scheme), _matrices(scheme),
@@ -51,6 +51,25 @@ def contents_table(contents: Contents) -> str:
     bits = "" if contents.bits_per_weight is None else f"{contents.bits_per_weight:.3f}"
     table.add_row("all", "", "", "", "", f"{contents.nbytes / 1e6:.2f}", bits)
     return _render(table)
+
+
+def _but_for_clips(groups: Iterable[Group]) -> Iterator[Group]:
+    """Groups whose schemes differ in the clip of the input alone as one, which says from where to where it goes."""
+    found: dict[str, list[Group]] = {}
+    for group in groups:
+        bits = (group.scheme.get("activation") or {}).get("bits")
+        found.setdefault(repr({**group.scheme, "activation": bits}), []).append(group)
+    for first, *others in found.values():
+        if others:
+            clips = sorted(group.scheme["activation"]["clip"] for group in (first, *others))
+            activation = {**first.scheme["activation"], "clip": f"{clips[0]}..{clips[-1]}"}
+            first = Group(
+                {**first.scheme, "activation": activation},
+                tuple(name for group in (first, *others) for name in group.linears),
+                sum(group.weights for group in (first, *others)),
+                sum(group.nbytes for group in (first, *others)),
+            )
+        yield first
 
 
 def cache_line(settings: dict[str, Any]) -> str:
@@ -85,6 +104,8 @@ def _format(linear: LinearPlan) -> str:
     if linear.format is None:
         return "as it is"
     entry = describe(linear)
+    if linear.clip_search is not None:
+        entry["activation"]["clip"] = "searched"
     return f"{entry['format']} {_options(entry)}"
 
 

@@ -13,7 +13,7 @@ numbers are those of the single ops to the bit.
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from operator import is_
 from typing import Any, Protocol, cast, runtime_checkable
@@ -26,7 +26,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ptq import fast_attention, fast_steps, gpu_layer, hadamard, matmul
 from ptq.formats import Parts
 from ptq.growing_cache import GrowingLayer
-from ptq.linear import QuantLinear
+from ptq.linear import Online, QuantLinear
 from ptq.shared_input import is_here
 
 
@@ -176,27 +176,37 @@ def _layer_of(module: nn.Module) -> _Layer | None:
     ):
         return None
     *others, down = (cast(QuantLinear, linear) for linear in linears)
-    format, online = down.format, others[0].online
+    format, clips = down.format, _clips(others)
     if not isinstance(format, WholeLayer) or not all(linear.format == format for linear in others):
         return None
-    if online.input is not None or any(linear.online != online for linear in others):
-        return None
-    if any(x.signs or x.output is not None for x in (online, down.online)):
+    if clips is None or down.online.signs or down.online.output is not None:
         return None
     factors, order = (
         ([], 0) if down.online.input is None else hadamard.dense_factors(down.online.input, torch.device("cpu"))
     )
-    bits = [(0, 1.0) if x.activation is None else (x.activation.bits, x.activation.clip) for x in (online, down.online)]
+    *_, down_clip = down.treatment()
     biases = [x._parameters["bias"] for x in (*others, down)]
     weights = format.layer_weights([x.parts() for x in (*others, down)], biases)
     if weights is None:
         return None
     gains = [norm.get_parameter("weight") for norm in normed]
     eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, norms), strict=True))
-    arguments = (gains, eps, offset, [int(x) for x in round_first], *weights, *bits[0], factors, order, *bits[1])
+    inputs = others[0].input_bits, clips, factors, order, down.input_bits, down_clip
+    arguments = (gains, eps, offset, [int(x) for x in round_first], *weights, *inputs)
     shape = others[1].out_features // cast(int, attention.head_dim), cast(int, attention.head_dim)
     floats = (*gains, *(bias for bias in biases if bias is not None))
     return _Layer(format, attention, shape, floats, arguments)
+
+
+def _clips(linears: Sequence[QuantLinear]) -> list[float] | None:
+    """Those of the inputs of q, k and v; of o; of gate and up. None where these linears differ in more than that, or
+    where something else is done to an input or a product."""
+    q, k, v, o, gate, up = (linear.online for linear in linears)
+    if not q == k == v or gate != up or len({linear.input_bits for linear in linears}) > 1:
+        return None
+    if any(replace(x, activation=None) != Online() for x in (q, o, gate)):
+        return None
+    return [1.0 if x.activation is None else x.activation.clip for x in (q, o, gate)]
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------

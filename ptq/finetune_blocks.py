@@ -61,6 +61,14 @@ class _Turn:
         return self.tasks.work / "tuned" / f"{self.key}.safetensors"
 
 
+def teach(tasks: Tasks, index: int, part: Part) -> None:
+    """Send the calibration rows through an original block: what leaves it is what its packed one is trained on."""
+    before = tasks.teacher if index else tasks.hidden
+    if not tasks.teacher.complete(index + 1):
+        chunks = before.files(index)
+        tasks.teacher.write(index + 1, len(chunks), lambda number: part.run(before.read(chunks[number])))
+
+
 def tune(tasks: Tasks, index: int, progress: Progress) -> None:
     """Round and train a block."""
     assert tasks.job.residual_rotation() is None and tasks.job.plan.cache is None

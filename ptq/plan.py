@@ -103,6 +103,9 @@ class LinearPlan:
     Only with `online_output`."""
     activation: Activation | None = None
     """How the input is quantised when the model runs; None: not at all."""
+    clip_search: str | None = None
+    """Name of the linear under which the clip of its input is searched, one for all that read the same input
+    (`ptq.clip_search`): that of `activation` is only where the search begins. None: it is as `activation` says."""
     role: str = ""
     """What it is in the model: see `ptq.outline`."""
     parts: tuple["LinearPlan", ...] = ()
@@ -173,15 +176,18 @@ class Plan:
         """The linears that are quantised."""
         return (linear for linear in self.linears if linear.format is not None)
 
-    def settled(self, options: Mapping[str, Mapping[str, Any]]) -> "Plan":
-        """The plan in which the named linears have their formats with these options."""
-        linears = (
-            replace(linear, format=formats.get(linear.format.name, **options[linear.name]))
-            if linear.format is not None and linear.name in options
-            else linear
-            for linear in self.linears
-        )
-        return replace(self, linears=tuple(linears))
+    def settled(self, options: Mapping[str, Mapping[str, Any]], clips: Mapping[str, float]) -> "Plan":
+        """The plan in which the named linears have their formats with these options, and their inputs these clips."""
+
+        def settled(linear: LinearPlan) -> LinearPlan:
+            if linear.format is not None and linear.name in options:
+                linear = replace(linear, format=formats.get(linear.format.name, **options[linear.name]))
+            if linear.activation is not None and linear.name in clips:
+                activation = replace(linear.activation, clip=clips[linear.name])
+                linear = replace(linear, activation=activation, clip_search=None)
+            return linear
+
+        return replace(self, linears=tuple(map(settled, self.linears)))
 
     def linear(self, name: str) -> LinearPlan | None:
         """The plan of one linear, or None where the model has no such weight of its own (a tied head)."""

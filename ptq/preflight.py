@@ -11,7 +11,8 @@ import psutil
 import torch
 from torch import Tensor
 
-from ptq import finetune
+from ptq import clip_search, finetune
+from ptq.clip_search import is_searched
 from ptq.errors import InputError
 from ptq.families import ModelShape
 from ptq.finetune_full import LOGITS
@@ -76,17 +77,20 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     hidden, parts, hessians = 0, 0, 0
     if needs_text(plan, recipe):
         tokens = recipe.samples * length
-        hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
-        parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
         hidden = 2 * 4 * tokens * shape.hidden
-        square = sum(_share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
         active = sum(_share(linear, shape) * linear.n * linear.k for linear in block)
-        solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
-        work = plan.blocks * (4 * tokens * active + 2 * tokens * square + 2 * solve)
-        seconds += work / _matmul_rate()
-        # Beside the block and its Hessians: H, and of experts the sum of all.
-        solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
-        memory += max(hessians, solver) + 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
+        work = 2 * tokens * active + _clip_search(block, shape, tokens, length)
+        memory += 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
+        if needs_hessians(plan, recipe):
+            hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
+            parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
+            square = sum(_share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
+            solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
+            work += 2 * tokens * (active + square) + 2 * solve
+            # Beside the block and its Hessians: H, and of experts the sum of all.
+            solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
+            memory += max(hessians, solver)
+        seconds += plan.blocks * work / _matmul_rate()
     made = Estimate(seconds, memory, hidden + parts * hessians, packed)
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
 
@@ -115,6 +119,18 @@ def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, len
     )
 
 
+def _clip_search(block: list[LinearPlan], shape: ModelShape, tokens: int, length: int) -> float:
+    """Operations of the search for clips in a block: the sample goes through it, and then through its weights once for
+    every clip. (The memory is less than a pass of the block takes.)"""
+    searched = [linear for linear in block if linear.clip_search]
+    if not searched:
+        return 0.0
+    sample = min(tokens, clip_search.CHUNKS * max(length, CHUNK_TOKENS))
+    passed = sample * sum(_share(linear, shape) * linear.n * linear.k for linear in block)
+    tried = sum(min(clip_search.TOKENS, _share(x, shape) * sample) * x.n * x.k for x in searched)
+    return 2 * (passed + (1 + len(clip_search.GRID)) * tried)
+
+
 def _share(linear: LinearPlan, shape: ModelShape) -> float:
     """Of the tokens that a linear is given: those of an expert are given some."""
     return 1.0 if linear.expert is None else shape.experts_per_token / shape.experts
@@ -122,6 +138,11 @@ def _share(linear: LinearPlan, shape: ModelShape) -> float:
 
 def needs_text(plan: Plan, recipe: Recipe) -> bool:
     """Whether a run needs calibration text."""
+    return needs_hessians(plan, recipe) or is_searched(plan)
+
+
+def needs_hessians(plan: Plan, recipe: Recipe) -> bool:
+    """Whether a run takes Hessians."""
     solved = recipe.rounding != "nearest" or plan.finetune != "none"
     return solved and any(linear.statistics for linear in plan.linears)
 
@@ -133,7 +154,7 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None)
     needy = max(
         (linear for linear in plan.linears if linear.statistics), key=lambda x: x.k / _share(x, shape), default=None
     )
-    if rows is None or needy is None:
+    if rows is None or needy is None or not needs_hessians(plan, recipe):
         return
     tokens = round(rows.numel() * _share(needy, shape))
     if tokens < TOKENS_PER_CHANNEL * needy.k:

@@ -119,7 +119,8 @@ def _layer(plan: Plan, linear: LinearPlan, line: Mapping[str, Any], dtype: torch
         rotation=", ".join(" ".join(rotation.split()) for rotation in rotations),
         activation_bits=None if linear.activation is None else linear.activation.bits,
         nbytes=nbytes,
-        **{key: _six(line.get(key)) for key in ("error", "loss", "nearest_loss")},
+        activation_clip=None if linear.activation is None else linear.activation.clip,
+        **{key: _six(line.get(key)) for key in ("error", "loss", "nearest_loss", "clip_error", "default_clip_error")},
     )
 
 

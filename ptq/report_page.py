@@ -99,9 +99,16 @@ def _outliers(report: Report) -> Iterator[str]:
     if any(found.after.rounding_error is not None for found in report.inputs):
         yield (
             "<p>Error of a token when it is rounded to the grid of the activations, relative to its size, squared: "
-            "what the original would suffer, and what the rotated model does.</p>"
+            "what the original would suffer, and what the rotated model does"
+            + _with_clips(report)
+            + ".</p>"
             + _blocks_picture(report, "rounding_error")
         )
+
+
+def _with_clips(report: Report) -> str:
+    searched = any(layer.clip_error is not None for layer in report.layers)
+    return "; with the default clips: those that were found are in the table of layers" if searched else ""
 
 
 def channels_picture(report: Report, standalone: bool = False) -> str:

@@ -35,6 +35,13 @@ class Layer:
     """Squared error of the layer's output on the calibration data, relative to the output's."""
     nearest_loss: float | None
     """The same if every weight had been rounded to its nearest code."""
+    activation_clip: float | None = None
+    """Share of a token's largest magnitude that its integers reach; None where the input is not quantised."""
+    clip_error: float | None = None
+    """Where the clip was searched: squared error of what the linears of this input give, of a token of the sample,
+    relative to its square, because the input is quantised."""
+    default_clip_error: float | None = None
+    """The same with the default clip."""
 
     @property
     def bits_per_weight(self) -> float:

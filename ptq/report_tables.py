@@ -9,6 +9,9 @@ from typing import Any
 from ptq.outline import of_any_expert
 from ptq.report_schema import Layer, Report
 
+MEANS = ("error", "loss", "nearest_loss", "activation_clip", "clip_error", "default_clip_error")
+"""Numbers of layers of which a mean is shown."""
+
 
 def together(layers: Iterable[Layer]) -> list[Layer]:
     """The layers, the same one of all experts of a block that are stored alike as one: its numbers are means over those
@@ -21,7 +24,7 @@ def together(layers: Iterable[Layer]) -> list[Layer]:
 
 
 def _mean(name: str, rotation: str, layers: list[Layer]) -> Layer:
-    numbers = {key: [getattr(layer, key) for layer in layers] for key in ("error", "loss", "nearest_loss")}
+    numbers = {key: [getattr(layer, key) for layer in layers] for key in MEANS}
     known = {key: [value for value in values if value is not None] for key, values in numbers.items()}
     means: dict[str, Any] = {key: fmean(values) if values else None for key, values in known.items()}
     nbytes = round(fmean(layer.nbytes for layer in layers))
@@ -34,12 +37,19 @@ def layers(report: Report) -> str:
     cells = [
         [
             escape(layer.name), f"{layer.n} × {layer.k}", escape(layer.storage), escape(layer.rotation),
-            f"{layer.activation_bits} bits" if layer.activation_bits else "", f"{layer.bits_per_weight:.2f}",
+            _input(layer), f"{layer.bits_per_weight:.2f}",
             *(value(number, ".3g", "") for number in (layer.error, layer.loss, layer.nearest_loss)),
         ]
         for layer in together(report.layers)
     ]  # fmt: skip
     return f"<h2>Layers</h2>{rows(names, cells, 5)}"
+
+
+def _input(layer: Layer) -> str:
+    if layer.activation_bits is None:
+        return ""
+    clip = "" if layer.activation_clip is None else f", clip {layer.activation_clip:.3g}"  # older reports have none
+    return f"{layer.activation_bits} bits{clip}"
 
 
 def trainings(report: Report) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
     linears/<name>.json           one rewritten linear is in its place in the shards; the statistics of its rounding
     rest.json                     so are the norms and what passes through
+    clips/<name>.json             the searched clip of the input of a linear, and of those that share it
     hidden/<block>/<chunk>        calibration rows as they enter a block, after the quantised blocks before it
     teacher/<block>/<chunk>       the same of the original model, where there is fine-tuning
     hessians/<block>.safetensors  one per shared input of a block; <block>.<part>: the sum over some of the chunks
@@ -28,6 +29,7 @@ from torch import Tensor
 from ptq import finetune_blocks, finetune_full, memory, rounding
 from ptq.blocks import Part
 from ptq.chunks import Chunks
+from ptq.clip_search import CLIP, Clips
 from ptq.engine import ALONE, Workers
 from ptq.formats import Choice, Codebook
 from ptq.hessian import Hessians, unseen
@@ -60,11 +62,12 @@ class Tasks:
         self.probe = Probe(job, work)
         self.hidden, self.teacher = (Chunks(work / name, job.device, workers) for name in ("hidden", "teacher"))
         self.hessians = Hessians(work / "hessians", job.device, workers)
+        self.clips = Clips(work / "clips", workers)
         if workers.first:
             if not shards.begun():  # then nothing that the folder says of them is true
                 remove_contents(work)
                 shards.begin()
-            for folder in ("linears", "hidden", "teacher", "hessians", "tuned", "probe", "outliers"):
+            for folder in ("linears", "clips", "hidden", "teacher", "hessians", "tuned", "probe", "outliers"):
                 (work / folder).mkdir(parents=True, exist_ok=True)
         workers.wait()
 
@@ -103,7 +106,7 @@ class Tasks:
             routes = Routes()
             original, before = self.probe.run(index, part, states.get("original"), routes)
             if self.job.plan.finetune != "none":
-                self._teach(index, part)
+                finetune_blocks.teach(self, index, part)
             rotated, after = original, before
             with progress.step(f"block {index}: rotate", weights):
                 if any(linear.rewritten or linear.acts_online for linear in self.job.plan.block(index)):
@@ -117,6 +120,9 @@ class Tasks:
                 finetune_blocks.tune(self, index, progress)
             else:
                 self.job.quantize_inputs(index, part)
+                with progress.step(f"block {index}: clips", 0):
+                    for note in self.clips.search(part, self.job.plan, self.hidden, index):
+                        progress.say(note)
                 with progress.step(f"block {index}: Hessians", weights * calibrated):
                     self._observe(index, part, calibrated, progress)
                 self.round(list(self.job.plan.block(index)), part, progress, str(index))
@@ -155,6 +161,7 @@ class Tasks:
         bias = self.job.bias(linear)
         if bias is not None:
             tensors["bias"] = bias.to(self.job.checkpoint.tensors[f"{linear.name}.bias"].dtype)
+        statistics |= self.clips.found(linear)
         statistics["seconds"] = round(time.perf_counter() - start, 3)
         named = {f"{linear.name}.{leaf}": tensor for leaf, tensor in tensors.items()}
         self.place(self.mark(linear), named | signs, statistics)
@@ -203,10 +210,11 @@ class Tasks:
         return self.job.rewritten(linear, torch.float32) if weight.is_meta else weight
 
     def settled(self, linears: Iterable[LinearPlan]) -> Job:
-        """The job with the formats that linears which are done were given, where the plan leaves a choice."""
-        marks = {linear.name: self.mark(linear) for linear in linears if isinstance(linear.format, Choice)}
-        options = {name: json.loads(mark.read_bytes())[CHOSEN] for name, mark in marks.items()}
-        return replace(self.job, plan=self.job.plan.settled(options)) if options else self.job
+        """The job with the formats and clips that linears which are done were given, where the plan leaves a choice."""
+        open = [linear for linear in linears if isinstance(linear.format, Choice) or linear.clip_search]
+        marks = {linear.name: json.loads(self.mark(linear).read_bytes()) for linear in open}
+        options, clips = ({n: m[key] for n, m in marks.items() if key in m} for key in (CHOSEN, CLIP))
+        return replace(self.job, plan=self.job.plan.settled(options, clips)) if marks else self.job
 
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
@@ -243,6 +251,7 @@ class Tasks:
     def _observe(self, index: int, part: Part, calibrated: bool, progress: Progress) -> None:
         """The Hessians of a block whose linears are all rounded together."""
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
+        calibrated &= self.job.recipe.rounding != "nearest"  # text may be there for the clips alone
         if names and calibrated and not self.hessians.there(str(index)):
             *_, last = self.job.plan.block(index)  # the pass ends at its input: its weight is made again for rounding
             if last.expert is None:  # that one may see no token
@@ -250,13 +259,6 @@ class Tasks:
             self.hessians.take(str(index), part, names, self.hidden, index)
             for note in unseen(self.hessians, self.job.plan, index):
                 progress.say(note)
-
-    def _teach(self, index: int, part: Part) -> None:
-        """Send the calibration rows through the original block."""
-        before = self.teacher if index else self.hidden
-        if not self.teacher.complete(index + 1):
-            chunks = before.files(index)
-            self.teacher.write(index + 1, len(chunks), lambda number: part.run(before.read(chunks[number])))
 
     def advance(self, index: int) -> None:
         """Send the calibration rows through the packed block, and drop what only that block needed."""

@@ -8,10 +8,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ptq import calibration
+from ptq.clip_search import is_searched
 from ptq.errors import InputError
 from ptq.loading import load_tokenizer
 from ptq.plan import Plan
-from ptq.preflight import needs_text
+from ptq.preflight import needs_hessians, needs_text
 from ptq.recipe import Recipe
 from ptq.tasks import FINETUNE_CHUNKS
 
@@ -55,9 +56,11 @@ def choose(
 
 
 def _without_text(plan: Plan, recipe: Recipe) -> str:
-    reader = recipe.rounding.upper() if recipe.rounding != "nearest" else "fine-tuning"
-    ways = ["choose --rounding nearest"] if recipe.rounding != "nearest" else []
-    ways += ["leave out --finetune"] if plan.finetune != "none" else []
+    solved = recipe.rounding != "nearest" and needs_hessians(plan, recipe)
+    readers = {"choose --rounding nearest": recipe.rounding.upper()} if solved else {}
+    readers |= {"leave out --finetune": "fine-tuning"} if plan.finetune != "none" else {}
+    readers |= {"leave out --activation-clip search": "--activation-clip search"} if is_searched(plan) else {}
+    ways, (reader, *_) = list(readers), readers.values()
     return (
         f"{reader} needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub dataset), "
         f"or {' and '.join(ways)}"

@@ -7,6 +7,14 @@ import typer
 from ptq import cli
 from ptq.recipe import RunOptions
 
+ActivationClip = Annotated[
+    str | None,
+    typer.Option(
+        help="Share of a token's largest input that is kept; search: one for every input, found on the calibration "
+        "text. Default: 0.9 at 4 bits, 0.95 at 6, 1 at 8."
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -35,10 +43,7 @@ def quarot(
     activation_bits: Annotated[
         int, typer.Option(help="Of the inputs of the quantised linears, per token: 8, 6 or 4; 16 leaves them alone.")
     ] = 16,
-    activation_clip: Annotated[
-        float | None,
-        typer.Option(help="Share of a token's largest input that is kept. Default: 0.9 at 4 bits, 0.95 at 6, 1 at 8."),
-    ] = None,
+    activation_clip: ActivationClip = None,
     kv_bits: Annotated[int, typer.Option(help="Of cached keys and values: 2, 3, 4, 6, 8; 16 leaves them alone.")] = 16,
     key_bits: Annotated[int | None, typer.Option(help="Of cached keys. Default: --kv-bits.")] = None,
     value_bits: Annotated[int | None, typer.Option(help="Of cached values. Default: --kv-bits.")] = None,
@@ -68,12 +73,20 @@ def quarot(
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
         seed=seed, skip=tuple(skip or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
-        rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=activation_clip,
+        rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=_clip(activation_clip),
         key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
         cache_clip=kv_clip, cache_sinks=kv_sinks,
     )  # fmt: skip
     _refuse_idle(recipe)
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
+
+
+def _clip(text: str | None) -> Any:
+    """What `--activation-clip` asks for; what is neither a number nor a word that the recipe knows, it refuses."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return text
 
 
 def _refuse_idle(recipe: Any) -> None:

@@ -8,10 +8,10 @@ the layer's input; RMSNorm, gate_proj and up_proj, silu(gate) * up, down_proj, a
 Lists: 2 or 4 norms; 7 weights (`zero` and `bias` may be empty; a bias of no elements is none); the tensors of the
 cache, which are keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.kv_ops`), or these, and
 `starts`, sink keys and sink values, which are only read.
-Products quantise their input to `input_bits` first (0: they don't); that of down_proj goes through a Hadamard transform
-of `order` before (0: none) and has bits of its own. Everything is done by the functions of the ops that do one step, in
-their order: the numbers are theirs to the bit. (On a decoded token, calling them one by one takes as long as half of
-the products.)
+Products quantise their input to `input_bits` first (0: they don't), with a clip for q, k and v, one for o, and one for
+gate and up; that of down_proj goes through a Hadamard transform of `order` before (0: none), and has bits and a clip of
+its own. Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the
+bit. (On a decoded token, calling them one by one takes as long as half of the products.)
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from ptq.op_declarations import declare
 
 SCHEMA = (
     "(Tensor x, Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] tiles, Tensor[] scale, "
-    "Tensor[] zero, Tensor[] bias, int[] n, int bits, int group_size, int input_bits, float clip, Tensor[] factors, "
+    "Tensor[] zero, Tensor[] bias, int[] n, int bits, int group_size, int input_bits, float[] clips, Tensor[] factors, "
     "int order, int down_bits, float down_clip, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, "
     "int[] cache_bits, float cache_clip, Tensor[] cache_factors, int cache_order, float scaling) -> Tensor"
 )
@@ -53,8 +53,8 @@ def products(
 
 
 def layer(
-    x, gains, eps, offset, round_first, tiles, scale, zero, bias, n, bits, group_size, input_bits, clip, factors, order,
-    down_bits, down_clip, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
+    x, gains, eps, offset, round_first, tiles, scale, zero, bias, n, bits, group_size, input_bits, clips, factors,
+    order, down_bits, down_clip, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
 ):  # fmt: skip
     """`ptq::integer_layer` step by step."""
 
@@ -66,10 +66,10 @@ def layer(
     def weights(first: int, last: int) -> list[Any]:
         return [part[first:last] for part in (tiles, scale, zero, bias, n)]
 
-    def plain(x: Float[Tensor, "b 1 k"], first: int, last: int) -> list[Tensor]:
-        return products(x, input_bits, clip, [], 0, weights(first, last), (bits, group_size))
+    def plain(x: Float[Tensor, "b 1 k"], which: int, first: int, last: int) -> list[Tensor]:
+        return products(x, input_bits, clips[which], [], 0, weights(first, last), (bits, group_size))
 
-    q, k, v = plain(norm(x, 0), 0, 3)
+    q, k, v = plain(norm(x, 0), 0, 0, 3)
     if len(gains) == 4:
         q, k = norm(q, 2), norm(k, 3)
     if len(cache) == 2:
@@ -78,8 +78,8 @@ def layer(
         numbers = before, *cache_bits, cache_clip, cache_factors, cache_order, scaling
         sinks = cache[4:] or (None, None, None)
         attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks)
-    y = x + plain(attended, 3, 4)[0]
-    gated = torch.ops.ptq.silu_mul(*plain(norm(y, 1), 4, 6))
+    y = x + plain(attended, 1, 3, 4)[0]
+    gated = torch.ops.ptq.silu_mul(*plain(norm(y, 1), 2, 4, 6))
     return y + products(gated, down_bits, down_clip, factors, order, weights(6, 7), (bits, group_size))[0]
 
 

@@ -16,6 +16,8 @@ from ptq.rotations import keys_balanced, rotated
 CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 """Clip of activations by their bits. Cutting the largest numbers pays where steps are coarse; at 8 bits a clip of 0.9
 doubles the error of a Gaussian token of 576 channels (docs/math.md, section 8)."""
+SEARCH = "search"
+"""The clip that is none yet."""
 CACHE_CLIP = {2: 0.9, 3: 0.95, 4: 0.95, 6: 1.0, 8: 1.0, 16: 1.0}
 """Clip of keys and values by the fewer bits of the two, for the same reason."""
 
@@ -35,8 +37,9 @@ class QuarotRecipe(Recipe):
     """Also the rotations that cannot vanish into the weights: R3 and R4."""
     activation_bits: int = 16
     """Bits of the inputs of the quantised linears, per token; 16 leaves them alone."""
-    activation_clip: float | None = None
-    """Share of a token's largest magnitude that the integers reach; None: `CLIP`."""
+    activation_clip: float | str | None = None
+    """Share of a token's largest magnitude that the integers reach; None: `CLIP`; `search`: found for every input, on
+    the calibration text (`ptq.clip_search`)."""
     key_bits: int = 16
     """Bits of the keys in the KV cache; 16 leaves them alone."""
     value_bits: int = 16
@@ -51,7 +54,12 @@ class QuarotRecipe(Recipe):
             raise InputError(
                 f"activation bits must be 4, 6 or 8, or 16 to leave activations alone; found {self.activation_bits}"
             )
-        if self.activation_clip is not None:
+        if isinstance(self.activation_clip, str) and self.activation_clip != SEARCH:
+            raise InputError(
+                f"the activation clip must be a number above 0 and at most 1, or {SEARCH}; found "
+                f"{self.activation_clip!r}"
+            )
+        if isinstance(self.activation_clip, int | float):
             Activation(8, self.activation_clip)
         clip = 1.0 if self.cache_clip is None else self.cache_clip
         CacheQuantization(self.key_bits, self.value_bits, clip, self.cache_sinks)
@@ -74,10 +82,13 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: Dtypes
             made = keys_balanced(made, shape, family)
     activation = None
     if recipe.activation_bits < 16:
-        clip = CLIP[recipe.activation_bits] if recipe.activation_clip is None else recipe.activation_clip
+        given = recipe.activation_clip
+        clip = CLIP[recipe.activation_bits] if given is None or isinstance(given, str) else given
         activation = Activation(recipe.activation_bits, clip)
 
     def rounded(linear: LinearPlan) -> LinearPlan:
+        if recipe.activation_clip == SEARCH and activation is not None:
+            linear = replace(linear, clip_search=linear.statistics)
         if recipe.weight_bits == 16:
             return replace(linear, activation=activation)
         check_groups(linear, made, recipe.group_size)

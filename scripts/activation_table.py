@@ -43,6 +43,7 @@ class Part(StrEnum):
     ablation = "ablation"
     keys = "keys"
     planted = "planted"
+    clips = "clips"
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,15 @@ PLANTED: dict[str, dict[str, Any]] = {
     "W4A4, QuaRot": {"weight_bits": 4, "activation_bits": 4},
     "W4A4KV4, QuaRot": FOUR,
 }
+CLIPS = {
+    "W4A4KV4": FOUR,
+    "W4A4KV16": {"weight_bits": 4, "activation_bits": 4},
+    "W6A6KV16": {"weight_bits": 6, "activation_bits": 6},
+    "W8A8KV16": {"weight_bits": 8, "activation_bits": 8},
+    "W4A4KV16, no rotation": {"weight_bits": 4, "activation_bits": 4, "rotate": False},
+}
+SEEDS = range(4)
+"""Another draw of signs and rows moves a loss by as much as a clip does, so the table of clips has means over some."""
 
 
 def recipe_for(task: Task, group_size: int, changes: dict[str, Any]) -> QuarotRecipe:
@@ -189,6 +199,30 @@ def planted_table(task: Task, group_size: int, original: list[float], channels: 
             yield row("planted", f"{name}, outliers planted", other, recipe, found, f"{name}, not planted")[0]
 
 
+def clips_table(task: Task, group_size: int, original: list[float]) -> Iterator[Row]:
+    """The default clips, and below them searched ones."""
+    for name, changes in CLIPS.items():
+        default, above = mean_row(name, task, group_size, changes, original)
+        yield default
+        changes = {**changes, "activation_clip": "search"}
+        searched, found = mean_row(f"{name}, searched clips", task, group_size, changes, original)
+        step, error = increase(found, above)
+        yield replace(searched, step=step, step_error=error)
+
+
+def mean_row(
+    name: str, task: Task, group_size: int, changes: dict[str, Any], original: list[float]
+) -> tuple[Row, list[float]]:
+    """A row of which every loss is the mean over `SEEDS`."""
+    recipes = [recipe_for(task, group_size, {**changes, "seed": seed}) for seed in SEEDS]
+    runs = [row("clips", name, task, recipe, original) for recipe in recipes]
+    found = [fmean(losses) for losses in zip(*(losses for _, losses in runs), strict=True)]
+    loss_increase, error = increase(found, original)
+    perplexity = math.exp(min(fmean(found), 700.0))
+    first = replace(runs[0][0], perplexity=perplexity, loss_increase=loss_increase, loss_increase_error=error)
+    return first, found
+
+
 def markdown(found: Row) -> str:
     bits = f"{found.bits_per_weight:.2f}" if found.bits_per_weight is not None else "16"
     rounding = "" if found.recipe["weight_bits"] == 16 else found.recipe["rounding"]
@@ -244,6 +278,7 @@ def main(
             Part.ablation: lambda: steps("ablation", task, size, ABLATION, original),
             Part.keys: lambda: keys_table(task, size, original),
             Part.planted: lambda: planted_table(task, size, original, channels),
+            Part.clips: lambda: clips_table(task, size, original),
         }
         for part in only or list(Part):
             print(f"\n{part}, weights in groups of {size}\n" if size else f"\n{part}, weights per channel\n")

@@ -79,9 +79,13 @@ def finish(processes: list[Any]) -> list[int]:
     return [process.exitcode for process in processes]
 
 
-@pytest.mark.parametrize("rounding", ["gptq", "nearest"])
-def test_any_number_of_processes_gives_the_same_bytes(rounding: str, model: Path, tmp_path: Path) -> None:
-    asked = recipe(model, rounding=rounding)
+@pytest.mark.parametrize(
+    "changes",
+    [dict(rounding="gptq"), dict(rounding="nearest"), dict(activation_bits=4, activation_clip="search")],
+    ids=["gptq", "nearest", "clip search"],
+)
+def test_any_number_of_processes_gives_the_same_bytes(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    asked = recipe(model, **changes)
     for count in (1, 2, 3):
         assert finish(start(count, model, tmp_path / str(count), asked)) == [0] * count
         assert contents(tmp_path / str(count)) == contents(tmp_path / "1")

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,28 @@ def test_whole_layers_give_the_bits_of_single_ops(recipe: str, packed, monkeypat
         for batch, logits in zip((1, 2), found, strict=True):
             for a, b in zip(logits, decode(single, batch), strict=True):
                 assert torch.equal(a, b)
+
+
+CLIPS = {
+    "one for each input": ((0.9, 0.9, 0.9, 0.8, 0.7, 0.7, 0.6), True),
+    "k has another": ((0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9), False),
+    "up has another": ((0.9, 0.9, 0.9, 0.9, 0.8, 0.9, 0.9), False),
+}
+
+
+@pytest.mark.parametrize(("clips", "whole"), CLIPS.values(), ids=CLIPS)
+def test_clips_of_a_whole_layer(clips: tuple[float, ...], whole: bool, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed("W4A4KV4")
+    for layer in model.get_decoder().layers:
+        names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+        for name, clip in zip(names, clips, strict=True):
+            linear = layer.get_submodule(name)
+            linear.online = replace(linear.online, activation=replace(linear.online.activation, clip=clip))
+            linear.shared = None
+    single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, IntegerFormat, "layer")
+    for a, b in zip(decode(model), decode(single), strict=True):
+        assert torch.equal(a, b)
+    assert bool(calls) == whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,7 +57,7 @@ def arguments(
     turns = [draw(1, 1, D, dtype=dtype) for _ in range(2)]
     r3 = hadamard.dense_factors(D, gains[0].device)
     x = draw(batch, 1, HIDDEN, dtype=dtype)
-    return [x, gains, *numbers, *packed, bits, 0.9, *down, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5]
+    return [x, gains, *numbers, *packed, bits, [0.9, 0.8, 0.7], *down, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5]
 
 
 CASES = [
@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused(cache: str, level: str) -> None:
         ("gains", [*good[1][:3], torch.ones(5), *good[1][4:]]), ("eps", [1e-5] * 3), ("round_first", [1]),
         ("tiles", good[NAMES.index("tiles")][:-1]), ("n", good[NAMES.index("n")][:-1]), ("cache", good[at][:-1]),
         ("cache_bits", [4]), ("before", 256), ("before", -1), ("cos", good[NAMES.index("cos")][..., :-2]),
-        ("bias", good[NAMES.index("bias")][1:]),
+        ("bias", good[NAMES.index("bias")][1:]), ("clips", [0.9, 0.8]),
     ]  # fmt: skip
     for name, wrong in wrongs:
         if (name, cache) == ("cache_bits", "plain") and len(wrong) == 2:

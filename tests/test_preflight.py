@@ -11,7 +11,7 @@ import torch
 from conftest import check_refused, listing, quantize, tiny_config
 
 import ptq
-from ptq import pipeline, preflight
+from ptq import clip_search, pipeline, preflight
 from ptq.engine import Workers
 from ptq.families import FAMILIES, shape_of
 from ptq.preflight import Estimate
@@ -48,6 +48,16 @@ def test_time_of_the_solver() -> None:
     factors = 3 * HIDDEN**3 + INTERMEDIATE**3
     added = needs().seconds - needs(rounding="nearest").seconds
     assert added == pytest.approx(BLOCKS * 2 * (linears + factors) / 1e9, rel=0.01)
+
+
+def test_time_of_the_search_for_clips() -> None:
+    """The one token goes through a block, and through its weights for each clip and to be compared with."""
+    weights = 4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE
+    for rounding in ("gptq", "nearest"):
+        common = dict(rounding=rounding, activation_bits=4)
+        added = needs(**common, activation_clip="search").seconds - needs(**common).seconds
+        passes = 1 + 1 + len(clip_search.GRID) + (rounding == "nearest")  # and with it through the packed block
+        assert added == pytest.approx(BLOCKS * 2 * passes * weights / 1e9, rel=0.01)
 
 
 # --- what cannot fit ------------------------------------------------------------------------------------------------

@@ -127,6 +127,21 @@ def test_a_crash_without_calibration_costs_nothing(model: Path, tmp_path: Path) 
     check_all_continue(pictures[::3], expected, model, asked)
 
 
+def test_a_crash_while_clips_are_searched_costs_nothing(model: Path, tmp_path: Path) -> None:
+    asked = recipe(model, activation_bits=4, activation_clip="search")
+    pictures, expected = photographed(model, tmp_path, asked)
+
+    def between(picture: Path, index: int) -> bool:
+        """Some clips of a block are found, and none of its linears is rounded."""
+        found, rounded = (list((picture / "out.work" / name).glob(f"model.layers.{index}.*.json"))
+                          for name in ("clips", "linears"))  # fmt: skip
+        return bool(found) and not rounded
+
+    moments = [[picture for picture in pictures if between(picture, index)] for index in (0, 1)]
+    assert all(len(some) > 5 for some in moments)
+    check_all_continue([*moments[0], *moments[1]], expected, model, asked)
+
+
 def test_a_full_disk_at_any_file_is_told_and_continued(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -97,6 +97,19 @@ def test_keys_with_outliers(tables: ModuleType, task: Any, monkeypatch: pytest.M
     assert [row.step for row in four] == [None, pytest.approx(-0.2), None, pytest.approx(-1.0), pytest.approx(-1.2)]
 
 
+def test_clips_are_compared_over_seeds(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = [2.0, 2.0, 2.0, 2.4, 1.8, 1.8, 1.8, 2.2] * len(tables.CLIPS)
+    asked = recipes_run(tables, task, monkeypatch, losses)
+    rows = list(tables.clips_table(task, 8, ORIGINAL))
+    assert [recipe.seed for _, recipe, _ in asked] == [0, 1, 2, 3] * 2 * len(tables.CLIPS)
+    clips = [recipe.activation_clip for _, recipe, _ in asked]
+    assert clips == ([None] * 4 + ["search"] * 4) * len(tables.CLIPS)
+    assert [row.loss_increase for row in rows[:2]] == pytest.approx([1.1, 0.9])
+    assert [row.step for row in rows[:2]] == [None, pytest.approx(-0.2)]
+    assert [row.name for row in rows[:2]] == ["W4A4KV4", "W4A4KV4, searched clips"] and len(rows) == 10
+    assert [recipe.rotate for _, recipe, _ in asked] == [True] * 32 + [False] * 8
+
+
 def test_planted_models_are_compared_with_themselves_unplanted(
     tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,21 +96,23 @@ void check(const Weights& w, const Norms& norms, const Cache& cache) {
 
 Tensor layer(const Tensor& x, const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first,
              const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias, const Ints& n,
-             int64_t bits, int64_t group_size, int64_t input_bits, double clip, const Tensors& factors, int64_t order,
-             int64_t down_bits, double down_clip, const Tensor& cos, const Tensor& sin, const Tensors& parts,
+             int64_t bits, int64_t group_size, int64_t input_bits, const Floats& clips, const Tensors& factors,
+             int64_t order, int64_t down_bits, double down_clip, const Tensor& cos, const Tensor& sin, const Tensors& parts,
              int64_t before, const Ints& cache_bits, double cache_clip, const Tensors& cache_factors,
              int64_t cache_order, double scaling) {
     const Tensors none;
     const Weights w{tiles, scale, zero, bias, n, bits, group_size};
     const Norms norms{gains, eps, offset, round_first};
     const Cache cache{parts, before, cache_bits, cache_clip, cache_factors, cache_order};
-    const Input plain{input_bits, clip, none, 0}, down{down_bits, down_clip, factors, order};
     check(w, norms, cache);
+    STD_TORCH_CHECK(clips.size() == 3, "integer_layer: expected 3 clips");
+    const auto plain = [&](size_t which) { return Input{input_bits, clips[which], none, 0}; };
+    const Input down{down_bits, down_clip, factors, order};
     STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "integer_layer: expected x [b, 1, k]");
-    const Tensors qkv = products(norms(x, 0), plain, w, 0, 3);
+    const Tensors qkv = products(norms(x, 0), plain(0), w, 0, 3);
     const Tensor attended = attention(qkv, norms, cache, cos, sin, scaling);
-    const Tensor y = steps::sum(x, products(attended, plain, w, 3, 4).front());
-    const Tensors gated = products(norms(y, 1), plain, w, 4, 6);
+    const Tensor y = steps::sum(x, products(attended, plain(1), w, 3, 4).front());
+    const Tensors gated = products(norms(y, 1), plain(2), w, 4, 6);
     return steps::sum(y, products(steps::silu_mul(gated[0], gated[1]), down, w, 6, 7).front());
 }
 
