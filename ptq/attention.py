@@ -24,9 +24,9 @@ from transformers.masking_utils import sdpa_mask
 
 from ptq import hadamard, kv_ops
 from ptq.errors import InputError
-from ptq.families import shape_of
 from ptq.kv_cache import CacheQuantization
 from ptq.kv_side import Side, rotate, row_starts
+from ptq.model_shape import shape_of
 from ptq.packed_cache import PackedCache, Signature
 from ptq.packed_layer import PackedStates
 

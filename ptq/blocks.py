@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq import experts, fast_steps, matmul
 from ptq.activations import Activation
-from ptq.families import Family, has_experts
+from ptq.families import Family
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, frozen, swap
+from ptq.model_shape import has_experts
 
 
 class _FastLinear(nn.Linear):

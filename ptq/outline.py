@@ -19,7 +19,8 @@ import torch
 
 from ptq import formats
 from ptq.errors import InputError
-from ptq.families import Experts, Family, ModelShape
+from ptq.families import Experts, Family
+from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan, Plan
 
 Dtypes = dict[str, torch.dtype]

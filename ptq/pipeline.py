@@ -29,9 +29,10 @@ from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
-from ptq.families import Family, family_of, shape_of
+from ptq.families import Family, family_of
 from ptq.job import Job
 from ptq.lock import exclusive, lock_file
+from ptq.model_shape import shape_of
 from ptq.plan import Plan, check_biases, check_claims, check_tensors
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ptq import finetune
 from ptq.errors import InputError
-from ptq.families import ModelShape
 from ptq.finetune_full import LOGITS
 from ptq.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
+from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
 from ptq.tasks import CHUNK_TOKENS

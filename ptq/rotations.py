@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ptq import hadamard
-from ptq.families import Family, ModelShape
+from ptq.families import Family
+from ptq.model_shape import ModelShape
 from ptq.outline import block_of, first_row
 from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 

@@ -12,7 +12,8 @@ from typing import ClassVar
 from ptq import formats, hadamard
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import Family, ModelShape
+from ptq.families import Family
+from ptq.model_shape import ModelShape
 from ptq.outline import Dtypes, block_of, chosen, outline
 from ptq.plan import Finetune, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe, Rounding

@@ -23,8 +23,9 @@ from torch import Tensor
 from ptq import balance, source
 from ptq.checkpoint import Checkpoint
 from ptq.contents import read_config
-from ptq.families import Family, ModelShape, family_of, shape_of
+from ptq.families import Family, family_of
 from ptq.header import read_header
+from ptq.model_shape import ModelShape, shape_of
 from ptq.outline import first_row, outline
 from ptq.rotations import READERS
 from ptq.shards import write_tensors

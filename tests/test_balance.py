@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 import ptq
 from ptq import balance, hadamard, pipeline
 from ptq.blocks import Part
-from ptq.families import FAMILIES, ModelShape
+from ptq.families import FAMILIES
 from ptq.job import Job, dense_weight
+from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan
 from ptq.rotations import READERS
 from ptq.work import Record

@@ -19,10 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 import ptq
 from ptq import console_tables, experts, hessian, pipeline, preflight, rewrite, rounding
 from ptq.experts import Experts
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
 from ptq.hf import PtqConfig
 from ptq.job import Job
 from ptq.linear import QuantLinear
+from ptq.model_shape import shape_of
 from ptq.writer import LOG
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe

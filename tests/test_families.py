@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq import balance, experts, hadamard, pipeline, rewrite
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
 from ptq.job import Job
+from ptq.model_shape import shape_of
 from ptq.outline import first_row
 from ptq.plan import LinearPlan, Plan, check_claims
 from quarot.plan import QuarotRecipe, plan

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from ptq import evaluate, hadamard, outliers, pipeline
 from ptq.activations import Activation, dequantize
 from ptq.experts import module_name
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
 from ptq.job import Job
+from ptq.model_shape import shape_of
 from ptq.outliers import Input
 from ptq.outline import first_row
 from ptq.work import Record
