@@ -224,7 +224,7 @@ def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrained
             fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
             _put(model, name, fast)
     for name, module in list(_rotary_tables(model)):
-        _put(model, name, type(module)(config=config).to(device))
+        _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
     for module in model.modules():
         _fill_buffers(model, module, device)
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit

@@ -62,37 +62,56 @@ class Family:
     """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
     rotate_residual: bool = True
     """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
+    plain_attention: bool = True
+    """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
     experts: Experts | None = None
     """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
 
+    @property
+    def norms_keys(self) -> bool:
+        """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
+        return any(name.endswith((".k_norm.weight", ".key_layernorm.weight")) for name in self.kept)
+
+
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
-        Family("llama"),
-        Family("mistral"),
-        Family("qwen2"),
-        Family("qwen3", kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
-        Family("granite"),
-        Family("smollm3"),
-        Family("ministral"),
+        *(
+            Family(model_type)
+            for model_type in (
+                "llama",
+                "mistral",
+                "ministral",
+                "ministral3",
+                "qwen2",
+                "smollm3",
+                "granite",
+                "seed_oss",
+                "internlm3",
+                "iquestcoder",
+                "cwm",
+            )
+        ),
+        Family("granite_swa", kept=("self_attn.sinks",), plain_attention=False),
+        *(Family(model_type, rope_interleaved=True) for model_type in ("ernie4_5", "helium")),
+        Family("qwen3", kept=HEAD_NORMS),
+        Family("hunyuan_v1_dense", kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight")),
         *(
             Family(
                 model_type,
                 attention_norm=None,
                 mlp_norm=None,
-                kept=(
-                    "self_attn.q_norm.weight",
-                    "self_attn.k_norm.weight",
-                    "post_attention_layernorm.weight",
-                    "post_feedforward_layernorm.weight",
-                ),
+                kept=(*HEAD_NORMS, *POST_NORMS),
                 rotate_residual=False,
             )
-            for model_type in ("olmo2", "olmo3")
+            for model_type in ("olmo2", "olmo3", "exaone4")
         ),
+        Family("hyperclovax", kept=("post_norm1.weight", "post_norm2.weight"), rotate_residual=False),
         Family(
             "phi3",
             query="self_attn.qkv_proj",
@@ -111,22 +130,22 @@ FAMILIES: dict[str, Family] = {
             rotate_residual=False,
         ),
         Family("gemma", norm_offset=1.0),
+        Family("vaultgemma", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
         Family(
-            "gemma3_text",
+            "gemma2",
             mlp_norm="pre_feedforward_layernorm",
-            kept=(
-                "self_attn.q_norm.weight",
-                "self_attn.k_norm.weight",
-                "post_attention_layernorm.weight",
-                "post_feedforward_layernorm.weight",
-            ),
+            kept=POST_NORMS,
             norm_offset=1.0,
             rotate_residual=False,
         ),
-        *(
-            Family(model_type, kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight"), experts=Experts())
-            for model_type in ("qwen3_moe", "olmoe")
+        Family(
+            "gemma3_text",
+            mlp_norm="pre_feedforward_layernorm",
+            kept=(*HEAD_NORMS, *POST_NORMS),
+            norm_offset=1.0,
+            rotate_residual=False,
         ),
+        *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe")),
         Family(
             "mixtral",
             experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),

@@ -48,6 +48,8 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
     if getattr(config, "clip_qkv", None) is not None:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
+    if not getattr(config, "use_post_norm", True):
+        raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
     return ModelShape(
         hidden=hidden,
         intermediate=_size(config, "intermediate_size"),

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ptq import (
+    attention,
     calibration,
     engine,
     experts,
@@ -84,6 +85,8 @@ def plan(model: str, recipe: Recipe) -> Target:
         )
     dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
     plan = methods.planner(recipe.method)(shape, family, recipe, dtypes)
+    if plan.cache is not None:
+        attention.check(config, plan.cache)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
     promised = parameter_shapes(config)
     check_biases(plan, checkpoint.tensors, promised)

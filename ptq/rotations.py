@@ -108,7 +108,7 @@ def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
     """The plan with a balance of queries and keys; as it is where the family norms queries and keys, which would undo
     the balance."""
     norm = family.attention_norm
-    if norm is None or any(name.endswith("k_norm.weight") for name in family.kept):
+    if norm is None or family.norms_keys:
         return plan
 
     def balanced(linear: LinearPlan) -> LinearPlan:

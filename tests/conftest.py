@@ -41,7 +41,7 @@ TINY: dict[str, Any] = dict(
 
 
 SWITCHES: dict[str, Any] = dict(
-    attention_bias=True, mlp_bias=True,
+    attention_bias=True, attention_out_bias=True, mlp_bias=True, use_bias=True,
     embedding_multiplier=7.3, residual_multiplier=0.31, attention_multiplier=0.09, logits_scaling=5.7,
 )  # fmt: skip
 """Set where the family's config has them: every bias, and multipliers far from 1, their default."""
@@ -51,15 +51,36 @@ SPARSE: dict[str, Any] = dict(
     norm_topk_prob=True,
 )  # fmt: skip
 """Likewise: few experts, of another width than the one block that has none."""
-WHOLE_HEADS = {"olmoe": dict(hidden_size=80)}
-"""Families in which heads fill hidden_size."""
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("olmoe", "helium"), dict(hidden_size=80)),  # heads fill hidden_size
+    **dict.fromkeys(("gemma2", "vaultgemma"), dict(attn_logit_softcapping=0.6, final_logit_softcapping=5.0)),
+    "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
+    "granite_swa": dict(layer_rope_theta=[500.0, 0]),
+    "ministral3": dict(
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=500.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
+            beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.5,
+        )
+    ),
+}  # fmt: skip
+"""What single families need, and settings of their own that would otherwise do nothing."""
 
 
 PARTIAL = dict(partial_rotary_factor=0.5)
 """Where the family can turn less than whole heads."""
 
 
-KEYS_WITHOUT_NORM = [name for name, row in FAMILIES.items() if not any("k_norm" in kept for kept in row.kept)]
+ALIKE = {
+    "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
+}  # fmt: skip
+"""Families of parts that others have too: runs of every kind would say nothing new, so a few tests must do."""
+DISTINCT = [name for name in FAMILIES if name not in ALIKE]
+CACHED = [
+    name for name in DISTINCT
+    if FAMILIES[name].plain_attention and "attn_logit_softcapping" not in OWN.get(name, {})
+]  # fmt: skip
+"""Those whose KV cache can be packed."""
+KEYS_WITHOUT_NORM = [name for name in CACHED if not FAMILIES[name].norms_keys]
 
 
 def by_role(plan: Plan, block: int) -> dict[str, LinearPlan]:
@@ -78,7 +99,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     switches = {key: value for key, value in (SWITCHES | SPARSE).items() if hasattr(defaults, key)}
     if PARTIAL.keys() <= defaults.rope_parameters.keys():
         switches |= PARTIAL
-    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **WHOLE_HEADS.get(model_type, {}), **changes})
+    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **OWN.get(model_type, {}), **changes})
 
 
 def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model, stored, tiny_config, tiny_model
+from conftest import DISTINCT, check_refused, quantize, save_model, stored, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -168,7 +168,7 @@ def test_rotations_keep_the_function_through_save_and_load(model_type: str, onli
         assert relative(rotated.model.embed_tokens.weight, original.model.embed_tokens.weight) > 0.5
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     changes = dict(tie_word_embeddings=False, hidden_size=64, intermediate_size=128, head_dim=16)
     model = save_model(tmp_path / "model", model_type, torch.bfloat16, **changes)
@@ -176,6 +176,11 @@ def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
     assert result.rotation_error < 1e-5
     assert result.kl < 1e-2
+
+
+def test_post_norms_that_are_turned_off(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "hyperclovax", use_post_norm=False)
+    check_refused(quantize("rotate", model, tmp_path / "out"), "use_post_norm false: the family is supported with its")
 
 
 TWO_KINDS: dict[str, Any] = dict(

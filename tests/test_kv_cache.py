@@ -2,11 +2,12 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_model
+from conftest import CACHED, DISTINCT, check_refused, quantize, save_model, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -101,10 +102,19 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         attach(model_of(None, "gemma3_text", attn_logit_softcapping=50.0), FOUR)
 
 
+@pytest.mark.parametrize("model_type", [name for name in DISTINCT if name not in CACHED])
+def test_what_does_not_fit_is_refused_before_anything_is_done(model_type: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", model_type)
+    message = "sinks of its own" if "sinks" in str(FAMILIES[model_type].kept) else "caps the logits"
+    for bits in ("--kv-bits", "--value-bits"):
+        check_refused(quantize("quarot", model, tmp_path / "out", bits, 4, "--plan"), message)
+    assert quantize("quarot", model, tmp_path / "out", "--activation-bits", 4, "--plan").exit_code == 0
+
+
 # --- fake = real -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", CACHED)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_cache_own_cache_and_any_steps_agree(model_type: str, name: str) -> None:
     model = model_of(SETTINGS[name], model_type)
