@@ -80,13 +80,18 @@ class Part:
         """Put tensors, named as in the whole model, into the part; floating ones in float32, in which it computes.
         `as_stored`: plain linears keep their weight's dtype, which saves memory and time where tokens are few."""
         for name, tensor in tensors.items():
-            owner, _, leaf = name.rpartition(".")
+            owner, _, leaf = experts.module_name(name).rpartition(".")
             module = self.module(owner)
+            if leaf in module._buffers:
+                module._buffers[leaf] = tensor.float().to(self.device)
+                continue
             assert leaf in module._parameters, name
             kept = as_stored and leaf == "weight" and isinstance(module, _FastLinear)
             tensor = tensor.float() if tensor.is_floating_point() and not kept else tensor
+            if tensor.shape[:1] == (1,):
+                tensor = tensor.clone()  # the last bits of a product with one row depend on where in memory it lies
             module._parameters[leaf] = frozen(tensor.to(self.device))
-        for owner in {name.rpartition(".")[0] for name in tensors}:
+        for owner in {experts.module_name(name).rpartition(".")[0] for name in tensors}:
             if isinstance(module := self.module(owner), QuantLinear):
                 module.prepack()  # as it is after loading, so that numbers are the same to the bit
 
@@ -205,6 +210,8 @@ def _single_block(config: Any, layer: int) -> Any:
     single = copy.deepcopy(config)
     if hasattr(config, "mlp_only_layers"):  # and the number of a block decides
         single.decoder_sparse_step, single.mlp_only_layers = 1, [] if has_experts(config, layer) else [0]
+    if hasattr(config, "first_k_dense_replace"):
+        single.first_k_dense_replace = 0 if has_experts(config, layer) else 1
     blocks = config.num_hidden_layers
     for key, value in list(vars(single).items()):
         if isinstance(value, list) and len(value) == blocks and key != "mlp_only_layers":

@@ -5,7 +5,7 @@ linears share an input) is the same for all of them and is said once, in `ptq.ou
 To add a family, add a row: docs/add-a-family.md. The tests in tests/test_families.py run over the whole table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptq.errors import InputError
@@ -15,7 +15,8 @@ from ptq.errors import InputError
 class Experts:
     """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
 
-    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert.
+    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. What
+    the model makes of its product with a token is the model's own affair.
     """
 
     router: str = "mlp.gate"
@@ -23,6 +24,12 @@ class Experts:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str | None = None
+    """The gated MLP beside them, which every token passes; None where there is none."""
+    shared_gate: str | None = None
+    """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
+    kept: tuple[str, ...] = ()
+    """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
 
     @property
     def linears(self) -> tuple[str, str, str]:
@@ -56,6 +63,8 @@ class Family:
     down: str = "mlp.down_proj"
     kept: tuple[str, ...] = ()
     """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
+    kept_if: str | None = None
+    """The setting of config.json without which a model of the family has no `kept`; None: it always has."""
     norm_offset: float = 0.0
     """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
     rope_interleaved: bool = False
@@ -69,6 +78,10 @@ class Family:
     experts: Experts | None = None
     """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
 
+    def of(self, config: Any) -> "Family":
+        """The row as a model with this transformers config has it."""
+        return self if self.kept_if is None or getattr(config, self.kept_if) else replace(self, kept=())
+
     @property
     def norms_keys(self) -> bool:
         """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
@@ -77,6 +90,8 @@ class Family:
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+
+SHARED_EXPERTS = Experts(shared="mlp.shared_experts", kept=("mlp.gate.e_score_correction_bias",))
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row
@@ -145,10 +160,34 @@ FAMILIES: dict[str, Family] = {
             norm_offset=1.0,
             rotate_residual=False,
         ),
-        *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe")),
+        *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
+        Family(
+            "flex_olmo",
+            attention_norm=None,
+            mlp_norm=None,
+            kept=(*HEAD_NORMS, *POST_NORMS),
+            rotate_residual=False,
+            experts=Experts(),
+        ),
+        Family("qwen2_moe", experts=Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
+        Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
+        Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
+        Family("solar_open", experts=SHARED_EXPERTS),
         Family(
             "mixtral",
             experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+        ),
+        Family(
+            "minimax_m2",
+            kept=HEAD_NORMS,
+            experts=Experts(
+                "block_sparse_moe.gate",
+                "block_sparse_moe.experts",
+                gate="w1",
+                up="w3",
+                down="w2",
+                kept=("block_sparse_moe.e_score_correction_bias",),
+            ),
         ),
     )
 }

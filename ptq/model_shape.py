@@ -25,8 +25,12 @@ class ModelShape:
     experts_per_token: int = 0
     expert_width: int = 0
     """What `intermediate` is for an MLP, for one expert."""
+    shared_width: int = 0
+    """The same for the MLP beside the experts, which every token passes."""
     dense: frozenset[int] = frozenset()
     """Blocks without experts, in a model that has some."""
+    unread: int = 0
+    """Blocks behind the last one that a checkpoint may hold and transformers does not run: multi-token prediction."""
 
     def has_experts(self, index: int) -> bool:
         """Whether a block has experts in the place of one MLP."""
@@ -50,9 +54,10 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
+    experts = _experts(config)
     return ModelShape(
         hidden=hidden,
-        intermediate=_size(config, "intermediate_size"),
+        intermediate=0 if experts and not experts["dense"] else _size(config, "intermediate_size"),
         vocab=_size(config, "vocab_size"),
         blocks=_size(config, "num_hidden_layers"),
         heads=heads,
@@ -60,7 +65,8 @@ def shape_of(config: Any) -> ModelShape:
         head_dim=head_dim,
         rotary=_rotary(config, head_dim),
         tied=bool(config.tie_word_embeddings),
-        **_experts(config),
+        unread=getattr(config, "num_mtp_layers", None) or 0,
+        **experts,
     )
 
 
@@ -75,23 +81,34 @@ def _rotary(config: Any, head_dim: int) -> int:
 
 def _experts(config: Any) -> dict[str, Any]:
     """The sizes of a mixture of experts; nothing where the config speaks of none."""
-    if not getattr(config, "num_experts", None):
+    count = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    if count is None:
         return {}
     blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
-    experts, chosen = _size(config, "num_experts"), _size(config, "num_experts_per_tok")
+    experts, chosen = _size(config, count), _size(config, "num_experts_per_tok")
     if chosen > experts:
         raise InputError(f"config.json: num_experts_per_tok {chosen}, but there are only {experts} experts")
-    return {
+    found = {
         "experts": experts,
         "experts_per_token": chosen,
         "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
         "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
     }
+    if hasattr(config, "shared_expert_intermediate_size"):
+        found["shared_width"] = _size(config, "shared_expert_intermediate_size")
+    elif hasattr(config, "n_shared_experts"):  # one MLP of the width of so many
+        found["shared_width"] = found["expert_width"] * _size(config, "n_shared_experts")
+    return found
 
 
 def has_experts(config: Any, index: int) -> bool:
-    """Whether a config with experts puts them into block `index`: it may list blocks without, or say every how many
-    blocks have them."""
+    """Whether a config with experts puts them into block `index`: it may list blocks with or without, say how many of
+    the first ones have none, or every how many blocks have them."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None:
+        return kinds[index] == "sparse"
+    if index < (getattr(config, "first_k_dense_replace", None) or 0):
+        return False
     step = _size(config, "decoder_sparse_step") if hasattr(config, "decoder_sparse_step") else 1
     return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % step == 0
 

@@ -74,7 +74,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     family = family_of(checkpoint.config)
     checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
     config = read_config(checkpoint)
-    shape = shape_of(config)
+    family, shape = family.of(config), shape_of(config)
     if shape.blocks > len(checkpoint.tensors):  # before anything is built that large
         raise InputError(
             f"config.json: num_hidden_layers {shape.blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"

@@ -77,7 +77,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         "hidden_size": shape.hidden,
         "query width": shape.heads * shape.head_dim,
         "value width": shape.kv_heads * shape.head_dim,
-        **mlp_widths(made.linears),
+        **mlp_widths(shape),
     }
     sizes = {rotation.size for rotation in rotations}
     widths = {name: width for name, width in widths.items() if width in sizes}
@@ -88,5 +88,5 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         signs={rotation.signs: rotation.size for rotation in rotations if rotation.signs is not None},
         finetune=recipe.finetune,
         finetune_epochs=recipe.finetune_epochs,
-        notes=tuple(block_notes(widths)) if recipe.rotate else (),
+        notes=(*made.notes, *(block_notes(widths) if recipe.rotate else ())),
     )

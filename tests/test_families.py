@@ -41,16 +41,23 @@ class ExactRouter(nn.Module):
 
     def __init__(self, router: Any) -> None:
         super().__init__()
-        self.weight, self.top_k = router.weight, router.top_k
+        self.weight, self.top_k, self.bias = router.weight, router.top_k, vars(router)["_buffers"].get(BIAS)
+        self.groups, self.factor = getattr(router, "num_group", 1), getattr(router, "routed_scaling_factor", 1.0)
         assert getattr(router, "norm_topk_prob", True)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        logits = x.flatten(0, -2) @ self.weight.T
-        shares, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
-        return logits, shares / shares.sum(-1, keepdim=True), chosen
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        logits, bias = x.flatten(0, -2) @ self.weight.T, self.bias if bias is None else bias
+        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+        grouped = (scores if bias is None else scores + bias).unflatten(-1, (self.groups, -1))
+        best = grouped.sum(-1, keepdim=True)  # of groups of two experts, one is looked at
+        grouped = grouped.masked_fill(best < best.amax(-2, keepdim=True), -torch.inf)
+        chosen = grouped.flatten(-2).topk(self.top_k, dim=-1).indices
+        shares = scores.gather(-1, chosen)
+        return logits, self.factor * shares / shares.sum(-1, keepdim=True), chosen
 
 
-EXACT = {"RMSNorm": ExactNorm, "TopKRouter": ExactRouter}
+BIAS = "e_score_correction_bias"
+EXACT = {"RMSNorm": ExactNorm, "TopKRouter": ExactRouter, "TopkRouter": ExactRouter}
 
 
 def exact(config: Any, tensors: dict[str, Tensor], experts_apart: tuple[str, str, str] | None = None) -> nn.Module:
