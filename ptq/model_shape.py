@@ -54,10 +54,10 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
-    experts = _experts(config)
+    experts, without = _experts(config), hasattr(config, "intermediate_size")  # blocks without experts may be none
     return ModelShape(
         hidden=hidden,
-        intermediate=0 if experts and not experts["dense"] else _size(config, "intermediate_size"),
+        intermediate=_size(config, "intermediate_size") if without or not experts else experts["expert_width"],
         vocab=_size(config, "vocab_size"),
         blocks=_size(config, "num_hidden_layers"),
         heads=heads,

@@ -117,7 +117,7 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
             parameter.data = (0.5 * noise + 0.3).to(dtype)
         elif name.endswith("e_score_correction_bias"):
             exact = name.rpartition(".")[2] in (model._keep_in_fp32_modules_strict or ())
-            parameter.data = noise.to(torch.float32 if exact else dtype)
+            parameter.data = (0.2 * noise).to(torch.float32 if exact else dtype)
         else:
             parameter.data = (noise * (0.5 if name.endswith("bias") else parameter.shape[-1] ** -0.5)).to(dtype)
     return model

@@ -15,11 +15,13 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import ptq
 from ptq import fast_attention, fast_decode, fast_layer
 from ptq.families import FAMILIES
+from ptq.model_shape import shape_of
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
 KINDS = {
     "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads", "exaone4": "heads",
+    "glm4_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole", "flex_olmo": "whole",
     "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
@@ -29,8 +31,20 @@ OWN_ATTENTION = {
 """Families whose projections are fused, whose rotary embedding is another one, that do more to queries and keys, or
 attend in another way."""
 OTHERS = dict.fromkeys(
-    ("granite", "olmo2", "olmo3", "gemma", "gemma3_text", "mixtral", "olmoe", *sorted(OWN_ATTENTION)), 0
-) | {"qwen3_moe": 1}
+    (
+        "granite",
+        "olmo2",
+        "olmo3",
+        "gemma",
+        "gemma3_text",
+        "mixtral",
+        "olmoe",
+        "glm4_moe",
+        "minimax_m2",
+        *sorted(OWN_ATTENTION),
+    ),
+    0,
+) | {"qwen3_moe": 1, "qwen2_moe": 1}
 """Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu, or whose projections are
 fused; and how many of two are."""
 RECIPES = {
@@ -103,7 +117,9 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     assert kinds[0] == (None if family in OWN_ATTENTION else KINDS.get(family, ""))
     window = "full_attention" if getattr(plain.config, "sliding_window", None) is None else "sliding_attention"
     windows = [kind == "sliding_attention" for kind in getattr(plain.config, "layer_types", [window] * len(kinds))]
-    fast = [not window for window, kind in zip(windows, kinds, strict=True) if kind is not None]
+    shape = shape_of(plain.config)
+    whole = shape.rotary == shape.head_dim
+    fast = [whole and not window for window, kind in zip(windows, kinds, strict=True) if kind is not None]
     assert calls == [bool(step) and does for _ in range(2) for step in range(5) for does in fast]
 
 
