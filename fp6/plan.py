@@ -9,7 +9,8 @@ from fp6.element import ELEMENTS, element_of
 from fp6.minifloat import SCALES, SEARCHES, Scale, Search
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import Family, ModelShape
+from ptq.families import Family
+from ptq.model_shape import ModelShape
 from ptq.outline import Dtypes, check_groups, chosen, outline
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe, Rounding

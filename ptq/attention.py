@@ -24,9 +24,10 @@ from transformers.masking_utils import sdpa_mask
 
 from ptq import hadamard, kv_ops
 from ptq.errors import InputError
-from ptq.families import shape_of
+from ptq.families import FAMILIES
 from ptq.kv_cache import CacheQuantization
 from ptq.kv_side import Side, rotate, row_starts
+from ptq.model_shape import shape_of
 from ptq.packed_cache import PackedCache, Signature
 from ptq.packed_layer import PackedStates
 
@@ -43,7 +44,7 @@ ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "
 def install(model: Any, settings: CacheQuantization) -> None:
     """See `ptq.kv_cache.attach`."""
     config = model.config
-    _check(config, settings)
+    check(config, settings)
     name = implementation(settings)
     AttentionInterface.register(name, functools.partial(forward, settings))
     AttentionMaskInterface.register(name, sdpa_mask)
@@ -62,12 +63,15 @@ def implementation(settings: CacheQuantization) -> str:
     return f"ptq_k{settings.key_bits}_v{settings.value_bits}_{float(settings.clip)!r}_{settings.sinks}_{rotation}"
 
 
-def _check(config: Any, settings: CacheQuantization) -> None:
-    shape = shape_of(config)
+def check(config: Any, settings: CacheQuantization) -> None:
+    """Raise InputError where the settings do not fit the model of a config."""
+    shape, family = shape_of(config), FAMILIES.get(config.model_type)
     if settings.hadamard is not None and shape.head_dim % hadamard.order_of(settings.hadamard):
         raise InputError(f"KV cache: the Hadamard matrix {settings.hadamard} does not divide head_dim {shape.head_dim}")
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise InputError("KV cache: the model caps the logits of its attention, which the packed cache cannot do")
+    if family is not None and not family.plain_attention:
+        raise InputError("KV cache: the model's attention has sinks of its own, which the packed cache cannot do")
     if settings.sinks and _window(config) is not None:
         raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
 

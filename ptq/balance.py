@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
-from ptq.families import ModelShape
+from ptq.model_shape import ModelShape
 from ptq.plan import Balance, KeyBalance, LinearPlan
 
 MAX_ROW_SCALE = 2.0**10

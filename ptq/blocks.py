@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq import experts, fast_steps, matmul
 from ptq.activations import Activation
-from ptq.families import Family, has_experts
+from ptq.families import Family
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, frozen, swap
+from ptq.model_shape import has_experts
 
 
 class _FastLinear(nn.Linear):
@@ -79,13 +80,18 @@ class Part:
         """Put tensors, named as in the whole model, into the part; floating ones in float32, in which it computes.
         `as_stored`: plain linears keep their weight's dtype, which saves memory and time where tokens are few."""
         for name, tensor in tensors.items():
-            owner, _, leaf = name.rpartition(".")
+            owner, _, leaf = experts.module_name(name).rpartition(".")
             module = self.module(owner)
+            if leaf in module._buffers:
+                module._buffers[leaf] = tensor.float().to(self.device)
+                continue
             assert leaf in module._parameters, name
             kept = as_stored and leaf == "weight" and isinstance(module, _FastLinear)
             tensor = tensor.float() if tensor.is_floating_point() and not kept else tensor
+            if tensor.shape[:1] == (1,):
+                tensor = tensor.clone()  # the last bits of a product with one row depend on where in memory it lies
             module._parameters[leaf] = frozen(tensor.to(self.device))
-        for owner in {name.rpartition(".")[0] for name in tensors}:
+        for owner in {experts.module_name(name).rpartition(".")[0] for name in tensors}:
             if isinstance(module := self.module(owner), QuantLinear):
                 module.prepack()  # as it is after loading, so that numbers are the same to the bit
 
@@ -204,6 +210,8 @@ def _single_block(config: Any, layer: int) -> Any:
     single = copy.deepcopy(config)
     if hasattr(config, "mlp_only_layers"):  # and the number of a block decides
         single.decoder_sparse_step, single.mlp_only_layers = 1, [] if has_experts(config, layer) else [0]
+    if hasattr(config, "first_k_dense_replace"):
+        single.first_k_dense_replace = 0 if has_experts(config, layer) else 1
     blocks = config.num_hidden_layers
     for key, value in list(vars(single).items()):
         if isinstance(value, list) and len(value) == blocks and key != "mlp_only_layers":
@@ -223,7 +231,7 @@ def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrained
             fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
             _put(model, name, fast)
     for name, module in list(_rotary_tables(model)):
-        _put(model, name, type(module)(config=config).to(device))
+        _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
     for module in model.modules():
         _fill_buffers(model, module, device)
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit

@@ -106,8 +106,8 @@ def linear_shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tupl
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the model of a config."""
-    return {name: tuple(parameter.shape) for name, parameter in _without_weights(config).named_parameters()}
+    """Shape of every parameter of the model of a config, and of every other tensor that its files hold."""
+    return {name: tuple(tensor.shape) for name, tensor in _without_weights(config).state_dict().items()}
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ptq import fast_steps, steps
 from ptq.errors import InputError
+from ptq.families import Experts as Names
 from ptq.families import Family
 from ptq.fast_experts import FewTokens
 from ptq.header import TensorInfo
@@ -107,7 +108,7 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str,
     for name, info in tensors.items():
         owner, _, leaf = name.rpartition(".")
         if not (owner.endswith(".mlp.experts") and leaf in FUSED and len(info.shape) == 3 and info.nbytes):
-            found[name.replace(".mlp.gate.weight", f".{names.router}.weight")] = info  # which Mixtral renames too
+            found[_in_files(name, names)] = info
             continue
         parts = names.linears[:2] if leaf == FUSED[0] else names.linears[2:]
         count, rows, columns = info.shape[0], info.shape[1] // len(parts), info.shape[2]
@@ -116,6 +117,13 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str,
             piece = replace(info, shape=(rows, columns), offset=info.offset + place * nbytes, nbytes=nbytes)
             found[f"{block}.{names.experts}.{number}.{part}.weight"] = piece
     return found
+
+
+def _in_files(name: str, names: Names) -> str:
+    """What published files call a tensor, which may have the name that the model gives it."""
+    for own in (f".{names.router}.weight", *(f".{kept}" for kept in names.kept)):
+        name = name.replace(module_name(own), own) if name.endswith(module_name(own)) else name
+    return name
 
 
 def names_in(linears: Iterable[str]) -> tuple[str, str, str] | None:

@@ -1,11 +1,11 @@
 """The table of model families: one row of tensor names per Hugging Face `model_type`.
 
 A row says which tensor plays which part; how the parts act together (what reads and writes the residual stream, which
-linears share an input) is the same for all of them and is said once, in `shape_of` and in the methods' planners.
+linears share an input) is the same for all of them and is said once, in `ptq.outline` and in the methods' planners.
 To add a family, add a row: docs/add-a-family.md. The tests in tests/test_families.py run over the whole table.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ptq.errors import InputError
@@ -15,7 +15,8 @@ from ptq.errors import InputError
 class Experts:
     """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
 
-    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert.
+    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. What
+    the model makes of its product with a token is the model's own affair.
     """
 
     router: str = "mlp.gate"
@@ -23,6 +24,12 @@ class Experts:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str | None = None
+    """The gated MLP beside them, which every token passes; None where there is none."""
+    shared_gate: str | None = None
+    """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
+    kept: tuple[str, ...] = ()
+    """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
 
     @property
     def linears(self) -> tuple[str, str, str]:
@@ -56,43 +63,70 @@ class Family:
     down: str = "mlp.down_proj"
     kept: tuple[str, ...] = ()
     """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
+    kept_if: str | None = None
+    """The setting of config.json without which a model of the family has no `kept`; None: it always has."""
     norm_offset: float = 0.0
     """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
     rope_interleaved: bool = False
     """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
     rotate_residual: bool = True
     """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
+    plain_attention: bool = True
+    """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
     experts: Experts | None = None
     """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
 
+    def of(self, config: Any) -> "Family":
+        """The row as a model with this transformers config has it."""
+        return self if self.kept_if is None or getattr(config, self.kept_if) else replace(self, kept=())
+
+    @property
+    def norms_keys(self) -> bool:
+        """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
+        return any(name.endswith((".k_norm.weight", ".key_layernorm.weight")) for name in self.kept)
+
+
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+
+SHARED_EXPERTS = Experts(shared="mlp.shared_experts", kept=("mlp.gate.e_score_correction_bias",))
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
-        Family("llama"),
-        Family("mistral"),
-        Family("qwen2"),
-        Family("qwen3", kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight")),
-        Family("granite"),
-        Family("smollm3"),
-        Family("ministral"),
+        *(
+            Family(model_type)
+            for model_type in (
+                "llama",
+                "mistral",
+                "ministral",
+                "ministral3",
+                "qwen2",
+                "smollm3",
+                "granite",
+                "seed_oss",
+                "internlm3",
+                "iquestcoder",
+                "cwm",
+            )
+        ),
+        Family("granite_swa", kept=("self_attn.sinks",), plain_attention=False),
+        *(Family(model_type, rope_interleaved=True) for model_type in ("ernie4_5", "helium")),
+        Family("qwen3", kept=HEAD_NORMS),
+        Family("hunyuan_v1_dense", kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight")),
         *(
             Family(
                 model_type,
                 attention_norm=None,
                 mlp_norm=None,
-                kept=(
-                    "self_attn.q_norm.weight",
-                    "self_attn.k_norm.weight",
-                    "post_attention_layernorm.weight",
-                    "post_feedforward_layernorm.weight",
-                ),
+                kept=(*HEAD_NORMS, *POST_NORMS),
                 rotate_residual=False,
             )
-            for model_type in ("olmo2", "olmo3")
+            for model_type in ("olmo2", "olmo3", "exaone4")
         ),
+        Family("hyperclovax", kept=("post_norm1.weight", "post_norm2.weight"), rotate_residual=False),
         Family(
             "phi3",
             query="self_attn.qkv_proj",
@@ -111,55 +145,52 @@ FAMILIES: dict[str, Family] = {
             rotate_residual=False,
         ),
         Family("gemma", norm_offset=1.0),
+        Family("vaultgemma", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
         Family(
-            "gemma3_text",
+            "gemma2",
             mlp_norm="pre_feedforward_layernorm",
-            kept=(
-                "self_attn.q_norm.weight",
-                "self_attn.k_norm.weight",
-                "post_attention_layernorm.weight",
-                "post_feedforward_layernorm.weight",
-            ),
+            kept=POST_NORMS,
             norm_offset=1.0,
             rotate_residual=False,
         ),
-        *(
-            Family(model_type, kept=("self_attn.q_norm.weight", "self_attn.k_norm.weight"), experts=Experts())
-            for model_type in ("qwen3_moe", "olmoe")
+        Family(
+            "gemma3_text",
+            mlp_norm="pre_feedforward_layernorm",
+            kept=(*HEAD_NORMS, *POST_NORMS),
+            norm_offset=1.0,
+            rotate_residual=False,
         ),
+        *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
+        Family(
+            "flex_olmo",
+            attention_norm=None,
+            mlp_norm=None,
+            kept=(*HEAD_NORMS, *POST_NORMS),
+            rotate_residual=False,
+            experts=Experts(),
+        ),
+        Family("qwen2_moe", experts=Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
+        Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
+        Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
+        Family("solar_open", experts=SHARED_EXPERTS),
         Family(
             "mixtral",
             experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
         ),
+        Family(
+            "minimax_m2",
+            kept=HEAD_NORMS,
+            experts=Experts(
+                "block_sparse_moe.gate",
+                "block_sparse_moe.experts",
+                gate="w1",
+                up="w3",
+                down="w2",
+                kept=("block_sparse_moe.e_score_correction_bias",),
+            ),
+        ),
     )
 }
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes that a plan needs, read from config.json."""
-
-    hidden: int
-    intermediate: int
-    vocab: int
-    blocks: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    rotary: int
-    """Channels of a head that RoPE turns, the first ones."""
-    tied: bool
-    experts: int = 0
-    """In a block that has any; 0: the model has none."""
-    experts_per_token: int = 0
-    expert_width: int = 0
-    """What `intermediate` is for an MLP, for one expert."""
-    dense: frozenset[int] = frozenset()
-    """Blocks without experts, in a model that has some."""
-
-    def has_experts(self, index: int) -> bool:
-        """Whether a block has experts in the place of one MLP."""
-        return self.experts > 0 and index not in self.dense
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -171,71 +202,3 @@ def family_of(config: dict[str, Any]) -> Family:
             "A new one is a row of ptq/families.py: see docs/add-a-family.md"
         )
     return FAMILIES[model_type]
-
-
-def shape_of(config: Any) -> ModelShape:
-    """Sizes of a model from its transformers config. Raises InputError where they make no sense together."""
-    heads = _size(config, "num_attention_heads")
-    kv_heads = heads if getattr(config, "num_key_value_heads", None) is None else _size(config, "num_key_value_heads")
-    hidden = _size(config, "hidden_size")
-    if getattr(config, "head_dim", None) is not None:
-        head_dim = _size(config, "head_dim")
-    elif hidden % heads == 0:
-        head_dim = hidden // heads
-    else:
-        raise InputError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
-    if heads % kv_heads:
-        raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    if getattr(config, "clip_qkv", None) is not None:
-        raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
-    return ModelShape(
-        hidden=hidden,
-        intermediate=_size(config, "intermediate_size"),
-        vocab=_size(config, "vocab_size"),
-        blocks=_size(config, "num_hidden_layers"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        rotary=_rotary(config, head_dim),
-        tied=bool(config.tie_word_embeddings),
-        **_experts(config),
-    )
-
-
-def _rotary(config: Any, head_dim: int) -> int:
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor = rope.get("partial_rotary_factor", 1.0)
-    if not isinstance(factor, int | float) or not 0 < factor <= 1:
-        raise InputError(f"config.json: partial_rotary_factor must be above 0 and at most 1, found {factor!r}")
-    rotary = int(head_dim * factor)
-    return rotary + rotary % 2  # transformers has an angle for every two channels or what is left of them
-
-
-def _experts(config: Any) -> dict[str, Any]:
-    """The sizes of a mixture of experts; nothing where the config speaks of none."""
-    if not getattr(config, "num_experts", None):
-        return {}
-    blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
-    experts, chosen = _size(config, "num_experts"), _size(config, "num_experts_per_tok")
-    if chosen > experts:
-        raise InputError(f"config.json: num_experts_per_tok {chosen}, but there are only {experts} experts")
-    return {
-        "experts": experts,
-        "experts_per_token": chosen,
-        "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
-        "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
-    }
-
-
-def has_experts(config: Any, index: int) -> bool:
-    """Whether a config with experts puts them into block `index`: it may list blocks without, or say every how many
-    blocks have them."""
-    step = _size(config, "decoder_sparse_step") if hasattr(config, "decoder_sparse_step") else 1
-    return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % step == 0
-
-
-def _size(config: Any, key: str) -> int:
-    value = getattr(config, key, None)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"config.json: {key} must be a positive whole number, found {value!r}")
-    return value

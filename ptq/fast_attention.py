@@ -149,7 +149,7 @@ def _gives_its_numbers(module: Any, kind: str) -> bool:
                 assert layer is not None
                 q, k, v = (alone.get_submodule(name)(x) for name in INPUTS)
                 results.append(alone.o_proj(attend(alone, kind, q, k, v, (cos, sin), layer)))
-        except (RuntimeError, TypeError, AttributeError, IndexError):
+        except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):
             return False  # it wants something else
         layer = cast(DynamicLayer, cache.layers[0])
         results.extend((layer.keys, layer.values))

@@ -36,6 +36,8 @@ def install(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FewTokensLinear
+            if module.out_features == 1:
+                module.weight.data = module.weight.data.clone()  # as in `ptq.blocks`, so that numbers are the same
     shared_input.attach(model)
     fast_steps.install(model)
     fast_layer.install(model)

@@ -121,7 +121,7 @@ def install(model: nn.Module) -> None:
 def _forward(
     module: nn.Module, on_cpu: _Known, on_gpu: _Known, hidden_states: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    if not args and not torch.compiler.is_compiling():
+    if not args and not module.training and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
             steps = on_gpu.of(module)
             if steps is not None and not gpu_layer.is_whole(steps):

@@ -112,7 +112,7 @@ GATED, ACTIVATION = ("gate_proj", "up_proj", "down_proj"), "act_fn"
 
 
 def _gated_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    if len(args) == 1 and not kwargs and args[0].dim() > 1:
+    if len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
         x, parts = args[0], module._modules
         if has_steps(x.numel() // x.shape[-1], x):
             gate, up = products([parts["gate_proj"], parts["up_proj"]], x)  # pyright: ignore[reportArgumentType]
@@ -139,6 +139,7 @@ def _gives_a_gate(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = type(module).__new__(type(module))
     nn.Module.__init__(alone)
+    alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_" and name != "forward"})
     for name, n, k in zip(GATED, (12, 12, 8), (8, 8, 12), strict=True):
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
         for parameter in alone.get_submodule(name).parameters():
@@ -146,7 +147,7 @@ def _gives_a_gate(module: nn.Module) -> bool:
     setattr(alone, ACTIVATION, module._modules[ACTIVATION])
     x = torch.randn(1, 3, 8, generator=generator)
     gate, up, down = (alone.get_submodule(name) for name in GATED)
-    return torch.equal(type(module).forward(alone, x), down(steps.silu_mul(gate(x), up(x))))
+    return torch.equal(type(module).forward(alone.eval(), x), down(steps.silu_mul(gate(x), up(x))))
 
 
 # --- the router of experts ------------------------------------------------------------------------------------------

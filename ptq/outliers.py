@@ -66,8 +66,13 @@ class Input:
 
 def observed(plan: Plan, index: int) -> dict[str, tuple[str, ...]]:
     """One linear of block `index` for each of the four inputs that linears share, and all those that are measured
-    together with it: the same linear of every expert."""
-    found = {role: tuple(x.name for x in plan.block(index) if role in x.role.split("+")) for role in OBSERVED}
+    together with it: the same linear of every expert. An MLP beside experts is left out: it has another width."""
+    block = list(plan.block(index))
+    mlp = [x for x in block if x.expert is not None] or block
+    found = {
+        role: tuple(x.name for x in (mlp if role in ("gate", "down") else block) if role in x.role.split("+"))
+        for role in OBSERVED
+    }
     return {names[0]: names for names in found.values()}
 
 

@@ -1,8 +1,9 @@
 """The outline of a model: the plan in which nothing happens to any tensor. Methods fill it in.
 
 Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
-`attention_output`, `gate`, `up`, `down`, `head`; the linears of an expert have those of an MLP, and `router` chooses
-among them. Those of the blocks but for the router have `statistics`: they may be rounded.
+`attention_output`, `gate`, `up`, `down`, `head`; the linears of an expert, and of the shared MLP beside experts, have
+those of an MLP, `router` chooses among experts, and `shared_gate` weighs the shared MLP. Those of the blocks but for
+these two have `statistics`: they may be rounded.
 
 Where a family names one fused linear in several fields, the outline has an entry of that name for every role, so that
 whoever puts something onto the plan thinks of roles alone. `chosen` makes one linear of them.
@@ -19,7 +20,8 @@ import torch
 
 from ptq import formats
 from ptq.errors import InputError
-from ptq.families import Experts, Family, ModelShape
+from ptq.families import Experts, Family
+from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan, Plan
 
 Dtypes = dict[str, torch.dtype]
@@ -39,6 +41,9 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
     inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
     norms = [f"{block}.{norm}.weight" for block in blocks for norm in inside] + [f"{family.final_norm}.weight"]
     unread = {f"{block}.{name}" for block in blocks for name in family.unused}
+    unread |= (behind := _behind(shape, family, dtypes))
+    others = family.experts.kept if family.experts else ()
+    sparse = [block for index, block in enumerate(blocks) if shape.has_experts(index)]
     if shape.tied:
         unread.add(f"{family.head}.weight")
     return Plan(
@@ -47,10 +52,23 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
         blocks=shape.blocks,
         linears=tuple(linears),
         unit_norms=(),
-        kept=(*norms, *(f"{block}.{name}" for block in blocks for name in family.kept)),
+        kept=(
+            *norms,
+            *(f"{block}.{name}" for block in blocks for name in family.kept),
+            *(f"{block}.{name}" for block in sparse for name in others),
+        ),
         unused=tuple(sorted(dtypes.keys() & unread)),
         norm_offset=family.norm_offset,
+        notes=(f"{len(behind)} tensors for multi-token prediction are left out: transformers does not read them",)
+        if behind
+        else (),
     )
+
+
+def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:
+    """The tensors of blocks for multi-token prediction, behind the last block or in a place of their own."""
+    places = [f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread)]
+    return {name for name in names if name.startswith(tuple([*places, "mtp."] if places else ()))}
 
 
 def _sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -89,8 +107,8 @@ def _block(index: int, shape: ModelShape, family: Family) -> Iterator[LinearPlan
 
 
 def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPlan]:
-    """The router, and the linears of the experts one after the other: each of these has statistics of its own, but for
-    up, which reads the input of gate."""
+    """The router, the linears of the experts one after the other, those of the shared MLP, and what weighs it. Each MLP
+    has statistics of its own, up those of gate, whose input it reads."""
     yield _linear("router", f"{block}.{names.router}", shape.experts, shape.hidden)
     into, out = (shape.expert_width, shape.hidden), (shape.hidden, shape.expert_width)
     for number in range(shape.experts):
@@ -98,6 +116,14 @@ def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPl
         for role, (n, k) in {"gate": into, "up": into, "down": out}.items():
             linear = _linear(role, f"{expert}.{getattr(names, role)}", n, k)
             yield replace(linear, statistics=f"{expert}.{getattr(names, SHARED_INPUTS.get(role, role))}", expert=number)
+    if names.shared is not None:
+        shared = f"{block}.{names.shared}"
+        into, out = (shape.shared_width, shape.hidden), (shape.hidden, shape.shared_width)
+        for role, (n, k) in {"gate": into, "up": into, "down": out}.items():
+            linear = _linear(role, f"{shared}.{getattr(names, role)}", n, k)
+            yield replace(linear, statistics=f"{shared}.{getattr(names, SHARED_INPUTS.get(role, role))}")
+    if names.shared_gate is not None:
+        yield _linear("shared_gate", f"{block}.{names.shared_gate}", 1, shape.hidden)
 
 
 def _linear(role: str, name: str, n: int, k: int) -> LinearPlan:

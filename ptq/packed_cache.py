@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ptq.errors import InputError
-from ptq.families import shape_of
 from ptq.kv_cache import CacheQuantization
 from ptq.kv_side import row_starts
+from ptq.model_shape import shape_of
 from ptq.packed_layer import PackedLayer
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ptq import (
+    attention,
     calibration,
     engine,
     experts,
@@ -29,9 +30,10 @@ from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
-from ptq.families import Family, family_of, shape_of
+from ptq.families import Family, family_of
 from ptq.job import Job
 from ptq.lock import exclusive, lock_file
+from ptq.model_shape import shape_of
 from ptq.plan import Plan, check_biases, check_claims, check_tensors
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
@@ -72,7 +74,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     family = family_of(checkpoint.config)
     checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
     config = read_config(checkpoint)
-    shape = shape_of(config)
+    family, shape = family.of(config), shape_of(config)
     if shape.blocks > len(checkpoint.tensors):  # before anything is built that large
         raise InputError(
             f"config.json: num_hidden_layers {shape.blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"
@@ -83,6 +85,8 @@ def plan(model: str, recipe: Recipe) -> Target:
         )
     dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
     plan = methods.planner(recipe.method)(shape, family, recipe, dtypes)
+    if plan.cache is not None:
+        attention.check(config, plan.cache)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
     promised = parameter_shapes(config)
     check_biases(plan, checkpoint.tensors, promised)

@@ -13,10 +13,10 @@ import torch
 from ptq import formats
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import ModelShape
 from ptq.formats import Format
 from ptq.header import TensorInfo
 from ptq.kv_cache import CacheQuantization
+from ptq.model_shape import ModelShape
 
 Finetune = Literal["none", "blocks", "full"]
 """`blocks`: each block after its own original; `full`: after that the whole model after the original's logits."""

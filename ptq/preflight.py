@@ -14,9 +14,9 @@ from torch import Tensor
 from ptq import clip_search, finetune
 from ptq.clip_search import is_searched
 from ptq.errors import InputError
-from ptq.families import ModelShape
 from ptq.finetune_full import LOGITS
 from ptq.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
+from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
 from ptq.tasks import CHUNK_TOKENS

@@ -9,11 +9,12 @@ them), put onto a plan.
 - R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from ptq import hadamard
-from ptq.families import Family, ModelShape
+from ptq.families import Family
+from ptq.model_shape import ModelShape
 from ptq.outline import block_of, first_row
 from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 
@@ -24,10 +25,10 @@ READERS = {
     "gate": "mlp_norm",
     "up": "mlp_norm",
     "router": "mlp_norm",
+    "shared_gate": "mlp_norm",
 }
 """Roles that read the residual stream, and the field of `Family` that names the norm in front of them."""
 WRITERS = ("attention_output", "down")
-MLP_WIDTHS = {True: "intermediate_size", False: "width of an expert"}
 
 
 def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan:
@@ -56,7 +57,7 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan
         kept=tuple(name for name in plan.kept if name not in norms),
         untied=untied,
         signs=_sign_lengths(linears, plan, shape, residual),
-        notes=(*plan.notes, *_notes(linears, shape, family, online, untied)),
+        notes=(*plan.notes, *_notes(shape, family, online, untied)),
     )
 
 
@@ -85,16 +86,18 @@ def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
 
 
 def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
-    """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them."""
-    sources = {(block_of(linear, plan), linear.expert, linear.role): linear.source for linear in linears}
+    """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them. The MLP
+    beside them, of another width, has signs of its own."""
+    sources = {(_mlp(linear), linear.role): linear.source for linear in linears}
     for linear in linears:
         if linear.role not in ("up", "down"):
             yield linear
             continue
         index = block_of(linear, plan)
-        size, signs = linear.n if linear.role == "up" else linear.k, f"R4.{index}"
+        shared = linear.expert is None and shape.has_experts(index)
+        size, signs = linear.n if linear.role == "up" else linear.k, f"R4.{index}.shared" if shared else f"R4.{index}"
         order = hadamard.largest_block(size)
-        up, down = (sources[index, linear.expert, role] for role in ("up", "down"))
+        up, down = (sources[_mlp(linear), role] for role in ("up", "down"))
         balance = Balance(up, down, first_row("up", shape, family) if linear.expert is None else 0)
         if linear.role == "up":
             yield replace(linear, output=Rotation(size, 1, signs), balance=balance)
@@ -103,11 +106,16 @@ def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family
             yield replace(linear, input=Rotation(size, order, signs), online=online, balance=balance)
 
 
+def _mlp(linear: LinearPlan) -> str:
+    """The MLP, or the expert, that a linear belongs to."""
+    return linear.name.rpartition(".")[0]
+
+
 def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
     """The plan with a balance of queries and keys; as it is where the family norms queries and keys, which would undo
     the balance."""
     norm = family.attention_norm
-    if norm is None or any(name.endswith("k_norm.weight") for name in family.kept):
+    if norm is None or family.norms_keys:
         return plan
 
     def balanced(linear: LinearPlan) -> LinearPlan:
@@ -125,15 +133,15 @@ def _sign_lengths(
     linears: list[LinearPlan], plan: Plan, shape: ModelShape, residual: Rotation | None
 ) -> dict[str, int]:
     lengths = {"R1": shape.hidden} if residual else {}
-    inside = {block_of(linear, plan): linear.k for linear in linears if linear.online is not None}
+    online = [(block_of(linear, plan), linear.input) for linear in linears if linear.online is not None]
     for index in range(shape.blocks):
         lengths[f"R2.{index}"] = shape.head_dim
-        if index in inside:
-            lengths[f"R4.{index}"] = inside[index]
+        inside = (rotation for block, rotation in online if block == index)
+        lengths |= {rotation.signs: rotation.size for rotation in inside if rotation and rotation.signs}
     return lengths
 
 
-def _notes(linears: list[LinearPlan], shape: ModelShape, family: Family, online: bool, untied: bool) -> Iterator[str]:
+def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Iterator[str]:
     if untied:
         yield (
             f"{family.head}: takes the gain of the last norm, so it is no longer the embedding's own weight: "
@@ -142,13 +150,17 @@ def _notes(linears: list[LinearPlan], shape: ModelShape, family: Family, online:
     if not family.rotate_residual:
         yield f"{family.model_type}: its blocks end in a norm, so R1 (the residual rotation) is left out"
     widths = {"hidden_size": shape.hidden, "head_dim": shape.head_dim}
-    yield from block_notes(widths | (mlp_widths(linears) if online else {}))
+    yield from block_notes(widths | (mlp_widths(shape) if online else {}))
 
 
-def mlp_widths(linears: Iterable[LinearPlan]) -> dict[str, int]:
-    """The widths of the MLPs of these linears, and of the experts, by what to call them."""
-    widths = {linear.expert is None: linear.k for linear in linears if linear.role == "down"}
-    return {name: widths[dense] for dense, name in MLP_WIDTHS.items() if dense in widths}
+def mlp_widths(shape: ModelShape) -> dict[str, int]:
+    """The widths of the MLPs of a model, and of its experts, by what to call them."""
+    widths = {
+        "intermediate_size": 0 if shape.experts and not shape.dense else shape.intermediate,
+        "width of an expert": shape.expert_width,
+        "width of the shared MLP": shape.shared_width,
+    }
+    return {name: width for name, width in widths.items() if width}
 
 
 def block_notes(widths: dict[str, int]) -> Iterator[str]:

@@ -6,8 +6,9 @@ from typing import ClassVar
 from ptq import formats
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import Family, ModelShape
+from ptq.families import Family
 from ptq.kv_cache import CacheQuantization, key_rotation
+from ptq.model_shape import ModelShape
 from ptq.outline import Dtypes, check_groups, chosen, outline
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe

@@ -12,7 +12,8 @@ from typing import ClassVar
 from ptq import formats, hadamard
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import Family, ModelShape
+from ptq.families import Family
+from ptq.model_shape import ModelShape
 from ptq.outline import Dtypes, block_of, chosen, outline
 from ptq.plan import Finetune, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe, Rounding
@@ -76,7 +77,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         "hidden_size": shape.hidden,
         "query width": shape.heads * shape.head_dim,
         "value width": shape.kv_heads * shape.head_dim,
-        **mlp_widths(made.linears),
+        **mlp_widths(shape),
     }
     sizes = {rotation.size for rotation in rotations}
     widths = {name: width for name, width in widths.items() if width in sizes}
@@ -87,5 +88,5 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         signs={rotation.signs: rotation.size for rotation in rotations if rotation.signs is not None},
         finetune=recipe.finetune,
         finetune_epochs=recipe.finetune_epochs,
-        notes=tuple(block_notes(widths)) if recipe.rotate else (),
+        notes=(*made.notes, *(block_notes(widths) if recipe.rotate else ())),
     )

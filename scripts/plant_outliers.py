@@ -23,8 +23,9 @@ from torch import Tensor
 from ptq import balance, source
 from ptq.checkpoint import Checkpoint
 from ptq.contents import read_config
-from ptq.families import Family, ModelShape, family_of, shape_of
+from ptq.families import Family, family_of
 from ptq.header import read_header
+from ptq.model_shape import ModelShape, shape_of
 from ptq.outline import first_row, outline
 from ptq.rotations import READERS
 from ptq.shards import write_tensors
@@ -65,7 +66,7 @@ def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[fl
 
 def key_edits(family: Family, shape: ModelShape, factor: float, seed: int) -> Iterator[Edit]:
     """The same for keys."""
-    if any("k_norm" in name for name in family.kept):
+    if family.norms_keys:
         raise typer.BadParameter(f"{family.model_type} has a norm behind its keys, which would take the outliers back")
     generator = torch.Generator().manual_seed(seed)
     heads, readers = torch.arange(shape.kv_heads), shape.heads // shape.kv_heads
@@ -101,7 +102,8 @@ def plant_keys(model: str | Path, out: Path, factor: float = KEY_FACTOR, seed: i
 def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape], Iterator[Edit]]) -> Path:
     checkpoint = Checkpoint.open(source.resolve(str(model)))
     wanted: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
-    for name, axis, first, factor in what(family_of(checkpoint.config), shape_of(read_config(checkpoint))):
+    config = read_config(checkpoint)
+    for name, axis, first, factor in what(family_of(checkpoint.config).of(config), shape_of(config)):
         wanted[name].append((axis, first, factor))
     out.mkdir(parents=True)
     for path in sorted(checkpoint.folder.iterdir()):

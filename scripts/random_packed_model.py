@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Sta
 
 from ptq import fast_decode, linear, methods
 from ptq.attention import SETTINGS
-from ptq.families import family_of, shape_of
+from ptq.families import family_of
 from ptq.formats import Format, Parts
 from ptq.kv_cache import attach
+from ptq.model_shape import shape_of
 from ptq.recipe import Recipe
 from ptq.static_cache import StaticPackedCache
 

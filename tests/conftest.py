@@ -41,25 +41,48 @@ TINY: dict[str, Any] = dict(
 
 
 SWITCHES: dict[str, Any] = dict(
-    attention_bias=True, mlp_bias=True,
+    attention_bias=True, attention_out_bias=True, use_qk_norm=True, mlp_bias=True, use_bias=True,
     embedding_multiplier=7.3, residual_multiplier=0.31, attention_multiplier=0.09, logits_scaling=5.7,
 )  # fmt: skip
 """Set where the family's config has them: every bias, and multipliers far from 1, their default."""
 
 SPARSE: dict[str, Any] = dict(
     num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[0],
-    norm_topk_prob=True,
+    mlp_layer_types=["dense", "sparse"], first_k_dense_replace=1, norm_topk_prob=True, n_group=2, topk_group=1,
+    routed_scaling_factor=1.7, n_shared_experts=2, shared_expert_intermediate_size=56,
 )  # fmt: skip
 """Likewise: few experts, of another width than the one block that has none."""
-WHOLE_HEADS = {"olmoe": dict(hidden_size=80)}
-"""Families in which heads fill hidden_size."""
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("olmoe", "helium", "qwen2_moe", "flex_olmo"), dict(hidden_size=80)),  # heads fill hidden_size
+    **dict.fromkeys(("gemma2", "vaultgemma"), dict(attn_logit_softcapping=0.6, final_logit_softcapping=5.0)),
+    "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
+    "granite_swa": dict(layer_rope_theta=[500.0, 0]),
+    "ministral3": dict(
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=500.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
+            beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.5,
+        )
+    ),
+}  # fmt: skip
+"""What single families need, and settings of their own that would otherwise do nothing."""
 
 
 PARTIAL = dict(partial_rotary_factor=0.5)
 """Where the family can turn less than whole heads."""
 
 
-KEYS_WITHOUT_NORM = [name for name, row in FAMILIES.items() if not any("k_norm" in kept for kept in row.kept)]
+ALIKE = {
+    "dots1", "solar_open", "mellum", "flex_olmo",
+    "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
+}  # fmt: skip
+"""Families of parts that others have too: runs of every kind would say nothing new, so a few tests must do."""
+DISTINCT = [name for name in FAMILIES if name not in ALIKE]
+CACHED = [
+    name for name in DISTINCT
+    if FAMILIES[name].plain_attention and "attn_logit_softcapping" not in OWN.get(name, {})
+]  # fmt: skip
+"""Those whose KV cache can be packed."""
+KEYS_WITHOUT_NORM = [name for name in CACHED if not FAMILIES[name].norms_keys]
 
 
 def by_role(plan: Plan, block: int) -> dict[str, LinearPlan]:
@@ -78,19 +101,23 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     switches = {key: value for key, value in (SWITCHES | SPARSE).items() if hasattr(defaults, key)}
     if PARTIAL.keys() <= defaults.rope_parameters.keys():
         switches |= PARTIAL
-    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **WHOLE_HEADS.get(model_type, {}), **changes})
+    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **OWN.get(model_type, {}), **changes})
 
 
 def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """A random model that hides nothing: embeddings with a mean, norm gains far from 1, biases far from 0."""
     generator = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    for name, parameter in model.named_parameters():
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    for name, parameter in (*model.named_parameters(), *buffers.items()):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
             parameter.data = (0.3 + 2.7 * torch.rand(parameter.shape, generator=generator)).to(dtype)
         elif "embed" in name:
             parameter.data = (0.5 * noise + 0.3).to(dtype)
+        elif name.endswith("e_score_correction_bias"):
+            exact = name.rpartition(".")[2] in (model._keep_in_fp32_modules_strict or ())
+            parameter.data = (0.2 * noise).to(torch.float32 if exact else dtype)
         else:
             parameter.data = (noise * (0.5 if name.endswith("bias") else parameter.shape[-1] ** -0.5)).to(dtype)
     return model

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KEYS_WITHOUT_NORM, by_role, save_model
+from conftest import CACHED, DISTINCT, KEYS_WITHOUT_NORM, by_role, save_model
 from safetensors.torch import load_file, save_file
 
 import ptq
 from ptq import balance, hadamard, pipeline
 from ptq.blocks import Part
-from ptq.families import FAMILIES, ModelShape
 from ptq.job import Job, dense_weight
+from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan
 from ptq.rotations import READERS
 from ptq.work import Record
@@ -64,7 +64,7 @@ def test_the_scale_is_the_power_of_two_next_to_the_ratio() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_planted_outliers_vanish_to_the_bit(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", model_type, dtype)
     planted = plant_outliers.plant(folder, tmp_path / "planted", channels=3)
@@ -179,7 +179,7 @@ def test_keys_of_usual_models_are_left_as_they_are(tmp_path: Path) -> None:
         assert factor is not None and torch.equal(factor, torch.ones(linear.n).double())
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", CACHED)
 def test_only_where_keys_are_quantised_and_have_no_norm(model_type: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", model_type)
 

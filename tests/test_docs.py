@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ptq import formats
-from ptq.families import Family
+from ptq.families import FAMILIES, Family
 from ptq.formats import Codebook, Format
 from ptq.methods import METHODS
 from ptq.rounding import nearest
@@ -74,6 +74,10 @@ def test_every_module_has_a_room():
 def test_every_field_of_a_family_is_explained():
     for field in Family.__dataclass_fields__:
         assert f"`{field}`" in page("add-a-family"), field
+
+
+def test_every_family_is_named():
+    assert sorted(name for name in FAMILIES if f"`{name}`" not in page("README")) == []
 
 
 def test_every_format_and_protocol_member_is_explained():

@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, check_refused, edit_config, edit_tensors, quantize, save_model, separated, tiny_config
+from conftest import (
+    DISTINCT,
+    TINY,
+    check_refused,
+    edit_config,
+    edit_tensors,
+    quantize,
+    save_model,
+    separated,
+    tiny_config,
+)
 from conftest import tiny_model as random_model
 from safetensors.torch import load_file
 from test_engine import finish, start
@@ -19,17 +29,18 @@ from transformers import AutoModel, AutoModelForCausalLM
 import ptq
 from ptq import console_tables, experts, hessian, pipeline, preflight, rewrite, rounding
 from ptq.experts import Experts
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
 from ptq.hf import PtqConfig
 from ptq.job import Job
 from ptq.linear import QuantLinear
+from ptq.model_shape import shape_of
 from ptq.writer import LOG
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 
 IDS = torch.arange(3, 60).reshape(3, 19)
 QUIET = ptq.RunOptions(progress=False)
-SPARSE = {name: family for name, family in FAMILIES.items() if family.experts}
+SPARSE = {name: FAMILIES[name] for name in DISTINCT if FAMILIES[name].experts}
 SMALL = {**TINY, "moe_intermediate_size": 24}
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -177,6 +188,38 @@ def test_one_row_for_all_experts_and_a_share_of_the_tokens(tmp_path: Path, calib
     assert said == ["warning: about 350 calibration tokens an expert for layers of up to 72 input channels are few; "
                     "10 per channel give steady statistics: raise --samples"]  # fmt: skip
     assert not list(preflight.warnings(target.plan, shape, of_text(calibration_text), torch.zeros(30, 70).long()))
+
+
+def test_the_shared_mlp_is_a_linear_like_any_other(tmp_path: Path) -> None:
+    """With a rotation of its own width; what weighs it stays as it is stored."""
+    folder = save_model(tmp_path / "model", "qwen2_moe")
+    plan = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).plan
+    shared = {x.role: x for x in plan.block(1) if "shared_expert." in x.name}
+    assert shared.keys() == {"gate", "up", "down"} and all(x.format is not None for x in shared.values())
+    down, (gate,) = shared["down"], [x for x in plan.block(1) if x.role == "shared_gate"]
+    assert down.input is not None and down.input.signs == "R4.1.shared" and plan.signs["R4.1.shared"] == down.k == 56
+    assert plan.signs["R4.1"] == 40 and plan.signs["R4.0"] == 152
+    assert gate.format is None and gate.norm == shared["up"].norm and gate.input == shared["up"].input
+    assert shared["up"].statistics == shared["gate"].name != down.statistics
+
+
+def test_blocks_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "glm4_moe")
+    edit_tensors(lambda t: t.update({"model.layers.2.eh_proj.weight": torch.ones(3, 3)}))(folder)
+    said = quantize("quarot", folder, tmp_path / "out", "--rounding", "nearest", "--plan")
+    assert said.exit_code == 0 and "1 tensors for multi-token prediction are left out" in said.output
+    edit_config(num_nextn_predict_layers=0)(folder)
+    check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "claims tensor")
+
+
+def test_norms_that_a_setting_turns_off(tmp_path: Path) -> None:
+    """Keys are then balanced, as those of other models."""
+    folder = save_model(tmp_path / "model", "glm4_moe", use_qk_norm=False)
+    recipe = QuarotRecipe(rounding="nearest", key_bits=4)
+    plan = pipeline.plan(str(folder), recipe).plan
+    assert not any("q_norm" in name for name in plan.kept)
+    assert all(x.balance is not None for x in plan.linears if x.role in ("query", "key"))
+    assert ptq.quantize(folder, tmp_path / "out", recipe, QUIET).rotation_error < 1e-5
 
 
 def test_names_of_files_and_of_modules() -> None:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model, stored, tiny_config, tiny_model
+from conftest import DISTINCT, check_refused, quantize, save_model, stored, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq import balance, experts, hadamard, pipeline, rewrite
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
 from ptq.job import Job
+from ptq.model_shape import shape_of
 from ptq.outline import first_row
 from ptq.plan import LinearPlan, Plan, check_claims
 from quarot.plan import QuarotRecipe, plan
@@ -40,16 +41,23 @@ class ExactRouter(nn.Module):
 
     def __init__(self, router: Any) -> None:
         super().__init__()
-        self.weight, self.top_k = router.weight, router.top_k
+        self.weight, self.top_k, self.bias = router.weight, router.top_k, vars(router)["_buffers"].get(BIAS)
+        self.groups, self.factor = getattr(router, "num_group", 1), getattr(router, "routed_scaling_factor", 1.0)
         assert getattr(router, "norm_topk_prob", True)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        logits = x.flatten(0, -2) @ self.weight.T
-        shares, chosen = logits.softmax(-1).topk(self.top_k, dim=-1)
-        return logits, shares / shares.sum(-1, keepdim=True), chosen
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
+        logits, bias = x.flatten(0, -2) @ self.weight.T, self.bias if bias is None else bias
+        scores = logits.softmax(-1) if bias is None else logits.sigmoid()
+        grouped = (scores if bias is None else scores + bias).unflatten(-1, (self.groups, -1))
+        best = grouped.sum(-1, keepdim=True)  # of groups of two experts, one is looked at
+        grouped = grouped.masked_fill(best < best.amax(-2, keepdim=True), -torch.inf)
+        chosen = grouped.flatten(-2).topk(self.top_k, dim=-1).indices
+        shares = scores.gather(-1, chosen)
+        return logits, self.factor * shares / shares.sum(-1, keepdim=True), chosen
 
 
-EXACT = {"RMSNorm": ExactNorm, "TopKRouter": ExactRouter}
+BIAS = "e_score_correction_bias"
+EXACT = {"RMSNorm": ExactNorm, "TopKRouter": ExactRouter, "TopkRouter": ExactRouter}
 
 
 def exact(config: Any, tensors: dict[str, Tensor], experts_apart: tuple[str, str, str] | None = None) -> nn.Module:
@@ -167,7 +175,7 @@ def test_rotations_keep_the_function_through_save_and_load(model_type: str, onli
         assert relative(rotated.model.embed_tokens.weight, original.model.embed_tokens.weight) > 0.5
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     changes = dict(tie_word_embeddings=False, hidden_size=64, intermediate_size=128, head_dim=16)
     model = save_model(tmp_path / "model", model_type, torch.bfloat16, **changes)
@@ -175,6 +183,11 @@ def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
     assert result.rotation_error < 1e-5
     assert result.kl < 1e-2
+
+
+def test_post_norms_that_are_turned_off(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", "hyperclovax", use_post_norm=False)
+    check_refused(quantize("rotate", model, tmp_path / "out"), "use_post_norm false: the family is supported with its")
 
 
 TWO_KINDS: dict[str, Any] = dict(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import decode, save_model, tiny_config
+from conftest import CACHED, DISTINCT, decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
@@ -16,18 +16,36 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import ptq
 from ptq import fast_attention, fast_decode, fast_layer
 from ptq.families import FAMILIES
+from ptq.model_shape import shape_of
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
 KINDS = {
-    "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads",
+    "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads", "exaone4": "heads",
+    "glm4_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole", "flex_olmo": "whole",
     "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
-OWN_ATTENTION = {"phi3", "glm", "glm4"}
-"""Families whose projections are fused, or whose rotary embedding is another one."""
+OWN_ATTENTION = {
+    "phi3", "glm", "glm4", "ernie4_5", "helium", "hunyuan_v1_dense", "ministral3", "gemma2", "vaultgemma",
+    "granite_swa",
+}  # fmt: skip
+"""Families whose projections are fused, whose rotary embedding is another one, that do more to queries and keys, or
+attend in another way."""
 OTHERS = dict.fromkeys(
-    ("granite", "olmo2", "olmo3", "gemma", "gemma3_text", "mixtral", "olmoe", *sorted(OWN_ATTENTION)), 0
-) | {"qwen3_moe": 1}
+    (
+        "granite",
+        "olmo2",
+        "olmo3",
+        "gemma",
+        "gemma3_text",
+        "mixtral",
+        "olmoe",
+        "glm4_moe",
+        "minimax_m2",
+        *sorted(OWN_ATTENTION),
+    ),
+    0,
+) | {"qwen3_moe": 1, "qwen2_moe": 1}
 """Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu, or whose projections are
 fused; and how many of two are."""
 RECIPES = {
@@ -84,13 +102,14 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     for batch in (1, 3):
         for a, b in zip(decode(fast, batch), decode(plain, batch), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    layers, windows = plain.config.num_hidden_layers, getattr(plain.config, "sliding_window", None) is not None
-    attention = next(module for module in plain.modules() if type(module).__name__.endswith("Attention"))
-    if family in OWN_ATTENTION:
-        assert not calls and fast_attention.kind_of(attention) is None
-        return
-    assert calls == [number >= layers and not windows for _ in range(2) for number in range(5 * layers)]
-    assert fast_attention.kind_of(attention) == KINDS.get(family, "")
+    kinds = [fast_attention.kind_of(layer.self_attn) for layer in plain.model.layers]
+    assert kinds[0] == (None if family in OWN_ATTENTION else KINDS.get(family, ""))
+    window = "full_attention" if getattr(plain.config, "sliding_window", None) is None else "sliding_attention"
+    windows = [kind == "sliding_attention" for kind in getattr(plain.config, "layer_types", [window] * len(kinds))]
+    shape = shape_of(plain.config)
+    whole = shape.rotary == shape.head_dim
+    fast = [whole and not window for window, kind in zip(windows, kinds, strict=True) if kind is not None]
+    assert calls == [bool(step) and does for _ in range(2) for step in range(5) for does in fast]
 
 
 @torch.no_grad()
@@ -142,10 +161,11 @@ def test_clips_of_a_whole_layer(clips: tuple[float, ...], whole: bool, packed, m
     assert bool(calls) == whole
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", DISTINCT)
 def test_whole_layers_of_every_family(family: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_model(tmp_path / "source", family)
-    recipe = QuarotRecipe(rounding="nearest", activation_bits=8, key_bits=4, value_bits=4)
+    cache = dict(key_bits=4, value_bits=4) if family in CACHED else {}
+    recipe = QuarotRecipe(rounding="nearest", activation_bits=8, **cache)
     ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
     single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, IntegerFormat, "layer")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, check_refused, quantize, save_model
+from conftest import DISTINCT, TINY, check_refused, quantize, save_model
 from safetensors.torch import load_file
 from test_engine import finish, start
 from test_resume import QUIET, check_all_continue, contents, photographed
@@ -127,7 +127,7 @@ def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> N
     assert "<h2>Fine-tuning</h2>" not in (results["none"] / "report.html").read_text()
 
 
-@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if not family.experts])
+@pytest.mark.parametrize("model_type", [name for name in DISTINCT if not FAMILIES[name].experts])
 def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False, num_hidden_layers=1)
     gate = FAMILIES[model_type].gate

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, edit_tensors, listing, quantize, save_model
+from conftest import DISTINCT, check_refused, edit_tensors, listing, quantize, save_model
 from safetensors.torch import load_file, save_file
 from test_engine import contents, finish, start
 from test_resume import LOG, check_all_continue, kill_or_finish, photographed
@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 import ptq
 from fp6.element import ELEMENTS
 from fp6.plan import Fp6Recipe
-from ptq.families import FAMILIES
 
 IDS = torch.arange(3, 40).reshape(1, -1)
 QUIET = ptq.RunOptions(progress=False)
@@ -54,7 +53,7 @@ def mixed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- whole runs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_every_family_without_text(model_type: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", model_type)
     result = ptq.quantize(model, tmp_path / "out", Fp6Recipe(), QUIET)

@@ -18,10 +18,11 @@ import ptq
 from ptq import rewrite
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
 from ptq.hf import PtqConfig
 from ptq.job import Job
 from ptq.linear import QuantLinear
+from ptq.model_shape import shape_of
 from ptq.outline import first_row
 from ptq.packed_cache import PackedCache
 from ptq.plan import Plan

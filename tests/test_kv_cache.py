@@ -2,11 +2,12 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_model
+from conftest import CACHED, DISTINCT, check_refused, quantize, save_model, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -48,10 +49,10 @@ def in_steps(model: Any, ids: Tensor, steps: list[int], cache: Any = None) -> tu
     return torch.cat(parts, 1), cache
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(found: Tensor, wanted: Tensor, limit: float = 1e-3) -> None:
     """Equal but for rounding: a code of the second block may flip where the first block's sums end otherwise."""
     error = (found - wanted).norm() / wanted.norm()
-    assert error < 1e-3, error
+    assert error < limit, error
 
 
 GENERATE: dict[str, Any] = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
@@ -101,10 +102,19 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         attach(model_of(None, "gemma3_text", attn_logit_softcapping=50.0), FOUR)
 
 
+@pytest.mark.parametrize("model_type", [name for name in DISTINCT if name not in CACHED])
+def test_what_does_not_fit_is_refused_before_anything_is_done(model_type: str, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", model_type)
+    message = "sinks of its own" if "sinks" in str(FAMILIES[model_type].kept) else "caps the logits"
+    for bits in ("--kv-bits", "--value-bits"):
+        check_refused(quantize("quarot", model, tmp_path / "out", bits, 4, "--plan"), message)
+    assert quantize("quarot", model, tmp_path / "out", "--activation-bits", 4, "--plan").exit_code == 0
+
+
 # --- fake = real -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", CACHED)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_cache_own_cache_and_any_steps_agree(model_type: str, name: str) -> None:
     model = model_of(SETTINGS[name], model_type)
@@ -112,12 +122,13 @@ def test_no_cache_own_cache_and_any_steps_agree(model_type: str, name: str) -> N
     wanted = logits(model, ids)
     plain = logits(model_of(None, model_type), ids)
     assert (wanted - plain).abs().max() > 1e-3  # it does something
+    limit = 1e-2 if FAMILIES[model_type].experts else 1e-3  # and then two experts may change places
     for steps in ([40], [1] * 40, [10, 1, 1, 12, 8, 8], [2, 38]):
         found, cache = in_steps(model, ids, steps)
         assert isinstance(cache, PackedCache) and cache.get_seq_length() == 40
-        close(found, wanted)
-    close(in_steps(model, ids, [10, 1, 29], DynamicCache(config=model.config))[0], wanted)
-    close(in_steps(model, ids, [10, 1, 29], PackedCache(model.config, SETTINGS[name], 40))[0], wanted)
+        close(found, wanted, limit)
+    close(in_steps(model, ids, [10, 1, 29], DynamicCache(config=model.config))[0], wanted, limit)
+    close(in_steps(model, ids, [10, 1, 29], PackedCache(model.config, SETTINGS[name], 40))[0], wanted, limit)
 
 
 def test_codes_are_the_same_bit_for_bit() -> None:

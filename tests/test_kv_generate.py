@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import CACHED
 from test_kv_cache import FOUR, GENERATE, MIXED, close, in_steps, logits, model_of, tokens
 from torch import Tensor
 from transformers import DynamicCache
 
 from ptq.errors import InputError
-from ptq.families import FAMILIES
 from ptq.kv_cache import CacheQuantization
 from ptq.packed_cache import PackedCache
 
@@ -23,7 +23,7 @@ def greedy(model: Any, ids: Tensor, count: int) -> Tensor:
     return ids
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", CACHED)
 def test_generate_is_greedy_over_full_forwards(model_type: str) -> None:
     model = model_of(MIXED, model_type)
     model.generation_config.eos_token_id = None

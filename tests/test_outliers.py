@@ -7,14 +7,15 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import KEYS_WITHOUT_NORM, TINY, save_model, separated
+from conftest import DISTINCT, KEYS_WITHOUT_NORM, TINY, save_model, separated
 from transformers import AutoModelForCausalLM
 
 from ptq import evaluate, hadamard, outliers, pipeline
 from ptq.activations import Activation, dequantize
 from ptq.experts import module_name
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
 from ptq.job import Job
+from ptq.model_shape import shape_of
 from ptq.outliers import Input
 from ptq.outline import first_row
 from ptq.work import Record
@@ -112,7 +113,7 @@ def test_inputs_survive_being_stored() -> None:
         assert torch.equal(again[name].peak, value.peak) and torch.equal(again[name].sums, value.sums)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: Path) -> None:
     """Against the whole model: before, its own inputs; after, what the rotations make of them."""
     folder = save_model(tmp_path / "model", model_type)
@@ -184,7 +185,7 @@ def test_a_logit_of_minus_infinity_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_planted_outliers_change_inputs_and_no_logits(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", model_type, dtype)
     planted = plant_outliers.plant(folder, tmp_path / "planted", channels=3)

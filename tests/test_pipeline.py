@@ -12,13 +12,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import TINY, edit_tensors, save_model
+from conftest import DISTINCT, TINY, edit_tensors, save_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq import hadamard, pipeline, rewrite
-from ptq.families import FAMILIES
 from ptq.linear import QuantLinear
 from ptq.loading import load_tokenizer
 from ptq.writer import LOG, file_hashes
@@ -51,7 +50,7 @@ def divergence(p: torch.Tensor, q: torch.Tensor) -> float:
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_gptq_and_nearest_on_every_family(model_type: str, calibration_text: Path, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", model_type)
     result = ptq.quantize(model, tmp_path / "gptq", gptq(calibration_text), QUIET)

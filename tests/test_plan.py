@@ -9,9 +9,10 @@ from conftest import by_role, tiny_config
 
 import ptq
 from ptq import rewrite
-from ptq.families import FAMILIES, ModelShape, shape_of
+from ptq.families import FAMILIES
 from ptq.hf import PtqConfig
 from ptq.kv_cache import CacheQuantization
+from ptq.model_shape import ModelShape, shape_of
 from ptq.plan import LinearPlan, Plan, Rotation, check_biases, check_claims
 from quarot.plan import QuarotRecipe, plan
 

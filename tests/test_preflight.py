@@ -13,7 +13,8 @@ from conftest import check_refused, listing, quantize, tiny_config
 import ptq
 from ptq import clip_search, pipeline, preflight
 from ptq.engine import Workers
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
+from ptq.model_shape import shape_of
 from ptq.preflight import Estimate
 from quarot.plan import QuarotRecipe, plan
 

@@ -19,7 +19,8 @@ from ptq import charts, outliers, report, report_page, report_schema
 from ptq.checkpoint import Checkpoint
 from ptq.contents import summary
 from ptq.errors import InputError
-from ptq.families import FAMILIES, shape_of
+from ptq.families import FAMILIES
+from ptq.model_shape import shape_of
 from ptq.outline import outline
 from ptq.pipeline import plan
 from ptq.report_schema import Report

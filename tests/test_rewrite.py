@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model
+from conftest import DISTINCT, save_model
 from safetensors.torch import load_file
 from torch import Tensor
 
 import ptq
 from ptq import hadamard, rewrite
-from ptq.families import FAMILIES
 from ptq.plan import LinearPlan, Rotation
 from ptq.work import Record, read_record
 from quarot.plan import QuarotRecipe
@@ -80,7 +79,7 @@ def is_cast_of(found: torch.Tensor, exact: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", DISTINCT)
 def test_a_rotated_checkpoint_is_the_dense_product_cast_once(
     model_type: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:

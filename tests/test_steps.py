@@ -12,7 +12,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ptq import fast_steps, steps
+from ptq import fast_layer, fast_steps, steps
 from ptq.families import FAMILIES
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -163,3 +163,19 @@ def test_a_model_of_every_family(family: str) -> None:
         assert again.get_decoder().norm.forward.args[0] is again.get_decoder().norm
     with torch.enable_grad():
         assert fast(ids[:, :2]).logits.requires_grad
+
+
+@torch.no_grad()
+def test_a_model_in_training_drops_what_it_dropped() -> None:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(
+        tiny_config("seed_oss", attention_dropout=0.0, residual_dropout=0.5)
+    ).train()
+    fast = copy.deepcopy(plain)
+    fast_steps.install(fast)
+    fast_layer.install(fast)
+    found = []
+    for model in (plain, fast):
+        torch.manual_seed(1)
+        found.append(model(torch.arange(3, 5)[None]).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

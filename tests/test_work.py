@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import ptq
-from ptq.families import FAMILIES, ModelShape
+from ptq.families import FAMILIES
+from ptq.model_shape import ModelShape
 from ptq.work import (
     UNFINISHED,
     Record,

@@ -1,0 +1,120 @@
+"""The sizes of a model, read from its config.json."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ptq.errors import InputError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that a plan needs, read from config.json."""
+
+    hidden: int
+    intermediate: int
+    vocab: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: int
+    """Channels of a head that RoPE turns, the first ones."""
+    tied: bool
+    experts: int = 0
+    """In a block that has any; 0: the model has none."""
+    experts_per_token: int = 0
+    expert_width: int = 0
+    """What `intermediate` is for an MLP, for one expert."""
+    shared_width: int = 0
+    """The same for the MLP beside the experts, which every token passes."""
+    dense: frozenset[int] = frozenset()
+    """Blocks without experts, in a model that has some."""
+    unread: int = 0
+    """Blocks behind the last one that a checkpoint may hold and transformers does not run: multi-token prediction."""
+
+    def has_experts(self, index: int) -> bool:
+        """Whether a block has experts in the place of one MLP."""
+        return self.experts > 0 and index not in self.dense
+
+
+def shape_of(config: Any) -> ModelShape:
+    """Sizes of a model from its transformers config. Raises InputError where they make no sense together."""
+    heads = _size(config, "num_attention_heads")
+    kv_heads = heads if getattr(config, "num_key_value_heads", None) is None else _size(config, "num_key_value_heads")
+    hidden = _size(config, "hidden_size")
+    if getattr(config, "head_dim", None) is not None:
+        head_dim = _size(config, "head_dim")
+    elif hidden % heads == 0:
+        head_dim = hidden // heads
+    else:
+        raise InputError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    if heads % kv_heads:
+        raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
+    if not getattr(config, "use_post_norm", True):
+        raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
+    experts, without = _experts(config), hasattr(config, "intermediate_size")  # blocks without experts may be none
+    return ModelShape(
+        hidden=hidden,
+        intermediate=_size(config, "intermediate_size") if without or not experts else experts["expert_width"],
+        vocab=_size(config, "vocab_size"),
+        blocks=_size(config, "num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary=_rotary(config, head_dim),
+        tied=bool(config.tie_word_embeddings),
+        unread=getattr(config, "num_mtp_layers", None) or 0,
+        **experts,
+    )
+
+
+def _rotary(config: Any, head_dim: int) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("partial_rotary_factor", 1.0)
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise InputError(f"config.json: partial_rotary_factor must be above 0 and at most 1, found {factor!r}")
+    rotary = int(head_dim * factor)
+    return rotary + rotary % 2  # transformers has an angle for every two channels or what is left of them
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    """The sizes of a mixture of experts; nothing where the config speaks of none."""
+    count = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    if count is None:
+        return {}
+    blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
+    experts, chosen = _size(config, count), _size(config, "num_experts_per_tok")
+    if chosen > experts:
+        raise InputError(f"config.json: num_experts_per_tok {chosen}, but there are only {experts} experts")
+    found = {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
+        "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
+    }
+    if hasattr(config, "shared_expert_intermediate_size"):
+        found["shared_width"] = _size(config, "shared_expert_intermediate_size")
+    elif hasattr(config, "n_shared_experts"):  # one MLP of the width of so many
+        found["shared_width"] = found["expert_width"] * _size(config, "n_shared_experts")
+    return found
+
+
+def has_experts(config: Any, index: int) -> bool:
+    """Whether a config with experts puts them into block `index`: it may list blocks with or without, say how many of
+    the first ones have none, or every how many blocks have them."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None:
+        return kinds[index] == "sparse"
+    if index < (getattr(config, "first_k_dense_replace", None) or 0):
+        return False
+    step = _size(config, "decoder_sparse_step") if hasattr(config, "decoder_sparse_step") else 1
+    return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % step == 0
+
+
+def _size(config: Any, key: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json: {key} must be a positive whole number, found {value!r}")
+    return value
