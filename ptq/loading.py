@@ -5,7 +5,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 import ptq.hf  # noqa: F401  (registers the plug-in that loads packed checkpoints)
 from ptq import source
@@ -15,18 +23,20 @@ from ptq.errors import InputError, RunError
 def load_model(
     model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> PreTrainedModel:
-    """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one.
+    """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one; with whatever else
+    there is in the files, where they are those of a model that also reads images (`ptq.text_model`).
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
     code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that is missing, which
     transformers would fill with random numbers.
     """
     folder = source.resolve(str(model))
-    stored = load_config(folder).dtype
+    config = load_config(folder)
+    stored, alone = config.dtype, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if dtype is None and stored == torch.float16 and (device is None or device.type == "cpu"):
         dtype = torch.float32
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_pretrained(
             folder,
             dtype=dtype or "auto",
             device_map=None if device is None or device.type == "cpu" else {"": device},  # kernels' layouts differ

@@ -24,6 +24,7 @@ from ptq import (
     proof,
     report,
     source,
+    text_model,
     token_rows,
 )
 from ptq.checkpoint import Checkpoint, refuse_quantised
@@ -71,6 +72,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     """
     checkpoint = Checkpoint.open(source.resolve(model))
     refuse_quantised(checkpoint.config)
+    checkpoint, notes = text_model.alone(checkpoint)
     family = family_of(checkpoint.config)
     checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
     config = read_config(checkpoint)
@@ -91,7 +93,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     promised = parameter_shapes(config)
     check_biases(plan, checkpoint.tensors, promised)
     check_tensors(plan, checkpoint.tensors, promised)
-    return Target(checkpoint, config, family, plan)
+    return Target(checkpoint, config, family, replace(plan, notes=(*notes, *plan.notes)))
 
 
 def estimate(target: Target, model: str, recipe: Recipe) -> preflight.Estimate:
