@@ -3,6 +3,9 @@ least on a sample of the calibration text (docs/math.md, section 8).
 
     clips/<linear>.json   the clip of the input of a linear, and of all that share it; what was measured
 
+All experts of a block have one clip in front of gate and up, and one in front of down: few tokens go to each, and
+experts that treat their inputs alike decode in one call (`ptq.fast_experts`).
+
 The search runs in the rotated block, whose inputs, keys and values are quantised with their default clips: x is the
 input as it comes then, after the online transform. Hessians are taken afterwards, of what the clips that were found
 leave.
@@ -42,18 +45,25 @@ CLIP, NOTE = "clip", "clip_note"
 
 @dataclass(frozen=True)
 class Input:
-    """An input that linears of a block share."""
+    """An input that linears of a block share; of experts, the inputs of all."""
 
     name: str
-    """Of the first of these linears."""
     activation: Activation
     """With the default clip."""
     readers: tuple[LinearPlan, ...]
 
     @property
+    def places(self) -> list[list[LinearPlan]]:
+        """The linears that are given the same tensor: all, or those of each expert."""
+        found: dict[int | None, list[LinearPlan]] = {}
+        for linear in self.readers:
+            found.setdefault(linear.expert, []).append(linear)
+        return list(found.values())
+
+    @property
     def cost(self) -> int:
         """Of a token, relative to that of others."""
-        return sum(linear.n * linear.k for linear in self.readers)
+        return sum(linear.n * linear.k for linear in self.readers) // len(self.places)
 
 
 @dataclass
@@ -130,10 +140,12 @@ def is_searched(plan: Plan) -> bool:
 def measure(
     part: Part, inputs: Sequence[Input], chunks: Iterable[Float[Tensor, "batch t k"]], most: int
 ) -> Mapping[str, Errors]:
-    """Run a block on hidden states and measure inputs of it, at most so many tokens of each in a chunk, evenly spread.
-    The sums are taken in the order of the chunks."""
+    """Run a block on hidden states and measure inputs of it, at most so many tokens of each in a chunk, evenly spread
+    (and one for each expert). The sums are taken in the order of the chunks."""
     found = {one.name: Errors(torch.zeros(len(GRID), dtype=torch.float64)) for one in inputs}
-    handles = [_watch(part, one, most, found[one.name]) for one in inputs]
+    handles = [
+        _watch(part, readers, -(-most // len(one.places)), found[one.name]) for one in inputs for readers in one.places
+    ]
     try:
         for hidden in chunks:
             part.run(hidden)
@@ -143,16 +155,18 @@ def measure(
     return found
 
 
-def _watch(part: Part, one: Input, most: int, found: Errors) -> torch.utils.hooks.RemovableHandle:
-    module = part.module(one.name)
-    assert isinstance(module, QuantLinear), one.name
+def _watch(part: Part, readers: Sequence[LinearPlan], most: int, found: Errors) -> torch.utils.hooks.RemovableHandle:
+    first = readers[0]
+    module = part.module(first.name)
+    assert isinstance(module, QuantLinear) and first.activation is not None, first.name
+    bits = first.activation.bits
 
     def add(_: nn.Module, given: tuple[Tensor, ...]) -> None:
         x = given[0].flatten(0, -2)
         step = max(1, -(-len(x) // most))
         x = x[step // 2 :: step]
-        weights = [part.parameter(dense_weight(linear)) for linear in one.readers]
-        sums, tokens = losses(module.turned(x).float(), weights, one.activation.bits)
+        weights = [part.parameter(dense_weight(linear)) for linear in readers]
+        sums, tokens = losses(module.turned(x).float(), weights, bits)
         found.sums += sums
         found.tokens += tokens
 

@@ -139,6 +139,12 @@ def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
     return tuple(dict.fromkeys(other.statistics for other in block if other.statistics))
 
 
+def input_name(linear: LinearPlan) -> str | None:
+    """What the input of a linear is called among those of its block: one name for all experts. None where it is not
+    looked at."""
+    return None if linear.statistics is None else of_any_expert(linear.statistics).replace(".*.", ".")
+
+
 def of_any_expert(text: str) -> str:
     """A text with names of linears in it, with * for the numbers of experts."""
     return re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", text)

@@ -104,8 +104,9 @@ class LinearPlan:
     activation: Activation | None = None
     """How the input is quantised when the model runs; None: not at all."""
     clip_search: str | None = None
-    """Name of the linear under which the clip of its input is searched, one for all that read the same input
-    (`ptq.clip_search`): that of `activation` is only where the search begins. None: it is as `activation` says."""
+    """Name under which the clip of its input is searched, one for all that read the same input, and for all experts
+    of a block (`ptq.clip_search`): that of `activation` is only where the search begins. None: it is what `activation`
+    says."""
     role: str = ""
     """What it is in the model: see `ptq.outline`."""
     parts: tuple["LinearPlan", ...] = ()

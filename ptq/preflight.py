@@ -127,7 +127,9 @@ def _clip_search(block: list[LinearPlan], shape: ModelShape, tokens: int, length
         return 0.0
     sample = min(tokens, clip_search.CHUNKS * max(length, CHUNK_TOKENS))
     passed = sample * sum(_share(linear, shape) * linear.n * linear.k for linear in block)
-    tried = sum(min(clip_search.TOKENS, _share(x, shape) * sample) * x.n * x.k for x in searched)
+    experts = max(1, shape.experts)
+    most = {True: max(clip_search.TOKENS / experts, clip_search.CHUNKS), False: clip_search.TOKENS}
+    tried = sum(min(most[x.expert is not None], _share(x, shape) * sample) * x.n * x.k for x in searched)
     return 2 * (passed + (1 + len(clip_search.GRID)) * tried)
 
 

@@ -9,7 +9,7 @@ from ptq.errors import InputError
 from ptq.families import Family
 from ptq.kv_cache import CacheQuantization, key_rotation
 from ptq.model_shape import ModelShape
-from ptq.outline import Dtypes, check_groups, chosen, outline
+from ptq.outline import Dtypes, check_groups, chosen, input_name, outline
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
 from ptq.rotations import keys_balanced, rotated
@@ -89,7 +89,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: Dtypes
 
     def rounded(linear: LinearPlan) -> LinearPlan:
         if recipe.activation_clip == SEARCH and activation is not None:
-            linear = replace(linear, clip_search=linear.statistics)
+            linear = replace(linear, clip_search=input_name(linear))
         if recipe.weight_bits == 16:
             return replace(linear, activation=activation)
         check_groups(linear, made, recipe.group_size)

@@ -16,6 +16,7 @@ from ptq import preflight, proof, report_schema
 from ptq.clip_search import GRID, Errors, inputs_of, losses, measure
 from ptq.job import Job, dense_weight
 from ptq.linear import QuantLinear
+from ptq.pipeline import plan
 from ptq.tasks import Tasks
 from quarot.plan import CLIP, QuarotRecipe
 
@@ -212,23 +213,32 @@ def test_without_hessians_none_are_taken(tiny: Path, calibration_text: Path, tmp
     ptq.quantize(tiny, tmp_path / "out", of_text(calibration_text, rounding="nearest"), QUIET)
 
 
-def test_an_expert_that_sees_few_tokens_keeps_the_default(
-    calibration_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_input_that_few_tokens_reach_keeps_the_default(
+    tiny: Path, calibration_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    recipe = of_text(calibration_text, rounding="nearest", samples=1, sequence_length=31)
+    ptq.quantize(tiny, tmp_path / "out", recipe)
+    found = [line for line in record(tmp_path / "out").values() if "clip" in line]
+    assert len(found) == 14 and all(line["clip"] == CLIP[4] and line["clip_tokens"] == 31 for line in found)
+    assert all("too few tokens" in line["clip_note"] for line in found)
+    assert "its input keeps the default clip" in capsys.readouterr().err
+
+
+def test_experts_of_a_block_have_clips_in_common(calibration_text: Path, tmp_path: Path) -> None:
+    """Also one that sees no token; and all tokens that were looked at count."""
     source = save_model(tmp_path / "model", "olmoe", num_experts_per_tok=1)
     edit_tensors(never_chosen)(source)
-    ptq.quantize(source, tmp_path / "out", of_text(calibration_text, rounding="nearest"))
-    found = record(tmp_path / "out")
-    few = {name for name, line in found.items() if "clip_note" in line}
-    assert few and all(found[name]["clip"] == CLIP[4] and found[name]["clip_tokens"] < 32 for name in few)
-    others = [line for name, line in found.items() if "clip" in line and name not in few]
-    assert others and all(line["clip_tokens"] >= 32 for line in others)
-    assert "its input keeps the default clip" in capsys.readouterr().err
-    inputs: dict[tuple[str, str], set[float]] = {}
-    for name, entry in in_config(tmp_path / "out").items():
-        expert, _, leaf = name.rpartition(".")
-        inputs.setdefault((expert, leaf if leaf in ("down_proj", "o_proj") else ""), set()).add(entry["clip"])
-    assert len(inputs) == 2 * (2 + 2 * 4) and all(len(clips) == 1 for clips in inputs.values())
+    recipe = of_text(calibration_text, rounding="nearest")
+    ptq.quantize(source, tmp_path / "out", recipe, QUIET)
+    found, config = record(tmp_path / "out"), in_config(tmp_path / "out")
+    inputs: dict[str | None, set[tuple[float, int]]] = {}
+    for linear in (each for each in plan(str(source), recipe).plan.linears if each.clip_search):
+        assert config[linear.name]["clip"] == found[linear.name]["clip"]
+        numbers = found[linear.name]["clip"], found[linear.name]["clip_tokens"]
+        inputs.setdefault(linear.clip_search, set()).add(numbers)
+    assert len(inputs) == 2 * (2 + 2) and all(len(numbers) == 1 for numbers in inputs.values())
+    experts = [numbers for name, (numbers,) in inputs.items() if name and ".experts." in name]
+    assert len(experts) == 4 and all(32 < tokens <= 512 for _, tokens in experts)
 
 
 # --- what is said and refused ---------------------------------------------------------------------------------------
