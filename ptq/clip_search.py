@@ -179,6 +179,7 @@ def losses(
     """For each clip of `GRID` the sum over tokens x of |W (Q(x) - x)|^2 / |W x|^2, both summed over the weights W; and
     the number of tokens. One whose products are all 0 does not count."""
     size = _squares(x, weights)
+    size[size.isinf()] = math.nan  # that shows in the sums
     counted = size != 0
     sums = []
     for clip in GRID:

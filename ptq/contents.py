@@ -116,3 +116,6 @@ def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(config)
         except KeyError as error:  # of its table of activation functions
             raise InputError(f"config.json: transformers makes no model of it: it knows no {error}") from error
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError, ZeroDivisionError) as error:
+            reason = " ".join(str(error).split())
+            raise InputError(f"config.json: transformers makes no model of it: {reason}") from error

@@ -5,6 +5,7 @@ format that computes it, experts that treat their inputs alike, and nobody who l
 `ptq.experts` goes on one by one. The numbers are the same to the bit.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -59,9 +60,9 @@ class _Expert:
     """An expert as it was found, and what is slow to find out about it."""
 
     linears: tuple[QuantLinear, ...]
-    held: list[Any]
-    """Its parameters."""
-    parts: list[Parts]
+    held: list["weakref.ref[Tensor]"]
+    """Its parameters: replaced ones must not stay in memory."""
+    online: tuple[Online, ...]
     kind: _Kind
     """The same object for all experts that are alike."""
 
@@ -69,8 +70,11 @@ class _Expert:
         """Whether these linears still hold what was found, and nobody listens to them."""
         if not all(map(is_, linears, self.linears)):
             return False
-        now = list(chain.from_iterable(linear._parameters.values() for linear in linears))
-        return len(now) == len(self.held) and all(map(is_, now, self.held)) and not any(map(_is_heard, linears))
+        now = _held(self.linears)
+        if len(now) != len(self.held) or not all(map(is_, now, [one() for one in self.held])):
+            return False
+        same = all(linear.online is online for linear, online in zip(self.linears, self.online, strict=True))
+        return same and not any(map(_is_heard, linears))
 
 
 class FewTokens:
@@ -98,22 +102,19 @@ class FewTokens:
             return None
         if _global_forward_hooks or _global_forward_pre_hooks:
             return None
-        chosen = top_k_index.tolist()
+        chosen, weighed = top_k_index.tolist(), top_k_weights.tolist()
         numbers = sorted({number for row in chosen for number in row})
+        if not numbers or any(len(set(row)) < len(row) for row in chosen):
+            return None  # nothing to do; or somebody has chosen an expert twice
         found = [self._expert(experts, number) for number in numbers]
         first = found[0]
         if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
             return None
-        given = zip(chosen, top_k_weights.tolist(), strict=True)
-        rows = sorted(
-            (number, token, share)
-            for token, (row, shares) in enumerate(given)
-            for number, share in zip(row, shares, strict=True)
-        )
-        _, tokens, shares = (list(column) for column in zip(*rows, strict=True))
+        rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))
+        tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
         count = [number for number, *_ in rows].count
         alike = cast(list[_Expert], found)
-        weights = [expert.parts[role] for role in range(3) for expert in alike]
+        weights = [expert.linears[role].parts() for role in range(3) for expert in alike]
         width, treatments = first.linears[0].out_features, first.kind.treatments()
         counts = [count(number) for number in numbers]
         return first.kind.format.experts(x, (tokens, counts, shares), weights, width, treatments)
@@ -127,8 +128,8 @@ class FewTokens:
             if kind is None:
                 return None
             kind = self._kinds.setdefault(kind, kind)
-            held = list(chain.from_iterable(linear._parameters.values() for linear in linears))
-            known = _Expert(tuple(linears), held, [linear.parts() for linear in linears], kind)
+            held = [weakref.ref(parameter) for parameter in _held(linears)]
+            known = _Expert(tuple(linears), held, tuple(linear.online for linear in linears), kind)
             self._known[number] = known
         return known
 
@@ -148,6 +149,12 @@ def _kind(linears: Sequence[Any]) -> _Kind | None:
     if any(linear._parameters["bias"] is not None for linear in linears):
         return None
     return _Kind(format, gate.online, down.online)
+
+
+def _held(linears: Sequence[Any]) -> list[Tensor]:
+    """The parameters of linears."""
+    values = chain.from_iterable(linear._parameters.values() for linear in linears)
+    return [parameter for parameter in values if parameter is not None]
 
 
 def _integers(activation: Activation | None) -> tuple[int, float]:

@@ -30,7 +30,7 @@ class ModelShape:
     dense: frozenset[int] = frozenset()
     """Blocks without experts, in a model that has some."""
     unread: int = 0
-    """Blocks behind the last one that a checkpoint may hold and transformers does not run: multi-token prediction."""
+    """Blocks behind the last one that a checkpoint may hold and a run leaves out: multi-token prediction."""
 
     def has_experts(self, index: int) -> bool:
         """Whether a block has experts in the place of one MLP."""
@@ -54,18 +54,21 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
+    thetas, blocks = getattr(config, "layer_rope_theta", None), _size(config, "num_hidden_layers")
+    if thetas is not None and len(thetas) != blocks:
+        raise InputError(f"config.json: layer_rope_theta lists {len(thetas)} blocks, num_hidden_layers says {blocks}")
     experts, without = _experts(config), hasattr(config, "intermediate_size")  # blocks without experts may be none
     return ModelShape(
         hidden=hidden,
         intermediate=_size(config, "intermediate_size") if without or not experts else experts["expert_width"],
         vocab=_size(config, "vocab_size"),
-        blocks=_size(config, "num_hidden_layers"),
+        blocks=blocks,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         rotary=_rotary(config, head_dim),
         tied=bool(config.tie_word_embeddings),
-        unread=getattr(config, "num_mtp_layers", None) or 0,
+        unread=0 if not getattr(config, "num_mtp_layers", None) else _size(config, "num_mtp_layers"),
         **experts,
     )
 
@@ -88,6 +91,12 @@ def _experts(config: Any) -> dict[str, Any]:
     experts, chosen = _size(config, count), _size(config, "num_experts_per_tok")
     if chosen > experts:
         raise InputError(f"config.json: num_experts_per_tok {chosen}, but there are only {experts} experts")
+    groups, chosen_groups = (getattr(config, key, None) or 1 for key in ("n_group", "topk_group"))
+    if experts % groups or chosen_groups > groups or (groups > 1 and experts // groups < 2):
+        raise InputError(
+            f"config.json: n_group {groups} and topk_group {chosen_groups} do not fit {experts} experts: a router "
+            "chooses groups of equal size, of two experts at least"
+        )
     found = {
         "experts": experts,
         "experts_per_token": chosen,

@@ -59,7 +59,7 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
         ),
         unused=tuple(sorted(dtypes.keys() & unread)),
         norm_offset=family.norm_offset,
-        notes=(f"{len(behind)} tensors for multi-token prediction are left out: transformers does not read them",)
+        notes=(f"{len(behind)} tensors for multi-token prediction are left out: the result cannot generate with it",)
         if behind
         else (),
     )

@@ -19,6 +19,7 @@ from ptq.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
 from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
+from ptq.rotations import mlp_widths
 from ptq.tasks import CHUNK_TOKENS
 from ptq.writer import partial_folder
 
@@ -80,7 +81,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
         hidden = 2 * 4 * tokens * shape.hidden
         active = sum(_share(linear, shape) * linear.n * linear.k for linear in block)
         work = 2 * tokens * active + _clip_search(block, shape, tokens, length)
-        memory += 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * shape.intermediate)
+        memory += 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * max(mlp_widths(shape).values()))
         if needs_hessians(plan, recipe):
             hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
             parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))

@@ -125,6 +125,8 @@ def _config_text(job: Job) -> str:
     config = copy.deepcopy(job.config)
     if job.plan.untied:
         config.tie_word_embeddings = False
+    if getattr(config, "num_mtp_layers", None):
+        config.num_mtp_layers = 0  # their tensors are left out
     if any(job.plan.rounded()) or job.plan.cache:
         config.quantization_config = PtqConfig.of(job.plan).to_dict()
     return config.to_json_string()

@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import gc
+import inspect
 import pickle
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +24,11 @@ import quarot.expert_ops
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
 from ptq import fast_steps, hadamard, rounding
+from ptq.activations import Activation
 from ptq.experts import Experts
 from ptq.families import FAMILIES
 from ptq.formats import Rows
+from ptq.linear import QuantLinear
 from ptq.matmul import few_tokens_linear
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
@@ -132,6 +137,11 @@ def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
         ("scale", good[5][:-1]), ("zero", good[5][:-1]), ("width", 145), ("bits", 9), ("exponent", 5),
         ("group_size", 32),
     ]  # fmt: skip
+    wrapped = list(good)  # a sum of counts that comes to five again
+    wrapped[1:4] = [0, 1, 3, 1, 0], [2**62, 2**62, 2**62, 2**62 + 5], [0.5] * 5
+    wrapped[4:7] = [part[:1] * 12 if isinstance(part, list) else part for part in good[4:7]]
+    with pytest.raises(RuntimeError, match="do not fit together"):
+        op(*wrapped)
     for name, wrong in wrongs:
         if name not in names:
             continue
@@ -220,6 +230,39 @@ def test_experts_that_were_changed_or_are_listened_to(tmp_path: Path, seen: list
     assert torch.equal(decode(model)[-1], changed[-1]) and len(called) >= 8 and not seen
 
 
+@torch.no_grad()
+def test_choices_of_any_kind(tmp_path: Path, seen: list[list[int]]) -> None:
+    model = packed(tmp_path)
+    experts, single = (
+        next(module for module in each.modules() if isinstance(module, Experts)) for each in (model, one_by_one(model))
+    )
+    seen.clear()
+    for chosen, called in (([[0, 1], [1, 0]], 1), ([[2, 2]], 0), ([[0, 1], [3, 3]], 0), ([[], []], 0), ([[3], [3]], 1)):
+        index = torch.tensor(chosen, dtype=torch.long)
+        x, shares = torch.randn(len(chosen), 72), torch.rand(index.shape)
+        assert torch.equal(experts(x, index, shares), single(x, index, shares)), chosen
+        assert len(seen) == called
+        seen.clear()
+
+
+@torch.no_grad()
+def test_what_is_done_to_inputs_is_seen_and_old_weights_go(tmp_path: Path) -> None:
+    model = packed(tmp_path, recipe=RECIPES["W4A8"])
+    experts = next(module for module in model.modules() if isinstance(module, Experts))
+    x, index, shares = torch.randn(1, 72), torch.tensor([[0, 1]]), torch.rand(1, 2)
+    before = experts(x, index, shares)
+    linears = [module for module in experts.modules() if isinstance(module, QuantLinear)]
+    for linear in linears:
+        linear.online = replace(linear.online, activation=Activation(8, 0.3))
+    after = experts(x, index, shares)
+    assert not torch.equal(after, before)
+    assert torch.equal(after, next(m for m in one_by_one(model).modules() if isinstance(m, Experts))(x, index, shares))
+    old = [weakref.ref(parameter) for parameter in linears[0].parameters()]
+    model.to("meta")
+    gc.collect()
+    assert not any(one() is not None for one in old)
+
+
 def test_gradients_go_the_own_way(tmp_path: Path, seen: list[list[int]]) -> None:
     model = packed(tmp_path)
     cache = model(torch.full((1, 5), 5), use_cache=True).past_key_values
@@ -241,7 +284,7 @@ def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypat
     assert fast_steps.is_router(router) and not any(
         fast_steps.is_router(module) for module in model.modules() if type(module) is not type(router)
     )
-    plain = copy.deepcopy(router)
+    plain, more = copy.deepcopy(router), len(inspect.signature(type(router).forward).parameters) - 2
     fast_steps.install(model)
     calls: list[Any] = []
 
@@ -252,13 +295,14 @@ def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypat
     monkeypatch.setattr(fast_steps._Functional, "linear", linear)
     for tokens in (5, 4, 1):
         x = torch.randn(tokens, router.weight.shape[1])
-        for found, wanted in zip(router(x), plain(x), strict=True):
+        given = x, *[torch.rand(4)] * more  # a correction, that the block has
+        for found, wanted in zip(router(*given), plain(*given), strict=True):
             assert found.dtype == wanted.dtype
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert [len(x) for x, _ in calls] == [5, 4, 1]
     weight = router.weight
     router.weight = nn.Parameter(2 * weight)
-    torch.testing.assert_close(router(x)[0], 2 * plain(x)[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(router(*given)[0], 2 * plain(*given)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_no_router() -> None:

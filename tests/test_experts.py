@@ -208,8 +208,34 @@ def test_blocks_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     edit_tensors(lambda t: t.update({"model.layers.2.eh_proj.weight": torch.ones(3, 3)}))(folder)
     said = quantize("quarot", folder, tmp_path / "out", "--rounding", "nearest", "--plan")
     assert said.exit_code == 0 and "1 tensors for multi-token prediction are left out" in said.output
+    assert quantize("rotate", folder, tmp_path / "rotated").exit_code == 0
+    assert json.loads((tmp_path / "rotated" / "config.json").read_bytes())["num_nextn_predict_layers"] == 0
     edit_config(num_nextn_predict_layers=0)(folder)
     check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "claims tensor")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "said"),
+    [
+        ("glm4_moe", {"n_group": 3}, "n_group 3 and topk_group 1 do not fit 4 experts"),
+        ("glm4_moe", {"n_group": 2, "topk_group": 3}, "n_group 2 and topk_group 3 do not fit 4 experts"),
+        ("glm4_moe", {"n_group": 4}, "of two experts at least"),
+        ("glm4_moe", {"num_nextn_predict_layers": "1"}, "num_mtp_layers must be a positive whole number, found '1'"),
+        ("glm4_moe", {"num_nextn_predict_layers": -2}, "num_mtp_layers must be a positive whole number, found -2"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit(model_type: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", model_type)
+    edit_config(**changes)(folder)
+    check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), said)
+
+
+def test_a_config_that_transformers_builds_nothing_of(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "glm4_moe", head_dim=18)
+    edit_config(head_dim=None)(folder)
+    found = quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest")
+    check_refused(found, "config.json: transformers makes no model of it")
 
 
 def test_norms_that_a_setting_turns_off(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DISTINCT, check_refused, quantize, save_model, stored, tiny_config, tiny_model
+from conftest import DISTINCT, check_refused, edit_config, quantize, save_model, stored, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -207,3 +207,10 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
         hidden = job.original_block(index).run(hidden)
     logits = torch.cat(job.logits(job.tensor(job.head.source), job.tensor(job.final_norm), hidden))
     assert relative(logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 1e-6
+
+
+def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "granite_swa")
+    edit_config(layer_rope_theta=[0, 100.0, 100.0])(folder)
+    found = quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest")
+    check_refused(found, "layer_rope_theta lists 3 blocks, num_hidden_layers says 2")

@@ -1,5 +1,4 @@
-// What the chosen experts of a block make of few tokens, for weights of any format. quarot/expert_ops.py says what that
-// is.
+// What the chosen experts of a block make of few tokens, for weights of any format. See ptq/expert_ops.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -7,7 +6,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <vector>
 
 #include "common/input.h"
@@ -95,11 +93,13 @@ inline void check(const Tensor& x, const Rows& r, size_t weights) {
     const auto& [tokens, counts, shares] = r;
     const bool floats = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
     STD_TORCH_CHECK(x.dim() == 2 && floats, "experts: expected x [t, k], float32 or bfloat16");
-    const auto rows = static_cast<int64_t>(tokens.size());
-    STD_TORCH_CHECK(rows > 0 && std::accumulate(counts.begin(), counts.end(), int64_t{0}) == rows &&
-                        std::all_of(counts.begin(), counts.end(), [](int64_t count) { return count > 0; }) &&
-                        shares.size() == tokens.size() && weights == 3 * counts.size(),
-                    "experts: tokens, counts, shares and weights do not fit together");
+    auto left = static_cast<int64_t>(tokens.size());
+    bool fits = left > 0 && shares.size() == tokens.size() && weights == 3 * counts.size();
+    for (const int64_t count : counts) {  // no sum of them, which may overflow
+        fits = fits && count > 0 && count <= left;
+        left -= fits ? count : 0;
+    }
+    STD_TORCH_CHECK(fits && left == 0, "experts: tokens, counts, shares and weights do not fit together");
     for (const int64_t token : tokens)
         STD_TORCH_CHECK(token >= 0 && token < x.size(0), "experts: there is no token ", token);
 }

@@ -97,9 +97,9 @@ void check(const Weights& w, const Norms& norms, const Cache& cache) {
 Tensor layer(const Tensor& x, const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first,
              const Tensors& tiles, const Tensors& scale, const Tensors& zero, const Tensors& bias, const Ints& n,
              int64_t bits, int64_t group_size, int64_t input_bits, const Floats& clips, const Tensors& factors,
-             int64_t order, int64_t down_bits, double down_clip, const Tensor& cos, const Tensor& sin, const Tensors& parts,
-             int64_t before, const Ints& cache_bits, double cache_clip, const Tensors& cache_factors,
-             int64_t cache_order, double scaling) {
+             int64_t order, int64_t down_bits, double down_clip, const Tensor& cos, const Tensor& sin,
+             const Tensors& parts, int64_t before, const Ints& cache_bits, double cache_clip,
+             const Tensors& cache_factors, int64_t cache_order, double scaling) {
     const Tensors none;
     const Weights w{tiles, scale, zero, bias, n, bits, group_size};
     const Norms norms{gains, eps, offset, round_first};
