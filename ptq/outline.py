@@ -66,9 +66,10 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
 
 
 def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:
-    """The tensors of blocks for multi-token prediction, behind the last block or in a place of their own."""
-    places = [f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread)]
-    return {name for name in names if name.startswith(tuple([*places, "mtp."] if places else ()))}
+    """The tensors of blocks for multi-token prediction: in a place of their own, or behind the last block, where the
+    config speaks of such blocks."""
+    places = ("mtp.", *(f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread)))
+    return {name for name in names if name.startswith(places)}
 
 
 def _sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:

@@ -211,7 +211,16 @@ def test_blocks_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     assert quantize("rotate", folder, tmp_path / "rotated").exit_code == 0
     assert json.loads((tmp_path / "rotated" / "config.json").read_bytes())["num_nextn_predict_layers"] == 0
     edit_config(num_nextn_predict_layers=0)(folder)
+    edit_tensors(lambda t: t.update({"mtp.layers.0.norm.weight": torch.ones(3)}))(folder)
     check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "claims tensor")
+
+
+def test_prediction_blocks_in_a_place_of_their_own_are_left_out(tmp_path: Path) -> None:
+    """The config need not speak of them."""
+    folder = save_model(tmp_path / "model", "mellum")
+    edit_tensors(lambda t: t.update({"mtp.layers.0.norm.weight": torch.ones(3)}))(folder)
+    said = quantize("quarot", folder, tmp_path / "out", "--rounding", "nearest", "--plan")
+    assert said.exit_code == 0 and "1 tensors for multi-token prediction are left out" in said.output
 
 
 @pytest.mark.parametrize(
