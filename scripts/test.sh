@@ -5,4 +5,4 @@ cd "$(dirname "$0")/.."
 
 scripts/setup.sh test
 # Spinning OpenMP workers starve each other when tests share the cores.
-GOMP_SPINCOUNT=1000 .venv/bin/python -m pytest "$@"
+GOMP_SPINCOUNT=1000 .venv/bin/python -m pytest -n auto --maxprocesses 8 "$@"

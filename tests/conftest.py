@@ -101,7 +101,10 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     switches = {key: value for key, value in (SWITCHES | SPARSE).items() if hasattr(defaults, key)}
     if PARTIAL.keys() <= defaults.rope_parameters.keys():
         switches |= PARTIAL
-    return CONFIG_MAPPING[model_type](**{**ODD, **switches, **OWN.get(model_type, {}), **changes})
+    values = {**ODD, **switches, **OWN.get(model_type, {}), **changes}
+    if "layer_rope_theta" in values:  # one for each block
+        values["layer_rope_theta"] = values["layer_rope_theta"][: values["num_hidden_layers"]]
+    return CONFIG_MAPPING[model_type](**values)
 
 
 def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
