@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import check_refused, edit_tensors, quantize, save_model
-from test_experts import never_chosen
+from test_expert_runs import never_chosen
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
