@@ -180,7 +180,7 @@ class Plan:
     def settled(self, options: Mapping[str, Mapping[str, Any]], clips: Mapping[str, float]) -> "Plan":
         """The plan in which the named linears have their formats with these options, and their inputs these clips."""
 
-        def settled(linear: LinearPlan) -> LinearPlan:
+        def decided(linear: LinearPlan) -> LinearPlan:
             if linear.format is not None and linear.name in options:
                 linear = replace(linear, format=formats.get(linear.format.name, **options[linear.name]))
             if linear.activation is not None and linear.name in clips:
@@ -188,7 +188,7 @@ class Plan:
                 linear = replace(linear, activation=activation, clip_search=None)
             return linear
 
-        return replace(self, linears=tuple(map(settled, self.linears)))
+        return replace(self, linears=tuple(map(decided, self.linears)))
 
     def linear(self, name: str) -> LinearPlan | None:
         """The plan of one linear, or None where the model has no such weight of its own (a tied head)."""

@@ -211,8 +211,8 @@ class Tasks:
 
     def settled(self, linears: Iterable[LinearPlan]) -> Job:
         """The job with the formats and clips that linears which are done were given, where the plan leaves a choice."""
-        open = [linear for linear in linears if isinstance(linear.format, Choice) or linear.clip_search]
-        marks = {linear.name: json.loads(self.mark(linear).read_bytes()) for linear in open}
+        left = [linear for linear in linears if isinstance(linear.format, Choice) or linear.clip_search]
+        marks = {linear.name: json.loads(self.mark(linear).read_bytes()) for linear in left}
         options, clips = ({n: m[key] for n, m in marks.items() if key in m} for key in (CHOSEN, CLIP))
         return replace(self.job, plan=self.job.plan.settled(options, clips)) if marks else self.job
 
