@@ -9,9 +9,9 @@ from fp6.element import ELEMENTS, element_of
 from fp6.minifloat import SCALES, SEARCHES, Scale, Search
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import Family
+from ptq.family import Family
 from ptq.model_shape import ModelShape
-from ptq.outline import Dtypes, check_groups, chosen, outline
+from ptq.outline import Tensors, check_groups, chosen, outline
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe, Rounding
 from ptq.rotations import rotated
@@ -65,9 +65,9 @@ class Fp6Recipe(Recipe):
         return SearchedFormat(element_of(self.element).name, self._group_size, self.scale, self.scale_search)
 
 
-def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, dtypes: Dtypes) -> Plan:
-    """The plan of a model whose tensors have these dtypes. Raises InputError where groups do not fit a layer."""
-    made = outline(recipe.method, shape, family, dtypes)
+def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors) -> Plan:
+    """The plan of a model with these tensors. Raises InputError where groups do not fit a layer."""
+    made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
         made = rotated(made, shape, family, online=False)
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
@@ -76,4 +76,4 @@ def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, dtypes: Dtypes) -
         check_groups(linear, made, recipe.format.group_size)
         return replace(linear, activation=activation, format=recipe.format)
 
-    return replace(made, linears=chosen(made, recipe.skip, dtypes, rounded))
+    return replace(made, linears=chosen(made, recipe.skip, tensors, rounded))

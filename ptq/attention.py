@@ -72,6 +72,10 @@ def check(config: Any, settings: CacheQuantization) -> None:
         raise InputError("KV cache: the model caps the logits of its attention, which the packed cache cannot do")
     if family is not None and not family.plain_attention:
         raise InputError("KV cache: the model's attention has sinks of its own, which the packed cache cannot do")
+    if family is not None and family.mixers:
+        raise InputError(
+            "KV cache: not all blocks of the model have plain attention, and the packed cache can do no other"
+        )
     if settings.sinks and _window(config) is not None:
         raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq import experts, fast_steps, matmul
 from ptq.activations import Activation
-from ptq.families import Family
+from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, frozen, swap
 from ptq.model_shape import has_experts
@@ -213,6 +213,8 @@ def _single_block(config: Any, layer: int) -> Any:
     if hasattr(config, "first_k_dense_replace"):
         single.first_k_dense_replace = 0 if has_experts(config, layer) else 1
     blocks = config.num_hidden_layers
+    if hasattr(config, "scale_depth"):  # MiniCPM: what a block adds is multiplied with scale_depth / sqrt(blocks)
+        single.scale_depth = config.scale_depth / blocks**0.5
     for key, value in list(vars(single).items()):
         if isinstance(value, list) and len(value) == blocks and key != "mlp_only_layers":
             setattr(single, key, value[layer : layer + 1])

@@ -79,7 +79,7 @@ def summary(checkpoint: Checkpoint) -> Contents:
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
-    content = {key: value for key, value in checkpoint.config.items() if key != "auto_map"}
+    content = {key: _floats(value) for key, value in checkpoint.config.items() if key != "auto_map"}
     if content["model_type"] not in CONFIG_MAPPING:
         raise InputError(
             f"{checkpoint.folder / 'config.json'}: transformers knows no model_type {content['model_type']!r}"
@@ -89,6 +89,17 @@ def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     except Exception as error:  # its validators raise many kinds
         reason = " ".join(str(error).split())
         raise InputError(f"{checkpoint.folder / 'config.json'}: transformers refuses it: {reason}") from error
+
+
+def _floats(value: Any) -> Any:
+    """JSON has no infinity: transformers writes it as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: _floats(item) for key, item in value.items()}
 
 
 def _packed_owner(tensor: str) -> str:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ptq import fast_steps, steps
 from ptq.errors import InputError
-from ptq.families import Experts as Names
-from ptq.families import Family
+from ptq.family import Experts as Names
+from ptq.family import Family
 from ptq.fast_experts import FewTokens
 from ptq.header import TensorInfo
 from ptq.matmul import has_steps

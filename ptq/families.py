@@ -5,93 +5,49 @@ linears share an input) is the same for all of them and is said once, in `ptq.ou
 To add a family, add a row: docs/add-a-family.md. The tests in tests/test_families.py run over the whole table.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ptq.errors import InputError
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
-
-    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. What
-    the model makes of its product with a token is the model's own affair.
-    """
-
-    router: str = "mlp.gate"
-    experts: str = "mlp.experts"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    shared: str | None = None
-    """The gated MLP beside them, which every token passes; None where there is none."""
-    shared_gate: str | None = None
-    """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
-    kept: tuple[str, ...] = ()
-    """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
-
-    @property
-    def linears(self) -> tuple[str, str, str]:
-        """What gate, up and down are called inside an expert."""
-        return self.gate, self.up, self.down
-
-
-@dataclass(frozen=True)
-class Family:
-    """Names of the parts of a decoder-only model: RMSNorm, rotary attention, gated MLP.
-
-    Names of parts inside a block are relative to the block. The defaults are those of Llama. Query, key and value, and
-    gate and up, may name the same linear: a fused one, whose rows stand in this order.
-    """
-
-    model_type: str
-    layers: str = "model.layers"
-    embedding: str = "model.embed_tokens"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-    attention_norm: str | None = "input_layernorm"
-    """The norm whose output query, key and value read; None where they read the residual stream itself."""
-    query: str = "self_attn.q_proj"
-    key: str = "self_attn.k_proj"
-    value: str = "self_attn.v_proj"
-    attention_output: str = "self_attn.o_proj"
-    mlp_norm: str | None = "post_attention_layernorm"
-    """The norm whose output gate and up read; None where they read the residual stream itself."""
-    gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
-    down: str = "mlp.down_proj"
-    kept: tuple[str, ...] = ()
-    """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
-    kept_if: str | None = None
-    """The setting of config.json without which a model of the family has no `kept`; None: it always has."""
-    norm_offset: float = 0.0
-    """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
-    rope_interleaved: bool = False
-    """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
-    rotate_residual: bool = True
-    """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
-    plain_attention: bool = True
-    """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
-    unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
-    """Tensors of a block that old checkpoints carry and no model reads."""
-    experts: Experts | None = None
-    """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
-
-    def of(self, config: Any) -> "Family":
-        """The row as a model with this transformers config has it."""
-        return self if self.kept_if is None or getattr(config, self.kept_if) else replace(self, kept=())
-
-    @property
-    def norms_keys(self) -> bool:
-        """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
-        return any(name.endswith((".k_norm.weight", ".key_layernorm.weight")) for name in self.kept)
-
+from ptq.family import Experts, Family, Mixer
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
+GATED_SHARED_EXPERT = Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
 SHARED_EXPERTS = Experts(shared="mlp.shared_experts", kept=("mlp.gate.e_score_correction_bias",))
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED_ATTENTION = Mixer(QKV, "self_attn.o_proj", kept=HEAD_NORMS)
+"""What attention gives is multiplied with a gate for each channel; the gates are rows of q_proj, too."""
+DELTA_NET = Mixer(
+    readers=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    output="linear_attn.out_proj",
+    gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    kept=tuple(f"linear_attn.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")),
+)
+"""Gated DeltaNet, a linear attention."""
+FUSED_DELTA_NET = replace(DELTA_NET, readers=("linear_attn.in_proj_qkvz",), gates=("linear_attn.in_proj_ba",))
+LATENT_ATTENTION = Mixer(
+    readers=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    output="self_attn.o_proj",
+    inside=("self_attn.q_b_proj", "self_attn.kv_b_proj"),
+    kept=("self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+)
+"""Multi-head latent attention (MLA) with queries of low rank."""
+FULL_QUERIES = Mixer(
+    readers=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+    output="self_attn.o_proj",
+    inside=("self_attn.kv_b_proj",),
+    kept=("self_attn.kv_a_layernorm.weight",),
+)
+"""MLA without that."""
+MLA = (LATENT_ATTENTION, FULL_QUERIES)
+MAMBA2 = Mixer(
+    readers=("mamba.in_proj",),
+    output="mamba.out_proj",
+    kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
+)
 
 FAMILIES: dict[str, Family] = {
     row.model_type: row
@@ -169,7 +125,7 @@ FAMILIES: dict[str, Family] = {
             rotate_residual=False,
             experts=Experts(),
         ),
-        Family("qwen2_moe", experts=Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")),
+        Family("qwen2_moe", experts=GATED_SHARED_EXPERT),
         Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
         Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
         Family("solar_open", experts=SHARED_EXPERTS),
@@ -188,6 +144,43 @@ FAMILIES: dict[str, Family] = {
                 down="w2",
                 kept=("block_sparse_moe.e_score_correction_bias",),
             ),
+        ),
+        Family(
+            "qwen3_next",
+            norm_offset=1.0,
+            mixers=(FUSED_DELTA_NET, GATED_ATTENTION),
+            experts=GATED_SHARED_EXPERT,
+        ),
+        Family("qwen3_5_text", norm_offset=1.0, mixers=(DELTA_NET, GATED_ATTENTION)),
+        Family(
+            "qwen3_5_moe_text",
+            norm_offset=1.0,
+            mixers=(DELTA_NET, GATED_ATTENTION),
+            experts=GATED_SHARED_EXPERT,
+        ),
+        *(Family(model_type, mixers=MLA) for model_type in ("minicpm3", "youtu")),
+        *(Family(model_type, mixers=MLA, experts=SHARED_EXPERTS) for model_type in ("deepseek_v3", "glm4_moe_lite")),
+        Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
+        Family(
+            "lfm2",
+            final_norm="model.embedding_norm",
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            attention_output="self_attn.out_proj",
+            gate="feed_forward.w1",
+            up="feed_forward.w3",
+            down="feed_forward.w2",
+            mixers=(
+                Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight",)),
+                Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
+            ),
+        ),
+        Family(
+            "granitemoehybrid",
+            gate="shared_mlp.input_linear",
+            up="shared_mlp.input_linear",
+            down="shared_mlp.output_linear",
+            mixers=(MAMBA2,),
         ),
     )
 }

@@ -11,7 +11,7 @@ from torch import Tensor
 from ptq import balance, formats, rewrite
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
-from ptq.families import Family
+from ptq.family import Family
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, guard, stored_signs
 from ptq.matmul import FEW_TOKENS
 from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation

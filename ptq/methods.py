@@ -9,7 +9,7 @@ METHODS = ("quarot", "quip_sharp", "fp6")
 
 
 def planner(method: str) -> Callable[..., Any]:
-    """The `plan(shape, family, recipe, dtypes)` of a method, which gives a `Plan`."""
+    """The `plan(shape, family, recipe, tensors)` of a method, which gives a `Plan`."""
     assert method in METHODS, method
     return import_module(f"{method}.plan").plan
 

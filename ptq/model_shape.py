@@ -60,7 +60,7 @@ def shape_of(config: Any) -> ModelShape:
     experts, without = _experts(config), hasattr(config, "intermediate_size")  # blocks without experts may be none
     return ModelShape(
         hidden=hidden,
-        intermediate=_size(config, "intermediate_size") if without or not experts else experts["expert_width"],
+        intermediate=_intermediate(config) if without or not experts else experts["expert_width"],
         vocab=_size(config, "vocab_size"),
         blocks=blocks,
         heads=heads,
@@ -71,6 +71,19 @@ def shape_of(config: Any) -> ModelShape:
         unread=0 if not getattr(config, "num_mtp_layers", None) else _size(config, "num_mtp_layers"),
         **experts,
     )
+
+
+def _intermediate(config: Any) -> int:
+    """The width of an MLP: of Granite 4, of the one that every token passes; LFM 2 may make another one of it."""
+    width = _size(
+        config, "shared_intermediate_size" if hasattr(config, "shared_intermediate_size") else "intermediate_size"
+    )
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        width = 2 * width // 3
+        if (multiplier := config.block_ffn_dim_multiplier) is not None:
+            multiple = _size(config, "block_multiple_of")
+            width = -(-int(multiplier * width) // multiple) * multiple
+    return width
 
 
 def _rotary(config: Any, head_dim: int) -> int:

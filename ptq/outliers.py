@@ -19,7 +19,7 @@ from ptq.blocks import Part
 from ptq.linear import QuantLinear
 from ptq.plan import Plan
 
-OBSERVED = ("query", "attention_output", "gate", "down")
+OBSERVED = ("query", "attention_output", "mixer_input", "mixer_output", "gate", "down")
 """Roles whose inputs are measured."""
 CHUNK = 256
 """Tokens that are measured at once, and positions whose log-softmax is held at once: bounds the memory."""
@@ -65,15 +65,15 @@ class Input:
 
 
 def observed(plan: Plan, index: int) -> dict[str, tuple[str, ...]]:
-    """One linear of block `index` for each of the four inputs that linears share, and all those that are measured
-    together with it: the same linear of every expert. An MLP beside experts is left out: it has another width."""
+    """One linear of block `index` for each of the inputs that linears share, and all those that are measured together
+    with it: the same linear of every expert. An MLP beside experts is left out: it has another width."""
     block = list(plan.block(index))
-    mlp = [x for x in block if x.expert is not None] or block
-    found = {
-        role: tuple(x.name for x in (mlp if role in ("gate", "down") else block) if role in x.role.split("+"))
-        for role in OBSERVED
-    }
-    return {names[0]: names for names in found.values()}
+    found = {}
+    for role in OBSERVED:
+        linears = [x for x in block if role in x.role.split("+")]
+        names = tuple(x.name for x in linears if x.expert is not None) or tuple(x.name for x in linears[:1])
+        found |= {first: names for first in names[:1]}
+    return found
 
 
 def measure(x: Float[Tensor, "*batch k"], activation: Activation | None = None) -> Input:

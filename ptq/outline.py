@@ -2,8 +2,9 @@
 
 Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
 `attention_output`, `gate`, `up`, `down`, `head`; the linears of an expert, and of the shared MLP beside experts, have
-those of an MLP, `router` chooses among experts, and `shared_gate` weighs the shared MLP. Those of the blocks but for
-these two have `statistics`: they may be rounded.
+those of an MLP, `router` chooses among experts, and `shared_gate` weighs the shared MLP. Those of a mixer
+(`ptq.family.Mixer`) are `mixer_input`, `mixer_inside`, `mixer_output` and `mixer_gate`. The linears of the blocks have
+`statistics`, so they may be rounded; routers and both kinds of gates have none.
 
 Where a family names one fused linear in several fields, the outline has an entry of that name for every role, so that
 whoever puts something onto the plan thinks of roles alone. `chosen` makes one linear of them.
@@ -11,39 +12,55 @@ whoever puts something onto the plan thinks of roles alone. `chosen` makes one l
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import groupby
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from ptq import formats
 from ptq.errors import InputError
-from ptq.families import Experts, Family
+from ptq.family import Experts, Family, Mixer
 from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan, Plan
 
-Dtypes = dict[str, torch.dtype]
-"""Dtype of every tensor of the source."""
 
+@runtime_checkable
+class Stored(Protocol):
+    """What a plan must know of a tensor of the source."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Tensors = Mapping[str, Stored]
+"""The tensors of the source by name."""
+
+MLP = ("gate", "up", "down")
+"""Roles of an MLP."""
 SHARED_INPUTS = {"key": "query", "value": "query", "up": "gate"}
 """Roles that read the input of another one, under whose name its statistics are taken."""
 
 
-def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> Plan:
-    """The plan of a model whose tensors have these dtypes."""
+def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) -> Plan:
+    """The plan of a model with these tensors."""
     blocks = [f"{family.layers}.{index}" for index in range(shape.blocks)]
     linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
-    linears += [linear for index in range(shape.blocks) for linear in _block(index, shape, family)]
+    linears += [linear for index in range(shape.blocks) for linear in _block(index, shape, family, tensors)]
     if not shape.tied:
         linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
     inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
     norms = [f"{block}.{norm}.weight" for block in blocks for norm in inside] + [f"{family.final_norm}.weight"]
     unread = {f"{block}.{name}" for block in blocks for name in family.unused}
-    unread |= (behind := _behind(shape, family, dtypes))
+    unread |= (behind := _behind(shape, family, tensors))
     others = family.experts.kept if family.experts else ()
     sparse = [block for index, block in enumerate(blocks) if shape.has_experts(index)]
+    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, tensors))}
     if shape.tied:
         unread.add(f"{family.head}.weight")
     return Plan(
@@ -56,8 +73,9 @@ def outline(method: str, shape: ModelShape, family: Family, dtypes: Dtypes) -> P
             *norms,
             *(f"{block}.{name}" for block in blocks for name in family.kept),
             *(f"{block}.{name}" for block in sparse for name in others),
+            *(f"{block}.{name}" for block, mixer in mixers.items() for name in mixer.kept),
         ),
-        unused=tuple(sorted(dtypes.keys() & unread)),
+        unused=tuple(sorted(tensors.keys() & unread)),
         norm_offset=family.norm_offset,
         notes=(f"{len(behind)} tensors for multi-token prediction are left out: the result cannot generate with it",)
         if behind
@@ -96,15 +114,38 @@ def first_row(role: str, shape: ModelShape, family: Family) -> int:
     raise AssertionError(role)
 
 
-def _block(index: int, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+def _block(index: int, shape: ModelShape, family: Family, tensors: Tensors) -> Iterator[LinearPlan]:
     block, sparse = f"{family.layers}.{index}", family.experts is not None and shape.has_experts(index)
+    mixer = _mixer(block, family, tensors)
+    if mixer is not None:
+        yield from _mixing(block, mixer, tensors)
     for role, (n, k) in _sizes(shape).items():
-        if sparse and role in ("gate", "up", "down"):
+        if (sparse and role in MLP) or (mixer is not None and role not in MLP):
             continue
         statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
         yield replace(_linear(role, f"{block}.{getattr(family, role)}", n, k), statistics=statistics)
     if sparse and family.experts is not None:
         yield from _experts(block, shape, family.experts)
+
+
+def _mixer(block: str, family: Family, tensors: Tensors) -> Mixer | None:
+    """What a block has in the place of plain attention; None where it has that."""
+    return next((mixer for mixer in family.mixers if f"{block}.{mixer.readers[0]}.weight" in tensors), None)
+
+
+def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:
+    """The linears of a mixer; those on the norm's output share statistics."""
+
+    def linear(role: str, name: str, statistics: str | None) -> LinearPlan:
+        stored = tensors.get(f"{block}.{name}.weight")
+        n, k = stored.shape if stored is not None and len(stored.shape) == 2 else (0, 0)  # `check_claims` finds these
+        statistics = None if statistics is None else f"{block}.{statistics}"
+        return replace(_linear(role, f"{block}.{name}", n, k), statistics=statistics)
+
+    yield from (linear("mixer_input", name, mixer.readers[0]) for name in mixer.readers)
+    yield from (linear("mixer_gate", name, None) for name in mixer.gates)
+    yield from (linear("mixer_inside", name, name) for name in mixer.inside)
+    yield linear("mixer_output", mixer.output, mixer.output)
 
 
 def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPlan]:
@@ -157,7 +198,7 @@ def block_of(linear: LinearPlan, plan: Plan) -> int:
 
 
 def chosen(
-    plan: Plan, skip: Sequence[str], dtypes: Dtypes, change: Callable[[LinearPlan], LinearPlan]
+    plan: Plan, skip: Sequence[str], tensors: Tensors, change: Callable[[LinearPlan], LinearPlan]
 ) -> tuple[LinearPlan, ...]:
     """The linears of a plan, fused ones as one, those that may be rounded as `change` makes them; where it gives no
     format, and where a pattern of `skip` matches, the weight stays in the source's dtype.
@@ -181,8 +222,8 @@ def chosen(
         if not linear.statistics:
             return linear
         if linear.name in skipped:
-            return _or_plain(linear, dtypes)
-        return _or_plain(change(replace(linear, statistics=first[linear.statistics])), dtypes)
+            return _or_plain(linear, tensors)
+        return _or_plain(change(replace(linear, statistics=first[linear.statistics])), tensors)
 
     return tuple(treated(linear) for linear in linears)
 
@@ -203,11 +244,12 @@ def _joined(parts: tuple[LinearPlan, ...]) -> LinearPlan:
     return replace(whole.pop(), parts=() if alike else tuple(replace(part, statistics=None) for part in parts))
 
 
-def _or_plain(linear: LinearPlan, dtypes: Dtypes) -> LinearPlan:
+def _or_plain(linear: LinearPlan, tensors: Tensors) -> LinearPlan:
     if linear.format is not None:
         return linear
     # What happens to the input or the product when the model runs needs our linear layer, also with a plain weight.
-    dtype = str(dtypes.get(linear.source, torch.float32)).removeprefix("torch.")
+    stored = tensors.get(linear.source)
+    dtype = "float32" if stored is None else str(stored.dtype).removeprefix("torch.")
     dense = formats.get("dense", dtype=dtype) if linear.acts_online else None
     return replace(linear, statistics=None, format=dense)
 

@@ -31,7 +31,8 @@ from ptq.checkpoint import Checkpoint, refuse_quantised
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
-from ptq.families import Family, family_of
+from ptq.families import family_of
+from ptq.family import Family
 from ptq.job import Job
 from ptq.lock import exclusive, lock_file
 from ptq.model_shape import shape_of
@@ -85,8 +86,7 @@ def plan(model: str, recipe: Recipe) -> Target:
         raise InputError(
             f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
         )
-    dtypes = {name: info.dtype for name, info in checkpoint.tensors.items()}
-    plan = methods.planner(recipe.method)(shape, family, recipe, dtypes)
+    plan = methods.planner(recipe.method)(shape, family, recipe, checkpoint.tensors)
     if plan.cache is not None:
         attention.check(config, plan.cache)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
-from ptq.families import Family
+from ptq.family import Family
 from ptq.header import TensorInfo
 from ptq.outliers import Input
 from ptq.outline import of_any_expert
@@ -87,7 +87,7 @@ def _block(plan: Plan, name: str) -> int | None:
 def _drawn(plan: Plan) -> set[str]:
     """The linears whose channels are drawn: attention and MLP inputs of the first, the middle and the last block."""
     blocks = {0, plan.blocks // 2, plan.blocks - 1}
-    roles = {"query", "down"}
+    roles = {"query", "mixer_input", "down"}
     return {linear.name for block in blocks for linear in plan.block(block) if roles & set(linear.role.split("+"))}
 
 

@@ -7,13 +7,14 @@ them), put onto a plan.
   signs are the same in every head, so grouped-query attention needs no special case.
 - R3 turns queries and keys after RoPE, when the model runs: nothing of it is in the weights, nor here (`ptq.kv_cache`).
 - R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
+  What mixes tokens in the place of plain attention has no R2, but the same in front of its output, without signs.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 
 from ptq import hadamard
-from ptq.families import Family
+from ptq.family import Family
 from ptq.model_shape import ModelShape
 from ptq.outline import block_of, first_row
 from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
@@ -26,9 +27,11 @@ READERS = {
     "up": "mlp_norm",
     "router": "mlp_norm",
     "shared_gate": "mlp_norm",
+    "mixer_input": "attention_norm",
+    "mixer_gate": "attention_norm",
 }
 """Roles that read the residual stream, and the field of `Family` that names the norm in front of them."""
-WRITERS = ("attention_output", "down")
+WRITERS = ("attention_output", "mixer_output", "down")
 
 
 def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan:
@@ -71,6 +74,8 @@ def _norms(plan: Plan, family: Family) -> tuple[str, ...]:
 def _r1(linear: LinearPlan, plan: Plan, family: Family, residual: Rotation) -> LinearPlan:
     if linear.role in WRITERS:
         return replace(linear, output=residual)
+    if linear.role not in READERS:
+        return linear
     norm = getattr(family, READERS[linear.role])
     gain = f"{plan.layers}.{block_of(linear, plan)}.{norm}.weight" if norm else None
     return replace(linear, input=residual, norm=gain)
@@ -87,9 +92,13 @@ def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
 
 def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
     """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them. The MLP
-    beside them, of another width, has signs of its own."""
+    beside them, of another width, has signs of its own. Outputs of mixers with R4, but without signs."""
     sources = {(_mlp(linear), linear.role): linear.source for linear in linears}
     for linear in linears:
+        if linear.role == "mixer_output":
+            online = Rotation(linear.k, hadamard.largest_block(linear.k))
+            yield replace(linear, input=online, online=online)
+            continue
         if linear.role not in ("up", "down"):
             yield linear
             continue
@@ -135,7 +144,8 @@ def _sign_lengths(
     lengths = {"R1": shape.hidden} if residual else {}
     online = [(block_of(linear, plan), linear.input) for linear in linears if linear.online is not None]
     for index in range(shape.blocks):
-        lengths[f"R2.{index}"] = shape.head_dim
+        if any(linear.role == "value" and block_of(linear, plan) == index for linear in linears):
+            lengths[f"R2.{index}"] = shape.head_dim
         inside = (rotation for block, rotation in online if block == index)
         lengths |= {rotation.signs: rotation.size for rotation in inside if rotation and rotation.signs}
     return lengths

@@ -6,10 +6,10 @@ from typing import ClassVar
 from ptq import formats
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import Family
+from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, key_rotation
 from ptq.model_shape import ModelShape
-from ptq.outline import Dtypes, check_groups, chosen, input_name, outline
+from ptq.outline import Tensors, check_groups, chosen, input_name, outline
 from ptq.plan import LinearPlan, Plan
 from ptq.recipe import Recipe
 from ptq.rotations import keys_balanced, rotated
@@ -74,9 +74,9 @@ class QuarotRecipe(Recipe):
         return min(self.weight_bits, self.activation_bits, self.key_bits, self.value_bits) < 16
 
 
-def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: Dtypes) -> Plan:
-    """The plan of a model whose tensors have these dtypes. Raises InputError where an option does not fit a layer."""
-    made = outline(recipe.method, shape, family, dtypes)
+def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tensors) -> Plan:
+    """The plan of a model with these tensors. Raises InputError where an option does not fit a layer."""
+    made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
         made = rotated(made, shape, family, recipe.online)
         if recipe.key_bits < 16:
@@ -98,7 +98,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, dtypes: Dtypes
         )
         return replace(linear, activation=activation, format=format)
 
-    return replace(made, linears=chosen(made, recipe.skip, dtypes, rounded), cache=_cache(shape, recipe))
+    return replace(made, linears=chosen(made, recipe.skip, tensors, rounded), cache=_cache(shape, recipe))
 
 
 def _cache(shape: ModelShape, recipe: QuarotRecipe) -> CacheQuantization | None:

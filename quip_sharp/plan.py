@@ -12,9 +12,9 @@ from typing import ClassVar
 from ptq import formats, hadamard
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.families import Family
+from ptq.family import Family
 from ptq.model_shape import ModelShape
-from ptq.outline import Dtypes, block_of, chosen, outline
+from ptq.outline import Tensors, block_of, chosen, outline
 from ptq.plan import Finetune, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe, Rounding
 from ptq.rotations import block_notes, mlp_widths
@@ -51,9 +51,9 @@ class QuipSharpRecipe(Recipe):
             raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs --rotate")
 
 
-def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dtypes) -> Plan:
-    """The plan of a model whose tensors have these dtypes."""
-    made = outline(recipe.method, shape, family, dtypes)
+def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Tensors) -> Plan:
+    """The plan of a model with these tensors."""
+    made = outline(recipe.method, shape, family, tensors)
     if recipe.finetune != "none" and any(linear.expert is not None for linear in made.linears):
         raise InputError("--finetune is not made for models with experts: leave it out, and quantise without")
     format = formats.get("quip_sharp/e8p", bits=recipe.bits)
@@ -71,7 +71,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, dtypes: Dty
         online = {"online": sides["input"], "online_output": sides["output"]}
         return replace(linear, **sides, **online, even_rows=True, activation=activation, format=format)
 
-    linears = chosen(made, recipe.skip, dtypes, transformed)
+    linears = chosen(made, recipe.skip, tensors, transformed)
     rotations = [side for linear in linears for side in (linear.input, linear.output) if side is not None]
     widths = {
         "hidden_size": shape.hidden,

@@ -23,10 +23,11 @@ from torch import Tensor
 from ptq import balance, source
 from ptq.checkpoint import Checkpoint
 from ptq.contents import read_config
-from ptq.families import Family, family_of
+from ptq.families import family_of
+from ptq.family import Family
 from ptq.header import read_header
 from ptq.model_shape import ModelShape, shape_of
-from ptq.outline import first_row, outline
+from ptq.outline import Tensors, first_row, outline
 from ptq.rotations import READERS
 from ptq.shards import write_tensors
 
@@ -40,12 +41,14 @@ Edit = tuple[str, int, int, Tensor]
 with."""
 
 
-def edits(family: Family, shape: ModelShape, channels: int, factors: Sequence[float], seed: int) -> Iterator[Edit]:
+def edits(
+    family: Family, shape: ModelShape, tensors: Tensors, channels: int, factors: Sequence[float], seed: int
+) -> Iterator[Edit]:
     """What to scale. Where a family has no norm in front of its readers, they have nothing that could be scaled; nor
     where gains are stored less 1, which would have to be rounded."""
     generator = torch.Generator().manual_seed(seed)
     residual = _scale(shape.hidden, channels, factors, generator)
-    plan = outline("", shape, family, {})
+    plan = outline("", shape, family, tensors)
     for index in range(shape.blocks):
         block = list(plan.block(index))
         for norm in (family.attention_norm, family.mlp_norm):
@@ -91,19 +94,20 @@ def _scale(width: int, channels: int, factors: Sequence[float], generator: torch
 
 def plant(model: str | Path, out: Path, channels: int = 4, factors: Sequence[float] = FACTORS, seed: int = 0) -> Path:
     """Write the model with outliers to the folder `out`, as plain safetensors, one file of the source at a time."""
-    return _plant(model, out, lambda family, shape: edits(family, shape, channels, factors, seed))
+    return _plant(model, out, lambda row, shape, tensors: edits(row, shape, tensors, channels, factors, seed))
 
 
 def plant_keys(model: str | Path, out: Path, factor: float = KEY_FACTOR, seed: int = 0) -> Path:
     """The same with outliers in the keys alone."""
-    return _plant(model, out, lambda family, shape: key_edits(family, shape, factor, seed))
+    return _plant(model, out, lambda row, shape, _: key_edits(row, shape, factor, seed))
 
 
-def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape], Iterator[Edit]]) -> Path:
+def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape, Tensors], Iterator[Edit]]) -> Path:
     checkpoint = Checkpoint.open(source.resolve(str(model)))
     wanted: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
     config = read_config(checkpoint)
-    for name, axis, first, factor in what(family_of(checkpoint.config).of(config), shape_of(config)):
+    family = family_of(checkpoint.config).of(config)
+    for name, axis, first, factor in what(family, shape_of(config), checkpoint.tensors):
         wanted[name].append((axis, first, factor))
     out.mkdir(parents=True)
     for path in sorted(checkpoint.folder.iterdir()):

@@ -52,7 +52,23 @@ SPARSE: dict[str, Any] = dict(
     routed_scaling_factor=1.7, n_shared_experts=2, shared_expert_intermediate_size=56,
 )  # fmt: skip
 """Likewise: few experts, of another width than the one block that has none."""
+MIXED: dict[str, Any] = dict(
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20,
+    q_lora_rank=32, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=20,
+    mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=16,
+)  # fmt: skip
+"""Likewise: sizes of what mixes tokens in the place of plain attention."""
+LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; every head has keys of its own
+TWO_MIXERS: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
 OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), LATENT),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), TWO_MIXERS),
+    "youtu": dict(LATENT, pad_token_id=None),  # transformers makes that row of the embedding zeros when it loads
+    "lfm2": dict(layer_types=["conv", "full_attention"], hidden_size=80, block_multiple_of=8),
+    "granitemoehybrid": dict(
+        layer_types=["linear_attention", "full_attention"], num_local_experts=0, shared_intermediate_size=152,
+        hidden_size=80,
+    ),
     **dict.fromkeys(("olmoe", "helium", "qwen2_moe", "flex_olmo"), dict(hidden_size=80)),  # heads fill hidden_size
     **dict.fromkeys(("gemma2", "vaultgemma"), dict(attn_logit_softcapping=0.6, final_logit_softcapping=5.0)),
     "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
@@ -73,15 +89,19 @@ PARTIAL = dict(partial_rotary_factor=0.5)
 
 ALIKE = {
     "dots1", "solar_open", "mellum", "flex_olmo",
+    "deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
 }  # fmt: skip
 """Families of parts that others have too: runs of every kind would say nothing new, so a few tests must do."""
 DISTINCT = [name for name in FAMILIES if name not in ALIKE]
 CACHED = [
     name for name in DISTINCT
-    if FAMILIES[name].plain_attention and "attn_logit_softcapping" not in OWN.get(name, {})
+    if FAMILIES[name].plain_attention and not FAMILIES[name].mixers
+    and "attn_logit_softcapping" not in OWN.get(name, {})
 ]  # fmt: skip
 """Those whose KV cache can be packed."""
+PLAIN_ATTENTION = [name for name, family in FAMILIES.items() if not family.mixers]
+"""Those all of whose blocks have plain attention."""
 KEYS_WITHOUT_NORM = [name for name in CACHED if not FAMILIES[name].norms_keys]
 
 
@@ -98,12 +118,16 @@ def spoil_free_memory(count: int) -> None:
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """A config with every bias and multiplier that the family can have."""
     defaults = CONFIG_MAPPING[model_type]()
-    switches = {key: value for key, value in (SWITCHES | SPARSE).items() if hasattr(defaults, key)}
+    computed = {key for key, value in vars(type(defaults)).items() if isinstance(value, property)}
+    settings = {key: value for key, value in (SWITCHES | SPARSE | MIXED).items() if key not in computed}
+    switches = {key: value for key, value in settings.items() if hasattr(defaults, key)}
     if PARTIAL.keys() <= defaults.rope_parameters.keys():
         switches |= PARTIAL
     values = {**ODD, **switches, **OWN.get(model_type, {}), **changes}
-    if "layer_rope_theta" in values:  # one for each block
-        values["layer_rope_theta"] = values["layer_rope_theta"][: values["num_hidden_layers"]]
+    for key in {"layer_rope_theta", "layer_types"} & values.keys():  # one for each block
+        values[key] = values[key][: values["num_hidden_layers"]]
+    if hasattr(defaults, "mamba_d_head"):
+        values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
     return CONFIG_MAPPING[model_type](**values)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ptq import formats
-from ptq.families import FAMILIES, Family
+from ptq.families import FAMILIES
+from ptq.family import Family, Mixer
 from ptq.formats import Codebook, Format
 from ptq.methods import METHODS
 from ptq.rounding import nearest
@@ -72,7 +73,7 @@ def test_every_module_has_a_room():
 
 
 def test_every_field_of_a_family_is_explained():
-    for field in Family.__dataclass_fields__:
+    for field in (*Family.__dataclass_fields__, *Mixer.__dataclass_fields__):
         assert f"`{field}`" in page("add-a-family"), field
 
 

@@ -131,10 +131,11 @@ def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> N
 def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False, num_hidden_layers=1)
     gate = FAMILIES[model_type].gate
-    asked = recipe(source, skip=(f"*.{gate}",), rounding="nearest", sequence_length=16)
+    bits = 4 if FAMILIES[model_type].mixers else 2  # at 2, states of random models are noise: training finds nothing
+    asked = recipe(source, skip=(f"*.{gate}",), rounding="nearest", sequence_length=16, bits=bits)
     ptq.quantize(source, tmp_path / "out", asked, QUIET)
     found, original = tensors(tmp_path / "out"), load_file(source / "model.safetensors")
-    for name in ("lm_head.weight", "model.norm.weight"):
+    for name in ("lm_head.weight", f"{FAMILIES[model_type].final_norm}.weight"):
         assert not torch.equal(found[name], original[name])
     for name in (f"model.layers.0.{gate}.weight", "model.embed_tokens.weight"):
         assert torch.equal(found[name], original[name])

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq import hadamard, pipeline, rewrite
+from ptq.families import FAMILIES
 from ptq.linear import QuantLinear
 from ptq.loading import load_tokenizer
 from ptq.writer import LOG, file_hashes
@@ -55,7 +56,7 @@ def test_gptq_and_nearest_on_every_family(model_type: str, calibration_text: Pat
     model = save_model(tmp_path / "model", model_type)
     result = ptq.quantize(model, tmp_path / "gptq", gptq(calibration_text), QUIET)
     nearest = ptq.quantize(model, tmp_path / "nearest", gptq(calibration_text, rounding="nearest"), QUIET)
-    assert result.rotation_error < 1e-5 and result.kl < nearest.kl
+    assert result.rotation_error < (1e-4 if FAMILIES[model_type].mixers else 1e-5) and result.kl < nearest.kl
     original = logits(model)
     for out in (tmp_path / "gptq", tmp_path / "nearest"):
         loaded = logits(out)

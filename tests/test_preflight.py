@@ -33,7 +33,7 @@ def needs(**changes: Any) -> Estimate:
     )  # fmt: skip
     shape = shape_of(config)
     recipe = QuarotRecipe(samples=1, sequence_length=1, **changes)
-    made = plan(shape, FAMILIES["llama"], recipe, dict.fromkeys(["model.embed_tokens.weight"], torch.float32))
+    made = plan(shape, FAMILIES["llama"], recipe, dict.fromkeys(["model.embed_tokens.weight"], torch.empty(())))
     return preflight.estimate(made, shape, recipe, {"model.embed_tokens.weight": 4 * shape.vocab * HIDDEN})
 
 

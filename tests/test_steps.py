@@ -152,7 +152,7 @@ def test_a_model_of_every_family(family: str) -> None:
     fast_steps.install(fast)
     norms = [m for m in fast.modules() if type(m).__name__.endswith("RMSNorm")]
     attention = [m for m in fast.modules() if type(m).__name__.endswith("Attention")]
-    turned = not FAMILIES[family].rope_interleaved  # as the op does it
+    turned = not FAMILIES[family].rope_interleaved and family != "deepseek_v2"  # as the op does it
     assert norms and all("forward" in vars(m) for m in norms)
     assert attention and all(("forward" in vars(m)) == turned for m in attention)
     ids = torch.arange(3, 12).reshape(1, -1)
@@ -160,7 +160,8 @@ def test_a_model_of_every_family(family: str) -> None:
     torch.testing.assert_close(fast(ids[:, :3]).logits, plain(ids[:, :3]).logits, rtol=1e-4, atol=1e-5)
     for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert torch.equal(again(ids[:, :2]).logits, fast(ids[:, :2]).logits)
-        assert again.get_decoder().norm.forward.args[0] is again.get_decoder().norm
+        norm = again.get_submodule(FAMILIES[family].final_norm)
+        assert norm.forward.args[0] is norm
     with torch.enable_grad():
         assert fast(ids[:, :2]).logits.requires_grad
 

@@ -1,0 +1,102 @@
+"""A row of the table of model families: which tensor plays which part (`ptq.families`; docs/add-a-family.md)."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
+
+    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. What
+    the model makes of its product with a token is the model's own affair.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str | None = None
+    """The gated MLP beside them, which every token passes; None where there is none."""
+    shared_gate: str | None = None
+    """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
+    kept: tuple[str, ...] = ()
+    """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
+
+    @property
+    def linears(self) -> tuple[str, str, str]:
+        """What gate, up and down are called inside an expert."""
+        return self.gate, self.up, self.down
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Names of the linears of what mixes tokens in a block in the place of plain attention, and of what else it holds:
+    linear attention, a convolution, attention over a latent vector or with a gate. What it computes between them is the
+    model's own affair; of its linears it matters only what they read and what they write.
+    """
+
+    readers: tuple[str, ...]
+    """Linears on the output of `Family.attention_norm`. A block that has the first one has this mixer."""
+    output: str
+    """The linear whose product is added to the residual stream."""
+    inside: tuple[str, ...] = ()
+    """Linears on inputs of their own."""
+    gates: tuple[str, ...] = ()
+    """Readers of a few rows, which decide for whole heads: they stay in 16 bits, as a router does."""
+    kept: tuple[str, ...] = ()
+    """Its other tensors, which no rotation touches."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of the parts of a decoder-only model: RMSNorm, rotary attention or another mixer, gated MLP.
+
+    Names of parts inside a block are relative to the block. The defaults are those of Llama. Query, key and value, and
+    gate and up, may name the same linear: a fused one, whose rows stand in this order.
+    """
+
+    model_type: str
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str | None = "input_layernorm"
+    """The norm whose output query, key and value read; None where they read the residual stream itself."""
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    attention_output: str = "self_attn.o_proj"
+    mlp_norm: str | None = "post_attention_layernorm"
+    """The norm whose output gate and up read; None where they read the residual stream itself."""
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    kept: tuple[str, ...] = ()
+    """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
+    kept_if: str | None = None
+    """The setting of config.json without which a model of the family has no `kept`; None: it always has."""
+    norm_offset: float = 0.0
+    """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
+    rope_interleaved: bool = False
+    """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
+    rotate_residual: bool = True
+    """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
+    plain_attention: bool = True
+    """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
+    unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
+    """Tensors of a block that old checkpoints carry and no model reads."""
+    experts: Experts | None = None
+    """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
+    mixers: tuple[Mixer, ...] = ()
+    """What blocks may have in the place of query, key, value and attention_output: no R2 there, no packed KV cache."""
+
+    def of(self, config: Any) -> "Family":
+        """The row as a model with this transformers config has it."""
+        return self if self.kept_if is None or getattr(config, self.kept_if) else replace(self, kept=())
+
+    @property
+    def norms_keys(self) -> bool:
+        """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
+        return any(name.endswith((".k_norm.weight", ".key_layernorm.weight")) for name in self.kept)

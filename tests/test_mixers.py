@@ -1,0 +1,110 @@
+"""Blocks that mix tokens in another way than plain attention: linear attention, state spaces, convolutions, attention
+with a gate or over a latent vector. What the families' own tests ask of every row is not asked again."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import DISTINCT, check_refused, decode, edit_tensors, quantize, save_model, tiny_config
+from transformers import AutoModelForCausalLM
+
+import ptq
+from ptq import families, pipeline
+from ptq.families import FAMILIES
+from ptq.family import Mixer
+from ptq.hadamard import largest_block
+from ptq.plan import LinearPlan
+from quarot.plan import QuarotRecipe
+
+MIXED = [name for name in DISTINCT if FAMILIES[name].mixers]
+QUIET = ptq.RunOptions(progress=False, report=False)
+pytestmark = pytest.mark.usefixtures("fast")
+
+
+def planned(folder: Path, block: int, **changes: Any) -> dict[str, LinearPlan]:
+    """What happens to the linears of a block, by their names in it."""
+    plan = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest", activation_bits=8, **changes)).plan
+    return {linear.name.removeprefix(f"{plan.layers}.{block}."): linear for linear in plan.block(block)}
+
+
+def mixer_of(linears: dict[str, LinearPlan], model_type: str) -> Mixer | None:
+    return next((mixer for mixer in FAMILIES[model_type].mixers if mixer.readers[0] in linears), None)
+
+
+@pytest.mark.parametrize("model_type", MIXED)
+def test_what_reads_the_stream_and_what_writes_it(model_type: str, tmp_path: Path) -> None:
+    folder, seen = save_model(tmp_path / "model", model_type), []
+    for index in range(2):
+        linears = planned(folder, index)
+        mixer = mixer_of(linears, model_type)
+        if mixer is None:
+            assert "self_attn.o_proj" in linears  # of Granite 4, the plain attention
+            continue
+        seen.append(mixer)
+        stream = linears[mixer.output].output
+        assert stream is not None and stream.signs == "R1"
+        norm = f"model.layers.{index}.{FAMILIES[model_type].attention_norm}.weight"
+        assert all((linears[name].input, linears[name].norm) == (stream, norm) for name in mixer.readers + mixer.gates)
+        assert {linears[name].statistics for name in mixer.readers} == {linears[mixer.readers[0]].name}
+        for name in mixer.inside:
+            assert (linears[name].input, linears[name].statistics) == (None, linears[name].name)
+        last = linears[mixer.output]
+        assert last.online == last.input and last.online is not None
+        assert (last.online.order, last.online.signs) == (largest_block(last.k), None)
+        assert all(linears[name].format is None and not linears[name].acts_online for name in mixer.gates)
+        rounded = {*mixer.readers, *mixer.inside, mixer.output}
+        assert all(linears[name].format and linears[name].activation for name in rounded)
+    assert len(set(seen)) == {"deepseek_v3": 1, "granitemoehybrid": 1}.get(model_type, 2)
+
+
+def test_latent_attention_with_queries_of_full_rank(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "deepseek_v3", q_lora_rank=None)
+    linears = planned(folder, 0)
+    assert mixer_of(linears, "deepseek_v3") == families.MLA[1] and "self_attn.q_b_proj" not in linears
+    assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
+
+
+def test_without_online_rotations(tmp_path: Path) -> None:
+    linears = planned(save_model(tmp_path / "model", "qwen3_5_text"), 0, online=False)
+    assert linears["linear_attn.out_proj"].input is linears["linear_attn.out_proj"].online is None
+
+
+@pytest.mark.parametrize("model_type", MIXED)
+@torch.no_grad()
+def test_decoded_tokens_are_those_of_whole_passes(model_type: str, tmp_path: Path) -> None:
+    """Over the cache that transformers makes, with states of its own, and in 4 bits with inputs in 8."""
+    folder = save_model(tmp_path / "model", model_type)
+    recipe = QuarotRecipe(rounding="nearest", weight_bits=4, activation_bits=8)
+    ptq.quantize(folder, tmp_path / "out", recipe, QUIET)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ids = torch.randint(model.config.vocab_size, (1, 6), generator=torch.Generator().manual_seed(1))
+    whole = model(torch.cat([ids, ids[:, :4]], 1)).logits
+    apart = torch.cat(decode(model), 1)
+    assert (apart - whole).norm() / whole.norm() < 0.03  # a number between two of the 8-bit grid may go either way
+    found = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert found.shape[1] > ids.shape[1] and torch.equal(found[:, :6], ids)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "qwen3_5_text")
+    for name in ("linear_attn.A_log", "linear_attn.in_proj_z.weight", "linear_attn.out_proj.weight"):
+        edit_tensors(lambda tensors, name=name: tensors.pop(f"model.layers.0.{name}"))(folder)
+        check_refused(quantize("fp6", folder, tmp_path / "out"), f"no tensor 'model.layers.0.{name}', which its config")
+        folder = save_model(tmp_path / name, "qwen3_5_text")
+
+
+def test_a_mixer_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "qwen3_5_text")
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    edit_tensors(lambda tensors: tensors.update({name: tensors[name][:, :8].contiguous()}))(folder)
+    check_refused(quantize("fp6", folder, tmp_path / "out"), f"tensor {name!r} has shape [72, 8], but config.json says")
+    edit_tensors(lambda tensors: tensors.update({name: tensors[name][0].contiguous()}))(folder)
+    check_refused(quantize("fp6", folder, tmp_path / "out"), f"tensor {name!r} has shape [8], but config.json says")
+
+
+def test_infinity_in_a_config_as_transformers_writes_it(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "granitemoehybrid")
+    assert '"__float__": "Infinity"' in (folder / "config.json").read_text()
+    config = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).config
+    assert list(config.time_step_limit) == list(tiny_config("granitemoehybrid").time_step_limit)
