@@ -43,6 +43,15 @@ FULL_QUERIES = Mixer(
 )
 """MLA without that."""
 MLA = (LATENT_ATTENTION, FULL_QUERIES)
+INDEXED_ATTENTION = replace(
+    LATENT_ATTENTION,
+    gates=("self_attn.indexer.wk", "self_attn.indexer.weights_proj"),
+    kept=(
+        *LATENT_ATTENTION.kept,
+        *(f"self_attn.indexer.{name}" for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")),
+    ),
+)
+"""The same over the tokens that an indexer chooses, which stays in 16 bits."""
 MAMBA2 = Mixer(
     readers=("mamba.in_proj",),
     output="mamba.out_proj",
@@ -161,6 +170,7 @@ FAMILIES: dict[str, Family] = {
         *(Family(model_type, mixers=MLA) for model_type in ("minicpm3", "youtu")),
         *(Family(model_type, mixers=MLA, experts=SHARED_EXPERTS) for model_type in ("deepseek_v3", "glm4_moe_lite")),
         Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
+        Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
         Family(
             "lfm2",
             final_norm="model.embedding_norm",

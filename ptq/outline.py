@@ -48,7 +48,7 @@ SHARED_INPUTS = {"key": "query", "value": "query", "up": "gate"}
 
 
 def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) -> Plan:
-    """The plan of a model with these tensors."""
+    """The plan of a model with these tensors. Raises InputError where a mixer lacks one, or it is no matrix."""
     blocks = [f"{family.layers}.{index}" for index in range(shape.blocks)]
     linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
     linears += [linear for index in range(shape.blocks) for linear in _block(index, shape, family, tensors)]
@@ -137,8 +137,12 @@ def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:
     """The linears of a mixer; those on the norm's output share statistics."""
 
     def linear(role: str, name: str, statistics: str | None) -> LinearPlan:
-        stored = tensors.get(f"{block}.{name}.weight")
-        n, k = stored.shape if stored is not None and len(stored.shape) == 2 else (0, 0)  # `check_claims` finds these
+        weight = f"{block}.{name}.weight"
+        if weight not in tensors:
+            raise InputError(f"the checkpoint has no tensor {weight!r}, which its config.json promises")
+        if len(shape := tensors[weight].shape) != 2 or 0 in shape:
+            raise InputError(f"tensor {weight!r} has shape {list(shape)}, but it is the matrix of a linear layer")
+        n, k = shape
         statistics = None if statistics is None else f"{block}.{statistics}"
         return replace(_linear(role, f"{block}.{name}", n, k), statistics=statistics)
 

@@ -55,13 +55,13 @@ SPARSE: dict[str, Any] = dict(
 MIXED: dict[str, Any] = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20,
     q_lora_rank=32, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=20,
-    mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=16,
+    index_topk=128, index_n_heads=2, index_head_dim=16, mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=16,
 )  # fmt: skip
 """Likewise: sizes of what mixes tokens in the place of plain attention."""
 LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; every head has keys of its own
 TWO_MIXERS: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"), LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"), LATENT),
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), TWO_MIXERS),
     "youtu": dict(LATENT, pad_token_id=None),  # transformers makes that row of the embedding zeros when it loads
     "lfm2": dict(layer_types=["conv", "full_attention"], hidden_size=80, block_multiple_of=8),
@@ -89,7 +89,7 @@ PARTIAL = dict(partial_rotary_factor=0.5)
 
 ALIKE = {
     "dots1", "solar_open", "mellum", "flex_olmo",
-    "deepseek_v2", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
+    "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
 }  # fmt: skip
 """Families of parts that others have too: runs of every kind would say nothing new, so a few tests must do."""

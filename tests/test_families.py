@@ -22,7 +22,7 @@ from quarot.plan import QuarotRecipe, plan
 
 IDS = torch.arange(3, 60).reshape(1, -1)
 WITHOUT_DATA = QuarotRecipe(rounding="nearest", weight_bits=16)
-WITHOUT_VALUES = {families.GATED_ATTENTION, *families.MLA, *FAMILIES["lfm2"].mixers}
+WITHOUT_VALUES = {families.GATED_ATTENTION, families.INDEXED_ATTENTION, *families.MLA, *FAMILIES["lfm2"].mixers}
 SUBSETS = [{"R1"}, {"R2"}, {"R4"}, {"R1", "R2"}, {"R1", "R2", "R4"}]
 
 
