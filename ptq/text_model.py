@@ -2,14 +2,19 @@
 
 Such a checkpoint has the config of its text model as `text_config`, and in its files the text model's tensors behind a
 prefix. Only the names are looked at; no tensor is copied.
+
+Qwen-VL's text models have positions of three numbers, for time, height and width. A token of text has the same number
+three times, and then the model is a plain Qwen: as one it is taken.
 """
 
 from dataclasses import replace
 from typing import Any
 
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ptq.checkpoint import Checkpoint
+from ptq.contents import read_config
 from ptq.errors import InputError
 from ptq.families import FAMILIES
 
@@ -19,8 +24,11 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
+    **{f"model.{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")},  # Qwen 2.5 VL
 }
 """What stands in front of the text model's tensors in files, and what it calls them alone."""
+PLAIN = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""What the text model of a type is for a text."""
 INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 """Taken from the whole model's config where the text model's own does not say it."""
 
@@ -29,9 +37,12 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """A checkpoint of the text model alone, and a sentence for the user; the checkpoint itself where there is nothing
     else in it. Raises InputError where the text model is of an unknown family, or cannot be found in the files."""
     whole = checkpoint.config
-    if whole["model_type"] in FAMILIES or not isinstance(whole.get(CONFIG), dict):
+    if whole["model_type"] in PLAIN:
+        text = _plain(checkpoint)
+    elif whole["model_type"] in FAMILIES or not isinstance(whole.get(CONFIG), dict):
         return checkpoint, ()
-    text: dict[str, Any] = whole[CONFIG]
+    else:
+        text = whole[CONFIG]
     model_type = text.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
@@ -62,3 +73,14 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         f"{whole['model_type']}: the text model alone is taken ({model_type}); {left} tensors of other parts "
         f"({(checkpoint.nbytes - found.nbytes) / 1e6:.0f} MB) are left out",
     )
+
+
+def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The config of a Qwen-VL's text model as that of a plain Qwen. It may be spread over the whole model's, so
+    transformers reads it. Raises InputError where it refuses."""
+    text = read_config(checkpoint).get_text_config().to_dict()
+    model_type = PLAIN[checkpoint.config["model_type"]]
+    known = vars(CONFIG_MAPPING[model_type]())
+    rope = {key: value for key, value in text["rope_parameters"].items() if not key.startswith("mrope")}
+    given = {key: text[key] for key in known if text.get(key) is not None and key[0] != "_"}
+    return {**given, "model_type": model_type, "rope_parameters": rope}

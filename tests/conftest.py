@@ -55,7 +55,8 @@ SPARSE: dict[str, Any] = dict(
 MIXED: dict[str, Any] = dict(
     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12, linear_value_head_dim=20,
     q_lora_rank=32, kv_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=12, v_head_dim=20,
-    index_topk=128, index_n_heads=2, index_head_dim=16, mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=16,
+    index_topk=128, index_n_heads=2, index_head_dim=16,
+    mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2, mamba_expand=2, mamba_chunk_size=16,
 )  # fmt: skip
 """Likewise: sizes of what mixes tokens in the place of plain attention."""
 LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; every head has keys of its own
