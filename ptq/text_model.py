@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ptq.checkpoint import Checkpoint
+from ptq.checkpoint import QUANTISATION, Checkpoint
 from ptq.errors import InputError
 from ptq.families import FAMILIES
 
@@ -21,7 +21,7 @@ PREFIXES = {
     "lm_head.": "lm_head.",
 }
 """What stands in front of the text model's tensors in files, and what it calls them alone."""
-INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", *QUANTISATION)
 """Taken from the whole model's config where the text model's own does not say it."""
 
 
