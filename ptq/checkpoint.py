@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from ptq.errors import InputError, RunError
@@ -163,7 +163,7 @@ class Checkpoint:
         if info.scale is None:
             return read_tensor(self.folder / info.shard, info)
         stored = replace(info, dtype=torch.float8_e4m3fn, nbytes=math.prod(info.shape))
-        factors = read_tensor(self.folder / info.scale.info.shard, info.scale.info)
+        factors = read_tensor(self.folder / info.scale.info.shard, info.scale.info).float()
         check_scale(info.scale.name, factors)
         return dequantize(read_tensor(self.folder / info.shard, stored), factors, info.scale.block, info.dtype)
 
@@ -203,11 +203,11 @@ def read_tensor(path: Path, info: TensorInfo) -> Shaped[Tensor, "..."]:
 
 
 def dequantize(
-    codes: Float[Tensor, "n k"], scale: Float[Tensor, "..."], block: tuple[int, int], dtype: torch.dtype
+    codes: Float[Tensor, "n k"], scale: Float32[Tensor, "..."], block: tuple[int, int], dtype: torch.dtype
 ) -> Float[Tensor, "n k"]:
     """A weight from its FP8 codes and one factor for each `block`: the product in float32, cast once to `dtype`."""
     (n, k), (rows, columns) = codes.shape, block
-    grid = scale.float().view(-(-n // rows), -(-k // columns))
+    grid = scale.view(-(-n // rows), -(-k // columns))
     result = torch.empty(n, k, dtype=dtype)
     for some in torch.arange(n).split(DEQUANTIZED_ROWS):  # the float32 numbers of few rows stay in the cache
         piece = slice(int(some[0]), int(some[-1]) + 1)
@@ -215,10 +215,9 @@ def dequantize(
     return result
 
 
-def check_scale(name: str, scale: Float[Tensor, "..."]) -> None:
+def check_scale(name: str, scale: Float32[Tensor, "..."]) -> None:
     """Raise InputError for factors of FP8 weights of which one is NaN, Inf or negative."""
-    values = scale.float().flatten()
-    wrong = values[~(values.isfinite() & (values >= 0))]
+    wrong = scale[~(scale.isfinite() & (scale >= 0))]
     if wrong.numel():
         raise InputError(
             f"tensor {name!r} holds {wrong.numel()} scales that are negative or not finite, the first is "

@@ -171,7 +171,8 @@ def _fitting(name: str, found: tuple[int, ...], shape: tuple[int, ...], blocks: 
     """How many rows and columns of a weight of this `shape` share a scale, from the shape of the scales `found`."""
     n, k = shape
     known: dict[tuple[int, ...], Block] = {
-        (-(-n // r), -(-k // c)): (min(r, n), min(c, k)) for r, c in blocks  # which may be larger than the weight
+        (-(-n // r), -(-k // c)): (min(r, n), min(c, k))
+        for r, c in blocks  # which may be larger than the weight
     }
     known |= {(): (n, k), (1,): (n, k), (1, 1): (n, k), (n,): (1, k), (n, 1): (1, k)}
     if found not in known:
