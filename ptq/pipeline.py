@@ -68,8 +68,8 @@ class Target:
 def plan(model: str, recipe: Recipe) -> Target:
     """The plan for a model, from its config and its headers alone; no weight is read.
 
-    Raises InputError for a model that is missing, damaged, quantised already, of an unknown family, or that has a
-    tensor which the plan does not account for.
+    Raises InputError for a model that is missing, damaged, quantised already (FP8 is read), of an unknown family, or
+    with a tensor which the plan does not account for.
     """
     checkpoint = Checkpoint.open(source.resolve(model))
     checkpoint, notes = text_model.alone(checkpoint)

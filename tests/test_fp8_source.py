@@ -62,9 +62,10 @@ class Form:
 
 FORMS = {
     "blocks of 128": Form(fp8_config(), (128, 128)),
-    "blocks of 16, which is not said": Form(fp8_config([16, 16]), (16, 16), dtype=torch.bfloat16),
+    "blocks of 128, which is not said": Form({"quantization_config": {"quant_method": "fp8"}}, (128, 128)),
+    "blocks of 16": Form(fp8_config([16, 16]), (16, 16), dtype=torch.bfloat16),
     "flat blocks of powers of two": Form(fp8_config([1, 32]), (1, 32), dtype=torch.float8_e8m0fnu),
-    "blocks larger than any weight": Form(fp8_config([10**15, 10**15]), (0, 0)),
+    "blocks larger than any weight": Form(fp8_config([16, 10**15]), (16, 0)),
     "one scale": Form(
         fp8_config(None, activation_scheme="static"), (0, 0), dtype=torch.bfloat16, shape=(),
         beside=("activation_scale",),
