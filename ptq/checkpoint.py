@@ -9,12 +9,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Shaped
+from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from ptq.errors import InputError, RunError
@@ -26,9 +26,12 @@ UNFINISHED = "work.json"
 """The record inside a work folder: another name than in a checkpoint, so that neither is taken for the other."""
 MAX_CONFIG_BYTES = 16_000_000
 MAX_INDEX_BYTES = 100_000_000
+QUANTISATION = ("quantization_config", "compression_config")
+"""Keys of config.json under which it says how the weights are quantised."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PLAIN_NAME = re.compile(r"[^/\\\0]{1,255}")
 SAMPLES, SAMPLE_BYTES = 64, 4096
+DEQUANTIZED_ROWS = 128
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -46,13 +49,14 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
 
 def refuse_quantised(config: Mapping[str, Any]) -> None:
     """Raise InputError if `config` is of a checkpoint that is quantised already: its weights are not the originals."""
-    for key in ("quantization_config", "compression_config"):
+    for key in QUANTISATION:
         found = config.get(key)
         if found is not None:
             method = found.get("quant_method", "unknown") if isinstance(found, Mapping) else "unknown"
             raise InputError(
                 f"config.json: the model is quantised already ({key}: {str(method)[:80]!r}); "
-                "quantising twice only loses quality, so pass the original model"
+                "quantising twice only loses quality, so pass the original model (one that was published in FP8 can be "
+                "read: quant_method fp8, or compressed-tensors with 8-bit floats)"
             )
 
 
@@ -147,15 +151,21 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def read(self, name: str) -> Shaped[Tensor, "..."]:
-        """Read one tensor into fresh memory.
+        """Read one tensor into fresh memory; of an FP8 weight, the weight times its scales.
 
         Fresh and not a view of a mapped file: torch aligns its own memory to 64 bytes, and the last bit of a matrix
-        product may depend on alignment. Raises InputError for an unknown name, RunError if the disk fails.
+        product may depend on alignment. Raises InputError for an unknown name and for scales that cannot be, RunError
+        if the disk fails.
         """
         info = self.tensors.get(name)
         if info is None:
             raise InputError(f"{self.folder}: holds no tensor {name!r}; is it the model that was planned?")
-        return read_tensor(self.folder / info.shard, info)
+        if info.scale is None:
+            return read_tensor(self.folder / info.shard, info)
+        stored = replace(info, dtype=torch.float8_e4m3fn, nbytes=math.prod(info.shape))
+        factors = read_tensor(self.folder / info.scale.info.shard, info.scale.info).float()
+        check_scale(info.scale.name, factors)
+        return dequantize(read_tensor(self.folder / info.shard, stored), factors, info.scale.block, info.dtype)
 
     def identity(self) -> str:
         """SHA-256 that tells one checkpoint from another without reading all of it.
@@ -190,6 +200,29 @@ def read_tensor(path: Path, info: TensorInfo) -> Shaped[Tensor, "..."]:
     if info.nbytes:
         read_range(path, info.offset, data.numpy().data)
     return data.view(info.dtype).view(info.shape)
+
+
+def dequantize(
+    codes: Float[Tensor, "n k"], scale: Float32[Tensor, "..."], block: tuple[int, int], dtype: torch.dtype
+) -> Float[Tensor, "n k"]:
+    """A weight from its FP8 codes and one factor for each `block`: the product in float32, cast once to `dtype`."""
+    (n, k), (rows, columns) = codes.shape, block
+    grid = scale.view(-(-n // rows), -(-k // columns))
+    result = torch.empty(n, k, dtype=dtype)
+    for some in torch.arange(n).split(DEQUANTIZED_ROWS):  # the float32 numbers of few rows stay in the cache
+        piece = slice(int(some[0]), int(some[-1]) + 1)
+        result[piece] = codes[piece].float() * grid[some // rows].repeat_interleave(columns, dim=1)[:, :k]
+    return result
+
+
+def check_scale(name: str, scale: Float32[Tensor, "..."]) -> None:
+    """Raise InputError for factors of FP8 weights of which one is NaN, Inf or negative."""
+    wrong = scale[~(scale.isfinite() & (scale >= 0))]
+    if wrong.numel():
+        raise InputError(
+            f"tensor {name!r} holds {wrong.numel()} scales that are negative or not finite, the first is "
+            f"{wrong[0].item():g}; the checkpoint is damaged: fetch it again"
+        )
 
 
 def read_range(path: Path, offset: int, into: memoryview) -> None:

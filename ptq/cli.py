@@ -152,10 +152,11 @@ def inspect(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint.")], as_json: Json = False, debug: Debug = False
 ) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
-    from ptq import console_tables, contents
+    from ptq import console_tables, contents, fp8_source
     from ptq.checkpoint import Checkpoint
 
-    found = contents.summary(Checkpoint.open(source.resolve(checkpoint)))
+    opened = Checkpoint.open(source.resolve(checkpoint))
+    found = contents.summary(opened)
     if as_json:
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
         print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,
@@ -163,6 +164,8 @@ def inspect(
                           "report": found.report}, indent=2))  # fmt: skip
         return
     typer.echo(console_tables.contents_table(found))
+    if fp8_source.stated(opened.config) is not None:
+        typer.echo("published in FP8: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:
         typer.echo(f"report: {found.report}")
     if found.cache is not None:

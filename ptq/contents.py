@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ptq import experts
+from ptq import experts, fp8_source
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
 from ptq.hf import PtqConfig
@@ -54,8 +54,9 @@ class Contents:
 
 
 def summary(checkpoint: Checkpoint) -> Contents:
-    """Summarise a checkpoint. Raises InputError where it is quantised by another package."""
-    packed = PtqConfig.parse(checkpoint.config)
+    """Summarise a checkpoint; one that was published in FP8 as plain. Raises InputError where it is quantised by
+    another package."""
+    packed = None if fp8_source.stated(checkpoint.config) is not None else PtqConfig.parse(checkpoint.config)
     page = checkpoint.folder / PAGE
     report = str(page) if page.is_file() else None
     if packed is None:

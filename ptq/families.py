@@ -195,6 +195,9 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
+FOR_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""Models that also read images, with text models of types of their own, and what these are for text alone."""
+
 
 def family_of(config: dict[str, Any]) -> Family:
     """The row of a model. Raises InputError for a `model_type` that has none."""

@@ -60,6 +60,24 @@ class TensorInfo:
     shard: str
     offset: int
     nbytes: int
+    scale: "Scale | None" = None
+    """Of a weight [n, k] that the file holds as float8_e4m3fn, one byte each; `dtype` and `nbytes` are then of what is
+    read (see `ptq.fp8_source`). None: the file holds the tensor itself."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes in the files, scales included."""
+        return self.nbytes if self.scale is None else prod(self.shape) + self.scale.info.nbytes
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The factors of an FP8 weight: `info` has one for every block of r x c weights, row after row; blocks at the edges
+    may be smaller."""
+
+    name: str
+    info: TensorInfo
+    block: tuple[int, int]
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

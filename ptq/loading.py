@@ -7,6 +7,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -16,7 +17,10 @@ from transformers import (
 )
 
 import ptq.hf  # noqa: F401  (registers the plug-in that loads packed checkpoints)
-from ptq import source
+from ptq import fp8_source, source
+from ptq.checkpoint import Checkpoint
+from ptq.checkpoint import read_config as json_config
+from ptq.contents import read_config
 from ptq.errors import InputError, RunError
 
 
@@ -24,7 +28,8 @@ def load_model(
     model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> PreTrainedModel:
     """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one; with whatever else
-    there is in the files, where they are those of a model that also reads images (`ptq.text_model`).
+    there is in the files, where they are those of a model that also reads images (`ptq.text_model`). Weights that were
+    published in FP8 are what `quantize` reads them as (`ptq.fp8_source`).
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
     code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that is missing, which
@@ -32,12 +37,13 @@ def load_model(
     """
     folder = source.resolve(str(model))
     config = load_config(folder)
-    stored, alone = config.dtype, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    stored = config.dtype
     if dtype is None and stored == torch.float16 and (device is None or device.type == "cpu"):
         dtype = torch.float32
     try:
-        loaded: Any = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_pretrained(
-            folder,
+        kind, files = _files(folder, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+        loaded: Any = kind.from_pretrained(
+            **files,
             dtype=dtype or "auto",
             device_map=None if device is None or device.type == "cpu" else {"": device},  # kernels' layouts differ
             local_files_only=True,
@@ -53,6 +59,18 @@ def load_model(
             f"{model}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]!r}"
         )
     return loaded
+
+
+def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
+    """The class of a model, which may be a text model `alone`, and what that class is to load: a folder; or config and
+    weights, where they were published in FP8."""
+    if fp8_source.stated(json_config(folder)[0]) is None:
+        kind = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+        return kind, {"pretrained_model_name_or_path": folder}
+    checkpoint, _ = fp8_source.dequantised(Checkpoint.open(folder))
+    config, weights = read_config(checkpoint), {name: checkpoint.read(name) for name in checkpoint.tensors}
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return classes[type(config)], {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

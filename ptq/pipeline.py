@@ -17,6 +17,7 @@ from ptq import (
     engine,
     experts,
     finetune_full,
+    fp8_source,
     memory,
     methods,
     outliers,
@@ -27,7 +28,7 @@ from ptq import (
     text_model,
     token_rows,
 )
-from ptq.checkpoint import Checkpoint, refuse_quantised
+from ptq.checkpoint import Checkpoint
 from ptq.contents import parameter_shapes, read_config, summary
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
@@ -68,12 +69,12 @@ class Target:
 def plan(model: str, recipe: Recipe) -> Target:
     """The plan for a model, from its config and its headers alone; no weight is read.
 
-    Raises InputError for a model that is missing, damaged, quantised already, of an unknown family, or that has a
-    tensor which the plan does not account for.
+    Raises InputError for a model that is missing, damaged, quantised already (FP8 is read), of an unknown family, or
+    with a tensor which the plan does not account for.
     """
     checkpoint = Checkpoint.open(source.resolve(model))
-    refuse_quantised(checkpoint.config)
     checkpoint, notes = text_model.alone(checkpoint)
+    checkpoint, more = fp8_source.dequantised(checkpoint)
     family = family_of(checkpoint.config)
     checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
     config = read_config(checkpoint)
@@ -93,7 +94,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     promised = parameter_shapes(config)
     check_biases(plan, checkpoint.tensors, promised)
     check_tensors(plan, checkpoint.tensors, promised)
-    return Target(checkpoint, config, family, replace(plan, notes=(*notes, *plan.notes)))
+    return Target(checkpoint, config, family, replace(plan, notes=(*notes, *more, *plan.notes)))
 
 
 def estimate(target: Target, model: str, recipe: Recipe) -> preflight.Estimate:

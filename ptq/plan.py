@@ -220,7 +220,7 @@ def check_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], promised: Mappi
         if info.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InputError(
                 f"tensor {name!r} is {str(info.dtype).removeprefix('torch.')}: weights must be float32, float16 or "
-                "bfloat16; convert the model first"
+                "bfloat16, or FP8 (float8_e4m3fn) that config.json describes; convert the model first"
             )
         if tuple(info.shape) != promised.get(name, tuple(info.shape)):
             raise InputError(

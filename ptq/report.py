@@ -60,7 +60,7 @@ def build(
         notes=tuple(plan.notes),
         bits_per_weight=_six(result["bits_per_weight"]),
         quantised_weights=sum(linear.n * linear.k for linear in quantised),
-        bytes_before=sum(info.nbytes for name, info in source.items() if name not in plan.unused),
+        bytes_before=sum(info.stored_bytes for name, info in source.items() if name not in plan.unused),
         bytes_after=sum(info.nbytes for info in written.values()),
         **{key: _six(result[key]) for key in ("rotation_error", "kl", "top1")},
         shares=_shares(plan, family, source, written),
@@ -144,7 +144,7 @@ def _shares(
     for side, tensors in enumerate((source, written)):
         for name, info in tensors.items():
             if side == 1 or name not in plan.unused:
-                found.setdefault(part(name), [0, 0])[side] += info.nbytes
+                found.setdefault(part(name), [0, 0])[side] += info.stored_bytes
     return tuple(Share(name, *sizes) for name, sizes in sorted(found.items(), key=lambda item: -max(item[1])))
 
 

@@ -3,8 +3,8 @@
 Such a checkpoint has the config of its text model as `text_config`, and in its files the text model's tensors behind a
 prefix. Only the names are looked at; no tensor is copied.
 
-Qwen-VL's text models have positions of three numbers, for time, height and width. A token of text has the same number
-three times, and then the model is a plain Qwen: as one it is taken.
+Some text models have positions of three numbers, for time, height and width. A token of text has the same number three
+times, and then the model is one of a plain family: as that it is taken.
 """
 
 from dataclasses import replace
@@ -13,10 +13,10 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ptq.checkpoint import Checkpoint
+from ptq.checkpoint import QUANTISATION, Checkpoint
 from ptq.contents import read_config
 from ptq.errors import InputError
-from ptq.families import FAMILIES
+from ptq.families import FAMILIES, FOR_TEXT
 
 CONFIG = "text_config"
 PREFIXES = {
@@ -24,12 +24,10 @@ PREFIXES = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
     "lm_head.": "lm_head.",
-    **{f"model.{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")},  # Qwen 2.5 VL
+    **{f"model.{name}.": f"model.{name}." for name in ("embed_tokens", "layers", "norm")},  # of older files
 }
 """What stands in front of the text model's tensors in files, and what it calls them alone."""
-PLAIN = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-"""What the text model of a type is for a text."""
-INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
+INHERITED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", *QUANTISATION)
 """Taken from the whole model's config where the text model's own does not say it."""
 
 
@@ -37,7 +35,7 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """A checkpoint of the text model alone, and a sentence for the user; the checkpoint itself where there is nothing
     else in it. Raises InputError where the text model is of an unknown family, or cannot be found in the files."""
     whole = checkpoint.config
-    if whole["model_type"] in PLAIN:
+    if whole["model_type"] in FOR_TEXT:
         text = _plain(checkpoint)
     elif whole["model_type"] in FAMILIES or not isinstance(whole.get(CONFIG), dict):
         return checkpoint, ()
@@ -76,10 +74,10 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
 
 
 def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The config of a Qwen-VL's text model as that of a plain Qwen. It may be spread over the whole model's, so
-    transformers reads it. Raises InputError where it refuses."""
+    """The config of a text model as that of the family that it belongs to for text. It may be spread over the whole
+    model's, so transformers reads it. Raises InputError where it refuses."""
     text = read_config(checkpoint).get_text_config().to_dict()
-    model_type = PLAIN[checkpoint.config["model_type"]]
+    model_type = FOR_TEXT[checkpoint.config["model_type"]]
     known = vars(CONFIG_MAPPING[model_type]())
     rope = {key: value for key, value in text["rope_parameters"].items() if not key.startswith("mrope")}
     given = {key: text[key] for key in known if text.get(key) is not None and key[0] != "_"}

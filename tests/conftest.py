@@ -248,12 +248,15 @@ def listing(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
+NOTES = ("estimate: ", "lm_head: ", "published in FP8: ")
+
+
 def check_refused(result: Result, message: str, code: int = 2) -> None:
     """One sentence on stderr that says `message`, behind nothing but notes; nothing on stdout, no traceback."""
     assert result.exit_code == code, result.output
     assert result.stdout == ""
     *notes, line = result.stderr.splitlines()
-    assert line.startswith("quantize: ") and all(note.startswith(("estimate: ", "lm_head: ")) for note in notes)
+    assert line.startswith("quantize: ") and all(note.startswith(NOTES) for note in notes)
     assert message in line
     assert "internal error" not in line
 

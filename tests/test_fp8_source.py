@@ -1,0 +1,418 @@
+"""Models that were published in FP8 as the source of everything (`ptq.fp8_source`).
+
+The oracle is the same model as a plain checkpoint: its weights are the products of codes and scales in float64, rounded
+to float32 and then to its dtype.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, check_refused, edit_config, edit_tensors, listing, quantize, save_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import ptq
+from fp6.plan import Fp6Recipe
+from ptq.checkpoint import Checkpoint, dequantize
+from ptq.fp8_source import dequantised, stated
+from ptq.loading import load_model
+from ptq.pipeline import plan
+from ptq.verify import verify
+from quarot.plan import QuarotRecipe
+
+pytestmark = pytest.mark.usefixtures("fast")
+QUIET = ptq.RunOptions(progress=False)
+NEAREST = QuarotRecipe(rounding="nearest")
+FP8 = torch.float8_e4m3fn
+FILE = "model.safetensors"
+NAME = "model.layers.1.mlp.up_proj.weight"
+
+
+def fp8_config(block: Any = (128, 128), **changes: Any) -> dict[str, Any]:
+    config = dict(quant_method="fp8", activation_scheme="dynamic", fmt="e4m3", weight_block_size=block)
+    return {"quantization_config": config | changes}
+
+
+def compressed(strategy: str, block: Any = None, **changes: Any) -> dict[str, Any]:
+    weights = dict(num_bits=8, type="float", strategy=strategy, block_structure=block, symmetric=True)
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights | changes, "input_activations": None}}
+    return dict(quant_method="compressed-tensors", format="float-quantized", config_groups=groups, ignore=["lm_head"])
+
+
+@dataclass(frozen=True)
+class Form:
+    """A way to publish in FP8. `block`: rows and columns that share a scale, 0 for all of them; `shape`: of the stored
+    scales, None for a matrix."""
+
+    config: dict[str, Any]
+    block: tuple[int, int]
+    leaf: str = "weight_scale_inv"
+    dtype: torch.dtype = torch.float32
+    shape: tuple[int, ...] | None = None
+    beside: tuple[str, ...] = ()
+
+
+FORMS = {
+    "blocks of 128": Form(fp8_config(), (128, 128)),
+    "blocks of 128, which is not said": Form({"quantization_config": {"quant_method": "fp8"}}, (128, 128)),
+    "blocks of 16": Form(fp8_config([16, 16]), (16, 16), dtype=torch.bfloat16),
+    "flat blocks of powers of two": Form(fp8_config([1, 32]), (1, 32), dtype=torch.float8_e8m0fnu),
+    "blocks larger than any weight": Form(fp8_config([16, 10**15]), (16, 0)),
+    "one scale": Form(
+        fp8_config(None, activation_scheme="static"), (0, 0), dtype=torch.bfloat16, shape=(),
+        beside=("activation_scale",),
+    ),
+    "one scale in a list": Form(
+        fp8_config(None), (0, 0), leaf="weight_scale", shape=(1,), beside=("input_scale", "output_scale")
+    ),
+    "compressed rows": Form(
+        {"quantization_config": compressed("channel")}, (1, 0), leaf="weight_scale", dtype=torch.bfloat16
+    ),
+    "compressed rows in a list": Form(
+        {"compression_config": compressed("channel")}, (1, 0), "weight_scale", shape=(-1,)
+    ),
+    "compressed whole": Form(
+        {"quantization_config": compressed("tensor")}, (0, 0), "weight_scale", shape=(1,), beside=("input_scale",)
+    ),
+    "compressed blocks": Form({"quantization_config": compressed("block", [16, 128])}, (16, 128), "weight_scale"),
+}  # fmt: skip
+
+
+def published(folder: Path, form: Form, skip: tuple[str, ...] = ("embed", "norm", ".gate.weight", "vision", "lm_head")):
+    """The model of a folder in FP8, beside it; the folder itself then holds the weights that this one means."""
+    fp8 = shutil.copytree(folder, folder.with_name("fp8"))
+    said = json.loads((folder / "config.json").read_bytes())
+    dtype = getattr(torch, said.get("dtype") or said["text_config"]["dtype"])
+    stored, meant = {}, {}
+    for name, w in load_file(folder / FILE).items():
+        if w.dim() != 2 or any(part in name for part in skip):
+            stored[name] = meant[name] = w
+            continue
+        codes, scales, product = rounded(w.double(), form)
+        owner = name.removesuffix(".weight")
+        stored |= {name: codes, f"{owner}.{form.leaf}": scales}
+        stored |= {f"{owner}.{leaf}": torch.tensor(0.5) for leaf in form.beside}
+        meant[name] = product.float().to(dtype)
+    save_file(stored, fp8 / FILE, {"format": "pt"})
+    save_file(meant, folder / FILE, {"format": "pt"})
+    edit_config(**form.config)(fp8)
+    return fp8
+
+
+def rounded(w: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales, and what they mean, exactly."""
+    (n, k), (rows, columns) = w.shape, (form.block[0] or w.shape[0], form.block[1] or w.shape[1])
+    codes, meant = torch.zeros(n, k, dtype=FP8), torch.zeros_like(w)
+    scales = torch.zeros(len(range(0, n, rows)), len(range(0, k, columns)), dtype=torch.float64)
+    for i, top in enumerate(range(0, n, rows)):
+        for j, left in enumerate(range(0, k, columns)):
+            piece = slice(top, top + rows), slice(left, left + columns)
+            scale = w[piece].abs().max() / 448
+            if form.dtype == torch.float8_e8m0fnu:
+                scale = 2 ** scale.log2().ceil()
+            scales[i, j] = scale.float().to(form.dtype).double()
+            codes[piece] = (w[piece] / scales[i, j]).clamp(-448, 448).float().to(FP8)
+            meant[piece] = codes[piece].double() * scales[i, j]
+    stored = scales.float().to(form.dtype)
+    return codes, stored if form.shape is None else stored.view(form.shape), meant
+
+
+def same_result(one: Path, other: Path) -> bool:
+    return all((one / file).read_bytes() == (other / file).read_bytes() for file in (FILE, "config.json"))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_every_form_gives_the_bytes_of_the_plain_model(form: Form, tmp_path: Path) -> None:
+    """72 x 152 and so on: no block divides these."""
+    plain = save_model(tmp_path / "plain", dtype=torch.bfloat16)
+    fp8 = published(plain, form)
+    found = load_file(plain / FILE)
+    checkpoint, notes = dequantised(Checkpoint.open(fp8))
+    assert checkpoint.tensors.keys() == found.keys() and len(notes) == 1
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in found.items())
+    assert all(info.dtype == found[name].dtype for name, info in checkpoint.tensors.items())
+    assert checkpoint.nbytes == Checkpoint.open(plain).nbytes
+    assert "14 weights are read as bfloat16, each times its scale" in notes[0]
+    assert ("scales of activations are left out" in notes[0]) == bool(form.beside)
+    for model in (plain, fp8):
+        ptq.quantize(model, tmp_path / f"{model.name}-out", Fp6Recipe(), QUIET)
+    assert same_result(tmp_path / "plain-out", tmp_path / "fp8-out")
+    assert "quantization_config" in json.loads((tmp_path / "fp8-out" / "config.json").read_bytes())
+    assert verify(str(tmp_path / "fp8-out"), str(fp8)) == verify(str(tmp_path / "fp8-out"), str(plain))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "minimax_m2"])
+def test_with_calibration(model_type: str, calibration_text: Path, tmp_path: Path) -> None:
+    """GPTQ, experts, float32, and a report that counts the bytes of the files."""
+    plain = save_model(tmp_path / "plain", model_type)
+    fp8 = published(plain, FORMS["blocks of 128"])
+    recipe = QuarotRecipe(calibration=str(calibration_text), samples=8, sequence_length=64, group_size=8)
+    results = [ptq.quantize(model, tmp_path / f"{model.name}-out", recipe, QUIET) for model in (plain, fp8)]
+    assert same_result(results[0].out, results[1].out)
+    assert results[0].kl == results[1].kl and results[0].rotation_error == results[1].rotation_error < 1e-5
+    reports = [json.loads((result.out / "report.json").read_bytes()) for result in results]
+    sizes = [sum(t.nbytes for t in load_file(model / FILE).values()) for model in (plain, fp8)]
+    assert [report["bytes_before"] for report in reports] == sizes
+    assert [sum(share["before"] for share in report["shares"]) for report in reports] == sizes
+    assert "published in FP8" in reports[1]["notes"][0]
+
+
+def test_rotate_gives_a_plain_checkpoint(tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", dtype=torch.bfloat16, **TINY)
+    fp8 = published(plain, FORMS["one scale"])
+    for model in (plain, fp8):
+        result = quantize("rotate", model, tmp_path / f"{model.name}-out")
+        assert result.exit_code == 0, result.output
+    assert same_result(tmp_path / "plain-out", tmp_path / "fp8-out")
+    assert "quantization_config" not in json.loads((tmp_path / "fp8-out" / "config.json").read_bytes())
+    assert "14 scales of activations are left out" in " ".join(result.stderr.split())
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", dtype=torch.bfloat16, **TINY)
+    fp8 = published(plain, FORMS["blocks of 128"])
+    tables = [quantize("quarot", model, tmp_path / "out", "--rounding", "nearest", "--plan") for model in (plain, fp8)]
+    assert [result.exit_code for result in tables] == [0, 0] and tables[0].stdout == tables[1].stdout
+    assert "published in FP8: 14 weights are read as bfloat16" in tables[1].stderr
+    assert quantize("fp6", fp8, tmp_path / "out").exit_code == 0
+    said = quantize("verify", tmp_path / "out", "--against", fp8)
+    assert said.exit_code == 0 and "KL 0." in said.stdout
+    check_refused(quantize("verify", fp8), "was not made by quantize")
+    check_refused(quantize("prepack", fp8, tmp_path / "no"), "quantised by 'fp8', not by ptq")
+    inside = quantize("inspect", fp8)
+    assert inside.exit_code == 0 and "published in FP8" in inside.stdout
+    stored = sum(tensor.nbytes for tensor in load_file(fp8 / FILE).values())
+    assert json.loads(quantize("inspect", fp8, "--json").stdout)["bytes"] == stored
+
+
+def test_scales_in_another_file(tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", dtype=torch.bfloat16, **TINY)
+    fp8 = published(plain, FORMS["blocks of 128"])
+    wanted = load_file(plain / FILE)
+    tensors = load_file(fp8 / FILE)
+    (fp8 / FILE).unlink()
+    files = {name: "b.safetensors" if name.endswith("_inv") else "a.safetensors" for name in tensors}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, fp8 / file, {"format": "pt"})
+    (fp8 / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    checkpoint = plan(str(fp8), NEAREST).checkpoint
+    assert checkpoint.tensors.keys() == wanted.keys()
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in wanted.items())
+
+
+def test_the_text_model_of_a_larger_one(tmp_path: Path) -> None:
+    """As Ministral 3 is published: what is FP8 stands at the top of config.json, the text model below it."""
+    text = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                head_dim=16, vocab_size=96, pad_token_id=0)  # fmt: skip
+    eyes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, image_size=28,
+                patch_size=14)  # fmt: skip
+    config = CONFIG_MAPPING["mistral3"](
+        text_config={"model_type": "ministral3", **text}, vision_config={"model_type": "pixtral", **eyes}
+    )
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).bfloat16().save_pretrained(tmp_path / "plain")
+    fp8 = published(tmp_path / "plain", FORMS["one scale"], ("embed", "norm", "vision", "projector", "lm_head"))
+    targets = [plan(str(model), NEAREST) for model in (tmp_path / "plain", fp8)]
+    assert targets[0].plan.notes == (targets[1].plan.notes[0], *targets[1].plan.notes[2:])  # the bytes of other parts
+    assert "the text model alone is taken (ministral3)" in targets[1].plan.notes[0]
+    assert targets[1].plan.notes[1].startswith("published in FP8: 14 weights are read as bfloat16")
+    for model in (tmp_path / "plain", fp8):
+        ptq.quantize(model, tmp_path / f"{model.name}-out", NEAREST, QUIET)
+    assert same_result(tmp_path / "plain-out", tmp_path / "fp8-out")
+    checks = [verify(str(tmp_path / "fp8-out"), str(model)) for model in (tmp_path / "plain", fp8)]
+    assert checks[0] == checks[1]
+    inner = json.loads((fp8 / "config.json").read_bytes())
+    inner["text_config"]["quantization_config"] = inner.pop("quantization_config")
+    (fp8 / "config.json").write_text(json.dumps(inner))
+    assert plan(str(fp8), NEAREST).plan.notes == targets[1].plan.notes
+    assert verify(str(tmp_path / "fp8-out"), str(fp8)) == checks[0]
+
+
+@pytest.mark.parametrize("form", [Form(fp8_config([8, 8]), (8, 8)), FORMS["one scale"]], ids=["blocks", "one scale"])
+@pytest.mark.parametrize("model_type", ["qwen3", "minimax_m2"])
+@torch.no_grad()
+def test_transformers_reads_the_same_weights(model_type: str, form: Form, tmp_path: Path) -> None:
+    """It wants sizes that the blocks divide."""
+    fp8 = published(save_model(tmp_path / "plain", model_type, torch.bfloat16), form)
+    edit_config(
+        quantization_config=form.config["quantization_config"] | {"modules_to_not_convert": ["gate", "lm_head"]}
+    )(fp8)
+    how = FineGrainedFP8Config(
+        dequantize=True, weight_block_size=form.config["quantization_config"]["weight_block_size"]
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(fp8, dtype=torch.bfloat16, quantization_config=how)
+    ours = load_model(fp8)
+    assert ours.dtype == torch.bfloat16
+    weights = ours.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in theirs.state_dict().items())
+    ids = torch.arange(3, 33).reshape(2, 15)
+    assert torch.equal(ours(ids).logits, theirs(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [
+        (None, "bfloat16"),
+        ("float8_e4m3fn", "bfloat16"),
+        (["x"], "bfloat16"),
+        ("float16", "float16"),
+        ("float32", "float32"),
+    ],
+)
+def test_the_dtype_of_the_config(said: Any, dtype: str, tmp_path: Path) -> None:
+    plain = save_model(tmp_path / "plain", dtype=torch.bfloat16, **TINY)
+    fp8 = published(plain, FORMS["blocks of 128"])
+    edit_config(dtype=said)(fp8)
+    checkpoint, notes = dequantised(Checkpoint.open(fp8))
+    assert checkpoint.read(NAME).dtype == checkpoint.tensors[NAME].dtype == getattr(torch, dtype)
+    assert f"read as {dtype}," in notes[0]
+    assert checkpoint.config["dtype"] == (None if said is None else dtype)
+    edit_config(dtype=None, torch_dtype=said)(fp8)
+    assert dequantised(Checkpoint.open(fp8))[0].read(NAME).dtype == getattr(torch, dtype)
+
+
+def test_dequantize_is_the_product() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n, k, rows, columns in ((300, 7, 128, 3), (1, 1, 1, 1), (129, 33, 1, 33), (257, 40, 257, 8), (5, 300, 2, 128)):
+        codes = torch.randn(n, k, generator=generator).to(FP8)
+        scale = torch.rand(-(-n // rows), -(-k // columns), generator=generator)
+        i, j = torch.arange(n)[:, None] // rows, torch.arange(k) // columns
+        found = dequantize(codes, scale, (rows, columns), torch.float32)
+        assert torch.equal(found, (codes.double() * scale.double()[i, j]).float())
+
+
+def test_a_plain_checkpoint_is_left_alone(tiny: Path) -> None:
+    checkpoint = Checkpoint.open(tiny)
+    assert dequantised(checkpoint) == (checkpoint, ()) and stated(checkpoint.config) is None
+
+
+SCALE = NAME + "_scale_inv"
+Tensors = dict[str, Tensor]
+BAD: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no scale": (edit_tensors(lambda t: t.pop(SCALE)), f"'{NAME}' is float8_e4m3fn, so its scales '{SCALE}' or"),
+    "two scales": (edit_tensors(lambda t: t.update({NAME + "_scale": torch.ones(1)})), "are needed; found 2"),
+    "a scale of another shape": (
+        edit_tensors(lambda t: t.update({SCALE: torch.ones(2, 3)})),
+        f"'{SCALE}' has shape [2, 3], but scales of a weight of shape [24, 16] must have [1, 1], [], [1], [24] or",
+    ),
+    "a scale of columns": (edit_tensors(lambda t: t.update({SCALE: torch.ones(16)})), "has shape [16], but scales of"),
+    "integer scales": (
+        edit_tensors(lambda t: t.update({SCALE: torch.ones(1, 1, dtype=torch.uint8)})), f"'{SCALE}' is uint8: scales of"
+    ),
+    "a scale without a weight": (
+        edit_tensors(lambda t: t.update({"model.norm.weight_scale_inv": torch.ones(1)})),
+        "'model.norm.weight_scale_inv' is a scale, but beside it is no weight that is float8_e4m3fn",
+    ),
+    "a weight that is not FP8": (
+        edit_tensors(lambda t: t.update({NAME: t[NAME].bfloat16()})), f"'{SCALE}' is a scale, but beside it"
+    ),
+    "another FP8": (
+        edit_tensors(lambda t: t.update({NAME: t[NAME].float().to(torch.float8_e5m2)})), f"'{SCALE}' is a scale, but"
+    ),
+    "no FP8 at all": (
+        edit_tensors(lambda t: [t.pop(n) if n.endswith("_inv") else t.update({n: t[n].bfloat16()}) for n in list(t)]),
+        "says that weights are FP8, but no tensor is float8_e4m3fn",
+    ),
+    "experts in one tensor": (
+        edit_tensors(lambda t: t.update({NAME: t[NAME][None].repeat(2, 1, 1)})), "of shape [2, 24, 16]: only matrices"
+    ),
+    "a norm in FP8": (
+        edit_tensors(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(FP8)})), "of shape [16]: only"
+    ),
+    "an empty weight": (edit_tensors(lambda t: t.update({NAME: t[NAME][:0]})), "of shape [0, 16]: only matrices"),
+    "a weight of another shape": (
+        edit_tensors(lambda t: t.update({NAME: t[NAME][:8]})), f"'{NAME}' has shape [8, 16], but config.json says [24"
+    ),
+    "no quantization_config": (edit_config(quantization_config=None), "has no quantization_config that says how"),
+    **{
+        f"block size {size!r}": (edit_config(**fp8_config(size)), "expected two positive whole numbers")
+        for size in ([128], [128, -1], [0, 128], [True, 128], [128.0, 128], "128", {}, 128, [1, 2, 3], "12")
+    },
+    "no block structure": (
+        edit_config(quantization_config=compressed("block")), "block_structure of FP8 weights is None, expected two"
+    ),
+    "two block sizes": (
+        edit_config(quantization_config=compressed("block", [8, 8]), compression_config=compressed("block", [4, 4])),
+        "FP8 scales of several block sizes, [(4, 4), (8, 8)]; expected one",
+    ),
+    **{
+        f"not FP8: {number}": (edit_config(quantization_config=config), "quantised already")
+        for number, config in enumerate(
+            (
+                "fp8", [], 3, {}, {"quant_method": ["fp8"]}, {"quant_method": "fbgemm_fp8"}, {"quant_method": "mxfp4"},
+                {"quant_method": "compressed-tensors"}, compressed("channel", num_bits=4),
+                compressed("channel", type="int"),
+                compressed("channel") | {"format": "pack-quantized"}, compressed("channel") | {"format": None},
+                compressed("channel") | {"config_groups": {"a": 3}}, compressed("channel") | {"config_groups": {}},
+                compressed("channel") | {"config_groups": {"a": {"weights": None}}},
+                compressed("channel") | {"config_groups": {"a": {"weights": compressed("x"), "format": ["x"]}}},
+            )
+        )
+    },
+    "FP8 and something else": (edit_config(compression_config={"quant_method": "gptq"}), "quantised already"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny_fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A very small Llama in FP8. Do not write to it."""
+    plain = save_model(tmp_path_factory.mktemp("tiny-fp8") / "plain", dtype=torch.bfloat16, **TINY)
+    return published(plain, FORMS["blocks of 128"])
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD.values(), ids=BAD)
+def test_what_is_refused(damage: Callable[[Path], None], message: str, tiny_fp8: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_fp8, tmp_path / "model")
+    damage(model)
+    before = listing(tmp_path)
+    check_refused(quantize("fp6", model, tmp_path / "out"), message)
+    check_refused(quantize("fp6", model, tmp_path / "out", "--plan"), message)
+    assert listing(tmp_path) == before
+
+
+def spoilt(name: str, value: float) -> Callable[[Path], None]:
+    def spoil(tensors: Tensors) -> None:
+        tensors[name] = tensors[name].float().flatten().index_fill(0, torch.tensor(0), value).view(
+            tensors[name].shape).to(tensors[name].dtype)  # fmt: skip
+
+    return edit_tensors(spoil)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (NAME, float("nan"), f"tensor '{NAME}' holds 1 NaN and 0 Inf of 384 values, the first at [0, 0]"),
+        (SCALE, float("nan"), f"tensor '{SCALE}' holds 1 scales that are negative or not finite, the first is nan"),
+        (SCALE, float("inf"), f"tensor '{SCALE}' holds 1 scales that are negative or not finite, the first is inf"),
+        (SCALE, -0.5, f"tensor '{SCALE}' holds 1 scales that are negative or not finite, the first is -0.5"),
+        (SCALE, 3e38, f"tensor '{NAME}' holds 0 NaN and"),  # products too large for bfloat16
+    ],
+    ids=str,
+)
+def test_numbers_that_cannot_be(name: str, value: float, message: str, tiny_fp8: Path, tmp_path: Path) -> None:
+    """Seen when the weight is read."""
+    model = shutil.copytree(tiny_fp8, tmp_path / "model")
+    spoilt(name, value)(model)
+    check_refused(quantize("fp6", model, tmp_path / "out"), message)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_block_of_zeros_may_have_the_scale_zero(tiny_fp8: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny_fp8, tmp_path / "model")
+    spoilt(SCALE, 0.0)(model)
+    assert not dequantised(Checkpoint.open(model))[0].read(NAME).any()
+
+
+def test_an_fp8_weight_without_scales_and_config(tiny: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(tiny, tmp_path / "model")
+    edit_tensors(lambda t: t.update({NAME: t[NAME].to(FP8)}))(model)
+    message = f"tensor '{NAME}' is float8_e4m3fn: weights must be float32, float16 or bfloat16, or FP8"
+    check_refused(quantize("fp6", model, tmp_path / "out"), message)
