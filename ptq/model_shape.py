@@ -5,6 +5,9 @@ from typing import Any
 
 from ptq.errors import InputError
 
+UNREAD = ("num_mtp_layers", "num_nextn_predict_layers")
+"""What configs call the number of blocks for multi-token prediction."""
+
 
 @dataclass(frozen=True)
 class ModelShape:
@@ -68,7 +71,7 @@ def shape_of(config: Any) -> ModelShape:
         head_dim=head_dim,
         rotary=_rotary(config, head_dim),
         tied=bool(config.tie_word_embeddings),
-        unread=0 if not getattr(config, "num_mtp_layers", None) else _size(config, "num_mtp_layers"),
+        unread=next((_size(config, key) for key in UNREAD if getattr(config, key, None)), 0),
         **experts,
     )
 

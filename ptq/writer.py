@@ -14,6 +14,7 @@ from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
 from ptq.linear import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, guard
+from ptq.model_shape import UNREAD
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.work import RECORD, Record
 
@@ -125,8 +126,9 @@ def _config_text(job: Job) -> str:
     config = copy.deepcopy(job.config)
     if job.plan.untied:
         config.tie_word_embeddings = False
-    if getattr(config, "num_mtp_layers", None):
-        config.num_mtp_layers = 0  # their tensors are left out
+    for key in UNREAD:
+        if getattr(config, key, None):
+            setattr(config, key, 0)  # their tensors are left out
     if any(job.plan.rounded()) or job.plan.cache:
         config.quantization_config = PtqConfig.of(job.plan).to_dict()
     return config.to_json_string()

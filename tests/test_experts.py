@@ -188,8 +188,11 @@ def test_the_shared_mlp_is_a_linear_like_any_other(tmp_path: Path) -> None:
     assert shared["up"].statistics == shared["gate"].name != down.statistics
 
 
-def test_blocks_for_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model", "glm4_moe")
+@pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v32"])
+def test_blocks_for_multi_token_prediction_are_left_out(model_type: str, tmp_path: Path) -> None:
+    """transformers knows the setting of the first by another name, that of the second not at all."""
+    folder = save_model(tmp_path / "model", model_type)
+    edit_config(num_nextn_predict_layers=1)(folder)
     edit_tensors(lambda t: t.update({"model.layers.2.eh_proj.weight": torch.ones(3, 3)}))(folder)
     said = quantize("quarot", folder, tmp_path / "out", "--rounding", "nearest", "--plan")
     assert said.exit_code == 0 and "1 tensors for multi-token prediction are left out" in said.output
