@@ -38,17 +38,17 @@ def declare_experts(
         input_bits, clip, factors, order, down_bits, down_clip = rest[lists + 1 + count :]
         total, row = torch.zeros_like(x), 0
 
-        def product(seen: tuple[Tensor, ...], place: int, n: int) -> Tensor:
+        def product(into: tuple[Tensor, ...], place: int, n: int) -> Tensor:
             weight = [part[place] if part else None for part in parts]
             return (
-                floats(*seen, *weight, n, *format) if len(seen) == 1 else integers(*seen, *weight, n, *format, x.dtype)
+                floats(*into, *weight, n, *format) if len(into) == 1 else integers(*into, *weight, n, *format, x.dtype)
             )
 
         for expert, rows in enumerate(counts):
             here = tokens[row : row + rows]
-            seen = _seen(x[here], input_bits, clip, [], 0)
-            gate, up = (product(seen, place, width) for place in (expert, len(counts) + expert))
-            gated = _seen(torch.ops.ptq.silu_mul(gate, up), down_bits, down_clip, factors, order)
+            into = seen(x[here], input_bits, clip, [], 0)
+            gate, up = (product(into, place, width) for place in (expert, len(counts) + expert))
+            gated = seen(torch.ops.ptq.silu_mul(gate, up), down_bits, down_clip, factors, order)
             y = product(gated, 2 * len(counts) + expert, x.shape[1])
             for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
                 total[token] += (each.float() * share).to(x.dtype)
@@ -60,10 +60,12 @@ def declare_experts(
     return reference
 
 
-def _seen(x: Tensor, bits: int, clip: float, factors: list[Tensor], order: int) -> tuple[Tensor, ...]:
+def seen(
+    x: Tensor, bits: int, clip: float, factors: list[Tensor], order: int, signs: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """x as weights see it: numbers, or integers and scales."""
     if not bits:
-        return (torch.ops.ptq.hadamard(x, None, factors, order, -1, False) if order else x,)
+        return (torch.ops.ptq.hadamard(x, signs, factors, order, -1, False) if order else x,)
     if order:
-        return torch.ops.ptq.hadamard_quantize(x, None, factors, order, bits, clip)
+        return torch.ops.ptq.hadamard_quantize(x, signs, factors, order, bits, clip)
     return torch.ops.ptq.quantize_tokens(x, bits, clip)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ptq import hadamard
 from ptq.activations import Activation
 from ptq.formats import Parts, Rows
-from ptq.linear import Online, QuantLinear
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
 from ptq.matmul import is_few
 from ptq.shared_input import is_here
 
@@ -40,19 +40,49 @@ class WholeExperts(Protocol):
         ...
 
 
+@runtime_checkable
+class TransformedExperts(Protocol):
+    """The same for linears with signs and transforms of their own on both sides (QuIP#)."""
+
+    def transformed_experts(
+        self,
+        x: Float[Tensor, "t k"],
+        rows: Rows,
+        weights: Sequence[Parts],
+        signs: tuple[Sequence[Tensor], Sequence[Tensor]],
+        width: int,
+        treatments: Sequence[Any],
+    ) -> Float[Tensor, "t k"] | None:
+        """`signs`: those of the input of gates and ups, then of each down's; those of all products. `treatments`: bits
+        and clip of the input of gate and up, those of down's; dense factors and order of the transform for x's width,
+        and of that for an expert's."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Kind:
     """What experts must have in common."""
 
-    format: WholeExperts
+    format: WholeExperts | TransformedExperts
     plain: Online
     down: Online
+    su: bytes = b""
+    """The signs of the input of gates and ups, where there are any."""
 
-    def treatments(self) -> tuple[Any, ...]:
-        """See `WholeExperts.experts`."""
-        construction = self.down.input
-        factors, order = ([], 0) if construction is None else hadamard.dense_factors(construction, CPU)
-        return *_integers(self.plain.activation), factors, order, *_integers(self.down.activation)
+    def compute(
+        self, x: Float[Tensor, "t k"], rows: Rows, roles: Sequence[Sequence[QuantLinear]]
+    ) -> Float[Tensor, "t k"] | None:
+        """What the experts make of x; `roles`: all gates, all ups, all downs."""
+        linears, width = list(chain.from_iterable(roles)), roles[0][0].out_features
+        weights = [linear.parts() for linear in linears]
+        plain, down = _integers(self.plain.activation), _integers(self.down.activation)
+        inside = ([], 0) if self.down.input is None else hadamard.dense_factors(self.down.input, CPU)
+        if isinstance(self.format, TransformedExperts):
+            su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
+            signs = cast(Any, su), cast(Any, [linear.signs(OUTPUT_SIGNS) for linear in linears])
+            outside = hadamard.dense_factors(cast(str, self.plain.input), CPU)
+            return self.format.transformed_experts(x, rows, weights, signs, width, (*plain, *down, *outside, *inside))
+        return self.format.experts(x, rows, weights, width, (*plain, *inside, *down))
 
 
 @dataclass(frozen=True)
@@ -114,10 +144,8 @@ class FewTokens:
         tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
         count = [number for number, *_ in rows].count
         alike = cast(list[_Expert], found)
-        weights = [expert.linears[role].parts() for role in range(3) for expert in alike]
-        width, treatments = first.linears[0].out_features, first.kind.treatments()
-        counts = [count(number) for number in numbers]
-        return first.kind.format.experts(x, (tokens, counts, shares), weights, width, treatments)
+        roles = [[expert.linears[role] for expert in alike] for role in range(3)]
+        return first.kind.compute(x, (tokens, [count(number) for number in numbers], shares), roles)
 
     def _expert(self, experts: Any, number: int) -> _Expert | None:
         modules = experts._modules[str(number)]._modules
@@ -139,16 +167,21 @@ def _kind(linears: Sequence[Any]) -> _Kind | None:
     if not all(type(linear) is QuantLinear and is_here(linear) and not _is_heard(linear) for linear in linears):
         return None
     gate, up, down = linears
-    format = gate.format
-    if not isinstance(format, WholeExperts) or up.format != format or down.format != format:
-        return None
-    if gate.online != up.online or gate.online.input is not None:
-        return None
-    if any(x.signs or x.output is not None for x in (gate.online, down.online)):
+    format, plain, inside = gate.format, gate.online, down.online
+    if up.format != format or down.format != format or up.online != plain:
         return None
     if any(linear._parameters["bias"] is not None for linear in linears):
         return None
-    return _Kind(format, gate.online, down.online)
+    if isinstance(format, TransformedExperts):
+        if not (plain.signs and inside.signs) or (plain.input, plain.output) != (inside.output, inside.input):
+            return None
+        su = [linear._parameters[INPUT_SIGNS] for linear in (gate, up)]
+        return _Kind(format, plain, inside, su[0].numpy().tobytes()) if torch.equal(*su) else None
+    if not isinstance(format, WholeExperts) or plain.input is not None:
+        return None
+    if any(online.signs or online.output is not None for online in (plain, inside)):
+        return None
+    return _Kind(format, plain, inside)
 
 
 def _held(linears: Sequence[Any]) -> list[Tensor]:

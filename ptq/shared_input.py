@@ -10,9 +10,10 @@ place, or when the linears are given another. A first linear whose followers do 
 `torch.inference_mode` tensors have no version: there, changing an input in place between two linears goes unnoticed.
 """
 
+import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -99,7 +100,9 @@ class SharedInput:
                 return None
         return found
 
-    def _forget(self, gone: "weakref.ref[Tensor]") -> None:
+    def _forget(self, gone: "weakref.ref[Tensor]", is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_over():  # globals may be gone
+            return
         last = self._last
         if last is not None and last.x is gone:
             self._last = None

@@ -15,6 +15,7 @@ fill the last code of a row are not part of W.
 True bits per weight: 2, 3 or 4, and 32 for the whole weight.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,9 +25,10 @@ from torch import Tensor
 
 from ptq import layouts
 from ptq.errors import InputError
-from ptq.formats import Parts, Scales, check_parts
+from ptq.formats import Parts, Rows, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
+from quip_sharp import expert_ops as _expert_ops  # noqa: F401 (registers the op)
 from quip_sharp import fragment_ops, tiled_ops
 from quip_sharp.codebook import E8Codebook
 
@@ -110,6 +112,21 @@ class E8PFormat:
             return call(op, q, q_scale, parts["fragments"], scale, bias, n, self.bits, dtype)
         op = torch.ops.ptq.e8p_linear_quantized.default
         return call(op, q, q_scale, parts["tiles"], scale, bias, n, self.bits, dtype)
+
+    def transformed_experts(
+        self,
+        x: Float[Tensor, "t k"],
+        rows: Rows,
+        weights: Sequence[Parts],
+        signs: tuple[Sequence[Tensor], Sequence[Tensor]],
+        width: int,
+        treatments: Sequence[Any],
+    ) -> Float[Tensor, "t k"] | None:
+        """See `ptq.fast_experts.TransformedExperts`."""
+        if not all("tiles" in part for part in weights):
+            return None
+        lists = [[part[name] for part in weights] for name in ("tiles", "scale")]
+        return torch.ops.ptq.e8p_experts.default(x, *rows, *lists, *signs, width, self.bits, *treatments)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, 8 c, 0]: on a CPU tiles (`tiled_ops`), on

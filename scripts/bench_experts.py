@@ -15,30 +15,37 @@ from ptq.experts import NAMES, Experts
 
 HIDDEN, WIDTH, COUNT, CHOSEN = 2048, 768, 128, 8
 """Of Qwen3-30B-A3B."""
-DOWN = {"hadamard": hadamard.construction(WIDTH)}
-"""R4, of down_proj's input."""
+WIDE, NARROW = hadamard.construction(HIDDEN), hadamard.construction(WIDTH)
 INTEGERS = {"format": "quarot/integer", "version": 1, "bits": 4, "group_size": 128, "symmetric": True}
 FLOATS = {"format": "fp6/minifloat", "version": 1, "element": "e2m3", "group_size": 128, "scale": "bfloat16"}
+LATTICE = {"format": "quip_sharp/e8p", "version": 1, "bits": 2, "signs": True}
 INT8 = {"activation": {"bits": 8, "clip": 1.0}}
 ROWS: dict[str, dict[str, Any]] = {
     "W4A16 g128": INTEGERS,
     "W4A8 g128": INTEGERS | INT8,
     "W6A16 g128": FLOATS,
     "W6A8 g128": FLOATS | INT8,
+    "W2A8, E8P": LATTICE | INT8,
 }
 
 
 def packed(entry: dict[str, Any]) -> Experts:
     """Random experts, as a loaded checkpoint has them."""
     experts = Experts(NAMES[0], COUNT, HIDDEN, WIDTH, nn.SiLU(), torch.bfloat16)
-    down = NAMES[0][2]
+    signs: dict[int, Tensor] = {}
     for number in range(COUNT):
         for name in NAMES[0]:
-            turned = name == down and entry["format"] == INTEGERS["format"]
-            module = linear.swap(experts, f"{number}.{name}", entry | (DOWN if turned else {}))
-            fill(module, torch.device("cpu"), {})
+            module = linear.swap(experts, f"{number}.{name}", entry | transforms(entry, name == NAMES[0][2]))
+            fill(module, torch.device("cpu"), signs)
             module.prepack()
     return experts
+
+
+def transforms(entry: dict[str, Any], down: bool) -> dict[str, str]:
+    """Of QuIP# on both sides; of QuaRot R4, in front of down_proj."""
+    if entry["format"] == LATTICE["format"]:
+        return {"hadamard": NARROW, "output_hadamard": WIDE} if down else {"hadamard": WIDE, "output_hadamard": NARROW}
+    return {"hadamard": NARROW} if down and entry["format"] == INTEGERS["format"] else {}
 
 
 def plain() -> nn.Module:

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import fp6.expert_ops
 import ptq
 import quarot.expert_ops
+import quip_sharp.expert_ops
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
 from ptq import fast_steps, hadamard, rounding
@@ -32,6 +33,8 @@ from ptq.linear import QuantLinear
 from ptq.matmul import few_tokens_linear
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
+from quip_sharp.e8p_format import E8PFormat
+from quip_sharp.plan import QuipSharpRecipe
 
 SPARSE = [name for name, family in FAMILIES.items() if family.experts]
 ROWS = {
@@ -49,9 +52,11 @@ CASES: list[dict[str, Any]] = [
         (IntegerFormat(8), 50, 33, 0, 8, 0), (IntegerFormat(2, 64, symmetric=False), 128, 64, 0, 0, 64),
         (MinifloatFormat("e2m3"), 64, 96, 8, 8, 32), (MinifloatFormat("e2m3", 64), 64, 128, 0, 0, 0),
         (MinifloatFormat("e3m2"), 50, 33, 8, 8, 0), (MinifloatFormat("e3m3", 64), 128, 64, 0, 8, 0),
+        (E8PFormat(2), 64, 96, 8, 8, 48), (E8PFormat(3), 72, 40, 8, 8, 20), (E8PFormat(4), 64, 33, 0, 8, 1),
+        (E8PFormat(2), 50, 64, 0, 0, 64), (E8PFormat(4), 64, 96, 8, 0, 32),
     )
 ]  # fmt: skip
-ASYMMETRIC, FLOATS = CASES[2], CASES[7]
+ASYMMETRIC, FLOATS, LATTICE = CASES[2], CASES[7], CASES[10]
 INT4 = QuarotRecipe(rounding="nearest")
 RECIPES = {
     "W4A16": INT4,
@@ -60,6 +65,8 @@ RECIPES = {
     "offline": replace(INT4, online=False, activation_bits=4),
     "W6A16": Fp6Recipe(),
     "W6A8": Fp6Recipe(activation_bits=8),
+    "W2A8": QuipSharpRecipe(rounding="nearest"),
+    "W4A16, lattice": QuipSharpRecipe(rounding="nearest", bits=4, activation_bits=16),
 }
 
 
@@ -70,6 +77,8 @@ def level(request) -> Iterator[str]:
 
 def op_of(case: dict[str, Any]) -> tuple[Any, Any]:
     """The op of a format, and its reference."""
+    if isinstance(case["format"], E8PFormat):
+        return torch.ops.ptq.e8p_experts.default, quip_sharp.expert_ops.experts
     if isinstance(case["format"], IntegerFormat):
         return torch.ops.ptq.integer_experts.default, quarot.expert_ops.experts
     return torch.ops.ptq.minifloat_experts.default, fp6.expert_ops.experts
@@ -78,18 +87,25 @@ def op_of(case: dict[str, Any]) -> tuple[Any, Any]:
 def arguments(
     dtype: torch.dtype, rows: str, format: Any, hidden: int, width: int, input_bits: int, down_bits: int, order: int
 ) -> list[Any]:
-    """Those of the op, for four tokens."""
+    """Those of the op, for four tokens. Where linears have signs, these are any numbers."""
     generator = torch.Generator().manual_seed(0)
     tokens, counts = ROWS[rows]
     weights = []
     for n, k in [(width, hidden)] * (2 * len(counts)) + [(hidden, width)] * len(counts):
-        rounded = rounding.nearest(torch.randn(n, k, generator=generator) / k**0.5 + 0.02, format.codebook)
+        w = torch.randn(n, -(-k // 8) * 8 if isinstance(format, E8PFormat) else k, generator=generator)
+        rounded = rounding.nearest(w / k**0.5 + 0.02, format.codebook)
         weights.append(format.prepack(format.pack(rounded), "cpu"))
     names = ("tiles", "scale", "zero") if isinstance(format, IntegerFormat) else ("tiles", "scale")
     lists = [[part[name] for part in weights if name in part] for name in names]
-    numbers = [format.bits] if isinstance(format, IntegerFormat) else [format.code.exponent, format.code.mantissa]
     x = torch.randn(4, hidden, generator=generator).to(dtype)
     shares = torch.rand(len(tokens), generator=generator).tolist()
+    if isinstance(format, E8PFormat):
+        inputs, outputs = [hidden] + [width] * len(counts), [width] * (2 * len(counts)) + [hidden] * len(counts)
+        su, sv = ([torch.randn(n, generator=generator) for n in sizes] for sizes in (inputs, outputs))
+        outside, inside = (hadamard.dense_factors(size, x.device) for size in (hadamard.largest_block(hidden), order))
+        numbers = width, format.bits, input_bits, 0.95, down_bits, 0.9
+        return [x, tokens, counts, shares, *lists, su, sv, *numbers, *outside, *inside]
+    numbers = [format.bits] if isinstance(format, IntegerFormat) else [format.code.exponent, format.code.mantissa]
     down = [*hadamard.dense_factors(order, x.device), down_bits, 0.9] if order else [[], 0, down_bits, 0.9]
     return [x, tokens, counts, shares, *lists, width, *numbers, format.group_size, input_bits, 0.95, *down]
 
@@ -109,7 +125,7 @@ def test_the_bits_of_single_ops(case: dict[str, Any], rows: str, dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("case", (CASES[0], FLOATS), ids=("integers", "small floats"))
+@pytest.mark.parametrize("case", (CASES[0], FLOATS, LATTICE), ids=("integers", "small floats", "lattice"))
 def test_damage_shows(case: dict[str, Any], dtype: torch.dtype, level: str) -> None:
     given, (op, _) = arguments(dtype, "experts in common", **case), op_of(case)
     for number in (torch.nan, torch.inf):
@@ -118,14 +134,14 @@ def test_damage_shows(case: dict[str, Any], dtype: torch.dtype, level: str) -> N
         assert not found[1].isfinite().any() and found[[0, 3]].isfinite().all()
 
 
-@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS, LATTICE), ids=("integers", "small floats", "lattice"))
 def test_schema_and_fake(case: dict[str, Any]) -> None:
     given = tuple(arguments(torch.float32, "experts in common", **case))
     for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
         torch.library.opcheck(op_of(case)[0], given, test_utils=check)
 
 
-@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS, LATTICE), ids=("integers", "small floats", "lattice"))
 def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
     good, (op, _) = arguments(torch.float32, "experts in common", **case), op_of(case)
     names = [argument.name for argument in op._schema.arguments]
@@ -135,7 +151,8 @@ def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
         ("tokens", [0, 1, -1, 1, 0]), ("tokens", [0, 1, 3, 1]), ("tokens", []), ("counts", [1, 4, 0]),
         ("counts", [1, 3, 2]), ("counts", [1, 3]), ("shares", [0.5]), ("tiles", tiles[:-1]), ("tiles", tiles[::-1]),
         ("scale", good[5][:-1]), ("zero", good[5][:-1]), ("width", 145), ("bits", 9), ("exponent", 5),
-        ("group_size", 32),
+        ("group_size", 32), ("su", [torch.ones(64)] * 3), ("su", [torch.ones(96)] * 4), ("sv", [torch.ones(64)] * 9),
+        ("sv", [torch.ones(64).double()] * 9), ("sv", []), ("width_order", 0), ("width_order", 64),
     ]  # fmt: skip
     wrapped = list(good)  # a sum of counts that comes to five again
     wrapped[1:4] = [0, 1, 3, 1, 0], [2**62, 2**62, 2**62, 2**62 + 5], [0.5] * 5
@@ -169,8 +186,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
         counts.append(rows[1])
         return own(self, x, rows, *rest)
 
-    for cls in (IntegerFormat, MinifloatFormat):
-        monkeypatch.setattr(cls, "experts", functools.partialmethod(functools.partial(experts, cls.experts)))
+    for cls, name in ((IntegerFormat, "experts"), (MinifloatFormat, "experts"), (E8PFormat, "transformed_experts")):
+        own = getattr(cls, name)
+        monkeypatch.setattr(cls, name, functools.partialmethod(functools.partial(experts, own)))
     return counts
 
 

@@ -56,6 +56,14 @@ torch::stable::Tensor reshaped(const torch::stable::Tensor& x, const Sizes& size
     return torch::stable::Tensor(made);
 }
 
+// Rows [from, from + count) of an x [t, k] that `fresh` has made, in its memory.
+inline torch::stable::Tensor rows_of(const torch::stable::Tensor& x, int64_t from, int64_t count) {
+    const int64_t size[] = {count, x.size(1)}, stride[] = {x.size(1), 1};
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), 2, size, stride, from * x.size(1), &made));
+    return torch::stable::Tensor(made);
+}
+
 constexpr int64_t few_numbers = 1 << 14;  // are converted here
 
 // x, contiguous, in float32.

@@ -5,55 +5,19 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <cstring>
 #include <memory>
 #include <optional>
-#include <vector>
 
-#include "common/cpu_level.h"
 #include "common/linear.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
 #include "e8p_tiled/gemm_kernels.h"
-#include "e8p_tiled/kernels.h"
-#include "e8p_tiled/layout.h"
+#include "e8p_tiled/held.h"
 
 namespace ptq::e8p_tiled {
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::empty;
-using torch::stable::Tensor;
-
-const Kernels& kernels() {
-    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
-}
-
-void check_bits(int64_t bits) {
-    STD_TORCH_CHECK(bits >= 2 && bits <= 4, "e8p tiles: bits must be 2 to 4, found ", bits);
-}
-
-// The tensors of a weight, checked and held: their pointers are in `w`.
-struct Held {
-    Tensor tiles;
-    std::optional<Tensor> bias;
-    Weight w;
-    const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
-};
-
-Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias, int64_t n, int64_t k,
-          int64_t bits) {
-    check_bits(bits);
-    STD_TORCH_CHECK(k <= most_columns, "e8p tiles: more than ", most_columns, " columns: ", k);
-    check_tensor("e8p tiles", "tiles", tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64});
-    check_tensor("e8p tiles", "scale", scale, ScalarType::Int, {1});
-    STD_TORCH_CHECK(!bias || bias->numel() == n, "e8p tiles: bias must have ", n, " elements");
-    Held h{compact(tiles), std::nullopt, {}};
-    if (bias) h.bias = as_float(*bias);
-    h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()), {}, n, k, static_cast<int>(bits)};
-    std::memcpy(&h.w.scale, scale.const_data_ptr(), sizeof h.w.scale);
-    return h;
-}
 
 constexpr int64_t few_tokens = 8;  // more go to `many_tokens`
 
@@ -90,7 +54,7 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     const Tensor out = empty_result(x, n, inside);
     const bool many = t > few_tokens && k, pairs = kernels().pairs && (!many || inside == ScalarType::BFloat16);
-    const int64_t row_steps = blocks_in(k) * 16 * (pairs && inside == ScalarType::BFloat16 ? 1 : pairs ? 3 : 2);
+    const int64_t row_steps = spread_steps(k, inside, pairs);
     const std::unique_ptr<int32_t[]> spread(new int32_t[t * row_steps]);
     const Floats p{h.w,
                    in.const_data_ptr(),

@@ -109,6 +109,14 @@ inline Tensors some(const Tensors& all, size_t first, size_t last) {
     return all.empty() ? all : Tensors(all.begin() + first, all.begin() + last);
 }
 
+// The weighted sum of y [rows, k] for every token of x.
+inline Tensor weighed(const Tensor& y, const Rows& rows, const Tensor& x) {
+    const Tensor total = fresh(x.sizes(), x.scalar_type());
+    const auto sum = x.scalar_type() == ScalarType::Float ? add_rows<Single> : add_rows<Brain>;
+    sum(y, rows.shares, rows.tokens, total);
+    return total;
+}
+
 // `gate_up`: the weights of all gates, then of all ups; `last`: those of all downs. Each has
 // multiply(const Seen&, const std::vector<Product>&).
 template <class Weights>
@@ -133,13 +141,11 @@ Tensor compute(const Tensor& x, const Rows& rows, int64_t width, const Weights& 
     add(rows.counts.size(), up);
     gate_up.multiply(in, products);
 
-    const Tensor y = fresh(Ints{count, x.size(1)}, dtype), total = fresh(x.sizes(), dtype);
+    const Tensor y = fresh(Ints{count, x.size(1)}, dtype);
     products.clear();
     add(0, y);
     last.multiply(seen(steps::silu_mul(gate, up), down), products);
-    const auto sum = dtype == ScalarType::Float ? add_rows<Single> : add_rows<Brain>;
-    sum(y, rows.shares, rows.tokens, total);
-    return total;
+    return weighed(y, rows, x);
 }
 
 }  // namespace ptq::experts

@@ -71,9 +71,16 @@ Problem problem(const Tensor& x, const std::vector<Tensor>& factors, int64_t ord
 std::optional<Tensor> checked(const std::optional<Tensor>& signs, const Tensor& x, int64_t dim) {
     if (!signs) return std::nullopt;
     const ScalarType computes = x.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-    STD_TORCH_CHECK(signs->numel() == x.size(dim) && signs->scalar_type() == computes,
+    const bool each = dim + 1 == x.dim() && signs->numel() == x.numel();
+    STD_TORCH_CHECK((signs->numel() == x.size(dim) || each) && signs->scalar_type() == computes,
                     "hadamard: signs must be one float (float64 for float64) per element of the axis, ", x.size(dim));
     return compact(*signs);
+}
+
+void give(Problem& p, const std::optional<Tensor>& signs) {
+    if (!signs) return;
+    p.signs = signs->const_data_ptr();
+    p.sign_vectors = signs->numel() / p.order;
 }
 
 // x and out: contiguous, of a type that the kernel knows.
@@ -82,9 +89,9 @@ void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<
     Problem p = problem(x, factors, order, dim, transpose);
     p.in = x.const_data_ptr();
     p.out = out.mutable_data_ptr();
-    const std::optional<Tensor> plain_signs = checked(signs, x, dim);
-    if (plain_signs) p.signs = plain_signs->const_data_ptr();
+    const std::optional<Tensor> plain_signs = checked(signs, x, dim < 0 ? dim + x.dim() : dim);
     if (x.numel() == 0) return;
+    give(p, plain_signs);
     Problem steps[2];
     const int count = split(p, steps);
     for (int s = 0; s < count; s++) {
@@ -132,7 +139,6 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
     const Tensor in = compact(direct ? x : torch::stable::to(x, ScalarType::Float));
     Problem p = problem(in, factors, order, -1, false);
     const std::optional<Tensor> plain_signs = checked(signs, in, in.dim() - 1);
-    if (plain_signs) p.signs = plain_signs->const_data_ptr();
     const bool narrow = p.storage == Storage::bfloat16;
     if (narrow) p.storage = Storage::bfloat16_to_float32;
     const auto sizes = in.sizes();
@@ -145,6 +151,8 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
         std::fill(scales, scales + scale.numel(), 1.0f);
         return {q, scale};
     }
+    give(p, plain_signs);
+    const int64_t own_signs = plain_signs && plain_signs->numel() == in.numel() && t > 1 ? k : 0;  // of each token
     // Tokens that share a unit stay together; a thread is worth waking for about 32k elements.
     p.outer = 1;
     const int64_t unit = tokens_per_unit(p);
@@ -162,6 +170,7 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
             Problem some = p;
             some.outer = std::min(most, end - token);
             some.in = from + token * k * (narrow ? 2 : 4);
+            if (own_signs) some.signs = static_cast<const float*>(p.signs) + token * own_signs;
             some.out = scratch;
             transform(some, 0, units(some));
             for (int64_t i = 0; i < some.outer; i++)
@@ -174,8 +183,41 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
 
 }  // namespace ptq::hadamard
 
+// The ops have the same signs for all vectors.
+namespace ptq::hadamard {
+namespace {
+
+void check_op(const Tensor& x, const std::optional<Tensor>& signs, int64_t dim) {
+    STD_TORCH_CHECK(x.dim() > 0 && dim >= -x.dim() && dim < x.dim(), "hadamard: no axis ", dim, " in a tensor of rank ",
+                    x.dim());
+    const int64_t size = x.size(dim < 0 ? dim + x.dim() : dim);
+    STD_TORCH_CHECK(!signs || signs->numel() == size, "hadamard: signs must be one for each element of the axis, ",
+                    size);
+}
+
+Tensor op(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
+          int64_t dim, bool transpose) {
+    check_op(x, signs, dim);
+    return hadamard(x, signs, factors, order, dim, transpose);
+}
+
+void op_(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
+         int64_t dim, bool transpose) {
+    check_op(x, signs, dim);
+    hadamard_(x, signs, factors, order, dim, transpose);
+}
+
+std::tuple<Tensor, Tensor> op_quantize(const Tensor& x, const std::optional<Tensor>& signs,
+                                       const std::vector<Tensor>& factors, int64_t order, int64_t bits, double clip) {
+    check_op(x, signs, -1);
+    return hadamard_quantize(x, signs, factors, order, bits, clip);
+}
+
+}  // namespace
+}  // namespace ptq::hadamard
+
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
-    m.impl("hadamard", TORCH_BOX(&ptq::hadamard::hadamard));
-    m.impl("hadamard_quantize", TORCH_BOX(&ptq::hadamard::hadamard_quantize));
-    m.impl("hadamard_", TORCH_BOX(&ptq::hadamard::hadamard_));
+    m.impl("hadamard", TORCH_BOX(&ptq::hadamard::op));
+    m.impl("hadamard_quantize", TORCH_BOX(&ptq::hadamard::op_quantize));
+    m.impl("hadamard_", TORCH_BOX(&ptq::hadamard::op_));
 }

@@ -1,4 +1,5 @@
-// ptq::hadamard and ptq::hadamard_quantize as functions, for ops that do several steps at once.
+// ptq::hadamard and ptq::hadamard_quantize as functions, for ops that do several steps at once. Along the last axis
+// each vector may have signs of its own: as many as x has elements.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

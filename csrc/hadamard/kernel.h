@@ -71,7 +71,7 @@ template <class S, class D, class T>
 void unit_rows(const Problem& p, const Cut& c, int64_t vector, T* buffer, T* scratch, T scale) {
     const S* in = static_cast<const S*>(p.in) + vector * p.order;
     D* out = static_cast<D*>(p.out) + vector * p.order;
-    const T* signs = p.signs ? static_cast<const T*>(p.signs) + vector % p.blocks * p.order : nullptr;
+    const T* signs = p.signs ? static_cast<const T*>(p.signs) + vector % p.sign_vectors * p.order : nullptr;
     if constexpr (std::is_same_v<D, T>) buffer = out;
     read_vector(buffer, in, p.order, scale, p.transpose ? nullptr : signs);
     transform(buffer, p, c, scratch);
@@ -88,7 +88,7 @@ void unit_gathered(const Problem& p, const Cut& c, int64_t unit, T* buffer, T* s
     for (int64_t v = 0; v < count; v++) {
         const S* in = static_cast<const S*>(p.in) + (first + v) * p.order;
         const T* signs =
-            p.signs && !p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.blocks * p.order : nullptr;
+            p.signs && !p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.sign_vectors * p.order : nullptr;
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < p.doublings; j++) {
                 const int64_t e = i * p.doublings + j;
@@ -99,7 +99,7 @@ void unit_gathered(const Problem& p, const Cut& c, int64_t unit, T* buffer, T* s
     for (int64_t v = 0; v < count; v++) {
         D* out = static_cast<D*>(p.out) + (first + v) * p.order;
         const T* signs =
-            p.signs && p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.blocks * p.order : nullptr;
+            p.signs && p.transpose ? static_cast<const T*>(p.signs) + (first + v) % p.sign_vectors * p.order : nullptr;
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < p.doublings; j++) {
                 const int64_t e = i * p.doublings + j;

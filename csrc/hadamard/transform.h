@@ -15,9 +15,11 @@ struct Problem {
     void* out;  // may be `in` where both are of one type
     Storage storage;
     int64_t outer, blocks, order, inner;
-    // 1 or -1 per element of the axis, in the type that is computed in, or null. They multiply the input, or with
-    // `transpose` the output: R x = H (s * x), R^T x = s * (H^T x). The codes are then those of H^T.
+    // Numbers, 1 or -1 as a rule, per element of the axis or of x, in the type that is computed in, or null. They
+    // multiply the input, or with `transpose` the output: R x = H (s * x), R^T x = s * (H^T x). The codes are then
+    // those of H^T.
     const void* signs;
+    int64_t sign_vectors;  // of `order` signs each, for as many vectors, then from the first again; with inner = 1
     bool transpose;
     int factors;
     int64_t factor_order[max_factors];  // K, a multiple of 4

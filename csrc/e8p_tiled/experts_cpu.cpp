@@ -1,0 +1,150 @@
+// ptq::e8p_experts for the CPU: what the chosen experts of a block make of few tokens, as one op. Schema, fake kernel
+// and reference are in quip_sharp/expert_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "common/linear.h"
+#include "common/parallel.h"
+#include "e8p_tiled/held.h"
+#include "experts/experts.h"
+#include "hadamard/hadamard_cpu.h"
+#include "integer_tiled/run_rows.h"
+
+namespace ptq::e8p_tiled {
+namespace {
+
+using experts::Ints;
+using experts::Product;
+using integer_tiled::run_rows;
+using Products = std::vector<Product>;
+
+// A vector for every row: that of its expert.
+Tensor of_rows(const Tensors& vectors, size_t first, const Ints& counts, int64_t size) {
+    int64_t rows = 0;
+    for (const int64_t count : counts) rows += count;
+    const Tensor found = fresh(Ints{rows, size}, ScalarType::Float);
+    auto* to = static_cast<float*>(found.mutable_data_ptr());
+    for (const int64_t count : counts) {
+        const Tensor vector = compact(vectors[first++]);
+        for (int64_t row = 0; row < count; row++, to += size)
+            std::memcpy(to, vector.const_data_ptr(), size * sizeof(float));
+    }
+    return found;
+}
+
+// x as weights see it, after its signs.
+Seen turned(const Tensor& x, const Tensor& su, const Input& input) {
+    if (!input.bits) return {hadamard::hadamard(x, su, input.factors, input.order, -1, false), std::nullopt};
+    auto [q, scale] = hadamard::hadamard_quantize(x, su, input.factors, input.order, input.bits, input.clip);
+    return {q, scale};
+}
+
+struct Weights {
+    std::vector<Held> held;
+
+    void multiply(const Seen& in, const Products& products) const {
+        in.scale ? integers(in.x, *in.scale, products) : floats(in.x, products);
+    }
+
+    void integers(const Tensor& q, const Tensor& scale, const Products& products) const {
+        const int64_t t = q.size(0), k = q.size(1), width = blocks_in(k) * block_columns;
+        const std::unique_ptr<int32_t[]> arranged(new int32_t[t * width / 4]), offsets(new int32_t[t]);
+        auto* rows = reinterpret_cast<int8_t*>(arranged.get());
+        run(kernels().arrange,
+            Arrange{static_cast<const int8_t*>(q.const_data_ptr()), t, k, rows, offsets.get(),
+                    offset_of(held.front().w.bits)},
+            t, k / 4);
+        std::vector<Quantized> problems;
+        for (const Product& p : products)
+            problems.push_back({held[p.weight].w, rows + p.from * width, offsets.get() + p.from,
+                                static_cast<const float*>(scale.const_data_ptr()) + p.from, nullptr, p.to(),
+                                number_of(p.out.scalar_type()), p.rows});
+        run_rows(kernels().quantized, problems);
+    }
+
+    void floats(const Tensor& x, const Products& products) const {
+        const ScalarType type = x.scalar_type();
+        const int64_t t = x.size(0), k = x.size(1), stride = 4 * spread_steps(k, type, kernels().pairs);
+        const std::unique_ptr<int32_t[]> spread(new int32_t[t * stride / 4]);
+        auto* rows = reinterpret_cast<uint8_t*>(spread.get());
+        const auto* from = static_cast<const char*>(x.const_data_ptr());
+        std::vector<Floats> problems;
+        for (const Product& p : products)
+            problems.push_back({held[p.weight].w, from + p.from * k * experts::width_of(type), number_of(type),
+                                rows + p.from * stride, stride, kernels().pairs, nullptr, p.to(),
+                                number_of(p.out.scalar_type()), p.rows});
+        Floats all = problems.front();
+        all.x = from, all.spread = rows, all.t = t;
+        run(kernels().spread, all, t, k);
+        run_rows(kernels().floats, problems);
+    }
+};
+
+// What `count` weights of every expert make of the same input, before their products are transformed back: float32
+// [count * rows, n], one weight of all experts after the other.
+Tensor multiplied(const Weights& weights, const Seen& in, const Ints& counts, size_t count, int64_t n,
+                  ScalarType dtype) {
+    const int64_t rows = in.x.size(0);
+    const Tensor out = fresh(Ints{static_cast<int64_t>(count) * rows, n}, in.scale ? ScalarType::Float : dtype);
+    Tensors pieces;
+    for (size_t i = 0; i < count; i++) pieces.push_back(rows_of(out, static_cast<int64_t>(i) * rows, rows));
+    Products products;
+    size_t weight = 0;
+    for (const Tensor& piece : pieces) {
+        int64_t from = 0;
+        for (const int64_t size : counts) {
+            products.push_back({weight++, from, size, piece});
+            from += size;
+        }
+    }
+    weights.multiply(in, products);
+    return as_float(out);
+}
+
+Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const experts::Shares& shares,
+               const Tensors& tiles, const Tensors& scale, const Tensors& su, const Tensors& sv, int64_t width,
+               int64_t bits, int64_t input_bits, double clip, int64_t down_bits, double down_clip,
+               const Tensors& factors, int64_t order, const Tensors& width_factors, int64_t width_order) {
+    experts::check(x, {tokens, counts, shares}, tiles.size());
+    const size_t count = counts.size();
+    STD_TORCH_CHECK(scale.size() == tiles.size() && su.size() == count + 1 && sv.size() == 3 * count,
+                    "e8p_experts: lists of weights or signs do not fit together");
+    const int64_t k = x.size(1);
+    const ScalarType dtype = x.scalar_type();
+    for (size_t i = 0; i <= count; i++) check_tensor("e8p_experts", "su", su[i], ScalarType::Float, {i ? width : k});
+    for (size_t i = 0; i < 3 * count; i++)
+        check_tensor("e8p_experts", "sv", sv[i], ScalarType::Float, {i < 2 * count ? width : k});
+    const auto weights = [&](size_t first, size_t last, int64_t n, int64_t columns) {
+        Weights found;
+        for (size_t i = first; i < last; i++)
+            found.held.push_back(hold(tiles[i], scale[i], std::nullopt, n, columns, bits));
+        return found;
+    };
+    Seen in = turned(x, su.front(), {input_bits, clip, factors, order});
+    in.x = experts::gathered(in.x, tokens);
+    if (in.scale) in.scale = experts::gathered(*in.scale, tokens);
+    Ints twice = counts;
+    twice.insert(twice.end(), counts.begin(), counts.end());
+    Tensor y = multiplied(weights(0, 2 * count, width, k), in, counts, 2, width, dtype);
+    y = hadamard::hadamard(y, of_rows(sv, 0, twice, width), width_factors, width_order, -1, true);
+    y = from_float(y, dtype);
+    const auto rows = static_cast<int64_t>(tokens.size());
+    const Tensor gated = steps::silu_mul(rows_of(y, 0, rows), rows_of(y, rows, rows));
+    in = turned(gated, of_rows(su, 1, counts, width), {down_bits, down_clip, width_factors, width_order});
+    y = multiplied(weights(2 * count, 3 * count, k, width), in, counts, 1, k, dtype);
+    y = hadamard::hadamard(y, of_rows(sv, 2 * count, counts, k), factors, order, -1, true);
+    return experts::weighed(from_float(y, dtype), {tokens, counts, shares}, x);
+}
+
+}  // namespace
+}  // namespace ptq::e8p_tiled
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("e8p_experts", TORCH_BOX(&ptq::e8p_tiled::compute));
+}

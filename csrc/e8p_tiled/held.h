@@ -1,0 +1,56 @@
+// E8P weights in tiles as tensors, checked.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+
+#include "common/cpu_level.h"
+#include "common/tensors.h"
+#include "e8p_tiled/kernels.h"
+#include "e8p_tiled/layout.h"
+
+namespace ptq::e8p_tiled {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline const Kernels& kernels() {
+    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
+}
+
+inline void check_bits(int64_t bits) {
+    STD_TORCH_CHECK(bits >= 2 && bits <= 4, "e8p tiles: bits must be 2 to 4, found ", bits);
+}
+
+// The tensors of a weight, checked and held: their pointers are in `w`.
+struct Held {
+    Tensor tiles;
+    std::optional<Tensor> bias;
+    Weight w;
+    const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
+};
+
+inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias, int64_t n, int64_t k,
+                 int64_t bits) {
+    check_bits(bits);
+    STD_TORCH_CHECK(k <= most_columns, "e8p tiles: more than ", most_columns, " columns: ", k);
+    check_tensor("e8p tiles", "tiles", tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64});
+    check_tensor("e8p tiles", "scale", scale, ScalarType::Int, {1});
+    STD_TORCH_CHECK(!bias || bias->numel() == n, "e8p tiles: bias must have ", n, " elements");
+    Held h{compact(tiles), std::nullopt, {}};
+    if (bias) h.bias = as_float(*bias);
+    h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()), {}, n, k, static_cast<int>(bits)};
+    std::memcpy(&h.w.scale, scale.const_data_ptr(), sizeof h.w.scale);
+    return h;
+}
+
+// Dwords of a token of k numbers as `floats` wants it.
+inline int64_t spread_steps(int64_t k, ScalarType type, bool pairs) {
+    return blocks_in(k) * 16 * (pairs && type == ScalarType::BFloat16 ? 1 : pairs ? 3 : 2);
+}
+
+}  // namespace ptq::e8p_tiled

@@ -1,0 +1,51 @@
+"""`ptq::e8p_experts`: the chosen experts of a block on few tokens as one op, for E8P weights in tiles
+(`quip_sharp.tiled_ops`). Tokens, counts, shares and the lists of weights are those of `ptq.expert_ops`.
+
+`su` are the signs of the input that gates and ups share, then those of the input of each down; `sv` those of all
+products; float32. `order` is that of the Hadamard matrix for x's width, `width_order` of that for the width of an
+expert, each with its dense factors.
+"""
+
+import torch
+from torch import Tensor
+
+from ptq import hadamard as _hadamard  # noqa: F401 (registers the ops)
+from ptq.expert_ops import ROWS, seen
+from ptq.op_declarations import declare
+from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
+
+SCHEMA = (
+    f"({ROWS}, Tensor[] tiles, Tensor[] scale, Tensor[] su, Tensor[] sv, int width, int bits, int input_bits, "
+    "float clip, int down_bits, float down_clip, Tensor[] factors, int order, Tensor[] width_factors, int width_order) "
+    "-> Tensor"
+)
+
+
+def experts(
+    x, tokens, counts, shares, tiles, scale, su, sv, width, bits, input_bits, clip, down_bits, down_clip,
+    factors, order, width_factors, width_order,
+):  # fmt: skip
+    """The op step by step."""
+    total, row, count = torch.zeros_like(x), 0, len(counts)
+
+    def linear(into: tuple[Tensor, ...], place: int, n: int, back: list[Tensor], back_order: int) -> Tensor:
+        weight = tiles[place], scale[place], None, n, bits
+        if len(into) == 1:
+            y = torch.ops.ptq.e8p_linear_tiled(*into, *weight)
+        else:
+            y = torch.ops.ptq.e8p_linear_quantized(*into, *weight, torch.float32)
+        return torch.ops.ptq.hadamard(y.float(), sv[place], back, back_order, -1, True).to(x.dtype)
+
+    for expert, rows in enumerate(counts):
+        here = tokens[row : row + rows]
+        into = seen(x[here], input_bits, clip, factors, order, su[0])
+        gate, up = (linear(into, place, width, width_factors, width_order) for place in (expert, count + expert))
+        into = seen(torch.ops.ptq.silu_mul(gate, up), down_bits, down_clip, width_factors, width_order, su[1 + expert])
+        y = linear(into, 2 * count + expert, x.shape[1], factors, order)
+        for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
+            total[token] += (each.float() * share).to(x.dtype)
+        row += rows
+    return total
+
+
+declare("e8p_experts", SCHEMA, experts, lambda x, *_: x.new_empty(x.shape))
