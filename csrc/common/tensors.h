@@ -79,6 +79,12 @@ inline torch::stable::Tensor as_float(const torch::stable::Tensor& x) {
     return out;
 }
 
+// The bits of the bfloat16 next to a float32 of these bits, halves to even.
+inline uint16_t nearest_bfloat16(uint32_t bits) {
+    const uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
+}
+
 // x, contiguous and float32, in another dtype.
 inline torch::stable::Tensor from_float(const torch::stable::Tensor& x, torch::headeronly::ScalarType type) {
     using torch::headeronly::ScalarType;
@@ -87,10 +93,7 @@ inline torch::stable::Tensor from_float(const torch::stable::Tensor& x, torch::h
     const torch::stable::Tensor out = fresh(x.sizes(), type);
     const auto* from = static_cast<const uint32_t*>(x.const_data_ptr());
     auto* to = static_cast<uint16_t*>(out.mutable_data_ptr());
-    for (int64_t i = 0; i < x.numel(); i++) {
-        const uint32_t bits = from[i], nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-        to[i] = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
-    }
+    for (int64_t i = 0; i < x.numel(); i++) to[i] = nearest_bfloat16(from[i]);
     return out;
 }
 

@@ -51,14 +51,12 @@ struct Product {
     }
 };
 
-// To the nearest bfloat16, halves to even.
 struct Brain {
     uint16_t bits;
     static Brain of(float x) {
         uint32_t all;
         std::memcpy(&all, &x, sizeof all);
-        const uint32_t nearest = (all + 0x7fffu + (all >> 16 & 1u)) >> 16;
-        return {static_cast<uint16_t>((all & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest)};
+        return {nearest_bfloat16(all)};
     }
     operator float() const {
         const uint32_t all = static_cast<uint32_t>(bits) << 16;
