@@ -181,7 +181,7 @@ FAMILIES: dict[str, Family] = {
             up="feed_forward.w3",
             down="feed_forward.w2",
             mixers=(
-                Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight",)),
+                Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight", "conv.conv.bias")),
                 Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
             ),
         ),

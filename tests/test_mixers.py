@@ -117,6 +117,14 @@ def test_files_with_other_mixers_than_the_config_says(
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("lfm2", dict(conv_bias=True)), ("granitemoehybrid", dict(mamba_conv_bias=False))]
+)
+def test_convolutions_with_and_without_biases(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", model_type, **changes)
+    assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
+
+
 def test_a_mixer_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3_5_text")
     name = "model.layers.0.linear_attn.out_proj.weight"
