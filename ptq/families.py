@@ -176,7 +176,6 @@ FAMILIES: dict[str, Family] = {
             final_norm="model.embedding_norm",
             attention_norm="operator_norm",
             mlp_norm="ffn_norm",
-            attention_output="self_attn.out_proj",
             gate="feed_forward.w1",
             up="feed_forward.w3",
             down="feed_forward.w2",
