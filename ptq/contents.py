@@ -1,6 +1,7 @@
 """What is inside a checkpoint: formats, rotations and true sizes, read from its headers alone."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
 from ptq.hf import PtqConfig
 from ptq.linear import swap
+from ptq.plan import OF_ANOTHER, Plan
 from ptq.report_schema import PAGE
 
 
@@ -120,6 +122,27 @@ def linear_shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tupl
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model of a config, and of every other tensor that its files hold."""
     return {name: tuple(tensor.shape) for name, tensor in _without_weights(config).state_dict().items()}
+
+
+def check_promised(plan: Plan, tensors: Collection[str], promised: Collection[str]) -> None:
+    """Check that the source has those tensors of blocks, and those biases of linears, that the model of its config has;
+    `promised` are the names of that model's tensors. Raises InputError.
+
+    transformers would fill a missing one with random numbers, and leave out one that the config does not promise.
+    """
+    held = {experts.module_name(name) for name in tensors}
+    plain = [linear for linear in plan.linears if linear.expert is None]
+    biases = {f"{linear.name}.bias" for linear in plain}
+    claimed = {linear.source for linear in plain} | biases | {*plan.unit_norms, *plan.kept}
+    wanted = [name for name in promised if name.startswith(f"{plan.layers}.") and not experts.is_fused_parameter(name)]
+    for name in (*wanted, *sorted(biases & {*promised})):
+        if name not in held:
+            raise InputError(f"the checkpoint has no tensor {name!r}, but its config.json promises it: {OF_ANOTHER}")
+    for name in sorted(claimed & {*tensors}):
+        if experts.module_name(name) not in promised:
+            raise InputError(
+                f"the checkpoint holds tensor {name!r}, but its config.json does not promise it: {OF_ANOTHER}"
+            )
 
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:

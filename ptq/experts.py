@@ -39,6 +39,12 @@ def module_name(name: str) -> str:
     return name.replace(IN_FILES, IN_MODEL)
 
 
+def is_fused_parameter(name: str) -> bool:
+    """Whether this is a tensor in which transformers holds all experts of a block."""
+    owner, _, leaf = name.rpartition(".")
+    return leaf in FUSED and owner.endswith(".experts")
+
+
 class Experts(nn.Module):
     """The experts 0, 1, ... of a block, each with linears of the given `names`: y = sum_e p_e down_e(act(gate_e x) *
     up_e x) over the experts e that were chosen for a token x. Sums are taken in the order of the experts.

@@ -176,12 +176,11 @@ FAMILIES: dict[str, Family] = {
             final_norm="model.embedding_norm",
             attention_norm="operator_norm",
             mlp_norm="ffn_norm",
-            attention_output="self_attn.out_proj",
             gate="feed_forward.w1",
             up="feed_forward.w3",
             down="feed_forward.w2",
             mixers=(
-                Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight",)),
+                Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight", "conv.conv.bias")),
                 Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
             ),
         ),

@@ -46,7 +46,7 @@ class Mixer:
     gates: tuple[str, ...] = ()
     """Readers of a few rows, which decide for whole heads: they stay in 16 bits, as a router does."""
     kept: tuple[str, ...] = ()
-    """Its other tensors, which no rotation touches."""
+    """Its other tensors, which no rotation touches; a bias (`.bias`) may be there or not."""
 
 
 @dataclass(frozen=True)

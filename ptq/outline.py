@@ -73,7 +73,7 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
             *norms,
             *(f"{block}.{name}" for block in blocks for name in family.kept),
             *(f"{block}.{name}" for block in sparse for name in others),
-            *(f"{block}.{name}" for block, mixer in mixers.items() for name in mixer.kept),
+            *(name for block, mixer in mixers.items() for name in _kept(block, mixer, tensors)),
         ),
         unused=tuple(sorted(tensors.keys() & unread)),
         norm_offset=family.norm_offset,
@@ -131,6 +131,12 @@ def _block(index: int, shape: ModelShape, family: Family, tensors: Tensors) -> I
 def _mixer(block: str, family: Family, tensors: Tensors) -> Mixer | None:
     """What a block has in the place of plain attention; None where it has that."""
     return next((mixer for mixer in family.mixers if f"{block}.{mixer.readers[0]}.weight" in tensors), None)
+
+
+def _kept(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[str]:
+    """The other tensors of a mixer: of the biases those that are there."""
+    names = (f"{block}.{name}" for name in mixer.kept)
+    return (name for name in names if not name.endswith(".bias") or name in tensors)
 
 
 def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:

@@ -29,7 +29,7 @@ from ptq import (
     token_rows,
 )
 from ptq.checkpoint import Checkpoint
-from ptq.contents import parameter_shapes, read_config, summary
+from ptq.contents import check_promised, parameter_shapes, read_config, summary
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
 from ptq.families import family_of
@@ -37,7 +37,7 @@ from ptq.family import Family
 from ptq.job import Job
 from ptq.lock import exclusive, lock_file
 from ptq.model_shape import shape_of
-from ptq.plan import Plan, check_biases, check_claims, check_tensors
+from ptq.plan import Plan, check_claims, check_tensors
 from ptq.progress import Progress
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
@@ -90,9 +90,9 @@ def plan(model: str, recipe: Recipe) -> Target:
     plan = methods.planner(recipe.method)(shape, family, recipe, checkpoint.tensors)
     if plan.cache is not None:
         attention.check(config, plan.cache)
-    check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
     promised = parameter_shapes(config)
-    check_biases(plan, checkpoint.tensors, promised)
+    check_promised(plan, checkpoint.tensors, promised)
+    check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
     check_tensors(plan, checkpoint.tensors, promised)
     return Target(checkpoint, config, family, replace(plan, notes=(*notes, *more, *plan.notes)))
 

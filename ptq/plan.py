@@ -4,7 +4,7 @@ A method (`quarot.plan`, ...) makes a `Plan` from a model's shape, its `Family` 
 calibrator, the writer and the tests read that one plan; nothing else in the package knows where a rotation goes.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +18,8 @@ from ptq.header import TensorInfo
 from ptq.kv_cache import CacheQuantization
 from ptq.model_shape import ModelShape
 
+OF_ANOTHER = "the config belongs to another model, or the checkpoint is damaged"
+"""The end of a sentence about a tensor."""
 Finetune = Literal["none", "blocks", "full"]
 """`blocks`: each block after its own original; `full`: after that the whole model after the original's logits."""
 
@@ -195,20 +197,6 @@ class Plan:
         return next((linear for linear in self.linears if linear.name == name), None)
 
 
-def check_biases(plan: Plan, tensors: Collection[str], promised: Collection[str]) -> None:
-    """Check that the source has exactly the biases of linears that its config promises. Raises InputError.
-
-    transformers would fill a missing one with random numbers, and leave out one that the config does not promise.
-    """
-    for name in (f"{linear.name}.bias" for linear in plan.linears):
-        if (name in tensors) != (name in promised):
-            has, says = ("holds", "does not promise it") if name in tensors else ("has no", "promises it")
-            raise InputError(
-                f"the checkpoint {has} tensor {name!r}, but its config.json {says}: "
-                "the config belongs to another model, or the checkpoint is damaged"
-            )
-
-
 def check_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], promised: Mapping[str, tuple[int, ...]]) -> None:
     """Check dtype and shape of every tensor that the plan uses; `promised` are the shapes of the config's model.
 
@@ -225,7 +213,7 @@ def check_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], promised: Mappi
         if tuple(info.shape) != promised.get(name, tuple(info.shape)):
             raise InputError(
                 f"tensor {name!r} has shape {list(info.shape)}, but config.json says {list(promised[name])}: "
-                "the config belongs to another model, or the checkpoint is damaged"
+                f"{OF_ANOTHER}"
             )
 
 
@@ -246,8 +234,7 @@ def check_claims(plan: Plan, tensors: dict[str, tuple[int, ...]]) -> None:
             raise InputError(f"the checkpoint has no tensor {name!r}, which its config.json promises")
         if shape is not None and tuple(tensors[name]) != shape:
             raise InputError(
-                f"tensor {name!r} has shape {list(tensors[name])}, but config.json says {list(shape)}: "
-                "the config belongs to another model, or the checkpoint is damaged"
+                f"tensor {name!r} has shape {list(tensors[name])}, but config.json says {list(shape)}: {OF_ANOTHER}"
             )
     unclaimed = sorted(set(tensors) - set(expected))
     if unclaimed:

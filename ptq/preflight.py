@@ -92,8 +92,18 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
             solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
             memory += max(hessians, solver)
         seconds += plan.blocks * work / _matmul_rate()
+    if needs_text(plan, recipe) or recipe.calibration is not None:
+        memory += _mixing(block, shape, length)
     made = Estimate(seconds, memory, hidden + parts * hessians, packed)
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
+
+
+def _mixing(block: list[LinearPlan], shape: ModelShape, length: int) -> int:
+    """Bytes beside the weights while a mixer runs on a chunk: what its linears give, some times; and of latent
+    attention the scores, which torch holds whole, and three times, where keys are wider than values."""
+    widths = sum(linear.n for linear in block if linear.role.startswith("mixer"))
+    latent = any(linear.role == "mixer_inside" for linear in block)
+    return 4 * max(length, CHUNK_TOKENS) * 3 * (widths + latent * shape.heads * length)
 
 
 def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, length: int) -> Estimate:

@@ -62,7 +62,8 @@ MIXED: dict[str, Any] = dict(
 LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; every head has keys of its own
 TWO_MIXERS: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3"), LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
+    "minicpm3": dict(LATENT, scale_emb=0.7, dim_model_base=36),  # with 12 and 256 every token expects itself, surely
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), TWO_MIXERS),
     "youtu": dict(LATENT, pad_token_id=None),  # transformers makes that row of the embedding zeros when it loads
     "lfm2": dict(layer_types=["conv", "full_attention"], hidden_size=80, block_multiple_of=8),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DISTINCT, check_refused, decode, edit_tensors, quantize, save_model, tiny_config
+from conftest import DISTINCT, check_refused, decode, edit_config, edit_tensors, quantize, save_model, tiny_config
 from transformers import AutoModelForCausalLM
 
 import ptq
@@ -88,10 +88,41 @@ def test_decoded_tokens_are_those_of_whole_passes(model_type: str, tmp_path: Pat
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3_5_text")
-    for name in ("linear_attn.A_log", "linear_attn.in_proj_z.weight", "linear_attn.out_proj.weight"):
+    leaves = ("in_proj_qkv.weight", "A_log", "in_proj_z.weight", "out_proj.weight")  # the first one tells the mixer
+    for name in (f"linear_attn.{leaf}" for leaf in leaves):
         edit_tensors(lambda tensors, name=name: tensors.pop(f"model.layers.0.{name}"))(folder)
-        check_refused(quantize("fp6", folder, tmp_path / "out"), f"no tensor 'model.layers.0.{name}', which its config")
+        check_refused(quantize("fp6", folder, tmp_path / "out"), f"no tensor 'model.layers.0.{name}', ")
         folder = save_model(tmp_path / name, "qwen3_5_text")
+
+
+LINEAR, FULL = "linear_attention", "full_attention"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "tensor"),
+    [
+        ("qwen3_5_text", dict(layer_types=[FULL, FULL]), "0.self_attn.q_proj.weight"),
+        ("qwen3_5_moe_text", dict(layer_types=[FULL, LINEAR]), "0.self_attn.q_proj.weight"),
+        ("granitemoehybrid", dict(layer_types=[LINEAR, LINEAR]), "1.mamba.dt_bias"),
+        ("lfm2", dict(layer_types=[FULL, "conv"]), "0.self_attn.q_proj.weight"),
+        ("deepseek_v3", dict(q_lora_rank=None), "0.self_attn.q_proj.weight"),
+    ],
+)
+def test_files_with_other_mixers_than_the_config_says(
+    model_type: str, changes: dict[str, Any], tensor: str, tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", model_type)
+    edit_config(**changes)(folder)
+    check_refused(quantize("fp6", folder, tmp_path / "out"), f"no tensor 'model.layers.{tensor}', but its config.json")
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"), [("lfm2", dict(conv_bias=True)), ("granitemoehybrid", dict(mamba_conv_bias=False))]
+)
+def test_convolutions_with_and_without_biases(model_type: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", model_type, **changes)
+    assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
 
 
 def test_a_mixer_of_another_shape_is_refused(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ from conftest import PLAIN_ATTENTION, by_role, tiny_config
 
 import ptq
 from ptq import rewrite
+from ptq.contents import check_promised
 from ptq.families import FAMILIES
 from ptq.hf import PtqConfig
 from ptq.kv_cache import CacheQuantization
 from ptq.model_shape import ModelShape, shape_of
-from ptq.plan import LinearPlan, Plan, Rotation, check_biases, check_claims
+from ptq.plan import LinearPlan, Plan, Rotation, check_claims
 from quarot.plan import QuarotRecipe, plan
 
 SHAPE = shape_of(tiny_config("llama"))
@@ -91,16 +92,15 @@ def test_any_wrong_shape_is_an_error() -> None:
                 check_claims(made, {**found, name: (*found[name][:-1], found[name][-1] + 1)})
 
 
-def test_biases_are_those_of_the_config() -> None:
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.bias", "model.layers.1.mlp.up_proj.weight"])
+def test_tensors_are_those_of_the_config(name: str) -> None:
     """A missing one would be filled with random numbers, a surplus one left out."""
     made, found = make(), tensors(SHAPE)
-    promised = {name for name in found if name.endswith(".bias")}
-    check_biases(made, found, promised)
-    name = "model.layers.1.mlp.up_proj.bias"
+    check_promised(made, found, found.keys())
     with pytest.raises(ptq.InputError, match=f"has no tensor '{name}', but its config.json promises it"):
-        check_biases(made, found.keys() - {name}, promised)
+        check_promised(made, found.keys() - {name}, found.keys())
     with pytest.raises(ptq.InputError, match=f"holds tensor '{name}', but its config.json does not promise it"):
-        check_biases(made, found, promised - {name})
+        check_promised(made, found, found.keys() - {name})
 
 
 def test_a_stored_copy_of_a_tied_head_and_rotary_tables_are_unused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, listing, quantize, tiny_config
+from conftest import check_refused, listing, quantize, save_model, tiny_config
 
 import ptq
 from ptq import clip_search, pipeline, preflight
@@ -70,6 +70,18 @@ def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 def memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
     monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+
+
+def test_memory_of_the_scores_of_latent_attention(tmp_path: Path) -> None:
+    """torch has no kernel for keys that are wider than values: the scores of all heads are there, in float32."""
+    length = 2048
+    recipe, found = QuarotRecipe(sequence_length=length, samples=1), []
+    for heads in (4, 32):
+        sizes = dict(num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=length)
+        folder = str(save_model(tmp_path / f"{heads}", "youtu", **sizes))
+        found.append(pipeline.estimate(pipeline.plan(folder, recipe), folder, recipe).memory)
+    scores = 4 * (32 - 4) * length**2
+    assert 2.5 * scores < found[1] - found[0] < 4 * scores
 
 
 def test_result_and_work_share_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
