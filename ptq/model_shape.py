@@ -5,7 +5,7 @@ from typing import Any
 
 from ptq.errors import InputError
 
-UNREAD = ("num_mtp_layers", "num_nextn_predict_layers")
+UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of blocks for multi-token prediction."""
 
 

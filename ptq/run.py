@@ -21,11 +21,23 @@ def main(arguments: list[str]) -> int | str | None:
     sys.argv = [*arguments]
     for command in entry_points(group="console_scripts", name=name):
         return command.load()()
-    if not all(part.isidentifier() for part in name.split(".")) or find_spec(name.partition(".")[0]) is None:
-        print(f"ptq.run: neither a command nor a module {name!r} is installed here: pip install it", file=sys.stderr)
+    if not _runs(name):
+        print(f"ptq.run: no command {name!r} is installed here, nor a module that can be run", file=sys.stderr)
         return 2
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0
+
+
+def _runs(name: str) -> bool:
+    """Whether this is the name of a module, or of a package with a `__main__`."""
+    if not all(part.isidentifier() for part in name.split(".")):
+        return False
+    try:
+        found = find_spec(name)
+        whole = found is not None and found.submodule_search_locations is not None
+        return found is not None and (not whole or find_spec(f"{name}.__main__") is not None)
+    except (ImportError, ValueError):  # of a package in front
+        return False
 
 
 if __name__ == "__main__":

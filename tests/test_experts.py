@@ -217,8 +217,16 @@ def test_prediction_blocks_in_a_place_of_their_own_are_left_out(tmp_path: Path) 
         ("glm4_moe", {"n_group": 3}, "n_group 3 and topk_group 1 do not fit 4 experts"),
         ("glm4_moe", {"n_group": 2, "topk_group": 3}, "n_group 2 and topk_group 3 do not fit 4 experts"),
         ("glm4_moe", {"n_group": 4}, "of two experts at least"),
-        ("glm4_moe", {"num_nextn_predict_layers": "1"}, "num_mtp_layers must be a positive whole number, found '1'"),
-        ("glm4_moe", {"num_nextn_predict_layers": -2}, "num_mtp_layers must be a positive whole number, found -2"),
+        (
+            "glm4_moe",
+            {"num_nextn_predict_layers": "1"},
+            "num_nextn_predict_layers must be a positive whole number, found '1'",
+        ),
+        (
+            "glm4_moe",
+            {"num_nextn_predict_layers": -2},
+            "num_nextn_predict_layers must be a positive whole number, found -2",
+        ),
     ],
     ids=str,
 )

@@ -43,9 +43,9 @@ def test_without_a_tool(arguments: list[str], capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith("usage: python -m ptq.run TOOL")
 
 
-@pytest.mark.parametrize("name", ["no_such_tool", "../tool", "no_such.tool", "", "ptq..run"])
+@pytest.mark.parametrize("name", ["no_such_tool", "../tool", "no_such.tool", "", "ptq..run", "json.nothing", "quarot"])
 def test_what_is_no_tool(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
     assert main([name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"ptq.run: neither a command nor a module {name!r} is installed here: pip install it"
+    assert line == f"ptq.run: no command {name!r} is installed here, nor a module that can be run"
