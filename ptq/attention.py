@@ -74,7 +74,8 @@ def check(config: Any, settings: CacheQuantization) -> None:
         raise InputError("KV cache: the model's attention has sinks of its own, which the packed cache cannot do")
     if family is not None and family.mixers:
         raise InputError(
-            "KV cache: not all blocks of the model have plain attention, and the packed cache can do no other"
+            "KV cache: not all blocks of the model have plain attention, and the packed cache can do no other; "
+            "leave --kv-bits, --key-bits and --value-bits out"
         )
     if settings.sinks and _window(config) is not None:
         raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")

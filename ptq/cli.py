@@ -104,9 +104,9 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
             "finished before, by the same command: nothing was done, its files are as they were written", soft_wrap=True
         )
         return
-    rotated = f"the rotated model equals the original to {result.rotation_error:.1e}"
+    close = f"before rounding, the model equals the original to {result.rotation_error:.1e}"
     console.print(
-        f"proven: {rotated if result.rotation_error else 'before rounding, the model is the original to the bit'}; "
+        f"proven: {close if result.rotation_error else 'before rounding, the model is the original to the bit'}; "
         "read again, the checkpoint gives the logits that were measured",
         soft_wrap=True,
     )

@@ -68,7 +68,7 @@ def _header(report: Report) -> str:
     recipe = "".join(f"<code>{escape(f'{key} {_plain(value)}')}</code>" for key, value in _settings(report.recipe))
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in report.notes)
     exact = "the model was the original to the bit"
-    close = f"the rotated model gave the logits of the original to {_value(report.rotation_error, '.1e')}"
+    close = f"the model gave the logits of the original to {_value(report.rotation_error, '.1e')}"
     return (
         f"<h1>{escape(report.model)}</h1>"
         f'<p class="sub">{escape(report.family)} · before rounding, {exact if report.rotation_error == 0 else close} '

@@ -202,9 +202,11 @@ def with_error(value: float, error: float | None) -> str:
 @app.command()
 def main(
     model: Annotated[str, typer.Argument(help="A folder, a hub name, or `demo`.")],
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text to predict [demo: its held-out text].")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="UTF-8 text to predict. Default for demo: its held-out text.")
+    ] = None,
     dataset: Annotated[Dataset | None, typer.Option(help="A text from the hub instead.")] = None,
-    context: Annotated[int | None, typer.Option(help="Window [2048, or the model's maximum if shorter].")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's limit.")] = None,
     device: Annotated[Device, typer.Option()] = Device.auto,
     dtype: Annotated[Dtype, typer.Option(help="auto: as stored (float16 becomes float32 on a CPU).")] = Dtype.auto,
     against: Annotated[str | None, typer.Option(help="The original: adds KL divergence and top-1 agreement.")] = None,

@@ -110,7 +110,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_reports_its_proofs(tiny: Path, tmp_path: Path) -> None:
     result = quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest", "--weight-bits", "8")
     assert result.exit_code == 0 and result.stdout == ""
-    for text in ("bits per quantised weight", "rotated model equals the original", "logits", "estimate:"):
+    for text in ("bits per quantised weight", "before rounding, the model equals the original", "logits", "estimate:"):
         assert text in result.stderr
     assert "KL" not in result.stderr and "its quality was not measured" in result.stderr
     assert "no longer the embedding's own weight: 96 x 16 numbers" in result.stderr
