@@ -66,10 +66,8 @@ def _load_text(spec: str, limit: int) -> str:
     path = Path(spec).expanduser()
     if spec in HUB_ALIASES:
         return _join(_hub_documents(spec), limit)
-    if path.suffix.lower() == ".txt":
+    if path.suffix.lower() in (".txt", ".jsonl"):
         return read_text(path, limit)
-    if path.suffix.lower() == ".jsonl":
-        return _join(_jsonl_documents(path), limit)
     if path.exists():
         raise InputError(f"calibration {spec}: expected a .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset")
     if not HUB_NAME.fullmatch(spec):
@@ -103,10 +101,13 @@ def _cannot_read(path: Path, error: OSError) -> InputError:
 
 
 def read_text(path: Path, limit: int = sys.maxsize - 1) -> str:
-    """The text as the file is (no newline translation), cut at a character's start after `limit` bytes.
+    """The text as the file is (no newline translation), cut at a character's start after `limit` bytes; of .jsonl
+    the documents, cut after `limit` characters.
 
-    Raises InputError for a file that cannot be read, or is not UTF-8.
+    Raises InputError for a file that cannot be read, is not UTF-8, or has a line without text where there must be one.
     """
+    if path.suffix.lower() == ".jsonl":
+        return _join(_jsonl_documents(path), limit)
     try:
         with path.open("rb") as file:
             data = file.read(min(limit + 1, path.stat().st_size + 1))

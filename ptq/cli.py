@@ -90,6 +90,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         return
     from ptq import pipeline
     from ptq.progress import console
+    from ptq.report_schema import PAGE
     from ptq.work import RECORD
 
     finished_before = (out / RECORD).is_file()
@@ -118,6 +119,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         console.print(f"its quality was not measured, for want of text: {compared}", soft_wrap=True)
     else:
         console.print(f"KL from the original: {result.kl:.4f} nats per token of calibration text", soft_wrap=True)
+    if (page := result.out / PAGE).is_file():
+        console.print(f"what was done to it, in pictures: {page}", soft_wrap=True)
 
 
 def _show_plan(model: str, recipe: Recipe) -> None:
@@ -177,7 +180,7 @@ def inspect(
 def verify_command(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
     against: Annotated[str | None, typer.Option(help="The original model, to compare logits with.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text for the comparison. Default: random tokens.")] = None,
+    text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:

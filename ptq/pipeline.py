@@ -79,6 +79,10 @@ def plan(model: str, recipe: Recipe) -> Target:
     checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
     config = read_config(checkpoint)
     family, shape = family.of(config), shape_of(config)
+    if shape.experts and family.experts is None:
+        raise InputError(
+            f"config.json: {shape.experts} experts in a block: {family.model_type} is supported without experts alone"
+        )
     if shape.blocks > len(checkpoint.tensors):  # before anything is built that large
         raise InputError(
             f"config.json: num_hidden_layers {shape.blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"

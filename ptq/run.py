@@ -1,13 +1,14 @@
 """Another tool, in a process where transformers loads packed checkpoints: `python -m ptq.run TOOL [ARGUMENTS]`.
 
-TOOL is a command that was installed with a Python package (`lm_eval`, `transformers`), or a module. It need not know of
-this package: that this module is in it has made the package known to transformers.
+TOOL is a command that was installed with a Python package (`lm_eval`, `transformers`), a FILE.py or a module. It need
+not know of this package: that this module is in it has made the package known to transformers.
 """
 
 import runpy
 import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
 
 USAGE = "usage: python -m ptq.run TOOL [ARGUMENTS], such as: python -m ptq.run transformers serve OUT"
 
@@ -19,10 +20,14 @@ def main(arguments: list[str]) -> int | str | None:
         return 2
     name = arguments[0]
     sys.argv = [*arguments]
+    if name.endswith(".py") and Path(name).is_file():
+        sys.path.insert(0, str(Path(name).parent.absolute()))  # as Python does it
+        runpy.run_path(name, run_name="__main__")
+        return 0
     for command in entry_points(group="console_scripts", name=name):
         return command.load()()
     if not _runs(name):
-        print(f"ptq.run: no command {name!r} is installed here, nor a module that can be run", file=sys.stderr)
+        print(f"ptq.run: {name!r} is no command or module that is installed here, and no FILE.py", file=sys.stderr)
         return 2
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0

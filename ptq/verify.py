@@ -7,6 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ptq import evaluate, source, writer
+from ptq.calibration import read_text
 from ptq.checkpoint import INDEX, Checkpoint, check_finite
 from ptq.contents import summary
 from ptq.errors import InputError
@@ -42,9 +43,10 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
     if against is None:
         return Verification(tensors, files, recorded)
     original = source.resolve(against)
-    sizes = [load_config(model).get_text_config().vocab_size for model in (folder, original)]
-    if sizes[0] != sizes[1]:
-        raise InputError(f"{original}: is not the original: it knows {sizes[1]} tokens, {folder} {sizes[0]}")
+    ours, theirs = (load_config(model).get_text_config() for model in (folder, original))
+    for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if (own := getattr(ours, size)) != (other := getattr(theirs, size)):
+            raise InputError(f"{original}: is not the original of {folder}: its {size} is {other}, not {own}")
     windows = _windows(original, text)
     models = load_model(folder, torch.float32), load_model(original, torch.float32)
     agreement = evaluate.compare(*models, windows)
@@ -94,8 +96,4 @@ def _windows(original: Path, text: Path | None) -> evaluate.Windows:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.get_text_config().vocab_size, (1, context), generator=generator)
         return evaluate.Windows(tokens, context, "random tokens", "none")
-    try:
-        content = text.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{text}: cannot be read as UTF-8 text ({error})") from error
-    return evaluate.windows_from_text(load_tokenizer(original), content, evaluate.context_for(config))
+    return evaluate.windows_from_text(load_tokenizer(original), read_text(text), evaluate.context_for(config))

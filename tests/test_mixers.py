@@ -125,6 +125,12 @@ def test_convolutions_with_and_without_biases(model_type: str, changes: dict[str
     assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
 
 
+def test_experts_where_the_row_knows_none(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "granitemoehybrid", num_local_experts=4, num_experts_per_tok=2)
+    refused = quantize("fp6", folder, tmp_path / "out")
+    check_refused(refused, "4 experts in a block: granitemoehybrid is supported without experts alone")
+
+
 def test_a_mixer_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "qwen3_5_text")
     name = "model.layers.0.linear_attn.out_proj.weight"

@@ -28,8 +28,9 @@ def test_a_module_loads_a_packed_checkpoint(packed: Path, tmp_path: Path) -> Non
     (tmp_path / "tool.py").write_text(TOOL)
     alone = subprocess.run([sys.executable, "tool.py", packed], cwd=tmp_path, capture_output=True, text=True)
     assert alone.returncode == 1  # it knows nothing of this package
-    found = run("tool", packed, "--x", folder=tmp_path)
-    assert (found.returncode, found.stdout) == (5, "QuantLinear ['--x']\n"), found.stderr
+    for name in ("tool", "tool.py"):
+        found = run(name, packed, "--x", folder=tmp_path)
+        assert (found.returncode, found.stdout) == (5, "QuantLinear ['--x']\n"), found.stderr
 
 
 def test_an_installed_command() -> None:
@@ -48,4 +49,4 @@ def test_what_is_no_tool(name: str, capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(sys, "argv", [])
     assert main([name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"ptq.run: no command {name!r} is installed here, nor a module that can be run"
+    assert line == f"ptq.run: {name!r} is no command or module that is installed here, and no FILE.py"

@@ -37,16 +37,20 @@ def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibra
     found = json.loads(quantize("verify", packed, "--against", tiny, "--text", calibration_text, "--json").stdout)
     assert found["tokens"] == 127 * len(rows) and found["kl"] == pytest.approx(kl, rel=1e-3)
     assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item(), abs=0.002)
+    documents = calibration_text.with_suffix(".jsonl")
+    documents.write_text(json.dumps({"text": calibration_text.read_text()}))
+    assert found == json.loads(quantize("verify", packed, "--against", tiny, "--text", documents, "--json").stdout)
     said = quantize("verify", packed, "--against", tiny, "--text", calibration_text).stdout.splitlines()[1]
     assert said.startswith(f"against {tiny}: KL {found['kl']:.5f} ") and f" {127 * len(rows)} tokens" in said
 
 
 def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_path: Path) -> None:
-    other = save_model(tmp_path / "other", **{**TINY, "vocab_size": 97})
-    message = f"{other}: is not the original: it knows 97 tokens, {packed} 96"
-    check_refused(quantize("verify", packed, "--against", other), message)
+    for size, value, own in (("vocab_size", 97, 96), ("hidden_size", 24, 16), ("num_hidden_layers", 3, 2)):
+        other = save_model(tmp_path / size, **{**TINY, size: value})
+        message = f"{other}: is not the original of {packed}: its {size} is {value}, not {own}"
+        check_refused(quantize("verify", packed, "--against", other), message)
     (tmp_path / "short.txt").write_text("too short")
-    for name, message in {"none": "none: cannot be read as UTF-8 text", "short.txt": "too few for one window"}.items():
+    for name, message in {"none": "none: cannot be read", "short.txt": "too few for one window"}.items():
         result = quantize("verify", packed, "--against", tiny, "--text", tmp_path / name)
         assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
 
