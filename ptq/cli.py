@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,8 @@ from ptq import methods, source, startup
 from ptq.errors import InputError, RunError
 from ptq.recipe import Recipe, RunOptions
 
+DISTRIBUTION = "ptq-toolkit"
+
 app = typer.Typer(
     name="quantize",
     help="Make a trained language model small: one command, a packed checkpoint that transformers loads.",
@@ -28,6 +31,26 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        try:
+            typer.echo(f"quantize {metadata.version(DISTRIBUTION)}")
+        except metadata.PackageNotFoundError:
+            typer.echo(f"quantize, {DISTRIBUTION} from a folder: not installed")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version."),
+    ] = False,
+) -> None:
+    pass
+
 
 Model = Annotated[
     str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq.")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -219,3 +220,11 @@ def test_paths_are_printed_as_they_are(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "b[int4]" / "d[x]"
     result = quantize("fp6", tiny, out)
     assert result.exit_code == 0 and str(out) in result.stderr
+
+
+def test_the_version_is_that_of_the_project() -> None:
+    said = quantize("--version")
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    version = re.search(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert version is not None and said.exit_code == 0
+    assert said.stdout in (f"quantize {version[1]}\n", "quantize, ptq-toolkit from a folder: not installed\n")

@@ -152,7 +152,8 @@ def test_a_model_of_every_family(family: str) -> None:
     fast_steps.install(fast)
     norms = [m for m in fast.modules() if type(m).__name__.endswith("RMSNorm")]
     attention = [m for m in fast.modules() if type(m).__name__.endswith("Attention")]
-    turned = not FAMILIES[family].rope_interleaved and family != "deepseek_v2"  # as the op does it
+    others = "deepseek_v2", "deepseek_v32"
+    turned = not FAMILIES[family].rope_interleaved and family not in others  # as the op does it
     assert norms and all("forward" in vars(m) for m in norms)
     assert attention and all(("forward" in vars(m)) == turned for m in attention)
     ids = torch.arange(3, 12).reshape(1, -1)
