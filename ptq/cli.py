@@ -33,13 +33,14 @@ app = typer.Typer(
 )
 
 
-def _show_version(asked: bool) -> None:
+def _show_version(asked: bool) -> bool:
     if asked:
         try:
             typer.echo(f"quantize {metadata.version(DISTRIBUTION)}")
         except metadata.PackageNotFoundError:
             typer.echo(f"quantize, {DISTRIBUTION} from a folder: not installed")
         raise typer.Exit
+    return asked
 
 
 @app.callback()
