@@ -50,8 +50,12 @@ SHARED_INPUTS = {"key": "query", "value": "query", "up": "gate"}
 def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) -> Plan:
     """The plan of a model with these tensors. Raises InputError where a mixer lacks one, or it is no matrix."""
     blocks = [f"{family.layers}.{index}" for index in range(shape.blocks)]
+    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, tensors))}
     linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
-    linears += [linear for index in range(shape.blocks) for linear in _block(index, shape, family, tensors)]
+    for index, block in enumerate(blocks):
+        if block in mixers:
+            linears += _mixing(block, mixers[block], tensors)
+        linears += _block(index, shape, family, attention=block not in mixers)
     if not shape.tied:
         linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
     inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
@@ -60,7 +64,6 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
     unread |= (behind := _behind(shape, family, tensors))
     others = family.experts.kept if family.experts else ()
     sparse = [block for index, block in enumerate(blocks) if shape.has_experts(index)]
-    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, tensors))}
     if shape.tied:
         unread.add(f"{family.head}.weight")
     return Plan(
@@ -114,13 +117,11 @@ def first_row(role: str, shape: ModelShape, family: Family) -> int:
     raise AssertionError(role)
 
 
-def _block(index: int, shape: ModelShape, family: Family, tensors: Tensors) -> Iterator[LinearPlan]:
+def _block(index: int, shape: ModelShape, family: Family, attention: bool) -> Iterator[LinearPlan]:
+    """The linears of a block, with those of plain attention or without."""
     block, sparse = f"{family.layers}.{index}", family.experts is not None and shape.has_experts(index)
-    mixer = _mixer(block, family, tensors)
-    if mixer is not None:
-        yield from _mixing(block, mixer, tensors)
     for role, (n, k) in _sizes(shape).items():
-        if (sparse and role in MLP) or (mixer is not None and role not in MLP):
+        if sparse if role in MLP else not attention:
             continue
         statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
         yield replace(_linear(role, f"{block}.{getattr(family, role)}", n, k), statistics=statistics)

@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-USAGE = "usage: python -m ptq.run TOOL [ARGUMENTS], such as: python -m ptq.run transformers serve OUT"
+USAGE = "usage: python -m ptq.run TOOL|FILE.py [ARGUMENTS], such as: python -m ptq.run transformers serve OUT"
 
 
 def main(arguments: list[str]) -> int | str | None:

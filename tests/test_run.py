@@ -41,7 +41,7 @@ def test_an_installed_command() -> None:
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
 def test_without_a_tool(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
-    assert capsys.readouterr().err.startswith("usage: python -m ptq.run TOOL")
+    assert capsys.readouterr().err.startswith("usage: python -m ptq.run TOOL|FILE.py")
 
 
 @pytest.mark.parametrize("name", ["no_such_tool", "../tool", "no_such.tool", "", "ptq..run", "json.nothing", "quarot"])
