@@ -22,8 +22,6 @@ from ptq import methods, source, startup
 from ptq.errors import InputError, RunError
 from ptq.recipe import Recipe, RunOptions
 
-DISTRIBUTION = "ptq-toolkit"
-
 app = typer.Typer(
     name="quantize",
     help="Make a trained language model small: one command, a packed checkpoint that transformers loads.",
@@ -36,9 +34,9 @@ app = typer.Typer(
 def _show_version(asked: bool) -> bool:
     if asked:
         try:
-            typer.echo(f"quantize {metadata.version(DISTRIBUTION)}")
+            typer.echo(f"quantize {metadata.version(startup.DISTRIBUTION)}")
         except metadata.PackageNotFoundError:
-            typer.echo(f"quantize, {DISTRIBUTION} from a folder: not installed")
+            typer.echo(f"quantize, {startup.DISTRIBUTION} from a folder: not installed")
         raise typer.Exit
     return asked
 

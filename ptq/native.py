@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ptq import memory
+from ptq.startup import DISTRIBUTION
 
 CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")  # csrc/common/cpu_level.h
 _CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
@@ -22,7 +23,7 @@ _CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
 def _editable_folder(source: Path) -> Path | None:
     """Where `pip install -e` put the libraries, if this very source tree is what was installed."""
     try:
-        distribution = importlib.metadata.distribution("ptq-toolkit")
+        distribution = importlib.metadata.distribution(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         return None
     origin = json.loads(distribution.read_text("direct_url.json") or "{}")

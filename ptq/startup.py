@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+DISTRIBUTION = "ptq-toolkit"
+"""What this package is installed as."""
 INTERRUPTED = 130
 """Exit code of a process that was interrupted: 128 + SIGINT, as a shell gives it."""
 

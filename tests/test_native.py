@@ -74,7 +74,7 @@ def test_unbuilt_source_runs_and_says_so_once(tmp_path: Path):
     source = Path(native.__file__).parent
     (tmp_path / "ptq").mkdir()
     (tmp_path / "ptq" / "__init__.py").touch()
-    for name in ("errors.py", "memory.py", "native.py", "op_declarations.py", "paley.py", "hadamard.py"):
+    for name in ("errors.py", "memory.py", "native.py", "op_declarations.py", "paley.py", "hadamard.py", "startup.py"):
         (tmp_path / "ptq" / name).write_text((source / name).read_text())
     program = (
         # An editable install finds the package elsewhere, before the path is asked.
