@@ -18,8 +18,9 @@ from ptq import experts, fast_steps, matmul
 from ptq.activations import Activation
 from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, attach
-from ptq.linear import QuantLinear, frozen, swap
+from ptq.linear import QuantLinear, swap
 from ptq.model_shape import has_experts
+from ptq.packed_weight import frozen
 
 
 class _FastLinear(nn.Linear):

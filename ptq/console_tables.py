@@ -7,8 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from ptq.contents import Contents, Group
-from ptq.linear import NOT_OF_THE_FORMAT, describe
+from ptq.linear import describe
 from ptq.outline import of_any_expert
+from ptq.packed_weight import NOT_OF_THE_FORMAT
 from ptq.plan import LinearPlan, Plan, Rotation
 
 LEGEND = """\

@@ -12,8 +12,9 @@ from ptq import balance, formats, rewrite
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.family import Family
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, guard, stored_signs
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, stored_signs
 from ptq.matmul import FEW_TOKENS
+from ptq.packed_weight import guard
 from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
 

@@ -1,4 +1,4 @@
-"""`QuantLinear`, the only quantised module, and the entry of config.json that describes one."""
+"""`QuantLinear`, the packed linear layer, and the entry of config.json that describes one."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,22 +8,13 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, Num
 from torch import Tensor, nn
 
-from ptq import activations, formats, hadamard, input_steps, matmul
+from ptq import activations, hadamard, input_steps, matmul
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format, IntegerInput, NumberInput
+from ptq.packed_weight import PackedWeight, format_of, frozen
 from ptq.plan import LinearPlan
 from ptq.shared_input import HERE, SharedInput
-
-GUARD = "weight"
-"""Name of the one-element tensor that every packed layer stores where a plain layer has its weight.
-
-Without this package, transformers would find no `weight`, warn, and go on with random numbers. It finds one of the
-wrong size instead, and refuses to load.
-"""
-
-NOT_OF_THE_FORMAT = ("format", "version", "hadamard", "output_hadamard", "signs", "activation")
-"""Keys of an entry of config.json that are no options of its format."""
 
 INPUT_SIGNS, OUTPUT_SIGNS = "weight_su", "weight_sv"
 """Names of the sign vectors of a linear with transforms of its own on both sides: SU [k] and SV [n] in the code of
@@ -48,7 +39,7 @@ class Online:
     activation: Activation | None = None
 
 
-class QuantLinear(nn.Module):
+class QuantLinear(PackedWeight):
     """A linear layer y = x Wᵀ + b whose W[n, k] is stored in a format. Its input may be transformed by a Hadamard
     matrix and quantised per token before it is multiplied, its product transformed back after that (see `Online`).
 
@@ -57,66 +48,17 @@ class QuantLinear(nn.Module):
     """
 
     def __init__(self, k: int, n: int, bias: bool, format: Format, online: Online = Online()) -> None:
-        super().__init__()
-        self.in_features, self.out_features = k, n
-        self.format = format
+        super().__init__(n, k, format)
         self.online = online
         self.takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
         self.takes_numbers = isinstance(format, NumberInput)
         self.shared: SharedInput | None = None  # set in a loaded model, see ptq/shared_input.py
-        self.register_parameter(GUARD, frozen(guard()))
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
             self.register_parameter(OUTPUT_SIGNS, frozen(stored_signs(torch.ones(n))))
         self._signs: dict[str, tuple[Tensor, int, Tensor]] = {}
         self.register_parameter("bias", frozen(torch.empty(n)) if bias else None)
-        self._names: dict[str, str] = {}
-        self._hold({part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in format.buffers(n, k).items()})
-
-    def parts(self) -> dict[str, Tensor]:
-        """The tensors of the weight, by part: the stored ones, or what `prepack` made of them."""
-        held = self._parameters  # directly: `getattr` of a module is slow
-        return cast(dict[str, Tensor], {part: held[name] for part, name in self._names.items()})
-
-    def prepack(self) -> None:
-        """Put the weight into the layout of the kernels of its device, in the place of the stored one. `state_dict` and
-        `load_state_dict` still speak of the stored parts. A weight that is not here (meta, offloaded) is left alone.
-        """
-        parts = self.parts()
-        if not any(tensor.is_meta for tensor in parts.values()):
-            packed = self.format.prepack(parts, next(iter(parts.values())).device)
-            if packed.keys() != parts.keys():
-                self._hold(packed)
-
-    def _hold(self, parts: dict[str, Tensor]) -> None:
-        bias = self._parameters.pop("bias")
-        for name in self._names.values():
-            del self._parameters[name]
-        self._names = {part: f"weight_{part}" for part in parts}
-        for part, tensor in parts.items():
-            self.register_parameter(self._names[part], frozen(tensor))
-        self.register_parameter("bias", bias)
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        parts = self.parts()
-        stored = self.format.unprepack(parts)
-        if stored.keys() != parts.keys():
-            for name in (*self._names.values(), "bias"):
-                destination.pop(prefix + name, None)
-            destination.update({f"{prefix}weight_{part}": tensor for part, tensor in stored.items()})
-            bias = self._parameters["bias"]
-            if bias is not None:
-                destination[f"{prefix}bias"] = bias if keep_vars else bias.detach()
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        parts = self.parts()
-        stored = self.format.unprepack(parts)
-        if stored.keys() == parts.keys():
-            return super()._load_from_state_dict(*args, **kwargs)
-        self._hold(stored)
-        super()._load_from_state_dict(*args, **kwargs)
-        self.prepack()
+        self.make_room()
 
     def signs(self, name: str) -> Float32[Tensor, " size"] | None:
         """A sign vector as numbers, kept for the next call; None where there is none."""
@@ -208,11 +150,6 @@ class QuantLinear(nn.Module):
         )
 
 
-def guard() -> Tensor:
-    """The tensor stored in a packed layer's `weight`."""
-    return torch.zeros(1, dtype=torch.uint8)
-
-
 def stored_signs(vector: Num[Tensor, " size"]) -> Int16[Tensor, " size"]:
     """A sign vector as it is stored."""
     return vector.to(torch.float16).view(torch.int16)
@@ -221,11 +158,6 @@ def stored_signs(vector: Num[Tensor, " size"]) -> Int16[Tensor, " size"]:
 def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
     """Inverse of `stored_signs`."""
     return stored.view(torch.float16).float()
-
-
-def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter without gradient. Parameters rather than buffers, so that accelerate can spill them to disk."""
-    return nn.Parameter(tensor, requires_grad=False)
 
 
 def describe(linear: LinearPlan) -> dict[str, Any]:
@@ -247,20 +179,11 @@ def build(entry: Any, name: str, k: int, n: int, bias: bool) -> QuantLinear:
 
     Raises InputError, naming the linear, for a format, version, option or Hadamard matrix that does not exist or fit.
     """
-    if not isinstance(entry, dict):
-        raise InputError(f"config.json: quantization_config of {name}: expected an object, found {entry!r}")
-    options = {key: value for key, value in entry.items() if key not in NOT_OF_THE_FORMAT}
+    format = format_of(entry, name, n, k)
     try:
-        format = formats.get(str(entry.get("format")), **options)
-        format.buffers(n, k)
         online = online_of(entry, k, n)
     except InputError as error:
         raise InputError(f"config.json: quantization_config of {name}: {error}") from error
-    if entry.get("version") != format.version:
-        raise InputError(
-            f"config.json: quantization_config of {name}: {format.name} has layout version {entry.get('version')!r}, "
-            f"this package reads version {format.version}; install the version of ptq that wrote the checkpoint"
-        )
     return QuantLinear(k, n, bias, format, online)
 
 

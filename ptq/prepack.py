@@ -14,8 +14,8 @@ from ptq.checkpoint import Checkpoint
 from ptq.contents import linear_shapes, read_config
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
-from ptq.linear import NOT_OF_THE_FORMAT
 from ptq.lock import exclusive
+from ptq.packed_weight import NOT_OF_THE_FORMAT
 from ptq.prepacked import PrepackedFormat, target_of
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.verify import check_integrity

@@ -34,8 +34,8 @@ from ptq.engine import ALONE, Workers
 from ptq.formats import Choice, Codebook
 from ptq.hessian import Hessians, unseen
 from ptq.job import Job, dense_weight
-from ptq.linear import guard
 from ptq.matmul import FEW_TOKENS
+from ptq.packed_weight import guard
 from ptq.plan import LinearPlan
 from ptq.probe import Probe, row_by_row
 from ptq.progress import Progress

@@ -13,8 +13,9 @@ from ptq.checkpoint import INDEX
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
-from ptq.linear import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, guard
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.model_shape import UNREAD
+from ptq.packed_weight import GUARD, guard
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.work import RECORD, Record
 

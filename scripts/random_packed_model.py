@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache
 
-from ptq import fast_decode, linear, methods
+from ptq import fast_decode, linear, methods, packed_weight
 from ptq.attention import SETTINGS
 from ptq.families import family_of
 from ptq.formats import Format, Parts
@@ -62,7 +62,7 @@ def fill(module: linear.QuantLinear, device: torch.device, signs: dict[int, Tens
     where they are missing; linears that read the same input must have the same."""
     k, n = module.in_features, module.out_features
     state = {f"weight_{part}": t for part, t in random_parts(module.format, n, k, device).items()}
-    state[linear.GUARD] = linear.guard().to(device)
+    state[packed_weight.GUARD] = packed_weight.guard().to(device)
     if module.online.signs:
         for name, size in ((linear.INPUT_SIGNS, k), (linear.OUTPUT_SIGNS, n)):
             if size not in signs:
