@@ -43,6 +43,7 @@ def fp6(
     activation_bits: Annotated[
         int, typer.Option(help="Of the inputs of the quantised linears, per token: 8; 16 leaves them alone.")
     ] = 16,
+    embedding_bits: cli.EmbeddingBits = 16,
     calibration: cli.Calibration = None,
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
@@ -61,7 +62,8 @@ def fp6(
 
     recipe = Fp6Recipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        seed=seed, skip=tuple(skip or ()), element=element, group_size=group_size, scale=scale,
+        seed=seed, embedding_bits=embedding_bits,
+        skip=tuple(skip or ()), element=element, group_size=group_size, scale=scale,
         scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
     )  # fmt: skip
     if rounding == "nearest":

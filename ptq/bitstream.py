@@ -39,7 +39,7 @@ def pack(codes: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "n bytes"]:
     out = codes.new_zeros(n, runs, size)
     for i, j, shift in hits:
         out[..., j] |= _shifted(x[..., i], shift)  # uint8: bits beyond the byte drop out
-    return out.view(n, -1)[:, : packed_size(k, bits)].contiguous()
+    return out.flatten(1)[:, : packed_size(k, bits)].contiguous()
 
 
 def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int | torch.SymInt) -> UInt8[Tensor, "n k"]:
@@ -51,7 +51,7 @@ def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int | torch.SymInt) -
     out = packed.new_zeros(n, runs, run)
     for i, j, shift in hits:
         out[..., i] |= _shifted(x[..., j], -shift)
-    return (out & (2**bits - 1)).view(n, -1)[:, :k]
+    return (out & (2**bits - 1)).flatten(1)[:, :k]
 
 
 declare(

@@ -20,7 +20,7 @@ from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, swap
 from ptq.model_shape import has_experts
-from ptq.packed_weight import frozen
+from ptq.packed_weight import PackedWeight, frozen
 
 
 class _FastLinear(nn.Linear):
@@ -93,7 +93,7 @@ class Part:
                 tensor = tensor.clone()  # the last bits of a product with one row depend on where in memory it lies
             module._parameters[leaf] = frozen(tensor.to(self.device))
         for owner in {experts.module_name(name).rpartition(".")[0] for name in tensors}:
-            if isinstance(module := self.module(owner), QuantLinear):
+            if isinstance(module := self.module(owner), PackedWeight):
                 module.prepack()  # as it is after loading, so that numbers are the same to the bit
 
     def parameter(self, name: str) -> Tensor:
@@ -119,7 +119,7 @@ class Part:
         """Put packed linears in the place of plain ones: `quantization_config` entries by name in the whole model."""
         for name, entry in entries.items():
             if name.startswith(self.prefix):
-                swap(self.block, self._inside(name), entry)
+                swap(self.block if self.prefix else self.model, self._inside(name), entry)
 
     def put(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of the one that is called `name` in the whole model."""

@@ -58,6 +58,12 @@ Out = Annotated[Path, typer.Argument(help="Folder of the result: new, empty, or 
 Calibration = Annotated[
     str | None, typer.Option(help="Calibration text: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
 ]
+EmbeddingBits = Annotated[
+    int,
+    typer.Option(
+        help="Of the embedding and the head, as integers rounded to the nearest: 8, 6 or 4; 16 leaves them alone."
+    ),
+]
 Samples = Annotated[int, typer.Option(help="Calibration rows.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row. Default: 2048, or the model's limit.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]

@@ -1,6 +1,5 @@
 """What is inside a checkpoint: formats, rotations and true sizes, read from its headers alone."""
 
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
 from ptq.hf import PtqConfig
 from ptq.linear import swap
+from ptq.packed_weight import PackedWeight
 from ptq.plan import OF_ANOTHER, Plan
 from ptq.report_schema import PAGE
 
@@ -63,7 +63,7 @@ def summary(checkpoint: Checkpoint) -> Contents:
     report = str(page) if page.is_file() else None
     if packed is None:
         return Contents((), checkpoint.nbytes, checkpoint.nbytes, report=report)
-    shapes = linear_shapes(read_config(checkpoint), packed)
+    modules = packed_modules(read_config(checkpoint), packed)
     stored: dict[str, int] = {}
     for tensor, info in checkpoint.tensors.items():
         stored[_packed_owner(tensor)] = stored.get(_packed_owner(tensor), 0) + info.nbytes
@@ -74,7 +74,7 @@ def summary(checkpoint: Checkpoint) -> Contents:
             raise InputError(
                 f"{checkpoint.folder / 'config.json'}: quantization_config: no linear uses scheme {name!r}"
             )
-        weights = sum(math.prod(shapes[linear]) for linear in linears)
+        weights = sum(modules[linear].out_features * modules[linear].in_features for linear in linears)
         groups.append(Group(scheme, linears, weights, sum(stored.get(linear, 0) for linear in linears)))
     packed_bytes = sum(group.nbytes for group in groups)
     return Contents(tuple(groups), checkpoint.nbytes - packed_bytes, checkpoint.nbytes, packed.kv_cache, report)
@@ -111,12 +111,12 @@ def _packed_owner(tensor: str) -> str:
     return owner if leaf.startswith("weight") else ""
 
 
-def linear_shapes(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, tuple[int, int]]:
-    """[n, k] of the packed linears, from the model built without weights. Raises InputError for what does not fit."""
+def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, PackedWeight]:
+    """The packed linears, and the embedding where it is, of the model built without weights. Raises InputError for what
+    does not fit."""
     model, entries = _without_weights(config), packed.entries()
     experts.separate(model, experts.names_in(entries))
-    linears = {name: swap(model, experts.module_name(name), entry) for name, entry in entries.items()}
-    return {name: (linear.out_features, linear.in_features) for name, linear in linears.items()}
+    return {name: swap(model, experts.module_name(name), entry) for name, entry in entries.items()}
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:

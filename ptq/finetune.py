@@ -5,6 +5,7 @@ float16, norms in the source's dtype), so what is kept is what was measured; the
 cast. The best on held-out rows is kept, and the start counts: nothing ends worse than it began.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -79,9 +80,15 @@ def weights(plan: Plan) -> int:
     """Weights that go through all epochs of all trainings of a plan."""
     if plan.finetune == "none":
         return 0
-    inside = sum(linear.n * linear.k for linear in plan.rounded())
+    inside = sum(linear.n * linear.k for linear in plan.linears if linear.statistics)
     whole = sum(linear.n * linear.k for linear in plan.linears) * (plan.finetune == "full")
     return plan.finetune_epochs * (len(turns(plan.block(0))) * inside + whole)
+
+
+def rounding_error(marks: Iterable[Path]) -> float:
+    """Root of the mean relative squared error of rounded weights, from the marks of their tasks."""
+    errors = [json.loads(mark.read_bytes()).get("error", 0.0) for mark in marks]
+    return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
 
 def split(chunks: int) -> int:

@@ -191,7 +191,7 @@ def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> Part:
 
 
 def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str, Trained]:
-    share = turn.tasks.rounding_error(turn.group)
+    share = finetune.rounding_error(map(turn.tasks.mark, turn.group))
     found = tuned.vectors(turn.tasks.job, rounded, values, share)
     for linear in turn.left:
         name = f"{linear.name}.weight"

@@ -1,5 +1,6 @@
 """Fine-tuning of the whole model (Tseng et al. 2024, arXiv:2402.04396, section 5): sign vectors, norms, biases and the
-head follow the original's predictions; the loss is the KL divergence, averaged over the calibration tokens.
+head, where that is not packed, follow the original's predictions; the loss is the KL divergence, averaged over the
+calibration tokens.
 
     tuned/full.epoch.safetensors  state of the training, after each epoch
     tuned/full.safetensors        what has been trained
@@ -24,7 +25,9 @@ from torch import Tensor
 
 from ptq import finetune, tuned
 from ptq.blocks import Part
+from ptq.embedding import plain
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
+from ptq.plan import LinearPlan
 from ptq.probe import row_by_row
 from ptq.progress import Progress
 from ptq.shards import write_tensors
@@ -47,7 +50,7 @@ def tune(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> No
             _train(tasks, rows, progress)
         values = {name: value.clone() for name, value in load_file(file).items()}
         losses = finetune.plain(values.pop("losses"))
-        tasks.shards.place(tuned.written(tasks.job, tuned.shared(tasks.job.plan.rounded(), values)))
+        tasks.shards.place(tuned.written(tasks.job, tuned.shared(tasks.job.plan.linears, values)))
         _measure(tasks)
         tasks.place(mark, {}, {"whole model": losses})
     tasks.workers.wait()
@@ -80,7 +83,7 @@ def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> 
 
 def _measure(tasks: Tasks) -> None:
     """Send the probe through the packed model, as it is now."""
-    hidden = tasks.job.embed(tasks.packed_weight(tasks.job.embedding), tasks.probe.states(0)["ids"])
+    hidden = tasks.job.embed(tasks.matrix(tasks.job.embedding), tasks.probe.states(0)["ids"])
     for index in range(tasks.job.plan.blocks):
         hidden = row_by_row(tasks.packed_block(index), hidden)
     tasks.probe.replace(hidden)
@@ -93,14 +96,22 @@ class _Model:
         self.tasks, self.job = tasks, (job := tasks.job)
         self.ids = tasks.chunks_of(rows)
         self.linears = [linear for linear in job.plan.linears if linear.statistics]
-        self.share = RATE * tasks.rounding_error(self.linears)
+        self.share = RATE * finetune.rounding_error(map(tasks.mark, self.linears))
         self.embedding, self.head = (f"{linear.name}.weight" for linear in (job.embedding, job.head))
         self.teacher = Part(job.config, job.family, None, job.device)
         self.teacher.load({job.lm_head: job.tensor(job.head.source), job.final_norm: job.tensor(job.final_norm)})
         self.bottom, self.blocks = Part(job.config, job.family, None, job.device), dict[int, Part]()
-        self.frozen = tasks.packed_weight(job.embedding) if job.head != job.embedding else torch.empty(0)
+        self.frozen = tasks.matrix(job.embedding)
+        self.frozen_head = None if job.head.format is None else self._decoded(job.head)
         size = 4 * sum(linear.n * linear.k for linear in job.plan.linears)
         self.keep = 2 * size < psutil.virtual_memory().available
+
+    def _decoded(self, linear: LinearPlan) -> Float[Tensor, "v k"]:
+        """The numbers that a packed head stands for."""
+        assert linear.format is not None
+        tensors = self.tasks.matrix(linear).tensors
+        parts = {leaf: tensors[f"weight_{leaf}"] for leaf in linear.format.buffers(linear.n, linear.k)}
+        return linear.format.dequantize(parts, linear.n, linear.k).to(self.job.device)
 
     def trained(self) -> dict[str, Trained]:
         """How sign vectors, norms, biases and the head are trained, from where they are now."""
@@ -110,6 +121,8 @@ class _Model:
             names |= {f"{linear.name}.{leaf}" for leaf in leaves} & self.tasks.shards.layout.tensors.keys()
         values = tuned.read(job, {name: self.tasks.shards.read(name) for name in sorted(names)})
         found = tuned.vectors(job, self.linears, values, self.share)
+        if self.frozen_head is not None:
+            return found
         head = self.tasks.shards.read(self.head)
         return {**found, self.head: tuned.matrix(head.float().to(job.device), head.dtype, self.share)}
 
@@ -136,9 +149,9 @@ class _Model:
     @torch.no_grad()
     def _climb(self, values: Values, number: int) -> list[Float[Tensor, "batch t k"]]:
         """The hidden states of a chunk before every block and behind the last."""
-        weight = values.get(self.embedding, self.frozen)
+        matrix = plain(values[self.embedding]) if self.embedding in values else self.frozen
         used, places = self._tokens(number)
-        states = [self._embed(weight[used.to(weight.device)].float(), places)]
+        states = [self._embed(matrix.rows(used, self.job.embedding.k).float(), places)]
         for index in range(self.job.plan.blocks):
             states.append(self._run(values, index, states[-1]))
         return states
@@ -182,7 +195,8 @@ class _Model:
         """Mean KL divergence behind the last block; where there are gradients, they are left in the leaves."""
         job, total = self.job, 0.0
         taught = self.tasks.teacher.read(self.tasks.teacher.files(job.plan.blocks)[number]).flatten(0, 1)
-        tensors = {job.final_norm: values[job.final_norm], job.lm_head: values[self.head]}
+        head = values[self.head] if self.frozen_head is None else self.frozen_head
+        tensors = {job.final_norm: values[job.final_norm], job.lm_head: head}
         size = max(1, LOGITS // job.head.n)
         for start in range(0, len(taught), size):
             here = slice(start, start + size)

@@ -10,10 +10,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptq import experts, fast_decode
+from ptq.embedding import PackedEmbedding, tie
 from ptq.errors import InputError
 from ptq.header import read_header
 from ptq.kv_cache import CacheQuantization, attach
-from ptq.linear import QuantLinear, describe, swap
+from ptq.linear import describe, swap
+from ptq.packed_weight import PackedWeight
 from ptq.plan import Plan
 
 QUANT_METHOD = "ptq"
@@ -21,7 +23,7 @@ LAYOUT_VERSION = 1
 
 
 class PtqConfig(QuantizationConfigMixin):
-    """`quantization_config` of config.json: every quantised linear, explicitly.
+    """`quantization_config` of config.json: every quantised linear, explicitly, and the embedding, where it is.
 
     `schemes` maps a name to {"format", "version", options..., "hadamard"?, "activation"?}; `linears` maps a module to a
     scheme; `kv_cache` says how keys and values are cached, and is absent where they are not quantised.
@@ -105,7 +107,8 @@ class PtqConfig(QuantizationConfigMixin):
 
 
 class PtqQuantizer(HfQuantizer):
-    """Puts a `QuantLinear` in the place of every linear that the config lists; transformers then loads the bytes."""
+    """Puts a `QuantLinear` in the place of every linear that the config lists, and a `PackedEmbedding` in that of the
+    embedding; transformers then loads the bytes."""
 
     requires_calibration = True  # packed checkpoints are made by `quantize`, never by from_pretrained
     separated = False
@@ -117,7 +120,12 @@ class PtqQuantizer(HfQuantizer):
         self.separated = experts.separate(model, experts.names_in(entries))
         if self.separated:
             model._can_compile_fullgraph = False  # which experts there are to run is asked of the tokens
-        replaced = {name: swap(model, own_name(model, name), entry) for name, entry in entries.items()}
+        names = {name: own for name in entries if (own := own_name(model, name)) is not None}
+        replaced = {name: swap(model, own, entries[name]) for name, own in names.items()}
+        head = model.get_output_embeddings()
+        for module in replaced.values():
+            if isinstance(module, PackedEmbedding) and head is not None and model.config.tie_word_embeddings:
+                tie(model, head, module)
         files = kwargs.get("checkpoint_files")
         if files:
             check_files(replaced, [Path(file) for file in files], f"{model.base_model_prefix}.")
@@ -129,8 +137,10 @@ class PtqQuantizer(HfQuantizer):
             attach(model, cache)
         fast_decode.install(model)
         for name in self.quantization_config.linears:
-            module = model.get_submodule(own_name(model, name))
-            assert isinstance(module, QuantLinear), name
+            if (own := own_name(model, name)) is None:
+                continue
+            module = model.get_submodule(own)
+            assert isinstance(module, PackedWeight), name
             module.prepack()  # one after the other, so that no two copies of the model are ever in memory
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
@@ -151,13 +161,16 @@ register_quantization_config(QUANT_METHOD)(PtqConfig)
 register_quantizer(QUANT_METHOD)(PtqQuantizer)
 
 
-def own_name(model: PreTrainedModel, name: str) -> str:
-    """What a model calls a linear of its checkpoint: without a head (`AutoModel`) names begin behind "model."."""
-    headless, name = not hasattr(model, model.base_model_prefix), experts.module_name(name)
-    return name.removeprefix(f"{model.base_model_prefix}.") if headless else name
+def own_name(model: PreTrainedModel, name: str) -> str | None:
+    """What a model calls a linear of its checkpoint: without a head (`AutoModel`) names begin behind "model.", and None
+    is what it calls the head."""
+    name, prefix = experts.module_name(name), f"{model.base_model_prefix}."
+    if hasattr(model, model.base_model_prefix):
+        return name
+    return name.removeprefix(prefix) if name.startswith(prefix) else None
 
 
-def check_files(modules: dict[str, QuantLinear], files: list[Path], prefix: str) -> None:
+def check_files(modules: dict[str, PackedWeight], files: list[Path], prefix: str) -> None:
     """Check that the files hold every tensor of the packed modules, by their names there, in its shape and dtype; with
     or without `prefix`, for transformers adds and removes it.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ptq import balance, formats, rewrite
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
+from ptq.embedding import Matrix
 from ptq.family import Family
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, stored_signs
 from ptq.matmul import FEW_TOKENS
@@ -50,6 +51,12 @@ class Job:
         """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""
         w = self.tensor(linear.source).to(self.device)
         return self._rewrite(linear, w, self._gain(linear.norm) if linear.norm else None, dtype)
+
+    def rewritten_rows(self, linear: LinearPlan) -> Iterator[Float[Tensor, "r k"]]:
+        """The same in float32, piece by piece, for the embedding or the head: their rows are rewritten alone."""
+        gain = self._gain(linear.norm) if linear.norm else None
+        for piece in self.tensor(linear.source).split(max(1, PIECE_BYTES // (8 * linear.k))):
+            yield self._rewrite(linear, piece.to(self.device), gain, torch.float32)
 
     def bias(self, linear: LinearPlan) -> Float64[Tensor, " n"] | None:
         """The rewritten bias of a linear, or None where it has none."""
@@ -149,13 +156,11 @@ class Job:
         """Name of the gain of the last norm."""
         return f"{self.family.final_norm}.weight"
 
-    def embed(
-        self, weight: Float[Tensor, "v k"], ids: Int[Tensor, "batch t"], rewrite: bool = False
-    ) -> Float[Tensor, "batch t k"]:
+    def embed(self, matrix: Matrix, ids: Int[Tensor, "batch t"], rewrite: bool = False) -> Float[Tensor, "batch t k"]:
         """Hidden states that enter the first block, from an embedding matrix, which may still have to be rewritten.
         Only the rows in use are, and become float32."""
-        used, places = ids.to(weight.device).unique(return_inverse=True)
-        rows = weight[used]
+        used, places = ids.unique(return_inverse=True)
+        rows = matrix.rows(used, self.embedding.k)
         if rewrite:
             rows = self._rewrite(self.embedding, rows.to(self.device), None, torch.float32)
         part = self._part(None)
@@ -163,12 +168,15 @@ class Job:
         return part.embed(places.to(self.device))
 
     def logits(
-        self, weight: Float[Tensor, "v k"], norm: Float[Tensor, " k"], hidden: Float[Tensor, "rows t k"]
+        self, matrix: Matrix, norm: Float[Tensor, " k"], hidden: Float[Tensor, "rows t k"]
     ) -> list[Float[Tensor, "1 t v"]]:
         """Logits of every row from the hidden states that leave the last block, a head matrix and a norm gain."""
         part = self._part(None)
-        part.load({self.lm_head: weight, self.final_norm: norm}, as_stored=hidden.shape[1] <= FEW_TOKENS)
-        del weight  # the largest tensor of the model; the part may have it in float32
+        if matrix.entry is not None:
+            part.pack({self.family.head: matrix.entry})
+        tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
+        part.load({**tensors, self.final_norm: norm}, as_stored=hidden.shape[1] <= FEW_TOKENS)
+        del matrix, tensors  # the largest of the model; the part may have it in float32
         return [part.logits(row) for row in hidden.split(1)]
 
     def rewritten_norm(self) -> Tensor:

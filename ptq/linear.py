@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, Num
 from torch import Tensor, nn
 
-from ptq import activations, hadamard, input_steps, matmul
+from ptq import activations, embedding, hadamard, input_steps, matmul
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format, IntegerInput, NumberInput
@@ -202,18 +202,22 @@ def online_of(entry: dict[str, Any], k: int, n: int) -> Online:
     return Online(entry.get("hadamard"), entry.get("output_hadamard"), signs, activation)
 
 
-def swap(root: nn.Module, name: str, entry: Any) -> QuantLinear:
-    """Put the module that an entry describes in the place of a linear. Raises InputError where there is none."""
+def swap(root: nn.Module, name: str, entry: Any) -> PackedWeight:
+    """Put the module that an entry describes in the place of a linear or an embedding. Raises InputError where there is
+    none."""
     parent, _, leaf = name.rpartition(".")
     try:
         linear = root.get_submodule(name)
     except AttributeError as error:
         raise InputError(f"config.json: quantization_config names {name}, which the model does not have") from error
-    if not isinstance(linear, nn.Linear):
+    if not isinstance(linear, nn.Linear | nn.Embedding):
         raise InputError(
-            f"config.json: quantization_config names {name}, which is a {type(linear).__name__}, no Linear"
+            f"config.json: quantization_config names {name}, which is a {type(linear).__name__}, no Linear or Embedding"
         )
     with torch.device("meta"):
-        module = build(entry, name, linear.in_features, linear.out_features, linear.bias is not None)
+        if isinstance(linear, nn.Embedding):
+            module = embedding.build(linear, entry, name)
+        else:
+            module = build(entry, name, linear.in_features, linear.out_features, linear.bias is not None)
     setattr(root.get_submodule(parent), leaf, module)
     return module

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ptq import (
     attention,
     calibration,
+    embedding,
     engine,
     experts,
     finetune_full,
@@ -30,6 +31,7 @@ from ptq import (
 )
 from ptq.checkpoint import Checkpoint
 from ptq.contents import check_promised, parameter_shapes, read_config, summary
+from ptq.embedding import plain
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
 from ptq.families import family_of
@@ -92,6 +94,7 @@ def plan(model: str, recipe: Recipe) -> Target:
             f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
         )
     plan = methods.planner(recipe.method)(shape, family, recipe, checkpoint.tensors)
+    plan = embedding.packed(plan, recipe.embedding_bits)
     if plan.cache is not None:
         attention.check(config, plan.cache)
     promised = parameter_shapes(config)
@@ -184,7 +187,7 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
     """Every task in its order."""
     tasks.ends(progress)
     if tasks.workers.first:
-        tasks.probe.start(probe, tasks.packed_weight(tasks.job.embedding))
+        tasks.probe.start(probe, tasks.matrix(tasks.job.embedding))
     if rows is not None:
         tasks.embed(rows)
     memory.give_back()  # the embedding is by far the largest weight
@@ -229,9 +232,9 @@ def _agreement(
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
     gain = job.tensor(job.final_norm)
     logits = {
-        "original": job.logits(job.tensor(job.head.source), gain, states["original"]),
-        "rotated": job.logits(job.rewritten(job.head, torch.float32), job.rewritten_norm(), states["rotated"]),
-        "packed": job.logits(tasks.packed_weight(job.head), tasks.shards.read(job.final_norm), states["packed"]),
+        "original": job.logits(plain(job.tensor(job.head.source)), gain, states["original"]),
+        "rotated": job.logits(plain(job.rewritten(job.head, torch.float32)), job.rewritten_norm(), states["rotated"]),
+        "packed": job.logits(tasks.matrix(job.head), tasks.shards.read(job.final_norm), states["packed"]),
     }
     rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))
     agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])

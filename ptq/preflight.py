@@ -27,6 +27,8 @@ ELEMENT_RATE = 1e9
 """Numbers per second and core that training goes through outside of matrix products, there and back."""
 BASE_MEMORY = 500 << 20
 """Bytes that Python, torch and transformers take before any weight is read."""
+ENDS_SHARE = 0.3
+"""Share of the result above which it is said what embedding and head take."""
 TOKENS_PER_CHANNEL = 10
 """Calibration tokens per input channel below which a Hessian is mostly noise."""
 STREAM_RATE = 60e6
@@ -43,13 +45,16 @@ class Estimate:
     """Bytes of the work folder at its largest."""
     out: int
     """Bytes of the result."""
+    ends: int = 0
+    """Bytes of it that embedding and head take, where they stay as they are and the rest does not."""
     remedy: str = "close other programs or use a machine with more"
     """Where the memory is not enough."""
 
     def __str__(self) -> str:
+        most = f"; embedding and head are {_size(self.ends)} of that: see --embedding-bits"
         return (
             f"estimate: {_duration(self.seconds)}, {_size(self.memory)} of memory, {_size(self.work)} of disk while it "
-            f"works, {_size(self.out)} for the result"
+            f"works, {_size(self.out)} for the result{most if self.ends > ENDS_SHARE * self.out else ''}"
         )
 
 
@@ -94,7 +99,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
         seconds += plan.blocks * work / _matmul_rate()
     if needs_text(plan, recipe) or recipe.calibration is not None:
         memory += _mixing(block, shape, length)
-    made = Estimate(seconds, memory, hidden + parts * hessians, packed)
+    made = Estimate(seconds, memory, hidden + parts * hessians, packed, _plain_ends(plan, sizes))
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
 
 
@@ -203,6 +208,12 @@ def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
 def _used(folder: Path) -> int:
     """Bytes that the files of a folder take on disk; shards that are not filled yet take less than their size."""
     return sum(512 * path.stat().st_blocks for path in folder.rglob("*") if path.is_file())
+
+
+def _plain_ends(plan: Plan, sizes: dict[str, int]) -> int:
+    """Bytes of embedding and head, where they are not packed beside linears that are."""
+    rounded = any(linear.format is not None and linear.format.codebook is not None for linear in plan.linears)
+    return rounded * sum(sizes[linear.source] for linear in plan.ends() if linear.format is None)
 
 
 def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from ptq.checkpoint import Checkpoint
-from ptq.contents import linear_shapes, read_config
+from ptq.contents import packed_modules, read_config
+from ptq.embedding import PackedEmbedding
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.lock import exclusive
-from ptq.packed_weight import NOT_OF_THE_FORMAT
+from ptq.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
 from ptq.prepacked import PrepackedFormat, target_of
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.verify import check_integrity
@@ -43,8 +44,8 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
         raise InputError(f"{checkpoint}: is prepacked already; pass the checkpoint that it was made from")
     _check_free(out)
     check_integrity(checkpoint)
-    shapes = linear_shapes(read_config(source), packed)
-    linears = [linear for name in packed.linears if (linear := _tiled(name, shapes[name], packed, target)) is not None]
+    modules = packed_modules(read_config(source), packed)
+    linears = [linear for name, module in modules.items() if (linear := _tiled(name, module, packed, target))]
     if not linears:
         formats = ", ".join(sorted({str(entry.get("format")) for entry in packed.schemes.values()}))
         raise InputError(
@@ -97,9 +98,12 @@ class _Linear:
         return {f"{self.name}.weight_{part}": (dtype, shape) for part, (shape, dtype) in buffers}
 
 
-def _tiled(name: str, shape: tuple[int, int], packed: PtqConfig, target: str) -> _Linear | None:
-    """A linear of a plain checkpoint; None where its format makes no tiles for its shape."""
-    entry = packed.entries()[name]
+def _tiled(name: str, module: PackedWeight, packed: PtqConfig, target: str) -> _Linear | None:
+    """A linear of a plain checkpoint; None where its format makes no tiles for its shape, and for an embedding, whose
+    rows are looked up in the stored bytes."""
+    if isinstance(module, PackedEmbedding):
+        return None
+    entry, shape = packed.entries()[name], (module.out_features, module.in_features)
     rest = {key: value for key, value in entry.items() if key in NOT_OF_THE_FORMAT}
     of = {key: value for key, value in entry.items() if key in ("format", "version") or key not in rest}
     try:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ptq import rewrite
 from ptq.blocks import Part
+from ptq.embedding import Matrix, plain
 from ptq.errors import RunError
 from ptq.job import Job
 from ptq.outliers import Input, from_tensors, observed, to_tensors, watching
@@ -32,11 +33,11 @@ class Probe:
         """Whether the probe has left a block."""
         return self._file(index + 1).exists()
 
-    def start(self, ids: Int[Tensor, "rows t"], packed: Float[Tensor, "v k"]) -> None:
+    def start(self, ids: Int[Tensor, "rows t"], packed: Matrix) -> None:
         """Hidden states as they enter the first block; `packed` is the embedding as it is written."""
         if self._file(0).exists():
             return
-        source = self.job.tensor(self.job.embedding.source)
+        source = plain(self.job.tensor(self.job.embedding.source))
         states = {
             "original": self.job.embed(source, ids),
             "rotated": self.job.embed(source, ids, rewrite=True),

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint
+from ptq.embedding import Matrix
 from ptq.errors import RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
@@ -72,17 +74,24 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     """Run a written checkpoint part by part, from its own files and its own config.json, and compare its logits with
     those that the run measured, to the bit. Raises RunError."""
     packed = PtqConfig.parse(checkpoint.config)
-    hidden = job.embed(checkpoint.read(f"{job.embedding.name}.weight"), ids)
+    entries = packed.entries() if packed else {}
+    hidden = job.embed(_matrix(checkpoint, job.embedding.name, entries), ids)
     for index in range(job.plan.blocks):
         part = Part(job.config, job.family, index, job.device)
-        part.pack(packed.entries() if packed else {})
+        part.pack({name: entry for name, entry in entries.items() if name.startswith(part.prefix)})
         part.quantize_cache(packed.cache() if packed else None)
         part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
         hidden = part.run(hidden)
     gain = checkpoint.read(job.final_norm)
-    found = job.logits(checkpoint.read(f"{job.head.name}.weight"), gain, hidden)
+    found = job.logits(_matrix(checkpoint, job.head.name, entries), gain, hidden)
     if not torch.equal(torch.cat(found), logits):
         raise RunError(
             f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run "
             "has written to the same OUT meanwhile, --restart begins again, otherwise please report it"
         )
+
+
+def _matrix(checkpoint: Checkpoint, name: str, entries: dict[str, dict[str, Any]]) -> Matrix:
+    """The embedding or the head of a written checkpoint."""
+    names = (tensor for tensor in checkpoint.tensors if tensor.startswith(f"{name}.weight"))
+    return Matrix({tensor.rpartition(".")[2]: checkpoint.read(tensor) for tensor in names}, entries.get(name))

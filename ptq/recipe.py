@@ -27,6 +27,8 @@ class Recipe:
     sweeps: int = 0
     """At most so many sweeps of coordinate descent after LDLQ (`ptq.sweeps`)."""
     seed: int = 0
+    embedding_bits: int = 16
+    """Bits of the embedding and the head, which are rounded to the nearest integers; 16 leaves them alone."""
     skip: tuple[str, ...] = ()
     """Shell-style patterns of linears that stay in the checkpoint's own dtype."""
 
@@ -39,6 +41,11 @@ class Recipe:
             if kinds is not None and type(value) not in kinds:
                 wanted = "true or false" if kinds[0] is bool else "an integer"
                 raise InputError(f"{option.name} must be {wanted}, found {value!r}")
+        if self.embedding_bits not in (4, 6, 8, 16):
+            raise InputError(
+                "embedding bits must be 4, 6 or 8, or 16 to leave embedding and head alone; "
+                f"found {self.embedding_bits}"
+            )
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"seed must be at least 0 and below 2^63, found {self.seed}")
         for name in ("samples", "sequence_length"):

@@ -132,7 +132,7 @@ def _shares(
 
     def part(name: str) -> str:
         owner, _, leaf = name.rpartition(".")
-        if owner in (family.embedding, family.head) and leaf == "weight":
+        if owner in (family.embedding, family.head) and leaf.startswith("weight"):
             return "embedding" if owner == family.embedding else "head"
         if owner not in linears:
             return "norms"

@@ -17,6 +17,7 @@ up for their errors. Groups stay what they are, and no order is stored.
 """
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,9 +72,7 @@ class Rounded:
 
         Six digits: the last ones of a sum depend on the number of threads, and the record of a run must not.
         """
-        found = {
-            key: value for key, value in vars(self).items() if key not in ("codes", "scales") and value is not None
-        }
+        found = {key: x for key, x in vars(self).items() if key not in ("codes", "scales") and x is not None}
         for part, tensor in self.scales.items():
             if tensor.is_floating_point():
                 size = tensor.abs()
@@ -87,18 +86,23 @@ def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight"
     if isinstance(codebook, OnePassCodebook):
         found, scales, error, energy = codebook.nearest(w, name=name)
         return Rounded(found, scales, error=_ratio(error, energy))
-    rows, k = max(1, ROW_CHUNK // max(1, w.shape[1])), w.shape[1]
-    scales = {} if codebook.per_row else codebook.fit(w.float(), name=name)
+    scales = None if codebook.per_row else codebook.fit(w.float(), name=name)
+    return nearest_rows(w.split(max(1, ROW_CHUNK // max(1, w.shape[1]))), codebook, scales, name=name)
+
+
+def nearest_rows(
+    pieces: Iterable[Float[Tensor, "r k"]], codebook: Codebook, scales: Scales | None = None, *, name: str = "weight"
+) -> Rounded:
+    """`nearest` of a weight that comes in runs of rows; `scales`: those of them all, where rows have none alone."""
     codes, fitted, error, energy = [], [], 0.0, 0.0
-    for piece in w.split(rows):
+    for piece in pieces:
         x = piece.float().contiguous()
-        if codebook.per_row:
-            fitted.append(scales := codebook.fit(x, name=name))
-        codes.append(codebook.round(_filled(x, codebook), scales))
-        error += squares(codebook.decode(codes[-1], scales)[:, :k].sub_(x))
+        fitted.append(codebook.fit(x, name=name) if scales is None else scales)
+        codes.append(codebook.round(_filled(x, codebook), fitted[-1]))
+        error += squares(codebook.decode(codes[-1], fitted[-1])[:, : x.shape[1]].sub_(x))
         energy += squares(x)
-    if fitted:
-        scales = {part: torch.cat([piece[part] for piece in fitted]) for part in scales}
+    if scales is None:
+        scales = {part: torch.cat([piece[part] for piece in fitted]) for part in fitted[0]}
     return Rounded(torch.cat(codes), scales, error=_ratio(error, energy))
 
 

@@ -16,7 +16,6 @@ and several processes can share the tasks of a step.
 """
 
 import json
-import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -30,10 +29,12 @@ from ptq import finetune_blocks, finetune_full, memory, rounding
 from ptq.blocks import Part
 from ptq.chunks import Chunks
 from ptq.clip_search import CLIP, Clips
+from ptq.embedding import Matrix
 from ptq.engine import ALONE, Workers
 from ptq.formats import Choice, Codebook
 from ptq.hessian import Hessians, unseen
 from ptq.job import Job, dense_weight
+from ptq.linear import describe
 from ptq.matmul import FEW_TOKENS
 from ptq.packed_weight import guard
 from ptq.plan import LinearPlan
@@ -87,7 +88,7 @@ class Tasks:
         """The embedding and the head, norms, and the probe as it enters the first block."""
         mine = self.workers.share(self.job.plan.ends(), lambda linear: linear.n * linear.k)
         for linear in self.job.plan.ends():
-            with progress.step(linear.name, 0):
+            with progress.step(linear.name, 0 if linear.format is None else linear.n * linear.k):
                 if linear in mine:
                     self.linear(linear, None, "")
         if self.workers.first:
@@ -176,7 +177,9 @@ class Tasks:
         assert format is not None
         if format.codebook is None:
             return format.pack(Rounded(self._cast(linear), {})), {}
-        assert part is not None
+        if part is None:  # the embedding or the head
+            rounded = rounding.nearest_rows(self.job.rewritten_rows(linear), format.codebook, name=linear.name)
+            return format.pack(rounded), rounded.statistics()
         chosen = {}
         if isinstance(format, Choice):
             format = format.choose(self._dense(linear, part.parameter(dense_weight(linear))), name=linear.name)
@@ -228,9 +231,10 @@ class Tasks:
         """The results with a prefix."""
         return {name: self.shards.read(name) for name in self.shards.layout.tensors if name.startswith(prefix)}
 
-    def packed_weight(self, linear: LinearPlan) -> Tensor:
+    def matrix(self, linear: LinearPlan) -> Matrix:
         """The embedding or the head as it is written."""
-        return self.shards.read(f"{linear.name}.weight")
+        tensors = {name.rpartition(".")[2]: tensor for name, tensor in self.written(f"{linear.name}.weight").items()}
+        return Matrix(tensors, None if linear.format is None else describe(linear))
 
     # --- calibration ----------------------------------------------------------------------------------------------
 
@@ -238,8 +242,8 @@ class Tasks:
         """Hidden states of the calibration rows as they enter the first block."""
         if self.first_block(calibrated=True) > 0 or self.hidden.complete(0):
             return
-        weight, chunks = self.packed_weight(self.job.embedding), self.chunks_of(rows)
-        self.hidden.write(0, len(chunks), lambda number: self.job.embed(weight, chunks[number]))
+        matrix, chunks = self.matrix(self.job.embedding), self.chunks_of(rows)
+        self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrix, chunks[number]))
 
     def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:
         """Rows as they go through a block together."""
@@ -283,11 +287,6 @@ class Tasks:
     def log(self) -> list[dict[str, object]]:
         """Name, seconds and error statistics of every linear."""
         return [{"name": linear.name, **json.loads(self.mark(linear).read_bytes())} for linear in self.job.plan.linears]
-
-    def rounding_error(self, linears: Iterable[LinearPlan]) -> float:
-        """Root of the mean relative squared error of rounded weights."""
-        errors = [json.loads(self.mark(linear).read_bytes()).get("error", 0.0) for linear in linears]
-        return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
     def trainings(self) -> dict[str, list[float | None]]:
         """The losses on held-out rows of everything that was fine-tuned, by name, those of the starts first."""

@@ -54,6 +54,7 @@ def quarot(
     kv_sinks: Annotated[
         int, typer.Option(help="Tokens at the start whose keys and values stay in 16 bits: attention sinks.")
     ] = 0,
+    embedding_bits: cli.EmbeddingBits = 16,
     calibration: cli.Calibration = None,
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
@@ -72,7 +73,8 @@ def quarot(
 
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        seed=seed, skip=tuple(skip or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
+        seed=seed, embedding_bits=embedding_bits,
+        skip=tuple(skip or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
         rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=_clip(activation_clip),
         key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
         cache_clip=kv_clip, cache_sinks=kv_sinks,

@@ -109,7 +109,7 @@ def dequantize(
     """The weight that stored parts stand for."""
     code = unpack(codes, bits, k).float().view(*scale.shape, group_size or k)
     offset = 2 ** (bits - 1) if zero is None else zero[..., None].float()
-    return ((code - offset) * scale.view(torch.bfloat16)[..., None].float()).view(-1, k)
+    return ((code - offset) * scale.view(torch.bfloat16)[..., None].float()).flatten(1)
 
 
 def _fake_fit(w, bits, group_size, symmetric, steps, floor):

@@ -71,7 +71,8 @@ class QuarotRecipe(Recipe):
 
     @property
     def rounds(self) -> bool:
-        return min(self.weight_bits, self.activation_bits, self.key_bits, self.value_bits) < 16
+        bits = self.weight_bits, self.activation_bits, self.key_bits, self.value_bits, self.embedding_bits
+        return min(bits) < 16
 
 
 def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tensors) -> Plan:

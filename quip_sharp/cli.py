@@ -36,6 +36,7 @@ def quip_sharp(
     activation_bits: Annotated[
         int, typer.Option(help="Of the inputs of the quantised linears, per token: 8, or 16 to leave them alone.")
     ] = 8,
+    embedding_bits: cli.EmbeddingBits = 16,
     calibration: cli.Calibration = None,
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
@@ -57,7 +58,8 @@ def quip_sharp(
 
     recipe = QuipSharpRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        sweeps=sweeps, seed=seed, skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
+        sweeps=sweeps, seed=seed, embedding_bits=embedding_bits,
+        skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
         finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
     if rounding == "nearest":

@@ -28,8 +28,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "W4A16": {},
     "W4A8": {"activation_bits": 8},
     "W4A4KV4": {"activation_bits": 4, "key_bits": 4, "value_bits": 4},
+    "W4A8E8": {"activation_bits": 8, "embedding_bits": 8},
 }
-"""Rounded to nearest: speed does not depend on how codes were chosen."""
+"""Rounded to nearest: speed does not depend on how codes were chosen. E8: embedding and head in 8 bits."""
 PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
 """The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast_decode` installs."""
 READ_BYTES = 1 << 30

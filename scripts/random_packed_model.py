@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache
 
-from ptq import fast_decode, linear, methods, packed_weight
+from ptq import embedding, fast_decode, linear, methods
 from ptq.attention import SETTINGS
 from ptq.families import family_of
 from ptq.formats import Format, Parts
 from ptq.kv_cache import attach
 from ptq.model_shape import shape_of
+from ptq.packed_weight import GUARD, PackedWeight, guard
 from ptq.recipe import Recipe
 from ptq.static_cache import StaticPackedCache
 
@@ -43,7 +44,7 @@ def build(recipe: Recipe | None, config: LlamaConfig, device: torch.device, dtyp
     if recipe is None:
         return model
     family = family_of(config.to_dict())
-    plan = methods.planner(recipe.method)(shape_of(config), family, recipe, {})
+    plan = embedding.packed(methods.planner(recipe.method)(shape_of(config), family, recipe, {}), recipe.embedding_bits)
     signs: dict[int, Tensor] = {}
     for planned in plan.rounded():
         module = linear.swap(model, planned.name, linear.describe(planned))
@@ -52,18 +53,18 @@ def build(recipe: Recipe | None, config: LlamaConfig, device: torch.device, dtyp
         attach(model, plan.cache)
     fast_decode.install(model)
     for module in model.modules():
-        if isinstance(module, linear.QuantLinear):
+        if isinstance(module, PackedWeight):
             module.prepack()
     return model
 
 
-def fill(module: linear.QuantLinear, device: torch.device, signs: dict[int, Tensor]) -> None:
+def fill(module: PackedWeight, device: torch.device, signs: dict[int, Tensor]) -> None:
     """Random codes, and scales that give weights of variance 1 / k. `signs`: random ones by their number, made here
     where they are missing; linears that read the same input must have the same."""
     k, n = module.in_features, module.out_features
     state = {f"weight_{part}": t for part, t in random_parts(module.format, n, k, device).items()}
-    state[packed_weight.GUARD] = packed_weight.guard().to(device)
-    if module.online.signs:
+    state[GUARD] = guard().to(device)
+    if isinstance(module, linear.QuantLinear) and module.online.signs:
         for name, size in ((linear.INPUT_SIGNS, k), (linear.OUTPUT_SIGNS, n)):
             if size not in signs:
                 drawn = torch.randint(0, 2, (size,), device=device).mul_(2).sub_(1)

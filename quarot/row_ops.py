@@ -1,0 +1,70 @@
+"""Single rows of an integer weight as numbers: what a packed embedding looks up. Schemas, fakes and references; native
+kernels (`csrc/integer_rows`) override them.
+
+`index` holds numbers of rows; one that does not exist raises IndexError, and RuntimeError in the kernels.
+"""
+
+import torch
+from jaxtyping import Float, Int16, Int64, UInt8
+from torch import Tensor
+
+from ptq.op_declarations import declare_all
+from ptq.tiles import ROWS, unprepack, untile_scales
+from quarot.integer_ops import dequantize
+
+SCHEMAS = {
+    "integer_rows": "(Tensor codes, Tensor scale, Tensor? zero, Tensor index, int bits, int group_size, int k, "
+    "ScalarType dtype) -> Tensor",
+    "integer_rows_tiled": "(Tensor tiles, Tensor scale, Tensor? zero, Tensor index, int n, int bits, int group_size, "
+    "int k, ScalarType dtype) -> Tensor",
+}
+
+
+def rows(
+    codes: UInt8[Tensor, "n bytes"],
+    scale: Int16[Tensor, "n g"],
+    zero: UInt8[Tensor, "n g"] | None,
+    index: Int64[Tensor, " u"],
+    bits: int,
+    group_size: int,
+    k: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "u k"]:
+    """Rows of the stored parts (`quarot.integer`)."""
+    zero = None if zero is None else zero.index_select(0, index)
+    codes, scale = codes.index_select(0, index), scale.index_select(0, index)
+    return dequantize(codes, scale, zero, bits, group_size, k).to(dtype)
+
+
+def rows_tiled(
+    tiles: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    zero: UInt8[Tensor, "tiles g 16"] | None,
+    index: Int64[Tensor, " u"],
+    n: int,
+    bits: int,
+    group_size: int,
+    k: int,
+    dtype: torch.dtype,
+) -> Float[Tensor, "u k"]:
+    """The same of a weight in tiles (`ptq.tiles`)."""
+    index = torch.arange(n, device=index.device).index_select(0, index)  # the last tile may have room for more rows
+    tile, whole = index // ROWS, ROWS * len(index)
+    codes = unprepack(tiles.index_select(0, tile), whole, bits, k)
+    scale = untile_scales(scale.index_select(0, tile), whole)
+    zero = None if zero is None else untile_scales(zero.index_select(0, tile), whole)
+    within = index % ROWS + torch.arange(0, whole, ROWS, device=index.device)
+    return rows(codes, scale, zero, within, bits, group_size, k, dtype)
+
+
+REFERENCES = {"integer_rows": rows, "integer_rows_tiled": rows_tiled}
+FAKES = {
+    "integer_rows": lambda codes, scale, zero, index, bits, group_size, k, dtype: codes.new_empty(
+        index.shape[0], k, dtype=dtype
+    ),
+    "integer_rows_tiled": lambda tiles, scale, zero, index, n, bits, group_size, k, dtype: tiles.new_empty(
+        index.shape[0], k, dtype=dtype
+    ),
+}
+
+declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -1,0 +1,276 @@
+"""Embedding and head in few bits (`ptq.embedding`): plan, bytes, loading, and the model around them."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize, save_model
+from safetensors.torch import load_file, save_file
+from test_finetune_models import TINY, recipe
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+import ptq
+from ptq import contents, preflight, report_schema
+from ptq.checkpoint import Checkpoint
+from ptq.embedding import PackedEmbedding, TiedHead
+from ptq.errors import InputError
+from ptq.families import FAMILIES
+from ptq.linear import QuantLinear, swap
+from ptq.recipe import Recipe
+from ptq.work import RECORD
+from quarot.integer import IntegerFormat
+from quarot.plan import QuarotRecipe
+
+pytestmark = pytest.mark.usefixtures("fast")
+QUIET = ptq.RunOptions(progress=False)
+IDS = torch.arange(3, 40).reshape(1, -1)
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
+INT8 = {"format": "quarot/integer", "version": 1, "bits": 8, "group_size": 0, "symmetric": True}
+
+
+def ends(**changes: Any) -> QuarotRecipe:
+    """Nothing but embedding and head is rounded, unless `changes` say more."""
+    return QuarotRecipe(**{**dict(rounding="nearest", weight_bits=16, rotate=False, embedding_bits=8), **changes})
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32, kind: Any = AutoModelForCausalLM) -> Any:
+    model, info = kind.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    assert not info["missing_keys"] and not info["mismatched_keys"]
+    return model
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    return model(ids).logits
+
+
+def matrix(folder: Path, name: str) -> Tensor:
+    """The numbers that the stored bytes of the embedding or the head stand for."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    entry = config["schemes"][config["linears"][name]]
+    format = IntegerFormat(**{key: entry[key] for key in ("bits", "group_size", "symmetric")})
+    stored = load_file(folder / "model.safetensors")
+    parts = {part: stored[f"{name}.weight_{part}"] for part in ("codes", "scale")}
+    k = json.loads((folder / "config.json").read_text())["hidden_size"]
+    return format.dequantize(parts, len(parts["codes"]), k)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_is_the_original_with_other_numbers(model_type: str, tied: bool, tmp_path: Path) -> None:
+    """Scaled embeddings, multipliers of logits, caps: whatever a family does, it does with the decoded rows."""
+    source = save_model(tmp_path / "model", model_type, tie_word_embeddings=tied)
+    ptq.quantize(source, tmp_path / "out", ends(), QUIET)
+    model, oracle = load(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding)
+    assert isinstance(model.get_output_embeddings(), TiedHead if tied else QuantLinear)
+    for name in (EMBEDDING,) if tied else (EMBEDDING, HEAD):
+        oracle.get_submodule(name).weight.data = matrix(tmp_path / "out", name)
+    expected, found = logits(oracle), logits(model)
+    never = expected.isneginf()  # tokens that the model rules out
+    assert torch.equal(never, found.isneginf())
+    torch.testing.assert_close(found[~never], expected[~never], rtol=2e-4, atol=2e-4 * expected[~never].abs().max())
+    assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)), expected)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_in_the_models_dtype(model_type: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """To the bit what the plain embedding gives of the decoded weight in that dtype, scaled or not."""
+    source = save_model(tmp_path / "model", model_type)
+    ptq.quantize(source, tmp_path / "out", ends(), QUIET)
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).get_input_embeddings()
+    plain.weight.data = matrix(tmp_path / "out", EMBEDDING).to(dtype)
+    packed = load(tmp_path / "out", dtype).get_input_embeddings()
+    for ids in (IDS, IDS.int(), IDS[:, :1], IDS[:, :0], IDS.expand(3, -1)):
+        assert packed(ids).dtype == dtype and torch.equal(packed(ids), plain(ids))
+    assert packed.to(torch.float32)(IDS).dtype == torch.float32
+    for wrong in (-1, packed.num_embeddings):
+        with pytest.raises((IndexError, RuntimeError)):
+            packed(torch.tensor([[wrong]]))
+
+
+@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_bytes_and_loading(bits: int, rotate: bool, tmp_path: Path) -> None:
+    """Rotated, a tied head becomes a weight of its own. Loaded, saved, copied, without a head, prepacked: the same."""
+    source = save_model(tmp_path / "model", hidden_size=64, tie_word_embeddings=True, **SMALL)
+    out = tmp_path / "out"
+    ptq.quantize(source, out, ends(weight_bits=4, rotate=rotate, embedding_bits=bits), QUIET)
+    names = {name.rpartition(".weight")[0] for name in load_file(out / "model.safetensors") if name.endswith("codes")}
+    assert {EMBEDDING} < names and (HEAD in names) == rotate
+    assert not any(name == f"{HEAD}.weight" for name in load_file(out / "model.safetensors")) or rotate
+    model = load(out)
+    assert model.config.tie_word_embeddings != rotate
+    expected = logits(model)
+    assert torch.equal(logits(copy.deepcopy(model)), expected)
+    model.save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert torch.equal(logits(load(tmp_path / "saved")), expected)
+    with torch.no_grad():
+        assert torch.equal(load(out, kind=AutoModel)(IDS).last_hidden_state, model.model(IDS).last_hidden_state)
+    greedy = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert load(out, torch.bfloat16).generate(IDS, **greedy).shape == (1, IDS.shape[1] + 6)
+    assert quantize("prepack", out, tmp_path / "prepacked", "--target", "cpu").exit_code == 0
+    assert torch.equal(logits(load(tmp_path / "prepacked")), expected)
+    assert quantize("verify", tmp_path / "prepacked").exit_code == 0
+
+
+SMALL: dict[str, Any] = dict(intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+
+
+def test_a_tied_weight_is_held_once(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model", tie_word_embeddings=True)
+    ptq.quantize(source, tmp_path / "out", ends(), QUIET)
+    model = load(tmp_path / "out")
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert [name for name, _ in head.named_parameters()] == ["weight"] and not list(head.children())
+    assert "tiles" in embedding.parts() and "codes" not in embedding.parts()
+    assert set(model.state_dict()) - {f"{HEAD}.weight"} == set(load_file(tmp_path / "out" / "model.safetensors"))
+    with torch.no_grad():
+        embedding.parts()["scale"].zero_()
+    assert not logits(model).any()
+
+
+def test_the_plan(tmp_path: Path) -> None:
+    source, names = (
+        save_model(tmp_path / "model", hidden_size=96, **SMALL, tie_word_embeddings=False),
+        (EMBEDDING, HEAD),
+    )
+    for bits, group in ((8, 32), (6, 32), (4, 32)):
+        found = ptq.plan(str(source), ends(embedding_bits=bits)).plan
+        assert {linear.name: linear.format for linear in found.ends()} == dict.fromkeys(
+            names, IntegerFormat(bits, group)
+        )
+        assert not any(linear.format for linear in found.linears if linear.name.startswith("model.layers"))
+        assert not preflight.needs_text(found, QuarotRecipe(embedding_bits=bits, weight_bits=16))
+    assert not any(linear.format for linear in ptq.plan(str(source), ends(embedding_bits=16)).plan.linears)
+    odd = save_model(tmp_path / "odd", tie_word_embeddings=True)
+    assert [linear.format for linear in ptq.plan(str(odd), ends()).plan.ends()] == [IntegerFormat(8, 0)]
+
+
+def test_what_a_run_says_of_them(tmp_path: Path, calibration_text: Path) -> None:
+    source = save_model(tmp_path / "model", vocab_size=2000, tie_word_embeddings=False)
+    plain = quantize("fp6", source, tmp_path / "plain")
+    assert "embedding and head are " in plain.stderr and "see --embedding-bits" in plain.stderr
+    done = quantize("fp6", source, tmp_path / "out", "--embedding-bits", 8, "--calibration", calibration_text,
+                    "--sequence-length", 32, "--samples", 4)  # fmt: skip
+    assert done.exit_code == 0 and "--embedding-bits" not in done.stderr
+    found = report_schema.read(tmp_path / "out" / report_schema.JSON)
+    before = report_schema.read(tmp_path / "plain" / report_schema.JSON)
+    sizes, whole = ({share.name: share.after for share in report.shares} for report in (found, before))
+    for name in ("embedding", "head"):
+        assert 0.5 < sizes[name] / (whole[name] / 4) < 1.5  # float32 in the source
+    layers = {layer.name: layer for layer in found.layers}
+    assert 0 < layers[EMBEDDING].error < 1e-3 and layers[EMBEDDING].storage.startswith("quarot/integer bits=8")
+    inside = contents.summary(Checkpoint.open(tmp_path / "out"))
+    assert {group.linears for group in inside.groups} >= {(EMBEDDING, HEAD)}
+    assert inside.bits_per_weight == pytest.approx(found.bits_per_weight, rel=1e-5)
+    rotated = quantize("rotate", source, tmp_path / "rotated")  # which has no such option
+    assert rotated.exit_code == 0 and "--embedding-bits" not in rotated.stderr
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_fine_tuning_around_a_packed_head(tied: bool, tmp_path: Path) -> None:
+    """Everything but embedding and head is trained, and what is trained gets better."""
+    source = save_model(tmp_path / "model", **TINY, tie_word_embeddings=tied)
+    found = {}
+    for kind in ("none", "full"):
+        ptq.quantize(source, tmp_path / kind, recipe(source, finetune=kind, embedding_bits=8), QUIET)
+        found[kind] = load_file(tmp_path / kind / "model.safetensors")
+    changed = {name for name, tensor in found["full"].items() if not torch.equal(tensor, found["none"][name])}
+    assert changed and not any(name.startswith((EMBEDDING, HEAD)) for name in changed)
+    losses = json.loads((tmp_path / "full" / RECORD).read_text())["finetuning"]["whole model"]
+    assert min(losses) <= losses[0]
+    assert logits(load(tmp_path / "full")).isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [0, 3, 5, 7, 32, -8])
+def test_bits_that_there_are_not(bits: Any) -> None:
+    with pytest.raises(InputError, match="embedding.bits must be"):
+        QuarotRecipe(embedding_bits=bits)
+
+
+def test_refused_on_the_command_line(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model")
+    before = listing(tmp_path)
+    check_refused(
+        quantize("quarot", source, tmp_path / "out", "--embedding-bits", 5), "embedding bits must be 4, 6 or 8"
+    )
+    assert listing(tmp_path) == before
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    ptq.quantize(save_model(tmp_path / "model"), tmp_path / "out", ends(), QUIET)
+    return tmp_path / "out"
+
+
+def scheme(folder: Path, change: dict[str, Any]) -> None:
+    """Change what config.json says of every packed weight."""
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    schemes = {name: {**entry, **change} for name, entry in config["schemes"].items()}
+    edit_config(quantization_config={**config, "schemes": schemes})(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hadamard": "sylvester:2"}, "model.embed_tokens: an embedding has no hadamard"),
+        ({"activation": {"bits": 8, "clip": 1.0}}, "model.embed_tokens: an embedding has no activation"),
+        ({"version": 7}, "has layout version 7"),
+        ({"bits": 9}, "bits must be 2 to 8"),
+    ],
+)
+def test_a_config_that_says_nonsense(out: Path, change: dict[str, Any], message: str) -> None:
+    scheme(out, change)
+    with pytest.raises(InputError, match=message):
+        load(out)
+
+
+def test_a_format_without_rows(out: Path) -> None:
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    entry = {"format": "dense", "version": 1, "dtype": "float32"}
+    edit_config(quantization_config={**config, "schemes": dict.fromkeys(config["schemes"], entry)})(out)
+    with pytest.raises(InputError, match="no rows can be read from dense"):
+        load(out)
+
+
+@pytest.mark.parametrize("part", ["weight_codes", "weight_scale", "weight"])
+def test_damaged_bytes(out: Path, part: str) -> None:
+    name = f"{EMBEDDING}.{part}"
+    edit_tensors(lambda tensors: tensors.update({name: tensors[name][:-1]}))(out)
+    with pytest.raises((InputError, RuntimeError), match=name.replace(".", r"\.")):
+        load(out)
+    edit_tensors(lambda tensors: tensors.pop(name))(out)
+    with pytest.raises(InputError, match=f"tensor '{name}' is missing"):
+        load(out)
+
+
+def test_an_embedding_that_does_more_than_look_up() -> None:
+    class Strange(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    model = nn.Module()
+    model.table = Strange(4, 8)
+    with pytest.raises(InputError, match="table is a Strange, whose rows this package cannot decode"):
+        swap(model, "table", INT8)
+
+
+def test_nan_in_the_embedding_is_refused(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "model")
+    tensors = load_file(source / "model.safetensors")
+    tensors[f"{EMBEDDING}.weight"][5, 3] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    check_refused(quantize("fp6", source, tmp_path / "out", "--embedding-bits", 8), f"{EMBEDDING}.weight")
+
+
+def test_recipes_of_all_methods_have_it() -> None:
+    assert "embedding_bits" in Recipe.__dataclass_fields__
+    for command in ("quarot", "quip-sharp", "fp6"):
+        assert "--embedding-bits" in quantize(command, "--help").output
