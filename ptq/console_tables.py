@@ -23,18 +23,24 @@ def plan_table(plan: Plan) -> str:
     rows: dict[tuple[str, ...], tuple[dict[int, None], set[int]]] = {}
     most_experts = 1 + max((linear.expert for linear in plan.linears if linear.expert is not None), default=0)
     for linear in plan.linears:
-        names = (linear.name, f"{linear.n} x {linear.k}", linear.norm or "", *_rotations(linear))
+        norm = (linear.norm or "").removesuffix(".weight").rpartition(".")[2]
+        names = (linear.name, f"{linear.n} x {linear.k}", norm, *_rotations(linear))
         names = tuple(map(of_any_expert, names))
         number = re.match(rf"{re.escape(plan.layers)}\.(\d+)\.", linear.name)
         if number:  # of the block; sign vectors bear it too: R2.0
-            names = tuple(re.sub(rf"(?<=\.){number[1]}(?=[. ]|$)", "*", name) for name in names)
+            name, *cells = (re.sub(rf"(?<=\.){number[1]}(?=[. ]|$)", "*", name) for name in names)
+            names = name, *(cell.replace(f".{plan.layers}.*.", ".") for cell in cells)  # of QuIP#'s sign vectors
         blocks, experts = rows.setdefault((*names, _format(linear)), ({}, set()))
         blocks.update({int(number[1]): None} if number else {})
         experts.update(() if linear.expert is None else (linear.expert,))
-    table = Table("linear", "blocks", "n x k", "norm", "input", "output", "online", "format", box=None)
+    lines = [["linear", "blocks", "n x k", "norm", "input", "output", "online", "format"]]
     for (name, *cells), (blocks, experts) in rows.items():
         some = f" ({', '.join(_ranges(sorted(experts)))})" if 0 < len(experts) < most_experts else ""
-        table.add_row(name + some, ", ".join(_ranges(list(blocks))), *cells)
+        lines.append([name + some, ", ".join(_ranges(list(blocks))), *cells])
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]  # the others say nothing
+    table = Table(*(title for title, *_ in columns), box=None)
+    for line in zip(*(cells for _, *cells in columns), strict=True):
+        table.add_row(*line)
     explained = any(cell for row in rows for cell in row[2:6])  # what the legend is about
     return f"{_render(table)}\n{LEGEND}" if explained else _render(table)
 

@@ -65,7 +65,22 @@ def recipes(task: Task) -> dict[str, Recipe]:
         for group in group_sizes(task.folder)[:2]:
             name = f"INT{bits} GPTQ, rotated, " + (f"groups of {group}" if group else "per channel")
             found[name] = QuarotRecipe(weight_bits=bits, group_size=group, **data)
-    return found | small_floats(task, data)
+    return found | small_floats(task, data) | embeddings(task, data)
+
+
+def embeddings(task: Task, data: dict[str, Any]) -> dict[str, Recipe]:
+    """Embedding and head in few bits: they alone, and beside weights of 4 bits."""
+    found: dict[str, Recipe] = {}
+    for bits in (8, 6, 4):
+        alone: dict[str, Any] = {"rounding": "nearest", "weight_bits": 16, "online": False, "embedding_bits": bits}
+        found[f"E{bits} alone"] = QuarotRecipe(rotate=False, calibration=data["calibration"], **alone)
+        found[f"E{bits} alone, rotated"] = QuarotRecipe(calibration=data["calibration"], **alone)
+    for bits in (16, 8, 6, 4):
+        group = group_sizes(task.folder)[1]
+        found[f"E{bits}, INT4 GPTQ, rotated, groups of {group}"] = QuarotRecipe(
+            weight_bits=4, group_size=group, embedding_bits=bits, **data
+        )
+    return found
 
 
 def small_floats(task: Task, data: dict[str, Any]) -> dict[str, Recipe]:

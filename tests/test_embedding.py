@@ -162,7 +162,7 @@ def test_what_a_run_says_of_them(tmp_path: Path, calibration_text: Path) -> None
     assert done.exit_code == 0 and "--embedding-bits" not in done.stderr
     found = report_schema.read(tmp_path / "out" / report_schema.JSON)
     before = report_schema.read(tmp_path / "plain" / report_schema.JSON)
-    sizes, whole = ({share.name: share.after for share in report.shares} for report in (found, before))
+    sizes, whole = ({share.part: share.after for share in report.shares} for report in (found, before))
     for name in ("embedding", "head"):
         assert 0.5 < sizes[name] / (whole[name] / 4) < 1.5  # float32 in the source
     layers = {layer.name: layer for layer in found.layers}
