@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from ptq import source
 from ptq.errors import InputError, RunError
 from ptq.header import parse_json_object
 
@@ -148,6 +149,11 @@ def _hub_documents(spec: str) -> Iterator[str]:
         from datasets.exceptions import DatasetNotFoundError
     except ImportError as error:
         raise InputError(f"calibration {spec}: needs `pip install datasets`; or pass a local .txt file") from error
+    if not source.hub_is_known():
+        raise RunError(
+            f"calibration {spec}: this machine has no network, or cannot find the hub; pass a local file: "
+            "--calibration FILE.txt"
+        )
     name, _, configuration = HUB_ALIASES.get(spec, spec).partition(":")
     try:
         for row in datasets.load_dataset(name, configuration or None, split="train", streaming=True):

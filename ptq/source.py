@@ -41,12 +41,30 @@ def local_folder(model: str) -> Path | None:
     return None
 
 
+def hub_is_known() -> bool:
+    """Whether this machine can look up the hub's address, or leaves that to a proxy. Where it cannot, the libraries of
+    the hub would try for half a minute."""
+    import socket  # this module is for `quantize --help` too
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    from huggingface_hub.constants import ENDPOINT
+
+    try:
+        return bool(getproxies() or socket.getaddrinfo(urlsplit(ENDPOINT).hostname, None))
+    except OSError:
+        return False
+
+
 def _download(name: str) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     try:
-        folder = Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED, ignore_patterns=UNWANTED))
+        cached = not hub_is_known()  # then what was downloaded before, or an error at once
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=cached
+        )
     except GatedRepoError as error:
         raise InputError(
             f"{name}: the repository is gated; accept its terms at https://huggingface.co/{name}, "
@@ -66,6 +84,7 @@ def _download(name: str) -> Path:
             f"{name}: no such folder here, and as a hub name: {reason} run again, which continues it, or pass a local "
             "folder"
         ) from error
+    folder = Path(folder)
     if not any(folder.glob("*.safetensors")):
         from ptq.header import TO_SAFETENSORS  # brings in torch, and this module is for `ptq.cli` too
 

@@ -1,9 +1,11 @@
 """MODEL resolves to a folder, or to one sentence that says why not. The hub is played by a function."""
 
 import errno
+import socket
 import sys
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import huggingface_hub
 import pytest
@@ -11,7 +13,7 @@ from huggingface_hub import errors
 
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
-from ptq.source import UNWANTED, WANTED, resolve
+from ptq.source import UNWANTED, WANTED, hub_is_known, resolve
 
 
 def hub(monkeypatch, folder=None, error=None):
@@ -67,11 +69,32 @@ def test_a_file_is_not_a_model(tmp_path):
         resolve(str(tmp_path / "model.safetensors"))
 
 
-def test_download(tmp_path, monkeypatch):
+@pytest.mark.parametrize("known", [True, False])
+def test_download(tmp_path, monkeypatch, known):
+    """Where the hub cannot be found, what was downloaded before is taken, without a word to the network."""
+    monkeypatch.setattr("ptq.source.hub_is_known", lambda: known)
     (tmp_path / "model.safetensors").write_bytes(b"")
     calls = hub(monkeypatch, folder=tmp_path)
     assert resolve("org/name") == tmp_path
-    assert calls == [("org/name", {"allow_patterns": WANTED, "ignore_patterns": UNWANTED})]
+    asked = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED, "local_files_only": not known}
+    assert calls == [("org/name", asked)]
+
+
+def test_the_hub_is_known_or_a_proxy_is(monkeypatch):
+    looked_up = []
+
+    def getaddrinfo(host, port):
+        looked_up.append(host)
+        if len(looked_up) > 1:
+            raise socket.gaierror("Name or service not known")
+        return ["an address"]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    assert hub_is_known() and not hub_is_known()
+    assert looked_up == [urlsplit(huggingface_hub.constants.ENDPOINT).hostname] * 2
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
+    assert hub_is_known() and len(looked_up) == 2
 
 
 def test_patterns_choose_the_files():
