@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ptq import experts, fp8_source
+from ptq import embedding, experts, fp8_source
 from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
 from ptq.hf import PtqConfig
@@ -116,7 +116,9 @@ def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, Pac
     does not fit."""
     model, entries = _without_weights(config), packed.entries()
     experts.separate(model, experts.names_in(entries))
-    return {name: swap(model, experts.module_name(name), entry) for name, entry in entries.items()}
+    found = {name: swap(model, experts.module_name(name), entry) for name, entry in entries.items()}
+    embedding.tie(model)
+    return found
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from ptq import finetune, tuned
 from ptq.blocks import Part
-from ptq.embedding import plain
+from ptq.ends import plain
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.plan import LinearPlan
 from ptq.probe import row_by_row
 from ptq.progress import Progress
 from ptq.shards import write_tensors
@@ -101,17 +100,12 @@ class _Model:
         self.teacher = Part(job.config, job.family, None, job.device)
         self.teacher.load({job.lm_head: job.tensor(job.head.source), job.final_norm: job.tensor(job.final_norm)})
         self.bottom, self.blocks = Part(job.config, job.family, None, job.device), dict[int, Part]()
-        self.frozen = tasks.matrix(job.embedding)
-        self.frozen_head = None if job.head.format is None else self._decoded(job.head)
+        head = tasks.matrix(job.head) if job.head.format is not None else None
+        self.frozen_head = None if head is None else head.whole(job.head.k).to(job.device)
+        tied = job.head == job.embedding and head is None  # and trained
+        self.frozen_embedding = None if tied else tasks.matrix(job.embedding)
         size = 4 * sum(linear.n * linear.k for linear in job.plan.linears)
         self.keep = 2 * size < psutil.virtual_memory().available
-
-    def _decoded(self, linear: LinearPlan) -> Float[Tensor, "v k"]:
-        """The numbers that a packed head stands for."""
-        assert linear.format is not None
-        tensors = self.tasks.matrix(linear).tensors
-        parts = {leaf: tensors[f"weight_{leaf}"] for leaf in linear.format.buffers(linear.n, linear.k)}
-        return linear.format.dequantize(parts, linear.n, linear.k).to(self.job.device)
 
     def trained(self) -> dict[str, Trained]:
         """How sign vectors, norms, biases and the head are trained, from where they are now."""
@@ -149,7 +143,7 @@ class _Model:
     @torch.no_grad()
     def _climb(self, values: Values, number: int) -> list[Float[Tensor, "batch t k"]]:
         """The hidden states of a chunk before every block and behind the last."""
-        matrix = plain(values[self.embedding]) if self.embedding in values else self.frozen
+        matrix = self.frozen_embedding or plain(values[self.embedding])
         used, places = self._tokens(number)
         states = [self._embed(matrix.rows(used, self.job.embedding.k).float(), places)]
         for index in range(self.job.plan.blocks):

@@ -1,6 +1,8 @@
 """The transformers plug-in: `import ptq`, and `AutoModelForCausalLM.from_pretrained` loads a packed checkpoint."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -9,8 +11,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptq import experts, fast_decode
-from ptq.embedding import PackedEmbedding, tie
+from ptq import embedding, experts, fast_decode
 from ptq.errors import InputError
 from ptq.header import read_header
 from ptq.kv_cache import CacheQuantization, attach
@@ -120,12 +121,10 @@ class PtqQuantizer(HfQuantizer):
         self.separated = experts.separate(model, experts.names_in(entries))
         if self.separated:
             model._can_compile_fullgraph = False  # which experts there are to run is asked of the tokens
-        names = {name: own for name in entries if (own := own_name(model, name)) is not None}
-        replaced = {name: swap(model, own, entries[name]) for name, own in names.items()}
-        head = model.get_output_embeddings()
-        for module in replaced.values():
-            if isinstance(module, PackedEmbedding) and head is not None and model.config.tie_word_embeddings:
-                tie(model, head, module)
+        replaced = {name: swap(model, own, entries[name]) for name, own in own_names(model, entries).items()}
+        embedding.tie(model)
+        if isinstance(model.get_input_embeddings(), embedding.PackedEmbedding):
+            model.resize_token_embeddings = MethodType(embedding.resize_token_embeddings, model)
         files = kwargs.get("checkpoint_files")
         if files:
             check_files(replaced, [Path(file) for file in files], f"{model.base_model_prefix}.")
@@ -136,11 +135,9 @@ class PtqQuantizer(HfQuantizer):
         if cache is not None:
             attach(model, cache)
         fast_decode.install(model)
-        for name in self.quantization_config.linears:
-            if (own := own_name(model, name)) is None:
-                continue
+        for own in own_names(model, self.quantization_config.linears).values():
             module = model.get_submodule(own)
-            assert isinstance(module, PackedWeight), name
+            assert isinstance(module, PackedWeight), own
             module.prepack()  # one after the other, so that no two copies of the model are ever in memory
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
@@ -161,13 +158,16 @@ register_quantization_config(QUANT_METHOD)(PtqConfig)
 register_quantizer(QUANT_METHOD)(PtqQuantizer)
 
 
-def own_name(model: PreTrainedModel, name: str) -> str | None:
-    """What a model calls a linear of its checkpoint: without a head (`AutoModel`) names begin behind "model.", and None
-    is what it calls the head."""
-    name, prefix = experts.module_name(name), f"{model.base_model_prefix}."
+def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
+    "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
+    found, prefix = {name: experts.module_name(name) for name in names}, f"{model.base_model_prefix}."
+    outside = [name for name, own in found.items() if not own.startswith(prefix)]
+    if model.get_output_embeddings() is None and len(outside) == 1:
+        del found[outside[0]]
     if hasattr(model, model.base_model_prefix):
-        return name
-    return name.removeprefix(prefix) if name.startswith(prefix) else None
+        return found
+    return {name: own.removeprefix(prefix) for name, own in found.items()}
 
 
 def check_files(modules: dict[str, PackedWeight], files: list[Path], prefix: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ptq import balance, formats, rewrite
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
-from ptq.embedding import Matrix
+from ptq.ends import Matrix
 from ptq.family import Family
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, stored_signs
 from ptq.matmul import FEW_TOKENS

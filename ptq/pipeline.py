@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from ptq import (
     attention,
     calibration,
-    embedding,
+    ends,
     engine,
     experts,
     finetune_full,
@@ -31,7 +31,7 @@ from ptq import (
 )
 from ptq.checkpoint import Checkpoint
 from ptq.contents import check_promised, parameter_shapes, read_config, summary
-from ptq.embedding import plain
+from ptq.ends import plain
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
 from ptq.families import family_of
@@ -94,7 +94,7 @@ def plan(model: str, recipe: Recipe) -> Target:
             f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
         )
     plan = methods.planner(recipe.method)(shape, family, recipe, checkpoint.tensors)
-    plan = embedding.packed(plan, recipe.embedding_bits)
+    plan = ends.packed(plan, recipe.embedding_bits)
     if plan.cache is not None:
         attention.check(config, plan.cache)
     promised = parameter_shapes(config)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptq import rewrite
 from ptq.blocks import Part
-from ptq.embedding import Matrix, plain
+from ptq.ends import Matrix, plain
 from ptq.errors import RunError
 from ptq.job import Job
 from ptq.outliers import Input, from_tensors, observed, to_tensors, watching

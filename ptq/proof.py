@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint
-from ptq.embedding import Matrix
+from ptq.ends import Matrix
 from ptq.errors import RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job

@@ -29,7 +29,7 @@ from ptq import finetune_blocks, finetune_full, memory, rounding
 from ptq.blocks import Part
 from ptq.chunks import Chunks
 from ptq.clip_search import CLIP, Clips
-from ptq.embedding import Matrix
+from ptq.ends import Matrix
 from ptq.engine import ALONE, Workers
 from ptq.formats import Choice, Codebook
 from ptq.hessian import Hessians, unseen

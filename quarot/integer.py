@@ -31,12 +31,11 @@ from ptq.errors import InputError
 from ptq.formats import Parts, Rows, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
-from ptq.tiles import ROWS, applies, tile_scales, untile_scales
+from ptq.tiles import applies, tile_scales, untile_scales
 from quarot import expert_ops as _expert_ops  # noqa: F401 (registers the ops)
 from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
-from quarot import integer_ops, tiled_ops
+from quarot import integer_ops, row_ops, tiled_ops
 from quarot import layer_ops as _layer_ops  # noqa: F401 (registers the ops)
-from quarot import row_ops as _row_ops  # noqa: F401 (registers the ops)
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
@@ -175,10 +174,7 @@ class IntegerFormat:
             return torch.ops.ptq.integer_rows.default(parts["codes"], *held, *numbers)
         if "tiles" in parts:
             return torch.ops.ptq.integer_rows_tiled.default(parts["tiles"], *held, parts["shape"].shape[0], *numbers)
-        some = {part: parts[part].index_select(0, index // ROWS) for part in parts.keys() - {"shape"}}
-        stored = self.unprepack({**some, "shape": index.new_empty(ROWS * len(index), k, 0)})
-        within = index % ROWS + torch.arange(0, ROWS * len(index), ROWS, device=index.device)
-        return self.rows(stored, within, k, dtype)
+        return row_ops.rows_of_fragments(parts["fragments"], *held, parts["shape"].shape[0], *numbers)
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         scale, zero, numbers = parts["scale"], parts.get("zero"), (self.bits, self.group_size)

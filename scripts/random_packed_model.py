@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache
 
-from ptq import embedding, fast_decode, linear, methods
+from ptq import ends, fast_decode, linear, methods
 from ptq.attention import SETTINGS
 from ptq.families import family_of
 from ptq.formats import Format, Parts
@@ -44,7 +44,7 @@ def build(recipe: Recipe | None, config: LlamaConfig, device: torch.device, dtyp
     if recipe is None:
         return model
     family = family_of(config.to_dict())
-    plan = embedding.packed(methods.planner(recipe.method)(shape_of(config), family, recipe, {}), recipe.embedding_bits)
+    plan = ends.packed(methods.planner(recipe.method)(shape_of(config), family, recipe, {}), recipe.embedding_bits)
     signs: dict[int, Tensor] = {}
     for planned in plan.rounded():
         module = linear.swap(model, planned.name, linear.describe(planned))

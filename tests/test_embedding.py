@@ -11,7 +11,7 @@ from conftest import check_refused, edit_config, edit_tensors, listing, quantize
 from safetensors.torch import load_file, save_file
 from test_finetune_models import TINY, recipe
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ptq
 from ptq import contents, preflight, report_schema
@@ -136,6 +136,37 @@ def test_a_tied_weight_is_held_once(tmp_path: Path) -> None:
     assert not logits(model).any()
 
 
+def test_an_offloaded_weight_is_fetched_by_the_head_too(tmp_path: Path) -> None:
+    """accelerate loads the tensors of a module when that is called, and no others."""
+    for tied in (True, False):
+        source = save_model(tmp_path / f"model{tied}", tie_word_embeddings=tied)
+        out = tmp_path / f"out{tied}"
+        ptq.quantize(source, out, ends(), QUIET)
+        spilled = dict(device_map={"": "disk"}, offload_folder=tmp_path / "offload", dtype=torch.float32)
+        found, expected = logits(AutoModelForCausalLM.from_pretrained(out, **spilled)), logits(load(out))
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * expected.abs().max())
+
+
+def test_a_model_with_another_head(tmp_path: Path) -> None:
+    """A classifier has no use for the packed head."""
+    source = save_model(tmp_path / "model", tie_word_embeddings=False)
+    ptq.quantize(source, tmp_path / "out", ends(), QUIET)
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        hidden = load(tmp_path / "out").model(IDS).last_hidden_state
+        assert torch.equal(classifier.model(IDS).last_hidden_state, hidden)
+
+
+def test_its_size_is_what_it_is(out: Path) -> None:
+    model = load(out)
+    table = model.get_input_embeddings()
+    assert model.resize_token_embeddings() is table
+    assert model.resize_token_embeddings(table.num_embeddings) is table
+    assert copy.deepcopy(model).resize_token_embeddings() is not table
+    with pytest.raises(InputError, match=f"packed, with {table.num_embeddings} rows, and cannot be given 1000"):
+        model.resize_token_embeddings(1000)
+
+
 def test_the_plan(tmp_path: Path) -> None:
     source, names = (
         save_model(tmp_path / "model", hidden_size=96, **SMALL, tie_word_embeddings=False),
@@ -168,7 +199,7 @@ def test_what_a_run_says_of_them(tmp_path: Path, calibration_text: Path) -> None
     layers = {layer.name: layer for layer in found.layers}
     assert 0 < layers[EMBEDDING].error < 1e-3 and layers[EMBEDDING].storage.startswith("quarot/integer bits=8")
     inside = contents.summary(Checkpoint.open(tmp_path / "out"))
-    assert {group.linears for group in inside.groups} >= {(EMBEDDING, HEAD)}
+    assert {EMBEDDING, HEAD} in [set(group.linears) for group in inside.groups]
     assert inside.bits_per_weight == pytest.approx(found.bits_per_weight, rel=1e-5)
     rotated = quantize("rotate", source, tmp_path / "rotated")  # which has no such option
     assert rotated.exit_code == 0 and "--embedding-bits" not in rotated.stderr
@@ -221,6 +252,7 @@ def scheme(folder: Path, change: dict[str, Any]) -> None:
     ("change", "message"),
     [
         ({"hadamard": "sylvester:2"}, "model.embed_tokens: an embedding has no hadamard"),
+        ({"signs": True}, "model.embed_tokens: an embedding has no signs"),
         ({"activation": {"bits": 8, "clip": 1.0}}, "model.embed_tokens: an embedding has no activation"),
         ({"version": 7}, "has layout version 7"),
         ({"bits": 9}, "bits must be 2 to 8"),
@@ -230,6 +262,17 @@ def test_a_config_that_says_nonsense(out: Path, change: dict[str, Any], message:
     scheme(out, change)
     with pytest.raises(InputError, match=message):
         load(out)
+
+
+def test_a_tied_head_that_is_listed_as_well(tmp_path: Path) -> None:
+    ptq.quantize(save_model(tmp_path / "model", tie_word_embeddings=False), tmp_path / "out", ends(), QUIET)
+    edit_config(tie_word_embeddings=True)(tmp_path / "out")
+    message = "quantization_config lists the head, but tie_word_embeddings ties it"
+    with pytest.raises(InputError, match=message):
+        load(tmp_path / "out")
+    for command in ("inspect", "verify"):
+        result = quantize(command, tmp_path / "out")
+        assert result.exit_code == 2 and result.stdout == ""
 
 
 def test_a_format_without_rows(out: Path) -> None:

@@ -26,6 +26,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import ptq
 from ptq import console_tables, hessian, pipeline, rewrite, rounding
+from ptq.ends import plain
 from ptq.experts import Experts
 from ptq.hf import PtqConfig
 from ptq.job import Job
@@ -119,14 +120,14 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
     target = pipeline.plan(str(model), recipe)
     job = Job(recipe=recipe, signs={}, device=torch.device("cpu"), **vars(target))
     tensors = load_file(out / "model.safetensors")
-    hidden = job.embed(tensors["model.embed_tokens.weight"], IDS)
+    hidden = job.embed(plain(tensors["model.embed_tokens.weight"]), IDS)
     for index in range(2):
         inside = {name: tensor for name, tensor in tensors.items() if name.startswith(f"model.layers.{index}.")}
         hidden = job.packed_block(index, inside).run(hidden)
     with torch.no_grad():
         packed = load(out)
-        assert torch.equal(torch.cat(job.logits(tensors["lm_head.weight"], tensors["model.norm.weight"], hidden)),
-                           torch.cat([packed(row).logits for row in IDS.split(3)]))  # fmt: skip
+        logits = job.logits(plain(tensors["lm_head.weight"]), tensors["model.norm.weight"], hidden)
+        assert torch.equal(torch.cat(logits), torch.cat([packed(row).logits for row in IDS.split(3)]))
         headless = AutoModel.from_pretrained(out, dtype=torch.float32)
         assert torch.equal(headless(IDS).last_hidden_state, packed.model(IDS).last_hidden_state)
         packed.save_pretrained(tmp_path / "shards", max_shard_size="60KB")

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq import balance, experts, families, hadamard, pipeline, rewrite
+from ptq.ends import plain
 from ptq.families import FAMILIES
 from ptq.job import Job
 from ptq.model_shape import shape_of
@@ -179,10 +180,10 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
     folder = save_model(tmp_path / "model", model_type, **(TWO_KINDS if kinds else {}))
     target = pipeline.plan(str(folder), WITHOUT_DATA)
     job = Job(recipe=WITHOUT_DATA, signs={}, device=torch.device("cpu"), **vars(target))
-    hidden = job.embed(job.tensor(job.embedding.source), IDS)
+    hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS)
     for index in range(target.plan.blocks):
         hidden = job.original_block(index).run(hidden)
-    logits = torch.cat(job.logits(job.tensor(job.head.source), job.tensor(job.final_norm), hidden))
+    logits = torch.cat(job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden))
     assert relative(logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 1e-6
 
 

@@ -69,6 +69,8 @@ def test_a_row_that_does_not_exist(ops: Ops, row: int) -> None:
         ops["integer_rows"](parts["codes"], parts["scale"], None, index, 4, 32, 64, torch.float32)
     with pytest.raises((IndexError, RuntimeError), match=r"does not exist|out of range"):
         ops["integer_rows_tiled"](tiled["tiles"], tiled["scale"], None, index, 40, 4, 32, 64, torch.float32)
+    with pytest.raises(IndexError, match=r"out of range"):
+        format.rows(format.lay_out(parts, "fragments"), index, 64)
 
 
 def test_what_does_not_fit_is_refused() -> None:

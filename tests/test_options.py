@@ -35,6 +35,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "one bit": (["--weight-bits", "1"], "weight bits must be 2 to 8"),
     "no damping": (["--damping", "0"], "damping must be above 0"),
     "odd activation bits": (["--activation-bits", "5"], "activation bits must be 4, 6 or 8, or 16"),
+    "odd embedding bits": (["--embedding-bits", "5"], "embedding bits must be 4, 6 or 8, or 16"),
     "an activation clip above one": (
         ["--activation-bits", "8", "--activation-clip", "1.01"],
         "activation clip must lie above 0",
@@ -109,7 +110,7 @@ def test_what_changes_nothing_or_misses_text_is_refused(
 SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]
 METHOD = [
     *SHARED, "--rounding", "--rotate", "--no-rotate", "--calibration", "--samples", "--sequence-length", "--damping",
-    "--skip", "--report", "--no-report", "--activation-bits",
+    "--skip", "--report", "--no-report", "--activation-bits", "--embedding-bits",
 ]  # fmt: skip
 OPTIONS = {
     "quarot": [
@@ -160,6 +161,7 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--no-report": ("", "--no-report", {"report": False}),
     "--activation-bits": ("", "--activation-bits 8", {"activation_bits": 8}),
     "quip-sharp --activation-bits": ("", "--activation-bits 16", {"activation_bits": 16}),
+    "--embedding-bits": ("", "--embedding-bits 6", {"embedding_bits": 6}),
     "--weight-bits": ("", "--weight-bits 3", {"weight_bits": 3}),
     "--group-size": ("", "--group-size 64", {"group_size": 64}),
     "--symmetric": ("--asymmetric", "--symmetric", {"symmetric": True}),

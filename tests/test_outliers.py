@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ptq import evaluate, hadamard, outliers, pipeline
 from ptq.activations import Activation, dequantize
+from ptq.ends import plain
 from ptq.experts import module_name
 from ptq.families import FAMILIES
 from ptq.job import Job
@@ -133,7 +134,7 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
 
     part = job.original_block(0)
     with outliers.watching(part, names) as before:
-        hidden = job.embed(job.tensor(job.embedding.source), IDS)
+        hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS)
         part.run(hidden[:1])
         part.run(hidden[1:])
     assert list(before) == list(names)
@@ -142,7 +143,7 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
 
     job.rotate_block(0, part)
     with outliers.watching(part, names) as after:
-        part.run(job.embed(job.rewritten(job.embedding, torch.float32), IDS))
+        part.run(job.embed(plain(job.rewritten(job.embedding, torch.float32)), IDS))
     for name in names:
         linear = job.plan.linear(name)
         assert linear is not None
