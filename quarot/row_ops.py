@@ -4,15 +4,16 @@ kernels (`csrc/integer_rows`) override them.
 `index` holds numbers of rows; one that does not exist raises IndexError, and RuntimeError in the kernels.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int16, Int64, UInt8
 from torch import Tensor
 
-from ptq import fragments
+from ptq import fragments, tiles
 from ptq.op_declarations import declare_all
-from ptq.tiles import ROWS, unprepack, untile_scales
+from ptq.tiles import ROWS, untile_scales
 from quarot.integer_ops import dequantize
 
 SCHEMAS = {
@@ -39,49 +40,20 @@ def rows(
     return dequantize(codes, scale, zero, bits, group_size, k).to(dtype)
 
 
-def rows_tiled(
-    tiles: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    zero: UInt8[Tensor, "tiles g 16"] | None,
-    index: Int64[Tensor, " u"],
-    n: int,
-    bits: int,
-    group_size: int,
-    k: int,
-    dtype: torch.dtype,
-) -> Float[Tensor, "u k"]:
-    """The same of a weight in tiles (`ptq.tiles`)."""
-    return _of_row_tiles(unprepack, tiles, scale, zero, index, n, bits, group_size, k, dtype)
-
-
-def rows_of_fragments(
-    words: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    zero: UInt8[Tensor, "tiles g 16"] | None,
-    index: Int64[Tensor, " u"],
-    n: int,
-    bits: int,
-    group_size: int,
-    k: int,
-    dtype: torch.dtype,
-) -> Float[Tensor, "u k"]:
-    """The same of a weight in fragments (`ptq.fragments`). It has no kernel of its own."""
-    return _of_row_tiles(fragments.unprepack, words, scale, zero, index, n, bits, group_size, k, dtype)
-
-
-def _of_row_tiles(
+def rows_of_row_tiles(
     unprepack: Callable[[Tensor, int, int, int], Tensor],
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    index: Tensor,
+    codes: UInt8[Tensor, "tiles blocks size"],
+    scale: Int16[Tensor, "tiles g 16"],
+    zero: UInt8[Tensor, "tiles g 16"] | None,
+    index: Int64[Tensor, " u"],
     n: int,
     bits: int,
     group_size: int,
     k: int,
     dtype: torch.dtype,
-) -> Tensor:
-    """Both layouts are made of tiles of 16 rows; those that the rows lie in are unpacked."""
+) -> Float[Tensor, "u k"]:
+    """The same of a weight in a layout of tiles of 16 rows, which `unprepack` undoes: those that the rows lie in are
+    unpacked."""
     index = torch.arange(n, device=index.device).index_select(0, index)  # the last tile may have room for more rows
     tile, whole = index // ROWS, ROWS * len(index)
     stored = unprepack(codes.index_select(0, tile), whole, bits, k)
@@ -90,6 +62,10 @@ def _of_row_tiles(
     within = index % ROWS + torch.arange(0, whole, ROWS, device=index.device)
     return rows(stored, scale, zero, within, bits, group_size, k, dtype)
 
+
+rows_tiled = functools.partial(rows_of_row_tiles, tiles.unprepack)
+rows_of_fragments = functools.partial(rows_of_row_tiles, fragments.unprepack)
+"""It has no kernel of its own."""
 
 REFERENCES = {"integer_rows": rows, "integer_rows_tiled": rows_tiled}
 FAKES = {
