@@ -19,10 +19,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, StaticCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ptq import hadamard, kv_ops
+from ptq import hadamard, kv_ops, prefill_attention
 from ptq.errors import InputError
 from ptq.families import FAMILIES
 from ptq.kv_cache import CacheQuantization
@@ -32,7 +31,8 @@ from ptq.packed_cache import PackedCache, Signature
 from ptq.packed_layer import PackedStates
 
 MAX_DECODE = 8
-"""So many query tokens are decoded over the packed cache; for more, it is dequantised once and torch attends."""
+"""So many query tokens are decoded over the packed cache; for more, it is dequantised once, for attention over
+plain keys and values."""
 
 SETTINGS = "ptq_cache_settings"
 """Attribute of the base model: its `CacheQuantization`."""
@@ -116,7 +116,7 @@ def forward(
             scale = query.shape[-1] ** -0.5 if scaling is None else scaling
             return layer.attend(query, attention_mask, scale), None
         key, value = layer.read()
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    return prefill_attention.forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
 
 
 class _NoGradient(torch.autograd.Function):

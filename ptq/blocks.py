@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ptq import experts, fast_steps, matmul
+from ptq import experts, fast_decode, fast_steps, matmul
 from ptq.activations import Activation
 from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, attach
@@ -238,6 +238,7 @@ def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrained
     for module in model.modules():
         _fill_buffers(model, module, device)
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
+    fast_decode.install_attention(model)
     return model.eval()
 
 

@@ -95,7 +95,7 @@ class Experts(nn.Module):
         expert = cast(nn.ModuleDict, self._modules[str(number)])
         gate_linear, up_linear, down_linear = (expert._modules[name] for name in self.names)
         assert gate_linear is not None and up_linear is not None and down_linear is not None
-        if self.is_silu and has_steps(len(x), x):
+        if self.is_silu and len(x) and has_steps(x):
             gate, up = products([gate_linear, up_linear], x)
             if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
                 return fast_steps.down(down_linear, gate, up)

@@ -15,10 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ptq import fast_layer, fast_steps, matmul, shared_input
+from ptq import fast_layer, fast_steps, matmul, prefill_attention, shared_input
 from ptq.fast_attention import ATTENTION
 
 
@@ -41,6 +40,11 @@ def install(model: PreTrainedModel) -> None:
     shared_input.attach(model)
     fast_steps.install(model)
     fast_layer.install(model)
+    install_attention(model)
+
+
+def install_attention(model: PreTrainedModel) -> None:
+    """Put `attention` in the place of "sdpa"."""
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(ATTENTION)
 
@@ -49,19 +53,19 @@ def attention(
     module: nn.Module,
     query: Float[Tensor, "b q_heads t d"],
     key: Float[Tensor, "b h s d"],
-    value: Float[Tensor, "b h s d"],
+    value: Float[Tensor, "b h s value_d"],
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Float[Tensor, "b t q_heads d"], None]:
+) -> tuple[Float[Tensor, "b t q_heads value_d"], None]:
     """The attention function "sdpa" of transformers, with a faster way for one token without a mask."""
     batch, heads, tokens, d = query.shape
     grouped = tokens == 1 and heads != key.shape[1] and query.device.type == "cpu"
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None
     if not (grouped and plain) or kwargs.get("cache") is not None or kwargs.get("softcap") is not None:
         mask = _additive(attention_mask, query.dtype, getattr(module, "layer_idx", None))
-        return sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, **kwargs)
+        return prefill_attention.forward(module, query, key, value, mask, dropout, scaling, **kwargs)
     packed = query.reshape(batch, key.shape[1], -1, d)
     y = torch.nn.functional.scaled_dot_product_attention(packed, key, value, scale=scaling)
     return y.reshape(batch, 1, heads, value.shape[-1]), None

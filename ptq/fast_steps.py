@@ -1,11 +1,11 @@
-"""RMSNorm, rotary embedding, attention, the gate of the MLP and the router of experts of a loaded model in few ops: on
-a CPU for few tokens, on a GPU for any number (but the router).
+"""RMSNorm, rotary embedding, attention, the gate of the MLP and the router of experts of a loaded model in few ops,
+attention and the router for few tokens alone.
 
 No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
 `apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
 does not give the same bits as the model's own code (attention: up to rounding, `ptq.fast_attention`), that code is left
-alone. With more tokens, gradients, other devices or dtypes (`ptq.matmul.has_steps`), or under torch.compile, the
-model's own code runs.
+alone. With gradients, other devices or dtypes (`ptq.matmul.has_steps`), or under torch.compile, the model's own code
+runs.
 
 Parts of models that run alone (`ptq.blocks`) get the same, so that proofs may compare bits.
 
@@ -57,16 +57,9 @@ def _norm_forward(module: nn.Module, eps: float, offset: float, round_first: boo
     gain = module._parameters["weight"]
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
-        if x.dim() > 2 and has_steps(x.shape[0] * _length(x), x, gain):
+        if x.dim() > 2 and x.numel() and has_steps(x, gain):
             return torch.ops.ptq.rms_norm.default(x, gain, eps, offset, round_first)
     return type(module).forward(module, *args, **kwargs)
-
-
-def _length(x: Tensor) -> int:
-    """t of x [b, t, k] or [b, t, heads, k]; or [b, heads, t, k] as a view of it, as Gemma 3 norms its heads."""
-    if x.dim() == 3 or x.stride(1) > x.stride(2):
-        return x.shape[1]
-    return x.shape[2] if x.stride(2) > x.stride(1) else max(x.shape[1], x.shape[2])
 
 
 def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
@@ -114,7 +107,7 @@ GATED, ACTIVATION = ("gate_proj", "up_proj", "down_proj"), "act_fn"
 def _gated_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
         x, parts = args[0], module._modules
-        if has_steps(x.numel() // x.shape[-1], x):
+        if x.numel() and has_steps(x):
             gate, up = products([parts["gate_proj"], parts["up_proj"]], x)  # pyright: ignore[reportArgumentType]
             if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
                 return down(parts["down_proj"], gate, up)
@@ -218,8 +211,7 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
-            tokens = q.shape[0] * q.shape[2]
-            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and has_steps(tokens, q, k, cos, sin):
+            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and q.numel() and has_steps(q, k, cos, sin):
                 return torch.ops.ptq.rotary.default(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)
 

@@ -67,10 +67,14 @@ def few_tokens_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tenso
 
 
 def is_few(tokens: int, *tensors: Tensor) -> bool:
-    """Whether the ops for few tokens are made for this: on the CPU, float32 or bfloat16, one dtype, no gradients, and
-    not under torch.compile."""
+    """Whether the ops for few tokens are made for this: as `is_plain`, and few."""
+    return 0 < tokens <= FEW_TOKENS and is_plain(*tensors)
+
+
+def is_plain(*tensors: Tensor) -> bool:
+    """On the CPU, float32 or bfloat16, one dtype, no gradients, and not under torch.compile."""
     dtype = tensors[0].dtype
-    if not 0 < tokens <= FEW_TOKENS or dtype not in FEW_DTYPES or torch.compiler.is_compiling():
+    if dtype not in FEW_DTYPES or torch.compiler.is_compiling():
         return False
     for x in tensors:
         if x.dtype != dtype or not x.is_cpu:
@@ -96,9 +100,9 @@ def is_gpu(*tensors: Tensor) -> bool:
     )
 
 
-def has_steps(tokens: int, *tensors: Tensor) -> bool:
-    """Whether `ptq.steps` serves these tokens, on a CPU or a GPU."""
-    return is_gpu(*tensors) or is_few(tokens, *tensors)
+def has_steps(*tensors: Tensor) -> bool:
+    """Whether `ptq.steps` serves these, on a CPU or a GPU."""
+    return is_gpu(*tensors) or is_plain(*tensors)
 
 
 def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:

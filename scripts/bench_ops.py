@@ -19,6 +19,7 @@ import re
 from dataclasses import asdict
 from typing import Annotated
 
+import bench_attention
 import bench_e8p
 import bench_experts
 import bench_hadamard
@@ -30,7 +31,7 @@ from bench_case import measure
 
 from ptq import native
 
-MODULES = (bench_hadamard, bench_integer, bench_e8p, bench_minifloat, bench_experts)
+MODULES = (bench_hadamard, bench_integer, bench_e8p, bench_minifloat, bench_experts, bench_attention)
 """Each has `tables()`: what it can measure."""
 
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp6.plan import Fp6Recipe
-from ptq import fast_attention, layouts, matmul, shared_input
+from ptq import fast_attention, layouts, matmul, prefill_attention, shared_input
 from ptq.recipe import Recipe
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
@@ -73,8 +73,9 @@ def as_on_a_gpu(ours: bool) -> Iterator[None]:
     """CPU tensors are treated as those on a GPU are; `ours`: with the ops for a GPU."""
     with ExitStack() as stack:
         for owner, name, value in (
-            (matmul, "on_gpu", ours), (matmul, "is_few", False), (matmul, "is_decode", False),
+            (matmul, "on_gpu", ours), (matmul, "is_plain", False), (matmul, "is_decode", False),
             (fast_attention, "is_few", False), (shared_input, "_is_eligible", False),
+            (prefill_attention, "is_plain", False),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, lambda *args, value=value: value))
         stack.enter_context(patch.dict(layouts.LAYOUTS, cpu="fragments"))

@@ -184,7 +184,7 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
     for index in range(target.plan.blocks):
         hidden = job.original_block(index).run(hidden)
     logits = torch.cat(job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden))
-    assert relative(logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 1e-6
+    assert relative(logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 3e-6
 
 
 def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:

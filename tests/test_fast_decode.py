@@ -7,6 +7,7 @@ import torch
 from conftest import save_model, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ptq
 from ptq import fast_decode, matmul
@@ -103,7 +104,7 @@ def test_attention_is_that_of_torch(heads: int, groups: int, d: int) -> None:
         mask = torch.rand(2, 1, tokens, 33, generator=generator) < 0.5
         for m in (None, mask):
             found, _ = fast_decode.attention(module, query, key, value, m, scaling=0.3, is_causal=False)
-            wanted, _ = fast_decode.sdpa_attention_forward(module, query, key, value, m, scaling=0.3, is_causal=False)
+            wanted, _ = sdpa_attention_forward(module, query, key, value, m, scaling=0.3, is_causal=False)
             torch.testing.assert_close(found, wanted)
 
 

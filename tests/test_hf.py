@@ -149,7 +149,8 @@ def test_layers_offloaded_to_disk(packed: Path, tmp_path: Path) -> None:
               "model.rotary_emb": "cpu", "lm_head": "cpu"}  # fmt: skip
     model = load(packed, device_map=places, offload_folder=tmp_path / "offload")
     assert model.get_submodule(DOWN).weight_codes.is_meta
-    assert torch.equal(logits(model), logits(load(packed)))
+    # norms of an offloaded layer are the model's own code, whose sums end otherwise
+    torch.testing.assert_close(logits(model), logits(load(packed)), rtol=1e-4, atol=1e-4)
 
 
 def test_save_pretrained_round_trips_shards(packed: Path, tmp_path: Path) -> None:

@@ -157,8 +157,9 @@ def test_a_model_of_every_family(family: str) -> None:
     assert norms and all("forward" in vars(m) for m in norms)
     assert attention and all(("forward" in vars(m)) == turned for m in attention)
     ids = torch.arange(3, 12).reshape(1, -1)
-    assert torch.equal(fast(ids).logits, plain(ids).logits)  # many tokens: the model's own code
-    torch.testing.assert_close(fast(ids[:, :3]).logits, plain(ids[:, :3]).logits, rtol=1e-4, atol=1e-5)
+    for count in (3, 9):
+        some = ids[:, :count]
+        torch.testing.assert_close(fast(some).logits, plain(some).logits, rtol=1e-4, atol=1e-5)
     for again in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         assert torch.equal(again(ids[:, :2]).logits, fast(ids[:, :2]).logits)
         norm = again.get_submodule(FAMILIES[family].final_norm)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/cpu_level.h"
+#include "common/linear.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
 #include "steps/kernels.h"
@@ -64,13 +65,15 @@ Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, Number
     const auto* s = static_cast<const char*>(sin.const_data_ptr());
     auto* to = static_cast<char*>(out.mutable_data_ptr());
     const auto kernel = kernels().rotary;
-    for (int64_t b = 0; b < x.size(0); b++)
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t t = 0; t < tokens; t++, to += d * size) {
-                const int64_t at = b * x.stride(0) + h * x.stride(1) + t * x.stride(2);
-                const int64_t row = ((cos.size(0) == 1 ? 0 : b) * tokens + t) * d;
-                kernel({type, d}, from + at * size, c + row * size, s + row * size, to);
-            }
+    const int64_t tables = cos.size(0), strides[] = {x.stride(0), x.stride(1), x.stride(2)};
+    run_codes(x.size(0) * heads * tokens, d, [&](int64_t first, int64_t last) {
+        for (int64_t i = first; i < last; i++) {
+            const int64_t b = i / (heads * tokens), h = i / tokens % heads, t = i % tokens;
+            const int64_t at = b * strides[0] + h * strides[1] + t * strides[2];
+            const int64_t row = ((tables == 1 ? 0 : b) * tokens + t) * d;
+            kernel({type, d}, from + at * size, c + row * size, s + row * size, to + i * d * size);
+        }
+    });
     return out;
 }
 
