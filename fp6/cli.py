@@ -38,7 +38,11 @@ def fp6(
     ] = "absmax",
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "nearest",
     rotate: Annotated[
-        bool, typer.Option("--rotate/--no-rotate", help="QuaRot's rotations that vanish into the weights.")
+        bool,
+        typer.Option(
+            "--rotate/--no-rotate",
+            help="QuaRot's rotations that vanish into the weights; around a tied head one runs with the model.",
+        ),
     ] = False,
     activation_bits: Annotated[
         int, typer.Option(help="Of the inputs of the quantised linears, per token: 8; 16 leaves them alone.")

@@ -69,7 +69,7 @@ def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors)
     """The plan of a model with these tensors. Raises InputError where groups do not fit a layer."""
     made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
-        made = rotated(made, shape, family, online=False)
+        made = rotated(made, shape, family, online=False, keep_tied=True)
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 
     def rounded(linear: LinearPlan) -> LinearPlan:

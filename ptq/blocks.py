@@ -84,7 +84,7 @@ class Part:
             owner, _, leaf = experts.module_name(name).rpartition(".")
             module = self.module(owner)
             if leaf in module._buffers:
-                module._buffers[leaf] = tensor.float().to(self.device)
+                module._buffers[leaf] = (tensor.float() if tensor.is_floating_point() else tensor).to(self.device)
                 continue
             assert leaf in module._parameters, name
             kept = as_stored and leaf == "weight" and isinstance(module, _FastLinear)

@@ -154,6 +154,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
 def _show_plan(model: str, recipe: Recipe) -> None:
     """Print the plan as a table on stdout, and what else there is to say about it on stderr."""
     from ptq import console_tables, pipeline, preflight
+    from ptq.hadamard import construction
     from ptq.progress import console
 
     target = pipeline.plan(model, recipe)
@@ -161,6 +162,8 @@ def _show_plan(model: str, recipe: Recipe) -> None:
     for note in plan.notes:
         console.print(note, soft_wrap=True)
     typer.echo(console_tables.plan_table(plan))
+    if plan.online_residual is not None:
+        typer.echo(console_tables.residual_line(construction(plan.online_residual.order)))
     if plan.cache is not None:
         typer.echo(console_tables.cache_line(asdict(plan.cache)))
     console.print(str(pipeline.estimate(target, model, recipe)), soft_wrap=True)
@@ -192,13 +195,15 @@ def inspect(
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
         print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,
                           "bits_per_weight": found.bits_per_weight, "kv_cache": found.cache,
-                          "report": found.report}, indent=2))  # fmt: skip
+                          "residual_rotation": found.residual, "report": found.report}, indent=2))  # fmt: skip
         return
     typer.echo(console_tables.contents_table(found))
     if fp8_source.stated(opened.config) is not None:
         typer.echo("published in FP8: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:
         typer.echo(f"report: {found.report}")
+    if found.residual is not None:
+        typer.echo(console_tables.residual_line(found.residual))
     if found.cache is not None:
         typer.echo(console_tables.cache_line(found.cache))
 

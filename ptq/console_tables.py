@@ -84,6 +84,11 @@ def cache_line(settings: dict[str, Any]) -> str:
     return f"KV cache: {' '.join(f'{key}={value}' for key, value in settings.items())}"
 
 
+def residual_line(construction: str) -> str:
+    """Where R1 acts when the model runs."""
+    return f"R1 ({construction}): behind the embedding, and back in front of the last norm"
+
+
 def _ranges(numbers: list[int]) -> Iterator[str]:
     """0, 1, 2, 5 as 0-2 and 5."""
     start = 0

@@ -44,6 +44,8 @@ class Contents:
     nbytes: int
     cache: dict[str, Any] | None = None
     """How the KV cache is quantised, as config.json says it; None: not at all."""
+    residual: str | None = None
+    """The Hadamard matrix of an R1 that acts when the model runs (`ptq.residual`); None: there is none."""
     report: str | None = None
     """The page that the run wrote about itself; None where there is none."""
 
@@ -77,7 +79,8 @@ def summary(checkpoint: Checkpoint) -> Contents:
         weights = sum(modules[linear].out_features * modules[linear].in_features for linear in linears)
         groups.append(Group(scheme, linears, weights, sum(stored.get(linear, 0) for linear in linears)))
     packed_bytes = sum(group.nbytes for group in groups)
-    return Contents(tuple(groups), checkpoint.nbytes - packed_bytes, checkpoint.nbytes, packed.kv_cache, report)
+    plain_bytes = checkpoint.nbytes - packed_bytes
+    return Contents(tuple(groups), plain_bytes, checkpoint.nbytes, packed.kv_cache, packed.residual(), report)
 
 
 def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:

@@ -1,10 +1,10 @@
-"""What a loaded packed model does faster than transformers: on the CPU when it decodes few tokens, on a GPU in fewer
-launches (`ptq.fast_steps`, `ptq.fast_layer`).
+"""What a loaded packed model does faster than transformers: on the CPU when it decodes few tokens and when it reads a
+prompt, on a GPU in fewer launches (`ptq.fast_steps`, `ptq.fast_layer`).
 
 `install` changes no parameter and nothing that is saved. (1) Plain linear layers read their weight at the speed of
 memory (`ptq::dense_linear`). (2) Attention of one token, with fewer heads of keys than of queries: torch's grouped
 attention is slow on the CPU; the queries that share a head of keys are handed to it as tokens of that head instead,
-which is the same sum.
+which is the same sum. Other attention goes through `ptq.prefill_attention`, where that serves it.
 """
 
 import weakref
@@ -59,7 +59,7 @@ def attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "b t q_heads value_d"], None]:
-    """The attention function "sdpa" of transformers, with a faster way for one token without a mask."""
+    """The attention function "sdpa" of transformers, with faster ways for one token without a mask and for many."""
     batch, heads, tokens, d = query.shape
     grouped = tokens == 1 and heads != key.shape[1] and query.device.type == "cpu"
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None

@@ -1,5 +1,5 @@
-"""RMSNorm, rotary embedding, attention, the gate of the MLP and the router of experts of a loaded model in few ops,
-attention and the router for few tokens alone.
+"""RMSNorm, rotary embedding and the gate of the MLP of a loaded model in one op each; for few tokens also its attention
+and its router of experts.
 
 No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
 `apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
@@ -41,7 +41,7 @@ def install(model: nn.Module) -> None:
             continue  # somebody has put another one there
         kind = norm_kind(module)
         if kind is not None:
-            module.forward = functools.partial(_norm_forward, module, *kind)
+            module.forward = functools.partial(norm_forward, module, *kind)
         elif with_fast_rotary(type(module).forward) is not None:
             module.forward = functools.partial(_attention_forward, module, fast_attention.kind_of(module))
         elif is_gated(module):
@@ -53,7 +53,8 @@ def install(model: nn.Module) -> None:
 # --- norms ----------------------------------------------------------------------------------------------------------
 
 
-def _norm_forward(module: nn.Module, eps: float, offset: float, round_first: bool, *args: Any, **kwargs: Any) -> Tensor:
+def norm_forward(module: nn.Module, eps: float, offset: float, round_first: bool, *args: Any, **kwargs: Any) -> Tensor:
+    """That of a norm of this kind."""
     gain = module._parameters["weight"]
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
@@ -65,7 +66,8 @@ def _norm_forward(module: nn.Module, eps: float, offset: float, round_first: boo
 def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
     """eps, offset and round_first of a module that is an RMSNorm; None for any other."""
     gain = module._parameters.get("weight")
-    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    numbers = [tensor for tensor in module._buffers.values() if tensor is not None and tensor.is_floating_point()]
+    alone = len(module._parameters) == 1 and not module._modules and not numbers
     eps = next((value for name in EPSILON if isinstance(value := getattr(module, name, None), float)), None)
     if not alone or gain is None or gain.dim() != 1 or eps is None or not eps > 0:
         return None
@@ -90,8 +92,9 @@ def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first
     for dtype in FEW_DTYPES:
         alone = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
         gain = alone.get_parameter("weight")
-        gain.copy_(torch.randn(gain.shape, generator=generator))
-        x = torch.randn(1, 3, len(gain), generator=generator) * torch.tensor([eps**0.5, 1.0, 30.0])[:, None]
+        with torch.device("cpu"):  # while a model is loaded, meta is the default
+            gain.copy_(torch.randn(gain.shape, generator=generator))
+            x = torch.randn(1, 3, len(gain), generator=generator) * torch.tensor([eps**0.5, 1.0, 30.0])[:, None]
         x = x.to(dtype)
         found = type(module).forward(alone, x)
         if not isinstance(found, Tensor) or not torch.equal(found, steps.rms_norm(x, gain, eps, offset, round_first)):

@@ -1,17 +1,18 @@
 """The transformers plug-in: `import ptq`, and `AutoModelForCausalLM.from_pretrained` loads a packed checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptq import embedding, experts, fast_decode
+from ptq import embedding, experts, fast_decode, residual
 from ptq.errors import InputError
 from ptq.header import read_header
 from ptq.kv_cache import CacheQuantization, attach
@@ -21,13 +22,16 @@ from ptq.plan import Plan
 
 QUANT_METHOD = "ptq"
 LAYOUT_VERSION = 1
+OPTIONAL = ("kv_cache", "residual_rotation")
+"""Keys of `quantization_config` that may be absent."""
 
 
 class PtqConfig(QuantizationConfigMixin):
     """`quantization_config` of config.json: every quantised linear, explicitly, and the embedding, where it is.
 
     `schemes` maps a name to {"format", "version", options..., "hadamard"?, "activation"?}; `linears` maps a module to a
-    scheme; `kv_cache` says how keys and values are cached, and is absent where they are not quantised.
+    scheme; `kv_cache` says how keys and values are cached, and is absent where they are not quantised;
+    `residual_rotation` is there where R1 runs at the ends of the model (`ptq.residual`).
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class PtqConfig(QuantizationConfigMixin):
         version: Any = LAYOUT_VERSION,
         quant_method: str = QUANT_METHOD,
         kv_cache: Any = None,
+        residual_rotation: Any = None,
         **unknown: Any,
     ) -> None:
         if unknown:
@@ -60,7 +65,9 @@ class PtqConfig(QuantizationConfigMixin):
         self.schemes: dict[str, Any] = schemes
         self.linears: dict[str, str] = linears
         self.kv_cache: dict[str, Any] | None = kv_cache
+        self.residual_rotation: dict[str, Any] | None = residual_rotation
         self.cache()
+        self.residual()
 
     @classmethod
     def parse(cls, config: dict[str, Any]) -> "PtqConfig | None":
@@ -72,7 +79,8 @@ class PtqConfig(QuantizationConfigMixin):
         if method != QUANT_METHOD:
             raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq")
         # Before the call: an entry called `self` would be an argument given twice.
-        unknown = sorted(found.keys() - {"schemes", "linears", "version", "quant_method", "kv_cache"})
+        known = {"schemes", "linears", "version", "quant_method", *OPTIONAL}
+        unknown = sorted(found.keys() - known)
         if unknown:
             raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(unknown)}")
         return cls(**found)
@@ -81,10 +89,18 @@ class PtqConfig(QuantizationConfigMixin):
     def of(cls, plan: Plan) -> "PtqConfig":
         """The config that describes a plan's result."""
         entries = {linear.name: describe(linear) for linear in plan.rounded()}
-        return cls.listing(entries, plan.cache.as_dict() if plan.cache else None)
+        turned = plan.online_residual
+        return cls.listing(
+            entries, plan.cache.as_dict() if plan.cache else None, residual.describe(turned) if turned else None
+        )
 
     @classmethod
-    def listing(cls, entries: dict[str, dict[str, Any]], kv_cache: dict[str, Any] | None) -> "PtqConfig":
+    def listing(
+        cls,
+        entries: dict[str, dict[str, Any]],
+        kv_cache: dict[str, Any] | None,
+        residual_rotation: dict[str, Any] | None,
+    ) -> "PtqConfig":
         """The config with an entry for every linear; equal ones become one scheme."""
         schemes: dict[str, dict[str, Any]] = {}
         linears: dict[str, str] = {}
@@ -92,15 +108,20 @@ class PtqConfig(QuantizationConfigMixin):
             name = next((name for name, known in schemes.items() if known == entry), f"scheme{len(schemes)}")
             schemes[name] = entry
             linears[linear] = name
-        return cls(schemes, linears, kv_cache=kv_cache)
+        return cls(schemes, linears, kv_cache=kv_cache, residual_rotation=residual_rotation)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
-        return {key: value for key, value in super().to_dict().items() if key != "kv_cache" or value is not None}
+        return {key: value for key, value in super().to_dict().items() if key not in OPTIONAL or value is not None}
 
     def cache(self) -> CacheQuantization | None:
         """How the KV cache is quantised; None: not at all. Raises InputError for what it cannot mean."""
         return None if self.kv_cache is None else CacheQuantization.parse(self.kv_cache)
+
+    def residual(self) -> str | None:
+        """The Hadamard construction of an R1 that runs at the ends of the model; None: there is none. Raises InputError
+        for what it cannot mean."""
+        return None if self.residual_rotation is None else residual.parse(self.residual_rotation)
 
     def entries(self) -> dict[str, Any]:
         """The scheme of every quantised linear, by module name. What a scheme says is checked by `linear.build`."""
@@ -125,12 +146,21 @@ class PtqQuantizer(HfQuantizer):
         embedding.tie(model)
         if isinstance(model.get_input_embeddings(), embedding.PackedEmbedding):
             model.resize_token_embeddings = MethodType(embedding.resize_token_embeddings, model)
+        ends, turned = {}, self.quantization_config.residual()
+        if turned is not None:
+            ends = residual.make_room(model, turned)
+            residual.install(model, turned)  # already, so that accelerate's hooks come around it
         files = kwargs.get("checkpoint_files")
         if files:
-            check_files(replaced, [Path(file) for file in files], f"{model.base_model_prefix}.")
+            paths = [Path(file) for file in files]
+            check_files(replaced | ends, paths, f"{model.base_model_prefix}.")
+            if turned is None:
+                residual.refuse_unread(paths)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         assert isinstance(self.quantization_config, PtqConfig)
+        if self.quantization_config.residual() is not None:
+            residual.check_loaded(model)
         cache = self.quantization_config.cache()
         if cache is not None:
             attach(model, cache)
@@ -170,8 +200,8 @@ def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     return {name: own.removeprefix(prefix) for name, own in found.items()}
 
 
-def check_files(modules: dict[str, PackedWeight], files: list[Path], prefix: str) -> None:
-    """Check that the files hold every tensor of the packed modules, by their names there, in its shape and dtype; with
+def check_files(modules: Mapping[str, nn.Module], files: list[Path], prefix: str) -> None:
+    """Check that the files hold every tensor of these modules, by their names there, in its shape and dtype; with
     or without `prefix`, for transformers adds and removes it.
 
     transformers would fill a missing tensor with random numbers and go on. Raises InputError.
@@ -183,7 +213,7 @@ def check_files(modules: dict[str, PackedWeight], files: list[Path], prefix: str
         for name, info in read_header(file)[0].items()
     }
     for owner, module in modules.items():
-        for leaf, parameter in module.named_parameters():
+        for leaf, parameter in module.state_dict().items():
             name = f"{owner}.{leaf}"
             info = stored.get(experts.module_name(name.removeprefix(prefix)))
             if info is None:

@@ -2,26 +2,30 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
-from ptq import balance, formats, rewrite
+from ptq import balance, formats, hadamard, residual, rewrite
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.ends import Matrix
 from ptq.family import Family
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe, stored_signs
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
 from ptq.matmul import FEW_TOKENS
-from ptq.packed_weight import guard
+from ptq.packed_weight import guard, stored_signs
 from ptq.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
 
 PIECE_BYTES = 8 << 20
 """Float64 bytes of a weight that are rewritten at a time, where its rows do not depend on each other: small enough for
 the allocator to use the same memory again. Fresh memory costs more than the rewriting itself."""
+
+
+Model = Literal["original", "rotated", "packed"]
+"""The source; the same, rewritten; and what is written."""
 
 
 @dataclass(frozen=True)
@@ -156,22 +160,23 @@ class Job:
         """Name of the gain of the last norm."""
         return f"{self.family.final_norm}.weight"
 
-    def embed(self, matrix: Matrix, ids: Int[Tensor, "batch t"], rewrite: bool = False) -> Float[Tensor, "batch t k"]:
-        """Hidden states that enter the first block, from an embedding matrix, which may still have to be rewritten.
-        Only the rows in use are, and become float32."""
+    def embed(self, matrix: Matrix, ids: Int[Tensor, "batch t"], model: Model = "packed") -> Float[Tensor, "batch t k"]:
+        """Hidden states that enter the first block of a model, from its embedding matrix; of the rotated one, from that
+        of the source. Only the rows in use become float32."""
         used, places = ids.unique(return_inverse=True)
         rows = matrix.rows(used, self.embedding.k)
-        if rewrite:
+        if model == "rotated":
             rows = self._rewrite(self.embedding, rows.to(self.device), None, torch.float32)
-        part = self._part(None)
+        part = self._ends(model)
         part.load({f"{self.family.embedding}.weight": rows})
         return part.embed(places.to(self.device))
 
     def logits(
-        self, matrix: Matrix, norm: Float[Tensor, " k"], hidden: Float[Tensor, "rows t k"]
+        self, matrix: Matrix, norm: Float[Tensor, " k"], hidden: Float[Tensor, "rows t k"], model: Model = "packed"
     ) -> list[Float[Tensor, "1 t v"]]:
-        """Logits of every row from the hidden states that leave the last block, a head matrix and a norm gain."""
-        part = self._part(None)
+        """Logits of every row from the hidden states that leave the last block of a model, its head matrix and the gain
+        of its last norm."""
+        part = self._ends(model)
         if matrix.entry is not None:
             part.pack({self.family.head: matrix.entry})
         tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
@@ -218,7 +223,25 @@ class Job:
 
     def residual_rotation(self) -> Rotation | None:
         """R1, as the embedding applies it."""
-        return self.embedding.input
+        return self.plan.online_residual or self.embedding.input
+
+    def residual_signs(self) -> dict[str, Tensor]:
+        """The tensors of an R1 that acts when the model runs; none where it is fused, or there is none."""
+        if self.plan.online_residual is None:
+            return {}
+        vector = rewrite.signs_of(self.plan.online_residual, self.signs)
+        assert vector is not None
+        return dict.fromkeys(residual.tensors(self.family), stored_signs(vector))
+
+    def _ends(self, model: Model) -> Part:
+        """A part without a block, for the embedding and the head of a model."""
+        part = self._part(None)
+        if model != "original" and self.plan.online_residual is not None:
+            construction = hadamard.construction(self.plan.online_residual.order)
+            residual.make_room(part.model, construction)
+            residual.install(part.model, construction)
+            part.load(self.residual_signs())
+        return part
 
     def _part(self, index: int | None) -> Part:
         return Part(self.config, self.family, index, self.device)

@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Float32, Int8, Int16, Num
+from jaxtyping import Float, Float32, Int8
 from torch import Tensor, nn
 
 from ptq import activations, embedding, hadamard, input_steps, matmul
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format, IntegerInput, NumberInput
-from ptq.packed_weight import PackedWeight, format_of, frozen
+from ptq.packed_weight import PackedWeight, format_of, frozen, loaded_signs, stored_signs
 from ptq.plan import LinearPlan
 from ptq.shared_input import HERE, SharedInput
 
@@ -148,16 +148,6 @@ class QuantLinear(PackedWeight):
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}, {self.online}"
         )
-
-
-def stored_signs(vector: Num[Tensor, " size"]) -> Int16[Tensor, " size"]:
-    """A sign vector as it is stored."""
-    return vector.to(torch.float16).view(torch.int16)
-
-
-def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
-    """Inverse of `stored_signs`."""
-    return stored.view(torch.float16).float()
 
 
 def describe(linear: LinearPlan) -> dict[str, Any]:

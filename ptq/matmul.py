@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ptq import native
 from ptq.op_declarations import declare
@@ -72,9 +73,9 @@ def is_few(tokens: int, *tensors: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """On the CPU, float32 or bfloat16, one dtype, no gradients, and not under torch.compile."""
+    """On the CPU, float32 or bfloat16, one dtype, no gradients, forwards neither, and not under torch.compile."""
     dtype = tensors[0].dtype
-    if dtype not in FEW_DTYPES or torch.compiler.is_compiling():
+    if dtype not in FEW_DTYPES or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return False
     for x in tensors:
         if x.dtype != dtype or not x.is_cpu:

@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import torch
+from jaxtyping import Float32, Int16, Num
 from torch import Tensor, nn
 
 from ptq import formats
@@ -91,6 +92,16 @@ def guard() -> Tensor:
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter without gradient. Parameters rather than buffers, so that accelerate can spill them to disk."""
     return nn.Parameter(tensor, requires_grad=False)
+
+
+def stored_signs(vector: Num[Tensor, " size"]) -> Int16[Tensor, " size"]:
+    """A sign vector as it is stored."""
+    return vector.to(torch.float16).view(torch.int16)
+
+
+def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
+    """Inverse of `stored_signs`."""
+    return stored.view(torch.float16).float()
 
 
 def format_of(entry: Any, name: str, n: int, k: int) -> Format:

@@ -232,8 +232,10 @@ def _agreement(
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
     gain = job.tensor(job.final_norm)
     logits = {
-        "original": job.logits(plain(job.tensor(job.head.source)), gain, states["original"]),
-        "rotated": job.logits(plain(job.rewritten(job.head, torch.float32)), job.rewritten_norm(), states["rotated"]),
+        "original": job.logits(plain(job.tensor(job.head.source)), gain, states["original"], "original"),
+        "rotated": job.logits(
+            plain(job.rewritten(job.head, torch.float32)), job.rewritten_norm(), states["rotated"], "rotated"
+        ),
         "packed": job.logits(tasks.matrix(job.head), tasks.shards.read(job.final_norm), states["packed"]),
     }
     rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))

@@ -156,6 +156,9 @@ class Plan:
     """What norms add to their stored gain."""
     untied: bool = False
     """True where the source ties head and embedding and the result must not."""
+    online_residual: Rotation | None = None
+    """R1, where it is not fused into embedding and head but acts behind the one and in front of the last norm when the
+    model runs (`ptq.residual`)."""
     signs: dict[str, int] = field(default_factory=dict)
     """Name and length of every sign vector."""
     cache: CacheQuantization | None = None

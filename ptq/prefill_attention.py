@@ -17,6 +17,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from ptq.matmul import is_plain
 from ptq.op_declarations import declare
 
+FEW_ROWS = 32
+"""Query rows of a head of keys. For fewer, in float32, torch's attention is faster."""
+
 
 def prefill_attention(
     q: Float[Tensor, "b q_heads t d"],
@@ -36,8 +39,8 @@ def prefill_attention(
 def forward(
     module: nn.Module,
     query: Float[Tensor, "b q_heads t d"],
-    key: Float[Tensor, "b h s d"],
-    value: Float[Tensor, "b h s value_d"],
+    key: Float[Tensor, "_ h s d"],
+    value: Float[Tensor, "_ h s value_d"],
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
@@ -45,9 +48,9 @@ def forward(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "b t q_heads value_d"], None]:
     """The attention function "sdpa" of transformers, through the op where that serves it."""
-    others = any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    others = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if dropout or others or scale <= 0 or not _is_simple(attention_mask) or not is_plain(query, key, value):
+    if others or scale <= 0 or not _is_served(query, key, value, attention_mask):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
     tokens = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -57,10 +60,22 @@ def forward(
     return torch.ops.ptq.prefill_attention.default(query, key, value, attention_mask, causal, scale), None
 
 
-def _is_simple(mask: Tensor | None) -> bool:
-    return mask is None or (
-        mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1 and mask.stride(3) == 1 and mask.is_cpu
-    )
+def _is_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    same = query.shape[0] == key.shape[0] and _is_simple(mask, query.shape[0], query.shape[2], key.shape[2])
+    return same and not _is_slow(query, key) and is_plain(query, key, value)
+
+
+def _is_simple(mask: Tensor | None, batch: int, tokens: int, length: int) -> bool:
+    if mask is None:
+        return True
+    whole = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, tokens, length)
+    return whole and mask.dtype == torch.bool and mask.is_cpu and mask.stride(3) == 1
+
+
+def _is_slow(query: Tensor, key: Tensor) -> bool:
+    """Whether there are too few rows for what it takes to bring keys and values into panels, as floats."""
+    rows = query.shape[2] * query.shape[1] // key.shape[1]
+    return query.dtype == torch.float32 and rows < FEW_ROWS
 
 
 declare(

@@ -14,7 +14,7 @@ from ptq.checkpoint import Checkpoint
 from ptq.contents import packed_modules, read_config
 from ptq.embedding import PackedEmbedding
 from ptq.errors import InputError, RunError
-from ptq.hf import PtqConfig
+from ptq.hf import OPTIONAL, PtqConfig
 from ptq.lock import exclusive
 from ptq.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
 from ptq.prepacked import PrepackedFormat, target_of
@@ -139,8 +139,9 @@ def _check_equal(name: str, stored: Tensor, again: Tensor) -> None:
 
 def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], shards: Shards, target: str) -> None:
     """Config, record (where there is one: `save_pretrained` writes none) and whatever else a checkpoint has."""
-    kv_cache = source.config["quantization_config"].get("kv_cache")
-    config = source.config | {"quantization_config": PtqConfig.listing(entries, kv_cache).to_dict()}
+    given = source.config["quantization_config"]
+    listed = PtqConfig.listing(entries, **{key: given.get(key) for key in OPTIONAL})
+    config = source.config | {"quantization_config": listed.to_dict()}
     write_bytes(shards.folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
     for pattern in KEPT:
         for path in sorted(source.folder.glob(pattern)):

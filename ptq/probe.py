@@ -39,8 +39,8 @@ class Probe:
             return
         source = plain(self.job.tensor(self.job.embedding.source))
         states = {
-            "original": self.job.embed(source, ids),
-            "rotated": self.job.embed(source, ids, rewrite=True),
+            "original": self.job.embed(source, ids, "original"),
+            "rotated": self.job.embed(source, ids, "rotated"),
             "packed": self.job.embed(packed, ids),
         }
         write_tensors(self._file(0), {**states, "ids": ids}, durable=False)

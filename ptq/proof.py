@@ -75,6 +75,8 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     those that the run measured, to the bit. Raises RunError."""
     packed = PtqConfig.parse(checkpoint.config)
     entries = packed.entries() if packed else {}
+    if any(not torch.equal(checkpoint.read(name), signs) for name, signs in job.residual_signs().items()):
+        raise RunError(f"{checkpoint.folder}: the written signs of R1 are not those of the run; please report it")
     hidden = job.embed(_matrix(checkpoint, job.embedding.name, entries), ids)
     for index in range(job.plan.blocks):
         part = Part(job.config, job.family, index, job.device)

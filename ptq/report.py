@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ptq import residual
 from ptq.family import Family
 from ptq.header import TensorInfo
 from ptq.outliers import Input
@@ -134,6 +135,8 @@ def _shares(
         owner, _, leaf = name.rpartition(".")
         if owner in (family.embedding, family.head) and leaf.startswith("weight"):
             return "embedding" if owner == family.embedding else "head"
+        if leaf == residual.SIGNS:
+            return leaf
         if owner not in linears:
             return "norms"
         if leaf == "bias":

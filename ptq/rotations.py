@@ -2,7 +2,8 @@
 them), put onto a plan.
 
 - R1 turns the residual stream: fused into the embedding, into every linear that reads the stream (with the norm's gain)
-  and into every linear that writes it.
+  and into every linear that writes it. Where the head is the embedding's own weight, that stays as it is, and R1 runs
+  online behind the embedding and, backwards, in front of the last norm.
 - R2 turns each value head: fused into v_proj's output and, per query head, into o_proj's input. One per layer: its
   signs are the same in every head, so grouped-query attention needs no special case.
 - R3 turns queries and keys after RoPE, when the model runs: nothing of it is in the weights, nor here (`ptq.kv_cache`).
@@ -34,8 +35,9 @@ READERS = {
 WRITERS = ("attention_output", "mixer_output", "down")
 
 
-def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan:
-    """The outline `plan` with R1 and R2, and with R4 if online rotations are allowed."""
+def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep_tied: bool) -> Plan:
+    """The outline `plan` with R1 and R2, and with R4 if `online`. `keep_tied`: a tied head stays tied, which takes R1
+    online; otherwise it becomes a weight of its own."""
     residual = None
     if family.rotate_residual:
         residual = Rotation(shape.hidden, hadamard.largest_block(shape.hidden), "R1")
@@ -43,32 +45,35 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, online: bool) -> Plan
     linears = [_r2(linear, block_of(linear, plan), shape) for linear in plan.linears if linear.role not in ends]
     if online:
         linears = list(_r4(linears, plan, shape, family))
-    untied = shape.tied and residual is not None
+    tied = shape.tied and residual is not None
+    untied, kept_tied = tied and not keep_tied, tied and keep_tied
     if untied:
         embedding = ends["embedding"]
         ends["head"] = replace(embedding, name=family.head, role="head")
     if residual is not None:
         linears = [_r1(linear, plan, family, residual) for linear in linears]
+    if residual is not None and not kept_tied:
         # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
         ends["embedding"] = replace(ends["embedding"], input=residual)
         ends["head"] = replace(ends["head"], input=residual, norm=f"{family.final_norm}.weight")
-    norms = _norms(plan, family) if residual else ()
+    norms = _norms(plan, family, last=not kept_tied) if residual else ()
     return replace(
         plan,
         linears=(ends.pop("embedding"), *linears, *ends.values()),
         unit_norms=norms,
         kept=tuple(name for name in plan.kept if name not in norms),
         untied=untied,
+        online_residual=residual if kept_tied else None,
         signs=_sign_lengths(linears, plan, shape, residual),
         notes=(*plan.notes, *_notes(shape, family, online, untied)),
     )
 
 
-def _norms(plan: Plan, family: Family) -> tuple[str, ...]:
-    """The norms that R1 folds into their readers."""
+def _norms(plan: Plan, family: Family, last: bool) -> tuple[str, ...]:
+    """The norms that R1 folds into their readers; `last`: that of the head too."""
     inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
     blocks = [f"{plan.layers}.{index}.{norm}.weight" for index in range(plan.blocks) for norm in inside]
-    return (*blocks, f"{family.final_norm}.weight")
+    return (*blocks, f"{family.final_norm}.weight") if last else tuple(blocks)
 
 
 def _r1(linear: LinearPlan, plan: Plan, family: Family, residual: Rotation) -> LinearPlan:
@@ -156,7 +161,7 @@ def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Ite
         yield (
             f"{family.head}: takes the gain of the last norm, so it is no longer the embedding's own weight: "
             f"{shape.vocab} x {shape.hidden} numbers more than in the source "
-            f"({2e-6 * shape.vocab * shape.hidden:.1f} MB in 16 bits); without rotation it stays the same"
+            f"({2e-6 * shape.vocab * shape.hidden:.1f} MB in 16 bits)"
         )
     if not family.rotate_residual:
         yield f"{family.model_type}: its blocks end in a norm, so R1 (the residual rotation) is left out"

@@ -225,7 +225,7 @@ class Tasks:
         if not path.exists():
             dtypes = self.job.checkpoint.tensors
             tensors = {name: tensor.to(dtypes[name].dtype) for name, tensor in self.job.norms_and_kept("")}
-            self.place(path, tensors, {})
+            self.place(path, tensors | self.job.residual_signs(), {})
 
     def written(self, prefix: str) -> Tensors:
         """The results with a prefix."""

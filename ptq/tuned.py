@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ptq import activations, hadamard, matmul
 from ptq.blocks import Part
 from ptq.job import Job
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, describe, loaded_signs, online_of, stored_signs
-from ptq.packed_weight import frozen
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, describe, online_of
+from ptq.packed_weight import frozen, loaded_signs, stored_signs
 from ptq.plan import LinearPlan
 
 VECTOR_RATE = 0.016

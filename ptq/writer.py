@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ptq import residual
 from ptq.checkpoint import INDEX
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
@@ -69,6 +70,8 @@ def written_tensors(job: Job) -> Specs:
             found[bias] = source[bias].dtype, (linear.n,)
     for name in (*job.plan.unit_norms, *job.plan.kept):
         found[name] = source[name].dtype, tuple(source[name].shape)
+    if job.plan.online_residual is not None:
+        found |= dict.fromkeys(residual.tensors(job.family), (torch.int16, (job.plan.online_residual.size,)))
     return found
 
 
@@ -130,7 +133,7 @@ def _config_text(job: Job) -> str:
     for key in UNREAD:
         if getattr(config, key, None):
             setattr(config, key, 0)  # their tensors are left out
-    if any(job.plan.rounded()) or job.plan.cache:
+    if any(job.plan.rounded()) or job.plan.cache or job.plan.online_residual:
         config.quantization_config = PtqConfig.of(job.plan).to_dict()
     return config.to_json_string()
 

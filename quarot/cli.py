@@ -36,8 +36,8 @@ def quarot(
         bool,
         typer.Option(
             "--online/--offline",
-            help="Also the rotations that run with the model, of down_proj's input and of cached keys; --offline: only "
-            "those that vanish into the weights.",
+            help="Also the rotations that run with the model, of down_proj's input, of cached keys, and around a head "
+            "that is tied to the embedding; --offline: only those that vanish into the weights.",
         ),
     ] = True,
     activation_bits: Annotated[

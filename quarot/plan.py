@@ -79,7 +79,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tenso
     """The plan of a model with these tensors. Raises InputError where an option does not fit a layer."""
     made = outline(recipe.method, shape, family, tensors)
     if recipe.rotate:
-        made = rotated(made, shape, family, recipe.online)
+        made = rotated(made, shape, family, online=recipe.online, keep_tied=recipe.online)
         if recipe.key_bits < 16:
             made = keys_balanced(made, shape, family)
     activation = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ptq
-from ptq import activations, blocks, hf, proof
+from ptq import activations, blocks, hf, proof, residual
 from ptq.activations import Activation
 from ptq.checkpoint import Checkpoint
 from ptq.families import FAMILIES
@@ -77,18 +77,23 @@ def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
     checkpoint = Checkpoint.open(packed)
     config, family = AutoConfig.from_pretrained(packed), FAMILIES["llama"]
     found = hf.PtqConfig.parse(checkpoint.config)
-    assert found is not None
+    assert found is not None and (construction := found.residual()) is not None
 
     def part(index: int | None, *prefixes: str) -> blocks.Part:
         made = blocks.Part(config, family, index, torch.device("cpu"))
         made.pack(found.entries() if index is not None else {})
+        if index is None:
+            residual.make_room(made.model, construction)
+            residual.install(made.model, construction)
         made.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(prefixes)})
         return made
 
     hidden = part(None, "model.embed_tokens").embed(IDS)
     for index in range(config.num_hidden_layers):
         hidden = part(index, f"model.layers.{index}.").run(hidden)
-    assert torch.equal(part(None, "model.norm", "lm_head").logits(hidden), logits(packed))
+    last = part(None, "model.norm")
+    last.load({"lm_head.weight": checkpoint.read("model.embed_tokens.weight")})  # tied
+    assert torch.equal(last.logits(hidden), logits(packed))
 
 
 def test_everything_in_four_bits_gives_the_logits_that_the_run_measured(

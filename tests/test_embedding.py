@@ -94,18 +94,20 @@ def test_rows_in_the_models_dtype(model_type: str, dtype: torch.dtype, tmp_path:
             packed(torch.tensor([[wrong]]))
 
 
-@pytest.mark.parametrize("rotate", [True, False])
+@pytest.mark.parametrize("rotations", ["none", "online", "fused"])
 @pytest.mark.parametrize("bits", [4, 6, 8])
-def test_bytes_and_loading(bits: int, rotate: bool, tmp_path: Path) -> None:
-    """Rotated, a tied head becomes a weight of its own. Loaded, saved, copied, without a head, prepacked: the same."""
+def test_bytes_and_loading(bits: int, rotations: str, tmp_path: Path) -> None:
+    """With fused rotations alone a tied head becomes a weight of its own. Loaded, saved, copied, without a head,
+    prepacked: the same."""
     source = save_model(tmp_path / "model", hidden_size=64, tie_word_embeddings=True, **SMALL)
     out = tmp_path / "out"
-    ptq.quantize(source, out, ends(weight_bits=4, rotate=rotate, embedding_bits=bits), QUIET)
+    untied, changes = rotations == "fused", dict(rotate=rotations != "none", online=rotations == "online")
+    ptq.quantize(source, out, ends(weight_bits=4, embedding_bits=bits, **changes), QUIET)
     names = {name.rpartition(".weight")[0] for name in load_file(out / "model.safetensors") if name.endswith("codes")}
-    assert {EMBEDDING} < names and (HEAD in names) == rotate
-    assert (f"{HEAD}.weight" in load_file(out / "model.safetensors")) == rotate
+    assert {EMBEDDING} < names and (HEAD in names) == untied
+    assert (f"{HEAD}.weight" in load_file(out / "model.safetensors")) == untied
     model = load(out)
-    assert model.config.tie_word_embeddings != rotate
+    assert model.config.tie_word_embeddings != untied
     expected = logits(model)
     assert torch.equal(logits(copy.deepcopy(model)), expected)
     model.save_pretrained(tmp_path / "saved")

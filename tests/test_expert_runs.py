@@ -118,7 +118,8 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
     recipe = QuarotRecipe(rounding="nearest")
     ptq.quantize(model, out, recipe, QUIET)
     target = pipeline.plan(str(model), recipe)
-    job = Job(recipe=recipe, signs={}, device=torch.device("cpu"), **vars(target))
+    signs = {name: rewrite.draw_signs(name, length, recipe.seed) for name, length in target.plan.signs.items()}
+    job = Job(recipe=recipe, signs=signs, device=torch.device("cpu"), **vars(target))
     tensors = load_file(out / "model.safetensors")
     hidden = job.embed(plain(tensors["model.embed_tokens.weight"]), IDS)
     for index in range(2):
@@ -126,7 +127,7 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
         hidden = job.packed_block(index, inside).run(hidden)
     with torch.no_grad():
         packed = load(out)
-        logits = job.logits(plain(tensors["lm_head.weight"]), tensors["model.norm.weight"], hidden)
+        logits = job.logits(plain(tensors[f"{job.head.name}.weight"]), tensors["model.norm.weight"], hidden)
         assert torch.equal(torch.cat(logits), torch.cat([packed(row).logits for row in IDS.split(3)]))
         headless = AutoModel.from_pretrained(out, dtype=torch.float32)
         assert torch.equal(headless(IDS).last_hidden_state, packed.model(IDS).last_hidden_state)

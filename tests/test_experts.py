@@ -153,11 +153,11 @@ def test_blocks_with_and_without_experts(changes: dict[str, Any], blocks: list[i
     found = {int(linear.name.split(".")[2]) for linear in target.plan.linears if linear.expert is not None}
     assert sorted(found) == blocks == [i for i in range(2) if shape_of(target.config).has_experts(i)]
     job = Job(recipe=QuarotRecipe(), signs={}, device=torch.device("cpu"), **vars(target))
-    hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS)
+    hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS, "original")
     for index in range(2):
         hidden = job.original_block(index).run(hidden)
     wanted = load(folder).model(IDS, output_hidden_states=True)
-    job_norm = job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden)
+    job_norm = job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden, "original")
     assert close(torch.cat(job_norm), load(folder).lm_head(wanted.last_hidden_state), 1e-5)
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import balance, experts, families, hadamard, pipeline, rewrite
+from ptq import balance, experts, families, hadamard, pipeline, residual, rewrite
 from ptq.ends import plain
 from ptq.families import FAMILIES
 from ptq.job import Job
@@ -66,7 +66,8 @@ def only(full: Plan, keep: set[str]) -> Plan:
 
     linears = tuple(some(linear) for linear in full.linears)
     norms = {} if "R1" in keep else {"unit_norms": (), "kept": (*full.kept, *full.unit_norms)}
-    return dataclasses.replace(full, linears=linears, **norms)
+    residual = full.online_residual if "R1" in keep else None
+    return dataclasses.replace(full, linears=linears, online_residual=residual, **norms)
 
 
 def rewritten(plan: Plan, source: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -90,13 +91,18 @@ def rewritten(plan: Plan, source: dict[str, Tensor]) -> dict[str, Tensor]:
     return result
 
 
-def add_online(model: nn.Module, plan: Plan) -> None:
+def add_online(model: Any, plan: Plan) -> None:
     for linear in plan.linears:
         if linear.online is not None:
             order = linear.online.order
             model.get_submodule(experts.module_name(linear.name)).register_forward_pre_hook(
                 lambda _, inputs, order=order: (hadamard.apply(inputs[0], None, order),)
             )
+    if plan.online_residual is not None:
+        signs, order = rewrite.draw_signs("R1", plan.online_residual.size, 0).double(), plan.online_residual.order
+        embedding, norm = residual.ends_of(model).values()
+        embedding.register_forward_hook(lambda _, inputs, found: hadamard.apply(found, signs, order))
+        norm.register_forward_pre_hook(lambda _, inputs: (hadamard.apply(inputs[0], signs, order, transpose=True),))
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -147,8 +153,11 @@ def test_rotations_keep_the_function_through_save_and_load(model_type: str, onli
     rotated = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert relative(rotated(IDS).logits, original(IDS).logits) < 1e-5
     if FAMILIES[model_type].rotate_residual:
-        assert not rotated.config.tie_word_embeddings
-        assert relative(rotated.model.embed_tokens.weight, original.model.embed_tokens.weight) > 0.5
+        assert rotated.config.tie_word_embeddings == online  # otherwise the head takes the norm's gain
+        found, wanted = (model.get_input_embeddings().weight for model in (rotated, original))
+        assert torch.equal(found, wanted) == online
+        hidden = [model.get_input_embeddings()(IDS) for model in (rotated, original)]
+        assert relative(*hidden) > 0.5 and relative(hidden[0].norm(dim=-1), hidden[1].norm(dim=-1)) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", DISTINCT)
@@ -180,11 +189,11 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
     folder = save_model(tmp_path / "model", model_type, **(TWO_KINDS if kinds else {}))
     target = pipeline.plan(str(folder), WITHOUT_DATA)
     job = Job(recipe=WITHOUT_DATA, signs={}, device=torch.device("cpu"), **vars(target))
-    hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS)
+    hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS, "original")
     for index in range(target.plan.blocks):
         hidden = job.original_block(index).run(hidden)
-    logits = torch.cat(job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden))
-    assert relative(logits, AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 3e-6
+    logits = job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden, "original")
+    assert relative(torch.cat(logits), AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 3e-6
 
 
 def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:

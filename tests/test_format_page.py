@@ -223,7 +223,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_is_what_the_page_says(checkpoint: Path):
     """Names, dtypes, guards and keys; and a packed layer runs in the page's reader as it does in the package."""
     config = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
-    assert set(config) == {"quant_method", "version", "schemes", "linears"}
+    assert set(config) == {"quant_method", "version", "schemes", "linears", "residual_rotation"}
     tensors, metadata, _ = read_header(checkpoint / "model.safetensors")
     assert metadata == {"format": "pt"}
     data = (checkpoint / "model.safetensors").read_bytes()
@@ -245,10 +245,18 @@ def test_a_checkpoint_is_what_the_page_says(checkpoint: Path):
         w.append(read_weight(*row, None, bits, size, k))
     h = torch.tensor(read_hadamard(scheme["hadamard"])) / len(read_hadamard(scheme["hadamard"])) ** 0.5
     assert len(h) == k
-    layer = AutoModelForCausalLM.from_pretrained(checkpoint).get_submodule(name)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    layer = model.get_submodule(name)
     x = torch.randn(5, k, generator=torch.Generator().manual_seed(0))
     bias = torch.frombuffer(bytearray(content[f"{name}.bias"]), dtype=torch.float32)
     torch.testing.assert_close(layer(x), x @ h.T @ torch.tensor(w).T + bias, rtol=1e-4, atol=1e-4)
+    h = torch.tensor(read_hadamard(config["residual_rotation"]["hadamard"])).float()
+    signs = [content[f"model.{end}.residual_signs"] for end in ("embed_tokens", "norm")]
+    s, ids = torch.frombuffer(bytearray(signs[0]), dtype=torch.float16).float(), torch.tensor([4, 1, 9])
+    rows = torch.frombuffer(bytearray(content["model.embed_tokens.weight"]), dtype=torch.float32).view(-1, len(s))[ids]
+    turned = (s * rows) @ h.T / len(h) ** 0.5
+    torch.testing.assert_close(model.get_input_embeddings()(ids), turned, rtol=1e-4, atol=1e-4)
+    assert signs[1] == signs[0]
 
 
 def test_the_record_is_what_the_page_says(checkpoint: Path):

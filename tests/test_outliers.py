@@ -134,7 +134,7 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
 
     part = job.original_block(0)
     with outliers.watching(part, names) as before:
-        hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS)
+        hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS, "original")
         part.run(hidden[:1])
         part.run(hidden[1:])
     assert list(before) == list(names)

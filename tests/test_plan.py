@@ -128,7 +128,8 @@ def test_producers_and_the_layer_itself_apply_its_input_rotation(model_type: str
     drawn, names = signs(made), FAMILIES[model_type]
     for index in range(made.blocks):
         block = f"{names.layers}.{index}."
-        stream = part(made, names.embedding).input
+        stream = made.online_residual or part(made, names.embedding).input
+        assert made.online_residual is None or (online and SHAPE.tied)
         assert (stream is not None) == names.rotate_residual
         for reader in (names.query, names.key, names.value, names.gate, names.up):
             assert part(made, block + reader).input == stream
@@ -143,7 +144,11 @@ def test_producers_and_the_layer_itself_apply_its_input_rotation(model_type: str
         one_head = dataclasses.replace(value.output, size=SHAPE.head_dim)
         assert dataclasses.replace(attention.input, size=SHAPE.head_dim) == one_head
         check_down(found.get("up", part(made, block + names.up)), found["down"], drawn, online)
-    assert part(made, names.head).input == stream if made.untied else True
+    if made.untied:
+        assert part(made, names.head).input == stream
+    if made.online_residual:
+        assert made.online_residual == stream and made.linear(names.head) is None
+        assert part(made, names.embedding).input is None and f"{names.final_norm}.weight" in made.kept
 
 
 def check_down(up: LinearPlan, down: LinearPlan, drawn: rewrite.Signs, online: bool) -> None:
@@ -161,8 +166,11 @@ def test_norms_fold_where_the_stream_rotates_and_nowhere_else() -> None:
     made = make()
     assert part(made, "model.layers.1.self_attn.k_proj").norm == "model.layers.1.input_layernorm.weight"
     assert part(made, "model.layers.1.mlp.gate_proj").norm == "model.layers.1.post_attention_layernorm.weight"
-    assert part(made, "lm_head").norm == "model.norm.weight"
-    assert len(made.unit_norms) == 5 and not any("norm" in name for name in made.kept)
+    assert made.linear("lm_head") is None and made.kept == ("model.norm.weight",)  # tied
+    assert len(made.unit_norms) == 4
+    fused = make(recipe=dataclasses.replace(PLAIN, online=False))
+    assert part(fused, "lm_head").norm == "model.norm.weight"
+    assert len(fused.unit_norms) == 5 and not any("norm" in name for name in fused.kept)
     readers = {linear.norm for linear in made.linears if linear.norm}
     assert readers == set(made.unit_norms), "a gain that is written as one must go somewhere"
 
@@ -175,13 +183,17 @@ def test_linears_that_share_an_input_share_a_hessian() -> None:
 # --- heads, families, widths, skip ----------------------------------------------------------------------------------
 
 
-def test_a_tied_head_is_untied_where_its_norm_has_a_gain() -> None:
-    made = make()
-    assert made.untied and part(made, "lm_head").source == "model.embed_tokens.weight"
+def test_a_tied_head_stays_tied_unless_nothing_may_run_online() -> None:
+    kept = make()
+    assert not kept.untied and kept.online_residual and kept.linear("lm_head") is None
+    made = make(recipe=dataclasses.replace(PLAIN, online=False))
+    assert made.untied and not made.online_residual
+    assert part(made, "lm_head").source == "model.embed_tokens.weight"
     plain = make(recipe=dataclasses.replace(PLAIN, rotate=False))
     assert not plain.untied and plain.linear("lm_head") is None
     stored = make(dataclasses.replace(SHAPE, tied=False))
-    assert not stored.untied and part(stored, "lm_head").source == "lm_head.weight"
+    assert not stored.untied and not stored.online_residual
+    assert part(stored, "lm_head").source == "lm_head.weight"
 
 
 def test_a_family_whose_residual_stream_must_not_turn() -> None:
@@ -262,4 +274,4 @@ def test_block_takes_the_linears_of_one_block(blocks: int) -> None:
     made = make(dataclasses.replace(SHAPE, blocks=blocks))
     names = [linear.name for index in range(blocks) for linear in made.block(index)]
     assert len(names) == len(set(names)) == 7 * blocks
-    assert names + ["model.embed_tokens", "lm_head"] == [*names, *(linear.name for linear in made.ends())]
+    assert ["model.embed_tokens"] == [linear.name for linear in made.ends()]

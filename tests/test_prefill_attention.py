@@ -146,12 +146,17 @@ def test_the_attention_function(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     calls = []
     own = torch.ops.ptq.prefill_attention.default
     monkeypatch.setattr(torch.ops.ptq.prefill_attention, "default", lambda *args: calls.append(1) or own(*args))
-    bias = draw(1, 4, 9, 9, dtype=dtype)
+    bias, one = draw(1, 4, 9, 9, dtype=dtype), dict(dtype=torch.bool)
+    monkeypatch.setattr(prefill_attention, "FEW_ROWS", 3)
     for through, given, more in (
         (True, (q, keys, values, None), {}),
         (True, (q, keys, values, None), {"is_causal": False, "scaling": 0.1}),
         (True, (q, keys, values, mask), {}),
-        (True, (q[:, :, :1], keys, values, None), {}),
+        (dtype == torch.bfloat16, (q[:, :, :1], keys, values, None), {}),  # two rows: in float32 torch's is faster
+        (True, (q[:, :, :2], keys, values, torch.ones(1, 1, 2, 9, **one)), {}),
+        (False, (q, keys, values, torch.ones(2, 1, 1, 9, **one)), {}),  # masks that broadcast
+        (False, (q, keys, values, torch.ones(2, 1, 9, 1, **one)), {}),
+        (False, (q, keys[:1], values[:1], mask), {}),
         (True, (q, *roomy, None), {}),
         (False, (q, keys, values, draw(1, 1, 9, 9, dtype=dtype)), {}),
         (False, (q, keys, values, mask.expand(2, 4, 9, 9)), {}),
@@ -164,3 +169,16 @@ def test_the_attention_function(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
         wanted, _ = sdpa_attention_forward(module, *given, **more)
         assert len(calls) == through and nothing is None and found.dtype == wanted.dtype
         torch.testing.assert_close(found, wanted, **({"rtol": 0.02, "atol": 0.02} if dtype != torch.float32 else {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_forward_derivatives_are_left_to_torch() -> None:
+    """An op of ours would drop the tangent."""
+    q, keys, values = draw(1, 2, 40, 16), draw(1, 2, 40, 16, seed=1), draw(1, 2, 40, 16, seed=2)
+    module = nn.Module()
+
+    def attend(x: Tensor) -> Tensor:
+        return prefill_attention.forward(module, x, keys, values, None)[0]
+
+    with torch.no_grad(), pytest.raises(NotImplementedError):  # torch has none for it on a CPU
+        torch.func.jvp(attend, (q,), (keys,))

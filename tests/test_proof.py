@@ -83,5 +83,6 @@ def test_what_is_broken_is_no_result(
     broken: Break, message: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    check_refused(quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest"), message, code=1)
+    options = ["--offline"] if broken is head else []  # else a tied one is not rewritten
+    check_refused(quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest", *options), message, code=1)
     assert not (tmp_path / "out").exists()

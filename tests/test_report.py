@@ -108,10 +108,10 @@ def test_the_numbers_are_those_of_the_checkpoint(packed: Path) -> None:
     bits = sum(layer.nbytes for layer in rounded) * 8 / found.quantised_weights
     assert found.bits_per_weight == pytest.approx(contents.bits_per_weight) == pytest.approx(bits, rel=1e-5)
     shares = {share.part: share for share in found.shares}
-    assert set(shares) == {"weights", "codes", "scale", "embedding", "head", "norms", "biases"}
+    assert set(shares) == {"weights", "codes", "scale", "embedding", "residual_signs", "norms", "biases"}
     embedding = next(layer for layer in found.layers if layer.name == "model.embed_tokens")
     assert embedding.nbytes == shares["embedding"].after == shares["embedding"].before
-    assert shares["head"].before == 0 and shares["head"].after == embedding.nbytes  # tied before, no more
+    assert shares["residual_signs"].after == 2 * 2 * 72  # R1 runs at both ends: the head stays tied
     layers = {layer.name: layer for layer in found.layers}
     down, skipped = layers["model.layers.1.mlp.down_proj"], layers["model.layers.1.mlp.up_proj"]
     assert (down.block, down.n, down.k, down.activation_bits) == (1, 72, 152, None)

@@ -1,5 +1,6 @@
 """The end of a run: folders that may be used, what is copied, hashes, the rename."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -66,7 +67,10 @@ def test_what_is_completed(model: Path, tmp_path: Path) -> None:
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["tie_word_embeddings"] is False and config["quantization_config"]["quant_method"] == "ptq"
+    assert config["tie_word_embeddings"] is True and config["quantization_config"]["quant_method"] == "ptq"
+    fused = dataclasses.replace(RECIPE, online=False)
+    completed(job(model, fused), tmp_path / "fused")
+    assert json.loads((tmp_path / "fused" / "config.json").read_text())["tie_word_embeddings"] is False
 
 
 def test_the_tensors_of_a_result_are_known_from_the_plan(model: Path, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ void check(const Tensor& q, const Tensor& keys, const Tensor& values, double sca
                     "prefill_attention: values must be [b, heads, s, value_d] for keys [b, heads, s, d]");
     STD_TORCH_CHECK(keys.scalar_type() == q.scalar_type() && values.scalar_type() == q.scalar_type(),
                     "prefill_attention: q, keys and values must have one dtype");
-    STD_TORCH_CHECK(scaling > 0, "prefill_attention: scaling must be positive");
+    STD_TORCH_CHECK(static_cast<float>(scaling) > 0, "prefill_attention: scaling must be positive, as a float32 too");
 }
 
 void set_mask(Attention& p, const Tensor& mask) {
