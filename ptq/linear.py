@@ -12,7 +12,7 @@ from ptq import activations, embedding, hadamard, input_steps, matmul
 from ptq.activations import Activation
 from ptq.errors import InputError
 from ptq.formats import Format, IntegerInput, NumberInput
-from ptq.packed_weight import PackedWeight, format_of, frozen, loaded_signs, stored_signs
+from ptq.packed_weight import KeptSigns, PackedWeight, format_of, frozen, kept_signs, stored_signs
 from ptq.plan import LinearPlan
 from ptq.shared_input import HERE, SharedInput
 
@@ -56,22 +56,14 @@ class QuantLinear(PackedWeight):
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
             self.register_parameter(OUTPUT_SIGNS, frozen(stored_signs(torch.ones(n))))
-        self._signs: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._signs: KeptSigns = {}
         self.register_parameter("bias", frozen(torch.empty(n)) if bias else None)
         self.make_room()
 
     def signs(self, name: str) -> Float32[Tensor, " size"] | None:
         """A sign vector as numbers, kept for the next call; None where there is none."""
         stored = self._parameters.get(name)
-        if stored is None:
-            return None
-        if torch.compiler.is_compiling():  # a graph cannot ask for the version
-            return loaded_signs(stored)
-        known = self._signs.get(name)
-        version = 0 if stored.is_inference() else stored._version  # `load_state_dict` writes into the same parameter
-        if known is None or known[0] is not stored or known[1] != version:
-            known = self._signs[name] = stored, version, loaded_signs(stored)
-        return known[2]
+        return None if stored is None else kept_signs(self._signs, name, stored)
 
     def treatment(self) -> tuple[Tensor | None, list[Tensor], int, int, float]:
         """What is done to the input, as the ops of `ptq.input_steps` take it: signs, dense factors and order (0: no

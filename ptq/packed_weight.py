@@ -104,6 +104,21 @@ def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
     return stored.view(torch.float16).float()
 
 
+KeptSigns = dict[str, tuple[Tensor, int, Tensor]]
+"""Sign vectors by name: as stored, the version of that, and as numbers."""
+
+
+def kept_signs(kept: KeptSigns, name: str, stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
+    """`loaded_signs`, kept for the next call."""
+    if torch.compiler.is_compiling():  # a graph cannot ask for the version
+        return loaded_signs(stored)
+    known = kept.get(name)
+    version = 0 if stored.is_inference() else stored._version  # `load_state_dict` writes into the same tensor
+    if known is None or known[0] is not stored or known[1] != version:
+        known = kept[name] = stored, version, loaded_signs(stored)
+    return known[2]
+
+
 def format_of(entry: Any, name: str, n: int, k: int) -> Format:
     """The format of an entry of config.json, for a weight [n, k].
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Num
+from jaxtyping import Float, Float32, Num
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ from ptq.errors import InputError
 from ptq.families import family_of
 from ptq.family import Family
 from ptq.header import read_header
-from ptq.packed_weight import loaded_signs, stored_signs
+from ptq.packed_weight import KeptSigns, kept_signs, loaded_signs, stored_signs
 from ptq.plan import Rotation
 
 SIGNS = "residual_signs"
@@ -108,19 +108,29 @@ def make_room(model: PreTrainedModel, construction: str) -> dict[str, nn.Module]
 def install(model: PreTrainedModel, construction: str) -> None:
     """Let the ends of a model, which have signs, turn what they give and are given."""
     embedding, norm = ends_of(model).values()
-    embedding.forward = functools.partial(_embed, embedding, construction)
-    norm.forward = functools.partial(_norm, norm, construction, fast_steps.norm_kind(norm))
+    embedding.forward = functools.partial(_embed, embedding, construction, {})
+    norm.forward = functools.partial(_norm, norm, construction, {}, fast_steps.norm_kind(norm))
 
 
-def _embed(module: nn.Module, construction: str, x: Num[Tensor, "..."]) -> Float[Tensor, "..."]:
+def _signs(module: nn.Module, kept: KeptSigns) -> Float32[Tensor, " k"]:
+    stored = module._buffers[SIGNS]
+    assert stored is not None
+    return kept_signs(kept, SIGNS, stored)
+
+
+def _embed(module: nn.Module, construction: str, kept: KeptSigns, x: Num[Tensor, "..."]) -> Float[Tensor, "..."]:
     y = type(module).forward(module, x)
     if x.is_floating_point():  # a packed embedding multiplies, for the head that is tied to it
         return y
-    return hadamard.apply(y, loaded_signs(module.get_buffer(SIGNS)), construction)
+    return hadamard.apply(y, _signs(module, kept), construction)
 
 
 def _norm(
-    module: nn.Module, construction: str, kind: tuple[float, float, bool] | None, x: Float[Tensor, "*batch k"]
+    module: nn.Module,
+    construction: str,
+    kept: KeptSigns,
+    kind: tuple[float, float, bool] | None,
+    x: Float[Tensor, "*batch k"],
 ) -> Float[Tensor, "*batch k"]:
-    back = hadamard.apply(x, loaded_signs(module.get_buffer(SIGNS)), construction, transpose=True)
+    back = hadamard.apply(x, _signs(module, kept), construction, transpose=True)
     return type(module).forward(module, back) if kind is None else fast_steps.norm_forward(module, *kind, back)

@@ -15,7 +15,7 @@ from ptq.families import family_of
 from ptq.formats import Format, Parts
 from ptq.kv_cache import attach
 from ptq.model_shape import shape_of
-from ptq.packed_weight import GUARD, PackedWeight, guard
+from ptq.packed_weight import GUARD, PackedWeight, guard, stored_signs
 from ptq.recipe import Recipe
 from ptq.static_cache import StaticPackedCache
 
@@ -68,7 +68,7 @@ def fill(module: PackedWeight, device: torch.device, signs: dict[int, Tensor]) -
         for name, size in ((linear.INPUT_SIGNS, k), (linear.OUTPUT_SIGNS, n)):
             if size not in signs:
                 drawn = torch.randint(0, 2, (size,), device=device).mul_(2).sub_(1)
-                signs[size] = linear.stored_signs(drawn)
+                signs[size] = stored_signs(drawn)
             state[name] = signs[size]
     module.load_state_dict(state, assign=True)
 

@@ -11,7 +11,8 @@ from ptq import activations, finetune, formats, hadamard, matmul
 from ptq.activations import Activation
 from ptq.errors import RunError
 from ptq.finetune import Task, Values, fit
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear, stored_signs
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
+from ptq.packed_weight import stored_signs
 from ptq.tuned import Trained, TunedLinear
 
 

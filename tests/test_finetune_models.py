@@ -19,7 +19,8 @@ import ptq
 from ptq import pipeline, preflight, report_schema, tasks
 from ptq.demo import demo_path
 from ptq.families import FAMILIES
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, loaded_signs
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
+from ptq.packed_weight import loaded_signs
 from quip_sharp.plan import QuipSharpRecipe
 
 

@@ -16,8 +16,9 @@ import ptq
 from ptq import hadamard, pipeline, rewrite
 from ptq.experts import module_name
 from ptq.families import FAMILIES
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear, loaded_signs
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
 from ptq.model_shape import shape_of
+from ptq.packed_weight import loaded_signs
 from ptq.plan import LinearPlan, Plan, check_claims
 from quip_sharp.plan import QuipSharpRecipe, plan
 

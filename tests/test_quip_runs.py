@@ -20,7 +20,8 @@ import ptq
 from ptq import blocks, hessian, hf, preflight, tasks
 from ptq.checkpoint import Checkpoint
 from ptq.families import FAMILIES
-from ptq.linear import QuantLinear, loaded_signs, stored_signs
+from ptq.linear import QuantLinear
+from ptq.packed_weight import loaded_signs, stored_signs
 from quip_sharp.plan import QuipSharpRecipe
 
 QUIET = ptq.RunOptions(progress=False)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ptq import shared_input
 from ptq.activations import Activation
-from ptq.linear import Online, QuantLinear, stored_signs
-from ptq.packed_weight import frozen
+from ptq.linear import Online, QuantLinear
+from ptq.packed_weight import frozen, stored_signs
 from quarot.integer import IntegerFormat
 
 K, N = 128, (64, 40, 17)
