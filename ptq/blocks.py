@@ -1,7 +1,11 @@
 """Parts of a model that run alone: the embedding, one decoder block, the head.
 
-Each is cut out of the transformers model of that family, built on the meta device with a single block, so that masks,
-rotary tables, multipliers and norms are exactly the model's own. Only the part's tensors are ever in memory.
+Each is the transformers model of that family, built on the meta device, in which all other blocks pass on what they are
+given, so that masks, rotary tables, multipliers and norms are exactly the model's own. Only the part's tensors are ever
+in memory.
+
+Blocks may need more than hidden states: what travels from one to the next is then a *state*, which has the hidden
+states in front (`ptq.state`).
 """
 
 import copy
@@ -19,8 +23,8 @@ from ptq.activations import Activation
 from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, swap
-from ptq.model_shape import has_experts
 from ptq.packed_weight import PackedWeight, frozen
+from ptq.state import Layout, given, recorded
 
 
 class _FastLinear(nn.Linear):
@@ -39,29 +43,35 @@ class _Splice(nn.Module):
         self.replacement: Tensor | None = None
         self.entered: Tensor | None = None
         self.left: Tensor | None = None
+        self.shared: Any = None
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.entered = hidden_states
         x = hidden_states if self.replacement is None else self.replacement
         x = x if self.block is None else self.block(x, *args, **kwargs)
-        self.left = x
+        self.left, self.shared = x, kwargs.get("shared_kv_states")
         return x
+
+
+class _Pass(nn.Module):
+    """Stands in for a decoder block in front of the one that runs."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
 
 
 class Part:
     """A transformers model with one decoder block, of which only some modules are filled.
 
-    `layer` picks the block (its attention kind may depend on its index); None leaves the block out, for the embedding
-    and the head. Fill the part with `load`, then call `embed`, `run` or `logits`.
+    `layer` picks the block; None leaves all of them out, for the embedding and the head. Fill the part with `load`,
+    then call `embed`, `run` or `logits`.
     """
 
     def __init__(self, config: Any, family: Family, layer: int | None, device: torch.device) -> None:
-        self.family, self.device = family, device
-        self.model = _meta_model(_single_block(config, layer or 0), family, device)
-        parent, _, name = family.layers.rpartition(".")
-        layers = getattr(self.model.get_submodule(parent), name)
-        self.splice = _Splice(layers[0] if layer is not None else None)
-        layers[0] = self.splice
+        self.family, self.layer, self.device = family, layer, device
+        self.layout = Layout.of(config)
+        self.splice = _Splice(None)
+        self.model = _meta_model(config, family, self.splice, layer, device)
         self.prefix = f"{family.layers}.{layer}." if layer is not None else ""
 
     def __del__(self) -> None:
@@ -143,29 +153,35 @@ class Part:
         return self.model.get_submodule(name)
 
     def _inside(self, name: str) -> str:
-        """What the block calls what has `name` in the whole model's files."""
-        return experts.module_name(name).removeprefix(self.prefix)
+        """What the block calls what has `name` in the whole model's files; of itself, nothing."""
+        return f"{experts.module_name(name)}.".removeprefix(self.prefix)[:-1]
 
     @torch.no_grad()
     def embed(self, ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
-        """Hidden states that enter the first block."""
-        self._body(input_ids=ids)
+        """The state that enters the first block."""
+        with recorded(self.model) as inputs:
+            self._body(input_ids=ids)
         assert self.splice.entered is not None
-        return self.splice.entered
+        return self.layout.first(self.splice.entered, inputs)
 
     @torch.no_grad()
-    def run(self, hidden: Float[Tensor, "batch t k"]) -> Float[Tensor, "batch t k"]:
-        """Hidden states that leave the block."""
+    def run(self, state: Float[Tensor, "batch t k"]) -> Float[Tensor, "batch t left"]:
+        """The state that leaves the block."""
+        assert self.layer is not None
+        hidden, others = self.layout.split(state, self.layer)
         self.splice.replacement = hidden
-        self._body(inputs_embeds=hidden)
+        with given(self.model):
+            self._body(inputs_embeds=hidden, **others)
         assert self.splice.left is not None
-        return self.splice.left
+        return self.layout.next(self.splice.left, state, self.splice.shared)
 
     @torch.no_grad()
-    def logits(self, hidden: Float[Tensor, "batch t k"]) -> Float[Tensor, "batch t vocab"]:
-        """Logits from the hidden states that leave the last block."""
+    def logits(self, state: Float[Tensor, "batch t k"]) -> Float[Tensor, "batch t vocab"]:
+        """Logits from the state that leaves the last block."""
+        hidden, others = self.layout.split(state, 0)
         self.splice.replacement = hidden
-        return self.model(inputs_embeds=hidden, use_cache=False).logits
+        with given(self.model):
+            return self.model(inputs_embeds=hidden, use_cache=False, **others).logits
 
     def differentiated(
         self,
@@ -178,7 +194,7 @@ class Part:
         """`embed` of ids, `run` on hidden states or, with `head`, their `logits`, with gradient, and with `tensors`,
         named as in the whole model, in the place of the part's own."""
         self.splice.replacement = hidden
-        inside = f"{self.family.layers}.0.block."
+        inside = f"{self.family.layers}.{self.layer}.block."
         named = {inside + self._inside(name) if self.prefix else name: t for name, t in tensors.items()}
         module: nn.Module = self.model
         if not head:
@@ -193,7 +209,7 @@ class Part:
         self.splice.entered = self.splice.left = None  # they hold the graph
         return left
 
-    def _body(self, **inputs: Tensor) -> None:
+    def _body(self, **inputs: Any) -> None:
         self._without_norm()
         parent, _, _ = self.family.layers.rpartition(".")
         self.model.get_submodule(parent)(**inputs, use_cache=False)
@@ -206,28 +222,20 @@ class Part:
             setattr(self.model.get_submodule(parent), name, nn.Identity())
 
 
-def _single_block(config: Any, layer: int) -> Any:
-    """The config of a model that has only this block: settings that are lists with an entry per block are cut too."""
-    single = copy.deepcopy(config)
-    if hasattr(config, "mlp_only_layers"):  # and the number of a block decides
-        single.decoder_sparse_step, single.mlp_only_layers = 1, [] if has_experts(config, layer) else [0]
-    if hasattr(config, "first_k_dense_replace"):
-        single.first_k_dense_replace = 0 if has_experts(config, layer) else 1
-    blocks = config.num_hidden_layers
-    if hasattr(config, "scale_depth"):  # MiniCPM: what a block adds is multiplied with scale_depth / sqrt(blocks)
-        single.scale_depth = config.scale_depth / blocks**0.5
-    for key, value in list(vars(single).items()):
-        if isinstance(value, list) and len(value) == blocks and key != "mlp_only_layers":
-            setattr(single, key, value[layer : layer + 1])
-    single.num_hidden_layers = 1
-    single.output_router_logits = False  # for a loss of the training, over the routers of all blocks
-    return single
-
-
-def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrainedModel:
-    """The model of a config without weights; tables that are computed, not stored, are real."""
+def _meta_model(
+    config: Any, family: Family, splice: _Splice, layer: int | None, device: torch.device
+) -> PreTrainedModel:
+    """The model of a config without weights, and with no block but the one that the splice is given; tables that are
+    computed, not stored, are real."""
+    config = copy.deepcopy(config)
+    config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    parent, _, name = family.layers.rpartition(".")
+    body = model.get_submodule(parent)
+    if layer is not None:
+        splice.block = getattr(body, name)[layer]
+    setattr(body, name, nn.ModuleList([*(_Pass() for _ in range(layer or 0)), splice]))
     experts.separate(model, family.experts.linears if family.experts else None)
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:

@@ -23,6 +23,7 @@ from ptq.family import Family
 from ptq.fast_experts import FewTokens
 from ptq.header import TensorInfo
 from ptq.matmul import has_steps
+from ptq.plan import Plan
 from ptq.shared_input import products
 
 FUSED = ("gate_up_proj", "down_proj")
@@ -111,18 +112,29 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str,
     names, found = family.experts, {}
     if names is None:
         return dict(tensors)
+    inside = module_name(f".{names.experts}")
     for name, info in tensors.items():
         owner, _, leaf = name.rpartition(".")
-        if not (owner.endswith(".mlp.experts") and leaf in FUSED and len(info.shape) == 3 and info.nbytes):
+        if not (owner.endswith(inside) and leaf in FUSED and len(info.shape) == 3 and info.nbytes):
             found[_in_files(name, names)] = info
             continue
         parts = names.linears[:2] if leaf == FUSED[0] else names.linears[2:]
         count, rows, columns = info.shape[0], info.shape[1] // len(parts), info.shape[2]
-        block, nbytes = owner.removesuffix(".mlp.experts"), rows * columns * info.dtype.itemsize
+        block, nbytes = owner.removesuffix(inside), rows * columns * info.dtype.itemsize
         for place, (number, part) in enumerate(itertools.product(range(count), parts)):
             piece = replace(info, shape=(rows, columns), offset=info.offset + place * nbytes, nbytes=nbytes)
             found[f"{block}.{names.experts}.{number}.{part}.weight"] = piece
     return found
+
+
+def check_loadable(plan: Plan, family: Family) -> None:
+    """Raise InputError where the experts of a plan, written one by one, would be nothing to transformers."""
+    formats = [linear.format for linear in plan.linears if linear.expert is not None]
+    if family.experts is not None and family.experts.fused and formats and not any(formats):
+        raise InputError(
+            f"the experts of {family.model_type} must be quantised, some of them at least: as plain weights they are "
+            "written one by one, and transformers reads them only from one tensor for a whole block"
+        )
 
 
 def _in_files(name: str, names: Names) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ptq.errors import InputError
-from ptq.family import Experts, Family, Mixer
+from ptq.family import Experts, Family, LayerInputs, Mixer
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
@@ -52,6 +52,13 @@ INDEXED_ATTENTION = replace(
     ),
 )
 """The same over the tokens that an indexer chooses, which stays in 16 bits."""
+OWN_KEYS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
+GEMMA_4_ATTENTION = (
+    replace(GATED_ATTENTION, readers=("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj")),
+    replace(GATED_ATTENTION, readers=("self_attn.k_proj", "self_attn.q_proj")),
+    replace(GATED_ATTENTION, readers=("self_attn.q_proj",), kept=("self_attn.q_norm.weight",)),
+)
+"""Values are normed; some blocks take keys for values, others keys and values of an earlier block."""
 MAMBA2 = Mixer(
     readers=("mamba.in_proj",),
     output="mamba.out_proj",
@@ -124,6 +131,28 @@ FAMILIES: dict[str, Family] = {
             kept=(*HEAD_NORMS, *POST_NORMS),
             norm_offset=1.0,
             rotate_residual=False,
+        ),
+        Family(
+            "gemma4_text",
+            mlp_norm="pre_feedforward_layernorm",
+            kept=(*POST_NORMS, "layer_scalar"),
+            rotate_residual=False,
+            mixers=GEMMA_4_ATTENTION,
+            own_keys=OWN_KEYS,
+            layer_inputs=LayerInputs(),
+            experts=Experts(
+                "router.proj",
+                "experts",
+                shared="mlp",
+                kept=(
+                    "router.scale",
+                    "router.per_expert_scale",
+                    "pre_feedforward_layernorm_2.weight",
+                    "post_feedforward_layernorm_1.weight",
+                    "post_feedforward_layernorm_2.weight",
+                ),
+                fused=True,
+            ),
         ),
         *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
         Family(

@@ -23,6 +23,9 @@ class Experts:
     """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
     kept: tuple[str, ...] = ()
     """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
+    fused: bool = False
+    """Whether models are published with all experts of a block in one tensor: transformers then reads no other one, and
+    plain experts one by one are nothing to it."""
 
     @property
     def linears(self) -> tuple[str, str, str]:
@@ -47,6 +50,27 @@ class Mixer:
     """Readers of a few rows, which decide for whole heads: they stay in 16 bits, as a router does."""
     kept: tuple[str, ...] = ()
     """Its other tensors, which no rotation touches; a bias (`.bias`) may be there or not."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Names of what gives every block an input of its own for each token, beside the hidden states. The first three are
+    the model's, the others those of a block: `output(act(gate(h)) * input)`, normed, is added to h.
+    """
+
+    embedding: str = "model.embed_tokens_per_layer"
+    """A row for each token, which holds a piece for every block."""
+    projection: str = "model.per_layer_model_projection"
+    """What makes as much of the embedded token; it stays in 16 bits, and so does the norm behind it."""
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    kept: tuple[str, ...] = ("post_per_layer_input_norm.weight",)
+
+    @property
+    def made_by(self) -> tuple[str, str]:
+        """The tensors beside the embedding of which the inputs are made."""
+        return f"{self.projection}.weight", f"{self.norm}.weight"
 
 
 @dataclass(frozen=True)
@@ -91,6 +115,10 @@ class Family:
     """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
     mixers: tuple[Mixer, ...] = ()
     """What blocks may have in the place of query, key, value and attention_output: no R2 there, no packed KV cache."""
+    own_keys: tuple[str, ...] = ()
+    """Tensors that a block does not read which takes keys and values over from an earlier one, should it have them."""
+    layer_inputs: LayerInputs | None = None
+    """Names of what only some models of the family have: see `ModelShape.layer_input`."""
 
     def of(self, config: Any) -> "Family":
         """The row as a model with this transformers config has it."""

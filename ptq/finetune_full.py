@@ -82,7 +82,8 @@ def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> 
 
 def _measure(tasks: Tasks) -> None:
     """Send the probe through the packed model, as it is now."""
-    hidden = tasks.job.embed(tasks.matrix(tasks.job.embedding), tasks.probe.states(0)["ids"])
+    matrices = [tasks.matrix(linear) for linear in tasks.job.embeddings]
+    hidden = tasks.job.embed(matrices, tasks.probe.states(0)["ids"])
     for index in range(tasks.job.plan.blocks):
         hidden = row_by_row(tasks.packed_block(index), hidden)
     tasks.probe.replace(hidden)

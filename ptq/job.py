@@ -1,6 +1,6 @@
 """A job: everything that the tasks of one run share, and the modules and tensors that they build from it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -146,6 +146,12 @@ class Job:
         return linear
 
     @property
+    def embeddings(self) -> tuple[LinearPlan, ...]:
+        """The plans of all matrices of which a token has a row: of the embedding, and of what gives blocks inputs of
+        their own."""
+        return self.embedding, *(linear for linear in self.plan.ends() if linear.role == "layer_embedding")
+
+    @property
     def head(self) -> LinearPlan:
         """The plan of the head, or of the embedding where they are tied."""
         return self.plan.linear(self.family.head) or self.embedding
@@ -160,29 +166,39 @@ class Job:
         """Name of the gain of the last norm."""
         return f"{self.family.final_norm}.weight"
 
-    def embed(self, matrix: Matrix, ids: Int[Tensor, "batch t"], model: Model = "packed") -> Float[Tensor, "batch t k"]:
-        """Hidden states that enter the first block of a model, from its embedding matrix; of the rotated one, from that
-        of the source. Only the rows in use become float32."""
+    def embed(
+        self, matrices: Sequence[Matrix], ids: Int[Tensor, "batch t"], model: Model = "packed"
+    ) -> Float[Tensor, "batch t k"]:
+        """The state that enters the first block of a model, from the matrices of its `embeddings`; of the rotated one,
+        from those of the source. Only the rows in use become float32."""
         used, places = ids.unique(return_inverse=True)
-        rows = matrix.rows(used, self.embedding.k)
-        if model == "rotated":
-            rows = self._rewrite(self.embedding, rows.to(self.device), None, torch.float32)
         part = self._ends(model)
-        part.load({f"{self.family.embedding}.weight": rows})
+        for linear, matrix in zip(self.embeddings, matrices, strict=True):
+            rows = matrix.rows(used, linear.k)
+            if model == "rotated":
+                rows = self._rewrite(linear, rows.to(self.device), None, torch.float32)
+            part.load({f"{linear.name}.weight": rows})
+        part.load({name: self.tensor(name) for name in self.layer_inputs})
         return part.embed(places.to(self.device))
 
+    @property
+    def layer_inputs(self) -> tuple[str, ...]:
+        """The other tensors of which a model makes the blocks' own inputs; none in most models."""
+        names = self.family.layer_inputs
+        return names.made_by if names is not None and len(self.embeddings) > 1 else ()
+
     def logits(
-        self, matrix: Matrix, norm: Float[Tensor, " k"], hidden: Float[Tensor, "rows t k"], model: Model = "packed"
+        self, matrix: Matrix, norm: Float[Tensor, " k"], state: Float[Tensor, "rows t w"], model: Model = "packed"
     ) -> list[Float[Tensor, "1 t v"]]:
-        """Logits of every row from the hidden states that leave the last block of a model, its head matrix and the gain
-        of its last norm."""
+        """Logits of every row from the state that leaves the last block of a model, its head matrix and the gain of its
+        last norm."""
         part = self._ends(model)
         if matrix.entry is not None:
             part.pack({self.family.head: matrix.entry})
         tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
-        part.load({**tensors, self.final_norm: norm}, as_stored=hidden.shape[1] <= FEW_TOKENS)
+        part.load({**tensors, self.final_norm: norm}, as_stored=state.shape[1] <= FEW_TOKENS)
         del matrix, tensors  # the largest of the model; the part may have it in float32
-        return [part.logits(row) for row in hidden.split(1)]
+        return [part.logits(row) for row in state.split(1)]
 
     def rewritten_norm(self) -> Tensor:
         """The gain of the last norm, as the rotated model has it."""

@@ -4,9 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptq.errors import InputError
+from ptq.state import Layout
 
 UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of blocks for multi-token prediction."""
+LAYER_INPUT = "hidden_size_per_layer_input"
+CHOSEN = ("num_experts_per_tok", "top_k_experts")
+"""And that of the experts which a token passes."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,16 @@ class ModelShape:
     """The same for the MLP beside the experts, which every token passes."""
     dense: frozenset[int] = frozenset()
     """Blocks without experts, in a model that has some."""
+    without_keys: int = 0
+    """So many of the last blocks take keys and values over from earlier ones."""
+    wider: int = 1
+    """Times `intermediate`: the width of the MLP of these."""
+    layer_input: int = 0
+    """Channels of the input that every block has of its own (`ptq.family.LayerInputs`); 0: blocks have none."""
+    layer_vocab: int = 0
+    """Rows of the table that these come from."""
+    state: int = 0
+    """Channels of what travels between two blocks (`ptq.state`)."""
     unread: int = 0
     """Blocks behind the last one that a checkpoint may hold and a run leaves out: multi-token prediction."""
 
@@ -39,9 +53,21 @@ class ModelShape:
         """Whether a block has experts in the place of one MLP."""
         return self.experts > 0 and index not in self.dense
 
+    def has_keys(self, index: int) -> bool:
+        """Whether a block makes keys and values of its own."""
+        return index < self.blocks - self.without_keys
+
+    def width(self, index: int) -> int:
+        """The width of a block's MLP."""
+        return self.intermediate * (1 if self.has_keys(index) else self.wider)
+
 
 def shape_of(config: Any) -> ModelShape:
-    """Sizes of a model from its transformers config. Raises InputError where they make no sense together."""
+    """Sizes of a model from its transformers config: where blocks differ in the sizes of their attention, those of the
+    first. Raises InputError where they make no sense together."""
+    layout, blocks = Layout.of(config), _size(config, "num_hidden_layers")
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[0]
     heads = _size(config, "num_attention_heads")
     kv_heads = heads if getattr(config, "num_key_value_heads", None) is None else _size(config, "num_key_value_heads")
     hidden = _size(config, "hidden_size")
@@ -57,9 +83,13 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
-    thetas, blocks = getattr(config, "layer_rope_theta", None), _size(config, "num_hidden_layers")
+    thetas = getattr(config, "layer_rope_theta", None)
     if thetas is not None and len(thetas) != blocks:
         raise InputError(f"config.json: layer_rope_theta lists {len(thetas)} blocks, num_hidden_layers says {blocks}")
+    without_keys = _size(config, "num_kv_shared_layers") if getattr(config, "num_kv_shared_layers", 0) else 0
+    if without_keys >= blocks:
+        raise InputError(f"config.json: num_kv_shared_layers {without_keys}, but there are only {blocks} blocks")
+    layer_input = _size(config, LAYER_INPUT) if getattr(config, LAYER_INPUT, None) else 0
     experts, without = _experts(config), hasattr(config, "intermediate_size")  # blocks without experts may be none
     return ModelShape(
         hidden=hidden,
@@ -71,6 +101,11 @@ def shape_of(config: Any) -> ModelShape:
         head_dim=head_dim,
         rotary=_rotary(config, head_dim),
         tied=bool(config.tie_word_embeddings),
+        without_keys=without_keys,
+        state=layout.width,
+        wider=2 if getattr(config, "use_double_wide_mlp", False) else 1,
+        layer_input=layer_input,
+        layer_vocab=_size(config, "vocab_size_per_layer_input") if layer_input else 0,
         unread=next((_size(config, key) for key in UNREAD if getattr(config, key, None)), 0),
         **experts,
     )
@@ -101,12 +136,13 @@ def _rotary(config: Any, head_dim: int) -> int:
 def _experts(config: Any) -> dict[str, Any]:
     """The sizes of a mixture of experts; nothing where the config speaks of none."""
     count = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
-    if count is None:
+    if count is None or not getattr(config, "enable_moe_block", True):
         return {}
     blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
-    experts, chosen = _size(config, count), _size(config, "num_experts_per_tok")
+    per_token = next((name for name in CHOSEN if hasattr(config, name)), CHOSEN[0])
+    experts, chosen = _size(config, count), _size(config, per_token)
     if chosen > experts:
-        raise InputError(f"config.json: num_experts_per_tok {chosen}, but there are only {experts} experts")
+        raise InputError(f"config.json: {per_token} {chosen}, but there are only {experts} experts")
     groups, chosen_groups = (getattr(config, key, None) or 1 for key in ("n_group", "topk_group"))
     if experts % groups or chosen_groups > groups or (groups > 1 and experts // groups < 2):
         raise InputError(
@@ -119,7 +155,9 @@ def _experts(config: Any) -> dict[str, Any]:
         "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
         "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
     }
-    if hasattr(config, "shared_expert_intermediate_size"):
+    if hasattr(config, "enable_moe_block"):  # the MLP that blocks have without experts, too
+        found["shared_width"] = _size(config, "intermediate_size")
+    elif hasattr(config, "shared_expert_intermediate_size"):
         found["shared_width"] = _size(config, "shared_expert_intermediate_size")
     elif hasattr(config, "n_shared_experts"):  # one MLP of the width of so many
         found["shared_width"] = found["expert_width"] * _size(config, "n_shared_experts")

@@ -3,8 +3,10 @@
 Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
 `attention_output`, `gate`, `up`, `down`, `head`; the linears of an expert, and of the shared MLP beside experts, have
 those of an MLP, `router` chooses among experts, and `shared_gate` weighs the shared MLP. Those of a mixer
-(`ptq.family.Mixer`) are `mixer_input`, `mixer_inside`, `mixer_output` and `mixer_gate`. The linears of the blocks have
-`statistics`, so they may be rounded; routers and both kinds of gates have none.
+(`ptq.family.Mixer`) are `mixer_input`, `mixer_inside`, `mixer_output` and `mixer_gate`; where blocks have inputs of
+their own (`ptq.family.LayerInputs`), these come from the `layer_embedding`, and are worked in by two of role
+`layer_input`. The linears of the blocks have `statistics`, so they may be rounded; routers and both kinds of gates have
+none.
 
 Where a family names one fused linear in several fields, the outline has an entry of that name for every role, so that
 whoever puts something onto the plan thinks of roles alone. `chosen` makes one linear of them.
@@ -12,7 +14,7 @@ whoever puts something onto the plan thinks of roles alone. `chosen` makes one l
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import groupby
@@ -22,7 +24,7 @@ import torch
 
 from ptq import formats
 from ptq.errors import InputError
-from ptq.family import Experts, Family, Mixer
+from ptq.family import Experts, Family, LayerInputs, Mixer
 from ptq.model_shape import ModelShape
 from ptq.plan import LinearPlan, Plan
 
@@ -50,18 +52,27 @@ SHARED_INPUTS = {"key": "query", "value": "query", "up": "gate"}
 def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) -> Plan:
     """The plan of a model with these tensors. Raises InputError where a mixer lacks one, or it is no matrix."""
     blocks = [f"{family.layers}.{index}" for index in range(shape.blocks)]
-    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, tensors))}
+    taken = [block for index, block in enumerate(blocks) if not shape.has_keys(index)]
+    unread = {f"{block}.{name}" for block in blocks for name in family.unused}
+    unread |= {f"{block}.{name}" for block in taken for name in family.own_keys}
+    unread |= (behind := _behind(shape, family, tensors))
+    inputs = family.layer_inputs if shape.layer_input else None
+    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, tensors.keys() - unread))}
     linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
+    if inputs is not None:
+        linears.append(
+            _linear("layer_embedding", inputs.embedding, shape.layer_vocab, shape.blocks * shape.layer_input)
+        )
     for index, block in enumerate(blocks):
         if block in mixers:
             linears += _mixing(block, mixers[block], tensors)
         linears += _block(index, shape, family, attention=block not in mixers)
+        if inputs is not None:
+            linears += _layer_input(block, inputs, shape)
     if not shape.tied:
         linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
     inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
     norms = [f"{block}.{norm}.weight" for block in blocks for norm in inside] + [f"{family.final_norm}.weight"]
-    unread = {f"{block}.{name}" for block in blocks for name in family.unused}
-    unread |= (behind := _behind(shape, family, tensors))
     others = family.experts.kept if family.experts else ()
     sparse = [block for index, block in enumerate(blocks) if shape.has_experts(index)]
     if shape.tied:
@@ -74,7 +85,8 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
         unit_norms=(),
         kept=(
             *norms,
-            *(f"{block}.{name}" for block in blocks for name in family.kept),
+            *(f"{block}.{name}" for block in blocks for name in (*family.kept, *(inputs.kept if inputs else ()))),
+            *(inputs.made_by if inputs else ()),
             *(f"{block}.{name}" for block in sparse for name in others),
             *(name for block, mixer in mixers.items() for name in _kept(block, mixer, tensors)),
         ),
@@ -93,17 +105,17 @@ def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]
     return {name for name in names if name.startswith(places)}
 
 
-def _sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
+def _sizes(shape: ModelShape, index: int = 0) -> dict[str, tuple[int, int]]:
     """n and k of the linears of a block without experts, by role; in the order of their rows where they are fused."""
-    queries, values = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    queries, values, width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.width(index)
     return {
         "query": (queries, shape.hidden),
         "key": (values, shape.hidden),
         "value": (values, shape.hidden),
         "attention_output": (shape.hidden, queries),
-        "gate": (shape.intermediate, shape.hidden),
-        "up": (shape.intermediate, shape.hidden),
-        "down": (shape.hidden, shape.intermediate),
+        "gate": (width, shape.hidden),
+        "up": (width, shape.hidden),
+        "down": (shape.hidden, width),
     }
 
 
@@ -120,7 +132,7 @@ def first_row(role: str, shape: ModelShape, family: Family) -> int:
 def _block(index: int, shape: ModelShape, family: Family, attention: bool) -> Iterator[LinearPlan]:
     """The linears of a block, with those of plain attention or without."""
     block, sparse = f"{family.layers}.{index}", family.experts is not None and shape.has_experts(index)
-    for role, (n, k) in _sizes(shape).items():
+    for role, (n, k) in _sizes(shape, index).items():
         if sparse if role in MLP else not attention:
             continue
         statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
@@ -129,9 +141,15 @@ def _block(index: int, shape: ModelShape, family: Family, attention: bool) -> It
         yield from _experts(block, shape, family.experts)
 
 
-def _mixer(block: str, family: Family, tensors: Tensors) -> Mixer | None:
-    """What a block has in the place of plain attention; None where it has that."""
-    return next((mixer for mixer in family.mixers if f"{block}.{mixer.readers[0]}.weight" in tensors), None)
+def _layer_input(block: str, names: LayerInputs, shape: ModelShape) -> Iterator[LinearPlan]:
+    """The linears that work a block's own input in; each has statistics of its own."""
+    for name, n, k in ((names.gate, shape.layer_input, shape.hidden), (names.output, shape.hidden, shape.layer_input)):
+        yield replace(_linear("layer_input", f"{block}.{name}", n, k), statistics=f"{block}.{name}")
+
+
+def _mixer(block: str, family: Family, names: Set[str]) -> Mixer | None:
+    """What a block has in the place of plain attention, by the tensors that are read; None where it has that."""
+    return next((mixer for mixer in family.mixers if f"{block}.{mixer.readers[0]}.weight" in names), None)
 
 
 def _kept(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[str]:

@@ -95,6 +95,7 @@ def plan(model: str, recipe: Recipe) -> Target:
         )
     plan = methods.planner(recipe.method)(shape, family, recipe, checkpoint.tensors)
     plan = ends.packed(plan, recipe.embedding_bits)
+    experts.check_loadable(plan, family)
     if plan.cache is not None:
         attention.check(config, plan.cache)
     promised = parameter_shapes(config)
@@ -187,7 +188,7 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
     """Every task in its order."""
     tasks.ends(progress)
     if tasks.workers.first:
-        tasks.probe.start(probe, tasks.matrix(tasks.job.embedding))
+        tasks.probe.start(probe, [tasks.matrix(linear) for linear in tasks.job.embeddings])
     if rows is not None:
         tasks.embed(rows)
     memory.give_back()  # the embedding is by far the largest weight

@@ -75,18 +75,18 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     block = largest_block(plan)
     weights = sum(linear.n * linear.k for linear in plan.linears)
     block_weights = sum(linear.n * linear.k for linear in block)
-    largest = max(linear.n * linear.k for linear in plan.linears)
+    largest = max((4 if linear.role == "layer_embedding" else 6) * linear.n * linear.k for linear in plan.linears)
     inputs = {linear.statistics: linear.k for linear in block if linear.statistics}
     packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
     seconds = weights / (STREAM_RATE * torch.get_num_threads())
-    memory = BASE_MEMORY + max(4 * block_weights + 12 * max(linear.n * linear.k for linear in block), 6 * largest)
+    memory = BASE_MEMORY + max(4 * block_weights + 12 * max(linear.n * linear.k for linear in block), largest)
     hidden, parts, hessians = 0, 0, 0
     if needs_text(plan, recipe):
         tokens = recipe.samples * length
-        hidden = 2 * 4 * tokens * shape.hidden
+        hidden = 2 * 4 * tokens * shape.state
         active = sum(_share(linear, shape) * linear.n * linear.k for linear in block)
         work = 2 * tokens * active + _clip_search(block, shape, tokens, length)
-        memory += 4 * CHUNK_TOKENS * (3 * shape.hidden + 4 * max(mlp_widths(shape).values()))
+        memory += 4 * CHUNK_TOKENS * (3 * shape.state + 4 * max(mlp_widths(shape).values()))
         if needs_hessians(plan, recipe):
             hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
             parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))

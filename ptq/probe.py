@@ -1,6 +1,7 @@
 """The probe: a few rows of tokens that pass through the original, the rotated and the packed model side by side, one
 block of each at a time. Every run proves its rotations on it, and reports what they do to outliers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -33,11 +34,11 @@ class Probe:
         """Whether the probe has left a block."""
         return self._file(index + 1).exists()
 
-    def start(self, ids: Int[Tensor, "rows t"], packed: Matrix) -> None:
-        """Hidden states as they enter the first block; `packed` is the embedding as it is written."""
+    def start(self, ids: Int[Tensor, "rows t"], packed: Sequence[Matrix]) -> None:
+        """States as they enter the first block; `packed` are the embeddings as they are written."""
         if self._file(0).exists():
             return
-        source = plain(self.job.tensor(self.job.embedding.source))
+        source = [plain(self.job.tensor(linear.source)) for linear in self.job.embeddings]
         states = {
             "original": self.job.embed(source, ids, "original"),
             "rotated": self.job.embed(source, ids, "rotated"),
@@ -46,18 +47,18 @@ class Probe:
         write_tensors(self._file(0), {**states, "ids": ids}, durable=False)
 
     def run(
-        self, index: int, part: Part, hidden: Float[Tensor, "rows t k"] | None, routes: Routes
-    ) -> tuple[Float[Tensor, "rows t k"] | None, dict[str, Input]]:
+        self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
+    ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, Input]]:
         """What leaves a block, and the inputs of the linears inside; None and nothing where there is no probe. The
         first model that runs leaves its `routes`, the second one takes them."""
-        if hidden is None:
+        if state is None:
             return None, {}
         names = observed(self.job.plan, index)
         grid = next((linear.activation for linear in self.job.plan.block(index) if linear.activation), None)
         routers = [linear.name for linear in self.job.plan.block(index) if linear.role == "router"]
         following = replayed if routes.made else recorded
         with watching(part, names, grid) as found, following(part, routers, routes):
-            return row_by_row(part, hidden), found
+            return row_by_row(part, state), found
 
     def compare(
         self, index: int, original: Float[Tensor, "rows t k"], rotated: Float[Tensor, "rows t k"], routes: Routes
@@ -92,7 +93,7 @@ class Probe:
         )
 
     def states(self, index: int) -> dict[str, Tensor]:
-        """The hidden states as they enter a block, or leave the last one, by model; of the first also the `ids`."""
+        """The states as they enter a block, or leave the last one, by model; of the first also the `ids`."""
         return {name: state.clone().to(self.job.device) for name, state in load_file(self._file(index)).items()}
 
     def outliers(self) -> tuple[dict[str, Input], dict[str, Input]]:
@@ -108,7 +109,7 @@ class Probe:
         return self.work / "probe" / f"{index}.safetensors"
 
 
-def row_by_row(part: Part, hidden: Float[Tensor, "rows t k"]) -> Float[Tensor, "rows t k"]:
+def row_by_row(part: Part, state: Float[Tensor, "rows t k"]) -> Float[Tensor, "rows t left"]:
     """One row at a time, as the proof of the written checkpoint does: in a larger batch the last bit of a product may
     differ."""
-    return torch.cat([part.run(row) for row in hidden.split(1)])
+    return torch.cat([part.run(row) for row in state.split(1)])

@@ -75,9 +75,11 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     those that the run measured, to the bit. Raises RunError."""
     packed = PtqConfig.parse(checkpoint.config)
     entries = packed.entries() if packed else {}
-    if any(not torch.equal(checkpoint.read(name), signs) for name, signs in job.residual_signs().items()):
-        raise RunError(f"{checkpoint.folder}: the written signs of R1 are not those of the run; please report it")
-    hidden = job.embed(_matrix(checkpoint, job.embedding.name, entries), ids)
+    kept = job.residual_signs() | {name: job.tensor(name) for name in job.layer_inputs}
+    for name, tensor in kept.items():
+        if not torch.equal(checkpoint.read(name), tensor):
+            raise RunError(f"{checkpoint.folder}: the written tensor {name!r} is not that of the run; please report it")
+    hidden = job.embed([_matrix(checkpoint, linear.name, entries) for linear in job.embeddings], ids)
     for index in range(job.plan.blocks):
         part = Part(job.config, job.family, index, job.device)
         part.pack({name: entry for name, entry in entries.items() if name.startswith(part.prefix)})

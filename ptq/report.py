@@ -64,7 +64,7 @@ def build(
         bytes_before=sum(info.stored_bytes for name, info in source.items() if name not in plan.unused),
         bytes_after=sum(info.nbytes for info in written.values()),
         **{key: _six(result[key]) for key in ("rotation_error", "kl", "top1")},
-        shares=_shares(plan, family, source, written),
+        shares=_shares(plan, source, written),
         layers=tuple(_layers(plan, log, written)),
         inputs=tuple(
             _observed(plan, name, before[name], after[name], name in drawn) for name in before if name in after
@@ -125,16 +125,15 @@ def _layer(plan: Plan, linear: LinearPlan, line: Mapping[str, Any], dtype: torch
     )
 
 
-def _shares(
-    plan: Plan, family: Family, source: Mapping[str, TensorInfo], written: Mapping[str, TensorInfo]
-) -> tuple[Share, ...]:
+def _shares(plan: Plan, source: Mapping[str, TensorInfo], written: Mapping[str, TensorInfo]) -> tuple[Share, ...]:
     """Bytes by kind of tensor, the kinds in the order in which they first appear in the result."""
     linears = {linear.name for linear in plan.linears}
+    ends = {linear.name: "head" if linear.role == "head" else "embedding" for linear in plan.ends()}
 
     def part(name: str) -> str:
         owner, _, leaf = name.rpartition(".")
-        if owner in (family.embedding, family.head) and leaf.startswith("weight"):
-            return "embedding" if owner == family.embedding else "head"
+        if owner in ends and leaf.startswith("weight"):
+            return ends[owner]
         if leaf == residual.SIGNS:
             return leaf
         if owner not in linears:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ptq.blocks import Part
 
-Choice = tuple[Tensor, ...]
-"""What a router gives: its logits first, then the weights and the numbers of the chosen experts."""
+Choice = tuple[Tensor, ...] | Tensor
+"""What a router gives: its logits, or these first, then the weights and the numbers of the chosen experts."""
 
 
 class Routes:
@@ -28,7 +28,7 @@ class Routes:
 
     def logits(self) -> Iterator[tuple[Float[Tensor, "1 t experts"], Float[Tensor, "1 t experts"]]]:
         """Those of the other model, and those of the first; none where there was no other."""
-        return ((found[None], self.made[call][0][None]) for call, found in enumerate(self.again))
+        return ((found[None], _logits(self.made[call])[None]) for call, found in enumerate(self.again))
 
 
 @contextmanager
@@ -47,11 +47,15 @@ def replayed(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[Non
     """Give what was kept in the place of what the named routers give, call by call; their own logits are kept too."""
 
     def replace(_: nn.Module, __: Any, choice: Choice) -> Choice:
-        routes.again.append(choice[0])
+        routes.again.append(_logits(choice))
         return routes.made[len(routes.again) - 1]
 
     with _hooked(part, routers, replace):
         yield
+
+
+def _logits(choice: Choice) -> Float[Tensor, "t experts"]:
+    return choice if isinstance(choice, Tensor) else choice[0]
 
 
 @contextmanager

@@ -242,8 +242,8 @@ class Tasks:
         """Hidden states of the calibration rows as they enter the first block."""
         if self.first_block(calibrated=True) > 0 or self.hidden.complete(0):
             return
-        matrix, chunks = self.matrix(self.job.embedding), self.chunks_of(rows)
-        self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrix, chunks[number]))
+        matrices, chunks = [self.matrix(linear) for linear in self.job.embeddings], self.chunks_of(rows)
+        self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrices, chunks[number]))
 
     def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:
         """Rows as they go through a block together."""

@@ -56,6 +56,11 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Te
     made = outline(recipe.method, shape, family, tensors)
     if recipe.finetune != "none" and any(linear.expert is not None for linear in made.linears):
         raise InputError("--finetune is not made for models with experts: leave it out, and quantise without")
+    if recipe.finetune != "none" and (shape.layer_input or shape.without_keys):
+        raise InputError(
+            "--finetune is not made for models whose blocks share keys and values or have inputs of their own: leave "
+            "it out, and quantise without"
+        )
     format = formats.get("quip_sharp/e8p", bits=recipe.bits)
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 

@@ -73,6 +73,12 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(("olmoe", "helium", "qwen2_moe", "flex_olmo"), dict(hidden_size=80)),  # heads fill hidden_size
     **dict.fromkeys(("gemma2", "vaultgemma"), dict(attn_logit_softcapping=0.6, final_logit_softcapping=5.0)),
+    "gemma4_text": dict(
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16,
+        num_kv_shared_layers=2, use_double_wide_mlp=True, attention_k_eq_v=True, global_head_dim=36,
+        num_global_key_value_heads=1, hidden_size_per_layer_input=16, vocab_size_per_layer_input=96,
+        final_logit_softcapping=5.0, enable_moe_block=False, top_k_experts=2,
+    ),
     "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
     "granite_swa": dict(layer_rope_theta=[500.0, 0]),
     "ministral3": dict(
@@ -104,6 +110,10 @@ CACHED = [
 """Those whose KV cache can be packed."""
 PLAIN_ATTENTION = [name for name, family in FAMILIES.items() if not family.mixers]
 """Those all of whose blocks have plain attention."""
+SPARSE_FAMILIES = [
+    name for name, family in FAMILIES.items() if family.experts and OWN.get(name, {}).get("enable_moe_block", True)
+]  # fmt: skip
+"""Those whose tiny models have experts."""
 KEYS_WITHOUT_NORM = [name for name in CACHED if not FAMILIES[name].norms_keys]
 
 
@@ -141,7 +151,10 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     for name, parameter in (*model.named_parameters(), *buffers.items()):
         noise = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
-            parameter.data = (0.3 + 2.7 * torch.rand(parameter.shape, generator=generator)).to(dtype)
+            gain = 0.3 + 2.7 * torch.rand(parameter.shape, generator=generator)
+            if "q_norm" in name and config.model_type == "gemma4_text":  # which does not scale the scores
+                gain = gain / parameter.shape[0] ** 0.5
+            parameter.data = gain.to(dtype)
         elif "embed" in name:
             parameter.data = (0.5 * noise + 0.3).to(dtype)
         elif name.endswith("e_score_correction_bias"):

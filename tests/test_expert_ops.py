@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import at_level, decode, save_model, tiny_config
+from conftest import SPARSE_FAMILIES, at_level, decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -27,7 +27,6 @@ from fp6.plan import Fp6Recipe
 from ptq import fast_steps, hadamard, rounding
 from ptq.activations import Activation
 from ptq.experts import Experts
-from ptq.families import FAMILIES
 from ptq.formats import Rows
 from ptq.linear import QuantLinear
 from ptq.matmul import few_tokens_linear
@@ -36,7 +35,6 @@ from quarot.plan import QuarotRecipe
 from quip_sharp.e8p_format import E8PFormat
 from quip_sharp.plan import QuipSharpRecipe
 
-SPARSE = [name for name, family in FAMILIES.items() if family.experts]
 ROWS = {
     "one token": ([0, 0, 0], [1, 1, 1]),
     "experts in common": ([0, 1, 3, 1, 0], [1, 3, 1]),
@@ -203,7 +201,7 @@ def one_by_one(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("model_type", SPARSE)
+@pytest.mark.parametrize("model_type", SPARSE_FAMILIES)
 def test_few_tokens(model_type: str, recipe: str, tmp_path: Path, seen: list[list[int]]) -> None:
     model = packed(tmp_path, model_type, RECIPES[recipe])
     blocks = sum(isinstance(module, Experts) for module in model.modules())
@@ -294,7 +292,7 @@ def test_gradients_go_the_own_way(tmp_path: Path, seen: list[list[int]]) -> None
 # --- the router -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", SPARSE)
+@pytest.mark.parametrize("model_type", SPARSE_FAMILIES)
 @torch.no_grad()
 def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()

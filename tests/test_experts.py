@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import (
     DISTINCT,
+    SPARSE_FAMILIES,
     check_refused,
     edit_config,
     edit_tensors,
@@ -31,7 +32,7 @@ from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 60).reshape(3, 19)
 QUIET = ptq.RunOptions(progress=False)
-SPARSE = {name: FAMILIES[name] for name in DISTINCT if FAMILIES[name].experts}
+SPARSE = {name: FAMILIES[name] for name in DISTINCT if name in SPARSE_FAMILIES}
 pytestmark = pytest.mark.usefixtures("fast")
 
 
@@ -153,7 +154,7 @@ def test_blocks_with_and_without_experts(changes: dict[str, Any], blocks: list[i
     found = {int(linear.name.split(".")[2]) for linear in target.plan.linears if linear.expert is not None}
     assert sorted(found) == blocks == [i for i in range(2) if shape_of(target.config).has_experts(i)]
     job = Job(recipe=QuarotRecipe(), signs={}, device=torch.device("cpu"), **vars(target))
-    hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS, "original")
+    hidden = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
     for index in range(2):
         hidden = job.original_block(index).run(hidden)
     wanted = load(folder).model(IDS, output_hidden_states=True)

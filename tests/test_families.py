@@ -23,7 +23,13 @@ from quarot.plan import QuarotRecipe, plan
 
 IDS = torch.arange(3, 60).reshape(1, -1)
 WITHOUT_DATA = QuarotRecipe(rounding="nearest", weight_bits=16)
-WITHOUT_VALUES = {families.GATED_ATTENTION, families.INDEXED_ATTENTION, *families.MLA, *FAMILIES["lfm2"].mixers}
+WITHOUT_VALUES = {
+    families.GATED_ATTENTION,
+    families.INDEXED_ATTENTION,
+    *families.MLA,
+    *FAMILIES["lfm2"].mixers,
+    *families.GEMMA_4_ATTENTION,
+}
 SUBSETS = [{"R1"}, {"R2"}, {"R4"}, {"R1", "R2"}, {"R1", "R2", "R4"}]
 
 
@@ -123,7 +129,7 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
         pytest.skip(f"{model_type}: no block has plain attention")
     first = first_row("key", shape, family)
     for name in state:
-        if family.key in name:  # large channels in every head, for the balance of queries and keys
+        if family.key in name and not family.mixers:  # for the balance: large channels in every head
             keys = state[name][first : first + shape.kv_heads * shape.head_dim]
             keys.view(shape.kv_heads, shape.head_dim, -1)[:, [1, shape.head_dim // 2 + 1]] *= 30
     recipe = dataclasses.replace(WITHOUT_DATA, key_bits=4)
@@ -189,11 +195,11 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
     folder = save_model(tmp_path / "model", model_type, **(TWO_KINDS if kinds else {}))
     target = pipeline.plan(str(folder), WITHOUT_DATA)
     job = Job(recipe=WITHOUT_DATA, signs={}, device=torch.device("cpu"), **vars(target))
-    hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS, "original")
+    hidden = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
     for index in range(target.plan.blocks):
         hidden = job.original_block(index).run(hidden)
     logits = job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden, "original")
-    assert relative(torch.cat(logits), AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 3e-6
+    assert relative(torch.cat(logits), AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 5e-6
 
 
 def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:

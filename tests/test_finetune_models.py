@@ -23,6 +23,8 @@ from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.packed_weight import loaded_signs
 from quip_sharp.plan import QuipSharpRecipe
 
+TRAINED = [name for name in DISTINCT if not (FAMILIES[name].experts or FAMILIES[name].layer_inputs)]
+
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(fast: None) -> Iterator[None]:
@@ -128,7 +130,7 @@ def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> N
     assert "<h2>Fine-tuning</h2>" not in (results["none"] / "report.html").read_text()
 
 
-@pytest.mark.parametrize("model_type", [name for name in DISTINCT if not FAMILIES[name].experts])
+@pytest.mark.parametrize("model_type", TRAINED)
 def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False, num_hidden_layers=1)
     gate = FAMILIES[model_type].gate

@@ -134,7 +134,7 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
 
     part = job.original_block(0)
     with outliers.watching(part, names) as before:
-        hidden = job.embed(plain(job.tensor(job.embedding.source)), IDS, "original")
+        hidden = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
         part.run(hidden[:1])
         part.run(hidden[1:])
     assert list(before) == list(names)
@@ -143,7 +143,7 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
 
     job.rotate_block(0, part)
     with outliers.watching(part, names) as after:
-        part.run(job.embed(plain(job.rewritten(job.embedding, torch.float32)), IDS))
+        part.run(job.embed([plain(job.rewritten(linear, torch.float32)) for linear in job.embeddings], IDS))
     for name in names:
         linear = job.plan.linear(name)
         assert linear is not None

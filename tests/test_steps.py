@@ -150,9 +150,9 @@ def test_a_model_of_every_family(family: str) -> None:
     plain = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast = copy.deepcopy(plain)
     fast_steps.install(fast)
-    norms = [m for m in fast.modules() if type(m).__name__.endswith("RMSNorm")]
+    norms = [m for m in fast.modules() if type(m).__name__.endswith("RMSNorm") and m._parameters]
     attention = [m for m in fast.modules() if type(m).__name__.endswith("Attention")]
-    others = "deepseek_v2", "deepseek_v32"
+    others = "deepseek_v2", "deepseek_v32", "gemma4_text"
     turned = not FAMILIES[family].rope_interleaved and family not in others  # as the op does it
     assert norms and all("forward" in vars(m) for m in norms)
     assert attention and all(("forward" in vars(m)) == turned for m in attention)
