@@ -7,6 +7,10 @@ attention is slow on the CPU; the queries that share a head of keys are handed t
 which is the same sum. Other attention goes through `ptq.prefill_attention`, where that serves it.
 """
 
+import functools
+import inspect
+import re
+import sys
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +48,20 @@ def install(model: PreTrainedModel) -> None:
 
 
 def install_attention(model: PreTrainedModel) -> None:
-    """Put `attention` in the place of "sdpa"."""
-    if model.config._attn_implementation == "sdpa":
+    """Put `attention` in the place of "sdpa"; not where the model's own code asks whether it has that."""
+    if model.config._attn_implementation == "sdpa" and not _asks_by_name(type(model)):
         model.set_attn_implementation(ATTENTION)
+
+
+@functools.cache
+def _asks_by_name(cls: type[PreTrainedModel]) -> bool:
+    """Whether the source of a model compares the name of its attention: DeepSeek V3.2 leaves out the mask of its
+    indexer for every attention that it does not know. Also where there is no source to look at."""
+    try:
+        source = inspect.getsource(sys.modules[cls.__module__])
+    except (OSError, TypeError):
+        return True
+    return re.search(r"_attn_implementation\s*(==|!=|in\b|not in\b)", source) is not None
 
 
 def attention(

@@ -83,6 +83,8 @@ def test_whole_runs(method: str, model: Path, calibration_text: Path, tmp_path: 
     whole = packed(torch.cat([ids := torch.randint(96, (1, 6), generator=torch.Generator().manual_seed(1)),
                               ids[:, :4]], dim=1)).logits  # fmt: skip
     assert relative(torch.cat(decode(packed), dim=1), whole) < 1e-5
+    for last in (1, 3):  # the blocks without keys of their own may leave out all other tokens
+        assert relative(packed(IDS, logits_to_keep=last).logits, packed(IDS).logits[:, -last:]) < 1e-5
     linears = [name for name, module in original.named_modules() if isinstance(module, torch.nn.Linear)]
     for name in linears:
         if ".layers." in name and "router" not in name:

@@ -148,3 +148,16 @@ def test_infinity_in_a_config_as_transformers_writes_it(tmp_path: Path) -> None:
     assert '"__float__": "Infinity"' in (folder / "config.json").read_text()
     config = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).config
     assert list(config.time_step_limit) == list(tiny_config("granitemoehybrid").time_step_limit)
+
+
+@torch.no_grad()
+def test_a_model_that_asks_for_its_attention_by_name(tmp_path: Path) -> None:
+    """DeepSeek V3.2 attends to the tokens that its indexer chooses, but only where it knows its attention's name."""
+    folder = save_model(tmp_path / "model", "deepseek_v32", index_topk=4)
+    ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest", group_size=0), QUIET)
+    models = [
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation=name)
+        for name in ("sdpa", "eager")
+    ]
+    found, expected = (model(torch.arange(3, 60).reshape(1, -1)).logits for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
