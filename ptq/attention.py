@@ -27,6 +27,7 @@ from ptq.families import FAMILIES
 from ptq.kv_cache import CacheQuantization
 from ptq.kv_side import Side, rotate, row_starts
 from ptq.model_shape import shape_of
+from ptq.op_declarations import refuse_forward_derivative, takes_forward_derivatives
 from ptq.packed_cache import PackedCache, Signature
 from ptq.packed_layer import PackedStates
 
@@ -103,6 +104,8 @@ def forward(
 ) -> tuple[Float[Tensor, "b t q_heads d"], None]:
     """The attention function. `key` and `value` are tensors, or both the `PackedStates` of a `PackedCache`."""
     inputs = (query, *(key.new if isinstance(key, PackedStates) else (key, value)))
+    if takes_forward_derivatives():
+        refuse_forward_derivative(*inputs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         with torch.no_grad():
             found, _ = forward(settings, module, query, key, value, attention_mask, dropout, scaling, **kwargs)

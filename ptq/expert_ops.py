@@ -16,8 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ptq import activations as _activations  # noqa: F401 (registers the ops)
-from ptq import steps as _steps  # noqa: F401 (registers the ops)
+from ptq.input_steps import treated
 from ptq.op_declarations import declare
 
 ROWS = "Tensor x, int[] tokens, int[] counts, float[] shares"
@@ -46,9 +45,9 @@ def declare_experts(
 
         for expert, rows in enumerate(counts):
             here = tokens[row : row + rows]
-            into = seen(x[here], input_bits, clip, [], 0)
+            into = treated(x[here], None, [], 0, input_bits, clip)
             gate, up = (product(into, place, width) for place in (expert, len(counts) + expert))
-            gated = seen(torch.ops.ptq.silu_mul(gate, up), down_bits, down_clip, factors, order)
+            gated = treated(torch.ops.ptq.silu_mul(gate, up), None, factors, order, down_bits, down_clip)
             y = product(gated, 2 * len(counts) + expert, x.shape[1])
             for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
                 total[token] += (each.float() * share).to(x.dtype)
@@ -58,14 +57,3 @@ def declare_experts(
     schema = f"({ROWS}, {weights}, int width, {numbers}, {TREATMENTS}) -> Tensor"
     declare(op, schema, reference, lambda x, *_: x.new_empty(x.shape))
     return reference
-
-
-def seen(
-    x: Tensor, bits: int, clip: float, factors: list[Tensor], order: int, signs: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """x as weights see it: numbers, or integers and scales."""
-    if not bits:
-        return (torch.ops.ptq.hadamard(x, signs, factors, order, -1, False) if order else x,)
-    if order:
-        return torch.ops.ptq.hadamard_quantize(x, signs, factors, order, bits, clip)
-    return torch.ops.ptq.quantize_tokens(x, bits, clip)

@@ -26,14 +26,15 @@ SCHEMAS = {
 }
 
 
-def _finished(
-    y: Float[Tensor, "*t k"], signs: Tensor | None, factors: list[Tensor], order: int, bits: int, clip: float
-) -> list[Tensor]:
+def treated(
+    x: Float[Tensor, "*t k"], signs: Tensor | None, factors: list[Tensor], order: int, bits: int, clip: float
+) -> tuple[Tensor, ...]:
+    """x as weights see it: numbers, or integers and their scales. The treatment is that of the ops above."""
     if bits and order:
-        return list(torch.ops.ptq.hadamard_quantize(y, signs, factors, order, bits, clip))
+        return torch.ops.ptq.hadamard_quantize(x, signs, factors, order, bits, clip)
     if bits:
-        return list(torch.ops.ptq.quantize_tokens(y, bits, clip))
-    return [torch.ops.ptq.hadamard(y, signs, factors, order, -1, False) if order else y]
+        return torch.ops.ptq.quantize_tokens(x, bits, clip)
+    return (torch.ops.ptq.hadamard(x, signs, factors, order, -1, False) if order else x,)
 
 
 def norm_input(
@@ -52,7 +53,7 @@ def norm_input(
     """`ptq::norm_input` step by step."""
     total = [] if added is None else [x + added]
     normed = torch.ops.ptq.rms_norm(total[0] if total else x, gain, eps, offset, round_first)
-    return [*total, *_finished(normed, signs, factors, order, bits, clip)]
+    return [*total, *treated(normed, signs, factors, order, bits, clip)]
 
 
 def gate_input(
@@ -65,7 +66,7 @@ def gate_input(
     clip: float,
 ) -> list[Tensor]:
     """`ptq::gate_input` step by step."""
-    return _finished(torch.ops.ptq.silu_mul(gate, up), signs, factors, order, bits, clip)
+    return list(treated(torch.ops.ptq.silu_mul(gate, up), signs, factors, order, bits, clip))
 
 
 def hadamard_to(

@@ -9,10 +9,9 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ptq import native
-from ptq.op_declarations import declare
+from ptq.op_declarations import declare, takes_forward_derivatives
 
 FEW_ROWS = 64
 """Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
@@ -73,9 +72,9 @@ def is_few(tokens: int, *tensors: Tensor) -> bool:
 
 
 def is_plain(*tensors: Tensor) -> bool:
-    """On the CPU, float32 or bfloat16, one dtype, no gradients, forwards neither, and not under torch.compile."""
+    """On the CPU, float32 or bfloat16, one dtype, no gradients, forward ones neither, and not under torch.compile."""
     dtype = tensors[0].dtype
-    if dtype not in FEW_DTYPES or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if dtype not in FEW_DTYPES or torch.compiler.is_compiling() or takes_forward_derivatives():
         return False
     for x in tensors:
         if x.dtype != dtype or not x.is_cpu:
@@ -90,9 +89,10 @@ def on_gpu(x: Tensor) -> bool:
 
 def is_gpu(*tensors: Tensor) -> bool:
     """Whether the CUDA kernels of `ptq.steps` and `ptq.input_steps` are made for this: on one GPU, one dtype of at most
-    32 bits, no gradients, no autocast, and not under torch.compile, which fuses small steps itself."""
+    32 bits, no gradients, forward ones neither, no autocast, and not under torch.compile, which fuses small steps
+    itself."""
     first = tensors[0]
-    if not on_gpu(first) or first.dtype not in GPU_DTYPES:
+    if not on_gpu(first) or first.dtype not in GPU_DTYPES or takes_forward_derivatives():
         return False
     if any(x.dtype != first.dtype or x.device != first.device for x in tensors):
         return False
@@ -108,8 +108,8 @@ def has_steps(*tensors: Tensor) -> bool:
 
 def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     """Whether `ptq::dense_linear` is made for this: few tokens, on the CPU, one dtype (W may be bfloat16 in any case),
-    no gradients."""
-    if not 0 < x.numel() <= FEW_TOKENS * w.shape[1] or x.dtype not in (torch.float32, torch.bfloat16):
+    no gradients, forward ones neither."""
+    if not 0 < x.numel() <= FEW_TOKENS * w.shape[1] or x.dtype not in FEW_DTYPES or takes_forward_derivatives():
         return False
     tensors = (x, w) if bias is None else (x, w, bias)
     if w.dtype not in (x.dtype, torch.bfloat16) or (bias is not None and bias.dtype != x.dtype):
@@ -145,7 +145,7 @@ def _fits(a: Tensor, b: Tensor) -> bool:
 
 def _placed(a: Tensor, b: Tensor) -> bool:
     on_cpu = a.device.type == b.device.type == "cpu" and a.dtype == b.dtype == torch.float32
-    return on_cpu and a.numel() > 0 and torch.backends.mkldnn.is_available()
+    return on_cpu and a.numel() > 0 and torch.backends.mkldnn.is_available() and not takes_forward_derivatives()
 
 
 def _differentiated(*tensors: Tensor | None) -> bool:

@@ -8,18 +8,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ptq import native
 
 
 def call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
     """`op(*arguments)`, for ops that have a gradient: under `torch.no_grad` without the kernel that would record it.
-    That one is in Python and takes 3 µs, a fiftieth of the time of a linear layer of 4096 x 4096 on one token.
+    That one is in Python and takes 3 µs, a fiftieth of the time of a linear layer of 4096 x 4096 on one token. Raises
+    RuntimeError where a forward derivative would be lost.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return op(*arguments)
+    if takes_forward_derivatives():
+        refuse_forward_derivative(*arguments)
+    if torch.is_grad_enabled():
         return op(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
+
+
+def takes_forward_derivatives() -> bool:
+    """Whether somebody takes forward derivatives, as `torch.func.jvp` does. Ops of a library have none, and torch goes
+    on with zeros in their place."""
+    return forward_ad._current_level >= 0
+
+
+def refuse_forward_derivative(*arguments: Any) -> None:
+    """Raise RuntimeError where one of these is a tensor with a forward derivative."""
+    tensors = (x for x in arguments if isinstance(x, Tensor))
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError("ptq: its ops have no forward derivatives; take those of the original model")
 
 
 def declare(op: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ptq import matmul
 from ptq.formats import IntegerInput, Together
+from ptq.op_declarations import takes_forward_derivatives
 
 if TYPE_CHECKING:
     from ptq.linear import QuantLinear
@@ -213,7 +214,8 @@ def stays_on_gpu(linear: Any) -> bool:
 def _is_eligible(x: Tensor) -> bool:
     if not 0 < x.numel() <= matmul.FEW_TOKENS * x.shape[-1] or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not (torch.is_grad_enabled() and x.requires_grad) and not torch.is_autocast_enabled("cpu")
+    derived = takes_forward_derivatives() or (torch.is_grad_enabled() and x.requires_grad)
+    return not derived and not torch.is_autocast_enabled("cpu")
 
 
 def _version(x: Tensor) -> int:

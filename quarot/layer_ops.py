@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq import kv_step as _kv_step  # noqa: F401 (registers the ops)
+from ptq.input_steps import treated
 from ptq.op_declarations import declare
 
 SCHEMA = (
@@ -42,14 +43,10 @@ def products(
     grid: tuple[int, int],
 ) -> list[Tensor]:
     """x, transformed and quantised if need be, times several weights."""
-    if not bits:
-        x = torch.ops.ptq.hadamard(x, None, factors, order, -1, False) if order else x
-        return torch.ops.ptq.integer_linears_tiled(x, *weights, *grid)
-    if order:
-        q, q_scale = torch.ops.ptq.hadamard_quantize(x, None, factors, order, bits, clip)
-    else:
-        q, q_scale = torch.ops.ptq.quantize_tokens(x, bits, clip)
-    return torch.ops.ptq.integer_linears_quantized(q, q_scale, *weights, *grid, x.dtype)
+    seen = treated(x, None, factors, order, bits, clip)
+    if len(seen) == 1:
+        return torch.ops.ptq.integer_linears_tiled(*seen, *weights, *grid)
+    return torch.ops.ptq.integer_linears_quantized(*seen, *weights, *grid, x.dtype)
 
 
 def layer(

@@ -9,8 +9,8 @@ expert, each with its dense factors.
 import torch
 from torch import Tensor
 
-from ptq import hadamard as _hadamard  # noqa: F401 (registers the ops)
-from ptq.expert_ops import ROWS, seen
+from ptq.expert_ops import ROWS
+from ptq.input_steps import treated
 from ptq.op_declarations import declare
 from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
 
@@ -38,9 +38,10 @@ def experts(
 
     for expert, rows in enumerate(counts):
         here = tokens[row : row + rows]
-        into = seen(x[here], input_bits, clip, factors, order, su[0])
+        into = treated(x[here], su[0], factors, order, input_bits, clip)
         gate, up = (linear(into, place, width, width_factors, width_order) for place in (expert, count + expert))
-        into = seen(torch.ops.ptq.silu_mul(gate, up), down_bits, down_clip, width_factors, width_order, su[1 + expert])
+        gated = torch.ops.ptq.silu_mul(gate, up)
+        into = treated(gated, su[1 + expert], width_factors, width_order, down_bits, down_clip)
         y = linear(into, 2 * count + expert, x.shape[1], factors, order)
         for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
             total[token] += (each.float() * share).to(x.dtype)

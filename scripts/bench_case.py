@@ -114,13 +114,17 @@ def torch_cases(n: int, k: int, x: Tensor) -> dict[str, Case]:
         cases[f"torch {name}"] = Case(run, w.nbytes, peer=True)
         if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
             cases["torch bfloat16 prepacked"] = prepacked_case(w, like)
-    if "onednn" in torch.backends.quantized.supported_engines:
-        torch.backends.quantized.engine = "onednn"
-        layer = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False))
-        with warnings.catch_warnings(action="ignore"):  # deprecated, and still torch's fastest
-            layers = [
-                torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, torch.qint8)
-                for _ in range(copies(n * k))
-            ]
-        cases["torch dynamic int8"] = Case(pooled(lambda one: one(x), layers), n * k, peer=True)
-    return cases
+    return cases | dynamic_cases(n, k, x)
+
+
+def dynamic_cases(n: int, k: int, x: Tensor) -> dict[str, Case]:
+    """The same in torch's dynamic INT8, where oneDNN is there."""
+    if "onednn" not in torch.backends.quantized.supported_engines:
+        return {}
+    torch.backends.quantized.engine = "onednn"
+    layer = torch.nn.Sequential(torch.nn.Linear(k, n, bias=False))
+    with warnings.catch_warnings(action="ignore"):  # deprecated, and still torch's fastest
+        layers = [
+            torch.ao.quantization.quantize_dynamic(layer, {torch.nn.Linear}, torch.qint8) for _ in range(copies(n * k))
+        ]
+    return {"torch dynamic int8": Case(pooled(lambda one: one(x), layers), n * k, peer=True)}

@@ -41,12 +41,13 @@ def measured(model: str, context: int, new_tokens: int, linears: str) -> None:
     """Load a model and print what it holds; then, for every line of stdin, decode greedily behind `context` tokens and
     print the seconds that it took. All as JSON, a line each."""
     import torch
+    from random_packed_model import bytes_per_token
     from transformers import AutoModelForCausalLM
 
     import ptq  # noqa: F401
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    nbytes = sum(p.nbytes for name, p in loaded.named_parameters() if "embed_tokens" not in name)
+    nbytes = bytes_per_token(loaded)
     _change(loaded, linears)
     ids = torch.randint(loaded.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
     print(json.dumps({"bytes": nbytes}), flush=True)

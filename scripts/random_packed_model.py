@@ -90,7 +90,9 @@ def random_parts(form: Format, n: int, k: int, device: torch.device, size: float
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    return sum(p.nbytes for name, p in model.named_parameters() if "embed_tokens" not in name)
+    """Of all weights that a decoded token reads: of the embedding only where it is the head, too."""
+    embedding = () if model.config.tie_word_embeddings else model.get_input_embeddings().parameters()
+    return sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in embedding)
 
 
 def cache_of(model: PreTrainedModel, length: int) -> Any:

@@ -44,6 +44,14 @@ def run(bench: ModuleType, output: Path, *options: str) -> tuple[Result, list[di
     return result, json.loads(path.read_text())["rows"] if path.exists() else []
 
 
+def test_an_embedding_counts_where_it_is_the_head(bench: ModuleType) -> None:
+    """Tied or not, a token reads the matrix once."""
+    config, read = bench.packed.config_of("tiny"), []
+    for config.tie_word_embeddings in (False, True):
+        read.append(bench.packed.bytes_per_token(bench.packed.build(None, config, CPU, torch.bfloat16)))
+    assert read[0] == read[1]
+
+
 def test_there_is_a_row_for_every_variant(bench: ModuleType, tmp_path: Path) -> None:
     result, rows = run(bench, tmp_path / "generate")
     assert result.exit_code == 0, result.output

@@ -93,6 +93,18 @@ def test_what_it_is_made_for() -> None:
         assert matmul.is_decode(x[:1], learned, None)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("tokens", [1, matmul.FEW_ROWS])
+@torch.no_grad()
+def test_forward_derivatives_of_plain_products(tokens: int) -> None:
+    x, w, _ = draw(6, 64, tokens, torch.float32)
+    dx = draw(6, 64, tokens + 1, torch.float32)[0][1:]
+    plain = fast_decode.FewTokensLinear(64, 6, bias=False)
+    plain.weight.copy_(w)
+    for product in (plain, lambda x: matmul.linear(x, w, None), lambda x: matmul.product(x, w.t())):
+        torch.testing.assert_close(torch.func.jvp(product, (x,), (dx,))[1], dx @ w.t())
+
+
 @pytest.mark.parametrize("heads, groups, d", [(8, 2, 16), (6, 1, 24), (4, 4, 8)])
 def test_attention_is_that_of_torch(heads: int, groups: int, d: int) -> None:
     generator = torch.Generator().manual_seed(heads)

@@ -283,6 +283,7 @@ def test_layers_are_those_of_the_cache_class() -> None:
         cache.layers[0].offload()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_gradient_is_refused_not_forgotten() -> None:
     """Without keys and values it would be wrong; forward passes alone are as without gradients, and can be copied."""
     model, ids = model_of(MIXED), tokens(1, 12)
@@ -298,3 +299,6 @@ def test_a_gradient_is_refused_not_forgotten() -> None:
     for use_cache in (False, True):
         with pytest.raises(RuntimeError, match="no gradient through a quantised KV cache"):
             model(ids, use_cache=use_cache).logits.sum().backward()
+    model, embed = model_of(SETTINGS["6"]), model.get_input_embeddings()(ids[:, :1])
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no forward derivatives"):
+        torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (embed,), (embed,))

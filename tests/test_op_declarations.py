@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fp6.minifloat import MinifloatFormat
+from ptq import hadamard
 from ptq.op_declarations import call
 from quarot.integer import IntegerFormat
 from quip_sharp.e8p_format import E8PFormat
@@ -95,3 +96,23 @@ def test_products_with_quantised_tokens_refuse_a_gradient_in_our_words(format) -
         y = format.linear_quantized(torch.ones(2, 32, dtype=torch.int8), q_scale, parts, None, torch.float32)
         with pytest.raises(RuntimeError, match="no gradient through quantised activations"):
             y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("format", [IntegerFormat(4), MinifloatFormat("e2m3"), E8PFormat(2), None], ids=repr)
+def test_a_forward_derivative_is_refused_not_zero(format, recorded: bool) -> None:
+    """torch would go on with zeros. What has none of its own is as always."""
+    stored = {} if format is None else format.buffers(16, 32)
+    parts = {part: torch.zeros(shape, dtype=dtype) for part, (shape, dtype) in stored.items()}
+    parts = {} if format is None else format.prepack(parts, "cpu")
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        return hadamard.apply(x, None, 32) if format is None else format.linear(x, parts)
+
+    x = torch.ones(2, 32)
+    with torch.set_grad_enabled(recorded):
+        with pytest.raises(RuntimeError, match="no forward derivatives"):
+            torch.func.jvp(product, (x,), (x,))
+        found = torch.func.jvp(lambda y: product(x).sum() * y, (x,), (x,))
+    assert all(torch.equal(one, product(x).sum() * x) for one in found)

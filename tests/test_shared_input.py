@@ -197,6 +197,16 @@ def test_gradients_go_the_plain_way() -> None:
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@torch.no_grad()
+def test_forward_derivatives_are_refused() -> None:
+    module = parent(None)
+    step(module)
+    step(module)
+    with pytest.raises(RuntimeError, match="no forward derivatives"):
+        torch.func.jvp(module.get_submodule("a"), (tokens(),), (tokens(),))
+
+
 def test_weights_that_are_elsewhere_are_not_watched() -> None:
     with torch.device("meta"):
         module = nn.ModuleList(QuantLinear(K, 8, False, IntegerFormat(4, 32)) for _ in range(2))

@@ -38,13 +38,6 @@ Tensor of_rows(const Tensors& vectors, size_t first, const Ints& counts, int64_t
     return found;
 }
 
-// x as weights see it, after its signs.
-Seen turned(const Tensor& x, const Tensor& su, const Input& input) {
-    if (!input.bits) return {hadamard::hadamard(x, su, input.factors, input.order, -1, false), std::nullopt};
-    auto [q, scale] = hadamard::hadamard_quantize(x, su, input.factors, input.order, input.bits, input.clip);
-    return {q, scale};
-}
-
 struct Weights {
     std::vector<Held> held;
 
@@ -126,7 +119,7 @@ Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const ex
             found.held.push_back(hold(tiles[i], scale[i], std::nullopt, n, columns, bits));
         return found;
     };
-    Seen in = turned(x, su.front(), {input_bits, clip, factors, order});
+    Seen in = seen(x, {input_bits, clip, factors, order, su.front()});
     in.x = experts::gathered(in.x, tokens);
     if (in.scale) in.scale = experts::gathered(*in.scale, tokens);
     Ints twice = counts;
@@ -136,7 +129,7 @@ Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const ex
     y = from_float(y, dtype);
     const auto rows = static_cast<int64_t>(tokens.size());
     const Tensor gated = steps::silu_mul(rows_of(y, 0, rows), rows_of(y, rows, rows));
-    in = turned(gated, of_rows(su, 1, counts, width), {down_bits, down_clip, width_factors, width_order});
+    in = seen(gated, {down_bits, down_clip, width_factors, width_order, of_rows(su, 1, counts, width)});
     y = multiplied(weights(2 * count, 3 * count, k, width), in, counts, 1, k, dtype);
     y = hadamard::hadamard(y, of_rows(sv, 2 * count, counts, k), factors, order, -1, true);
     return experts::weighed(from_float(y, dtype), {tokens, counts, shares}, x);

@@ -195,10 +195,6 @@ void multiply_apart(const Product& p, const Scratch& scratch, const Part& part, 
     }
 }
 
-inline int64_t strips_of(const Panels& w) {
-    return (w.n + panel_tiles * tile_rows - 1) / (panel_tiles * tile_rows);
-}
-
 // All of y for some row tiles and tokens. The strip that comes next is fetched meanwhile.
 template <Mode mode, int tiles>
 void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, const Part& part) {
@@ -219,7 +215,7 @@ void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, co
         w.unpack(w.weight, part.tile, tiles, column, panel.end, scratch.panel);
         column = panel.end;
         const bool done = column == w.columns;
-        const uint8_t* next = w.codes + (done ? run.likely() % strips_of(w) * panel_tiles * w.tile_bytes
+        const uint8_t* next = w.codes + (done ? run.likely() % w.strips() * panel_tiles * w.tile_bytes
                                               : part.tile * w.tile_bytes + column / column_step * w.step_bytes);
         const int64_t bytes = (panel.end - panel.column) / column_step * w.step_bytes;
         const int64_t steps = (panel.end - panel.column) / column_step * blocks;
@@ -235,7 +231,7 @@ void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, co
 
 template <Mode mode>
 void multiply_of(const Product& p, Units& units) {
-    const int64_t tiles = (p.w.n + tile_rows - 1) / tile_rows, strips = strips_of(p.w);
+    const int64_t tiles = (p.w.n + tile_rows - 1) / tile_rows, strips = p.w.strips();
     const int64_t panel = panel_steps * panel_tiles * tile_rows, outputs = p.tokens * panel_tiles * tile_rows;
     const int64_t count = panel + 2 * outputs + (p.w.groups + 1) * panel_tiles * tile_rows;
     auto* memory = static_cast<int32_t*>(::operator new(4 * count, std::align_val_t{64}));

@@ -18,8 +18,7 @@ const PanelKernels& kernels() {
 
 void multiply_panels(Product p) {
     if (p.t == 0 || p.w.n == 0) return;
-    const int64_t block_tokens = tokens_of(p.mode), blocks = (p.t + block_tokens - 1) / block_tokens;
-    const int64_t strips = (p.w.n + panel_tiles * tile_rows - 1) / (panel_tiles * tile_rows);
+    const int64_t block_tokens = tokens_of(p.mode), blocks = p.blocks(), strips = p.w.strips();
     const auto dwords = [](int64_t rows, int64_t columns) {
         return torch::stable::empty({rows, columns}, torch::headeronly::ScalarType::Int);
     };

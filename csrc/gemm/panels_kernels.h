@@ -44,6 +44,8 @@ struct Panels {
     int64_t n, columns, groups, group_columns;
     const uint8_t* codes;  // what to fetch before a panel is unpacked: bytes of a row tile, of 32 columns
     int64_t tile_bytes, step_bytes;
+
+    int64_t strips() const { return (n + panel_tiles * tile_rows - 1) / (panel_tiles * tile_rows); }
 };
 
 // y[t, n] = token_scale * x Wᵀ + bias.
@@ -63,6 +65,8 @@ struct Product {
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
     int32_t* offset = nullptr;   // quads: minus `byte_offset` times the sums of x: see `Quads`
     int64_t tokens = 0;          // that a unit of `multiply` takes at most: a multiple of eight
+
+    int64_t blocks() const { return (t + tokens_of(mode) - 1) / tokens_of(mode); }
 };
 
 // Units of `pack`: blocks of tokens. Units of `multiply`: strips of row tiles, for each run of `tokens` tokens.

@@ -15,12 +15,9 @@ inline Columns panel_at(const Product& p, int64_t column) {
     return Columns::panel(column, p.w.columns, p.w.group_columns, panel_steps * columns_of(p.mode));
 }
 
-inline int64_t token_blocks(const Product& p) {
-    return (p.t + tokens_of(p.mode) - 1) / tokens_of(p.mode);
-}
 // Where block b of tokens begins in a panel.
 inline int64_t place(const Product& p, int64_t column, int64_t end, int64_t b) {
-    return (column * token_blocks(p) + b * (end - column)) / columns_of(p.mode) * tokens_of(p.mode);
+    return (column * p.blocks() + b * (end - column)) / columns_of(p.mode) * tokens_of(p.mode);
 }
 
 // Eight steps of a token, as its numbers lie in memory, to what is multiplied.

@@ -42,7 +42,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
 template <int bits, int tokens>
 inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                             Lanes total[tokens]) {
-    typedef int8_t SignedBytes __attribute__((vector_size(64)));
+    typedef uint8_t Bytes __attribute__((vector_size(64)));  // unsigned: 8-bit codes wrap around
     constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
     Lanes acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
@@ -51,7 +51,7 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
         unpack_block<bits>(block, codes);
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++) {
-            const Dwords q = (Dwords)((SignedBytes)codes[i] - static_cast<int8_t>(1 << (bits - 1)));
+            const Dwords q = (Dwords)((Bytes)codes[i] - static_cast<uint8_t>(1 << (bits - 1)));
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
                 const Lanes w = __builtin_convertvector((SignedInts)(q << (24 - 8 * j)) >> 24, Lanes);

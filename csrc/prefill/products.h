@@ -4,8 +4,6 @@
 
 #include <immintrin.h>
 
-#include <cstring>
-
 #include "prefill/kernels.h"
 
 namespace ptq::prefill {
