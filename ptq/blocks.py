@@ -233,6 +233,9 @@ def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrained
         if type(module) is nn.Linear:
             fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
             _put(model, name, fast)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # a part may hold few rows, and that of padding concerns gradients alone
+            module.padding_idx = None
     for name, module in list(_rotary_tables(model)):
         _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
     for module in model.modules():

@@ -69,6 +69,20 @@ def test_gptq_and_nearest_on_every_family(model_type: str, calibration_text: Pat
     assert os.listdir(tmp_path).count("gptq.work") == 0
 
 
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+def test_the_token_of_padding_is_behind_the_rows_in_use(model_type: str, tmp_path: Path) -> None:
+    """Where a run reads few rows of the embedding: torch refuses an embedding with fewer than that token's number."""
+    models = {
+        pad: save_model(tmp_path / f"{pad}", model_type, pad_token_id=pad, tie_word_embeddings=False) for pad in (0, 95)
+    }
+    results = {
+        pad: ptq.quantize(model, tmp_path / f"{pad}-out", QuarotRecipe(rounding="nearest"), QUIET)
+        for pad, model in models.items()
+    }
+    assert results[95].kl == results[0].kl > 0
+    assert torch.equal(logits(tmp_path / "95-out"), logits(tmp_path / "0-out"))
+
+
 def test_twice_the_same_bytes(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
     recipe = gptq(calibration_text)
     for out in ("first", "second"):
