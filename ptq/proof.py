@@ -42,7 +42,9 @@ def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"
     """The largest relative difference of a token. Over all tokens at once, one with a massive activation, as the first
     often has, would hide the others."""
     found, expected = found.double(), expected.double()
-    return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+    difference = (found - expected).norm(dim=-1)
+    relative = difference / expected.norm(dim=-1)
+    return relative.masked_fill(difference == 0, 0.0).max().item()  # zeros leave a block where a token's row is zeros
 
 
 def compare(

@@ -83,6 +83,16 @@ def test_the_token_of_padding_is_behind_the_rows_in_use(model_type: str, tmp_pat
     assert torch.equal(logits(tmp_path / "95-out"), logits(tmp_path / "0-out"))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_whose_embedding_is_zeros(tied: bool, tmp_path: Path) -> None:
+    """As the first of a row, without biases, zeros are what leaves every block: equal to themselves."""
+    settings = dict(attention_bias=False, mlp_bias=False, tie_word_embeddings=tied)
+    model = save_model(tmp_path / "model", "llama", **{**TINY, **settings})
+    edit_tensors(lambda content: content["model.embed_tokens.weight"][::2].zero_())(model)
+    result = ptq.quantize(model, tmp_path / "out", QuarotRecipe(rounding="nearest", weight_bits=8), QUIET)
+    assert 0 < result.rotation_error < 1e-4 and 0 < result.kl < 0.02
+
+
 def test_twice_the_same_bytes(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
     recipe = gptq(calibration_text)
     for out in ("first", "second"):
