@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,12 +16,14 @@ import torch
 from conftest import DISTINCT, TINY, edit_tensors, save_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 import ptq
 from ptq import hadamard, pipeline, rewrite
 from ptq.families import FAMILIES
 from ptq.linear import QuantLinear
 from ptq.loading import load_tokenizer
+from ptq.verify import verify
 from ptq.writer import LOG, file_hashes
 from quarot.plan import QuarotRecipe
 
@@ -240,6 +243,25 @@ def test_progress_counts_to_the_end(tiny: Path, calibration_text: Path, tmp_path
     for progress in made:
         task = progress.bar.tasks[0]
         assert task.completed == pytest.approx(task.total)
+
+
+def test_runs_are_silent_about_kernels_that_are_not_here(tmp_path: Path) -> None:
+    """transformers tells once for every kernel of a process."""
+    heard, model = [], save_model(tmp_path / "model", "qwen3_next")
+    logger = logging.getLogger("transformers")
+    (catch := logging.Handler()).emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(catch)
+    try:
+        transformers_logging.warning_once.cache_clear()
+        AutoModelForCausalLM.from_pretrained(model)(IDS)
+        assert any("is falling back to its reference" in message for message in heard)
+        heard.clear()
+        transformers_logging.warning_once.cache_clear()
+        ptq.quantize(model, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+        verify(str(tmp_path / "out"), str(model))
+    finally:
+        logger.removeHandler(catch)
+    assert not heard
 
 
 def test_a_tied_head_with_other_numbers_is_refused(tmp_path: Path) -> None:
