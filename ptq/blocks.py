@@ -16,11 +16,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq import experts, fast_decode, fast_steps, matmul
 from ptq.activations import Activation
+from ptq.errors import refused
 from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, swap
 from ptq.model_shape import has_experts
 from ptq.packed_weight import PackedWeight, frozen
+
+UNBUILT = "config.json: transformers makes no model of it"
+UNRUN = "config.json: the model that transformers makes of it does not run"
 
 
 class _FastLinear(nn.Linear):
@@ -226,7 +230,7 @@ def _single_block(config: Any, layer: int) -> Any:
 
 def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrainedModel:
     """The model of a config without weights; tables that are computed, not stored, are real."""
-    with torch.device("meta"):
+    with refused(UNBUILT), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     experts.separate(model, family.experts.linears if family.experts else None)
     for name, module in list(model.named_modules()):
@@ -236,8 +240,9 @@ def _meta_model(config: Any, family: Family, device: torch.device) -> PreTrained
     for module in model.modules():
         if isinstance(module, nn.Embedding):  # a part may hold few rows, and that of padding concerns gradients alone
             module.padding_idx = None
-    for name, module in list(_rotary_tables(model)):
-        _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
+    with refused(UNBUILT):
+        for name, module in list(_rotary_tables(model)):
+            _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
     for module in model.modules():
         _fill_buffers(model, module, device)
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
@@ -264,5 +269,5 @@ def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.devic
         unset = torch.nan if buffer.is_floating_point() else 0
         module._buffers[name] = torch.full_like(buffer, unset, device=device)  # NaN is found by every proof
     if empty:
-        with torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
+        with refused(UNBUILT), torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
             model._init_weights(module)

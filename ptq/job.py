@@ -1,6 +1,7 @@
 """A job: everything that the tasks of one run share, and the modules and tensors that they build from it."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -9,9 +10,10 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from ptq import balance, formats, hadamard, residual, rewrite
-from ptq.blocks import Part
+from ptq.blocks import UNRUN, Part
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.ends import Matrix
+from ptq.errors import refused
 from ptq.family import Family
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
 from ptq.matmul import FEW_TOKENS
@@ -169,7 +171,8 @@ class Job:
             rows = self._rewrite(self.embedding, rows.to(self.device), None, torch.float32)
         part = self._ends(model)
         part.load({f"{self.family.embedding}.weight": rows})
-        return part.embed(places.to(self.device))
+        with _running(model):
+            return part.embed(places.to(self.device))
 
     def logits(
         self, matrix: Matrix, norm: Float[Tensor, " k"], hidden: Float[Tensor, "rows t k"], model: Model = "packed"
@@ -182,7 +185,8 @@ class Job:
         tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
         part.load({**tensors, self.final_norm: norm}, as_stored=hidden.shape[1] <= FEW_TOKENS)
         del matrix, tensors  # the largest of the model; the part may have it in float32
-        return [part.logits(row) for row in hidden.split(1)]
+        with _running(model):
+            return [part.logits(row) for row in hidden.split(1)]
 
     def rewritten_norm(self) -> Tensor:
         """The gain of the last norm, as the rotated model has it."""
@@ -258,6 +262,11 @@ class Job:
         for name in self.plan.kept:
             if name.startswith(prefix):
                 yield name, self._float32(name)
+
+
+def _running(model: Model) -> AbstractContextManager[None]:
+    """Around what transformers makes of a model: of the original, its settings alone are to blame for an error."""
+    return refused(UNRUN) if model == "original" else nullcontext()
 
 
 def dense_weight(linear: LinearPlan) -> str:

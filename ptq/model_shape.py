@@ -3,10 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ptq.errors import InputError
+from ptq.errors import InputError, refused
 
 UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of blocks for multi-token prediction."""
+LARGEST = 2**31 - 1
+"""Of any size: what is searched for the divisors of an absurd one would not end."""
+LARGEST_CHUNK = 4096
+"""Tokens that a state space takes at once, 256 in practice: memory grows with the square of it."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class ModelShape:
         return self.experts > 0 and index not in self.dense
 
 
+@refused("config.json: its sizes make no sense")
 def shape_of(config: Any) -> ModelShape:
     """Sizes of a model from its transformers config. Raises InputError where they make no sense together."""
     heads = _size(config, "num_attention_heads")
@@ -57,6 +62,8 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
+    if hasattr(config, "mamba_chunk_size") and (chunk := _size(config, "mamba_chunk_size")) > LARGEST_CHUNK:
+        raise InputError(f"config.json: mamba_chunk_size must be {LARGEST_CHUNK} at most, found {chunk}")
     thetas, blocks = getattr(config, "layer_rope_theta", None), _size(config, "num_hidden_layers")
     if thetas is not None and len(thetas) != blocks:
         raise InputError(f"config.json: layer_rope_theta lists {len(thetas)} blocks, num_hidden_layers says {blocks}")
@@ -86,6 +93,8 @@ def _intermediate(config: Any) -> int:
         if (multiplier := config.block_ffn_dim_multiplier) is not None:
             multiple = _size(config, "block_multiple_of")
             width = -(-int(multiplier * width) // multiple) * multiple
+        if not 1 <= width <= LARGEST:
+            raise InputError(f"config.json: block_ffn_dim_multiplier {multiplier!r} makes MLPs of width {width}")
     return width
 
 
@@ -142,4 +151,6 @@ def _size(config: Any, key: str) -> int:
     value = getattr(config, key, None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json: {key} must be a positive whole number, found {value!r}")
+    if value > LARGEST:
+        raise InputError(f"config.json: {key} must be {LARGEST} at most, found {value}")
     return value
