@@ -20,11 +20,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq import experts, fast_decode, fast_steps, matmul
 from ptq.activations import Activation
+from ptq.errors import refused
 from ptq.family import Family
 from ptq.kv_cache import CacheQuantization, attach
 from ptq.linear import QuantLinear, swap
 from ptq.packed_weight import PackedWeight, frozen
 from ptq.state import Layout, given, recorded
+
+UNBUILT = "config.json: transformers makes no model of it"
+UNRUN = "config.json: the model that transformers makes of it does not run"
 
 
 class _FastLinear(nn.Linear):
@@ -229,7 +233,7 @@ def _meta_model(
     computed, not stored, are real."""
     config = copy.deepcopy(config)
     config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
-    with torch.device("meta"):
+    with refused(UNBUILT), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     parent, _, name = family.layers.rpartition(".")
     body = model.get_submodule(parent)
@@ -241,8 +245,12 @@ def _meta_model(
         if type(module) is nn.Linear:
             fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
             _put(model, name, fast)
-    for name, module in list(_rotary_tables(model)):
-        _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # a part may hold few rows, and that of padding concerns gradients alone
+            module.padding_idx = None
+    with refused(UNBUILT):
+        for name, module in list(_rotary_tables(model)):
+            _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
     for module in model.modules():
         _fill_buffers(model, module, device)
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
@@ -269,5 +277,5 @@ def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.devic
         unset = torch.nan if buffer.is_floating_point() else 0
         module._buffers[name] = torch.full_like(buffer, unset, device=device)  # NaN is found by every proof
     if empty:
-        with torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
+        with refused(UNBUILT), torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
             model._init_weights(module)

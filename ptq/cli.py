@@ -212,7 +212,9 @@ def inspect(
 @command
 def verify_command(
     checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
-    against: Annotated[str | None, typer.Option(help="The original model, to compare logits with.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="The original, to compare logits with; another is named so.")
+    ] = None,
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
     as_json: Json = False,
     debug: Debug = False,
@@ -238,6 +240,9 @@ def verify_command(
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
         typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
                    f"{tokens}")  # fmt: skip
+    if found.source is False:
+        typer.echo(f"{against} is not what was quantised: {RECORD} of {checkpoint} records another config.json, other "
+                   "headers or other weights")  # fmt: skip
 
 
 @app.command(name="prepack")

@@ -1,5 +1,8 @@
 """The two errors that a user may see: one clear sentence each, turned into an exit code by the command line."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(ValueError):
     """Bad input or wrong usage (exit code 2): names the file, tensor or option, what was found, and what to do."""
@@ -7,3 +10,20 @@ class InputError(ValueError):
 
 class RunError(RuntimeError):
     """The run itself failed (exit code 1): a full disk, a lost network, a proof that does not hold."""
+
+
+@contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Within it, transformers builds or runs a model of somebody else's settings: whatever it raises, and that is of
+    every kind, becomes an InputError, `what` and the reason; a RunError where memory does not suffice."""
+    try:
+        yield
+    except (InputError, RunError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "memory" in reason):  # torch's, too
+            raise RunError(f"{what}: there is not enough memory for it ({reason})") from error
+        if isinstance(error, KeyError):  # which says the key alone, as of a table of activation functions
+            reason = f"it knows no {reason}"
+        raise InputError(f"{what}: {reason}") from error

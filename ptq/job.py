@@ -1,6 +1,7 @@
 """A job: everything that the tasks of one run share, and the modules and tensors that they build from it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -9,9 +10,10 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 
 from ptq import balance, formats, hadamard, residual, rewrite
-from ptq.blocks import Part
+from ptq.blocks import UNRUN, Part
 from ptq.checkpoint import Checkpoint, check_finite
 from ptq.ends import Matrix
+from ptq.errors import refused
 from ptq.family import Family
 from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
 from ptq.matmul import FEW_TOKENS
@@ -179,7 +181,8 @@ class Job:
                 rows = self._rewrite(linear, rows.to(self.device), None, torch.float32)
             part.load({f"{linear.name}.weight": rows})
         part.load({name: self.tensor(name) for name in self.layer_inputs})
-        return part.embed(places.to(self.device))
+        with _running(model):
+            return part.embed(places.to(self.device))
 
     @property
     def layer_inputs(self) -> tuple[str, ...]:
@@ -198,7 +201,8 @@ class Job:
         tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
         part.load({**tensors, self.final_norm: norm}, as_stored=state.shape[1] <= FEW_TOKENS)
         del matrix, tensors  # the largest of the model; the part may have it in float32
-        return [part.logits(row) for row in state.split(1)]
+        with _running(model):
+            return [part.logits(row) for row in state.split(1)]
 
     def rewritten_norm(self) -> Tensor:
         """The gain of the last norm, as the rotated model has it."""
@@ -274,6 +278,11 @@ class Job:
         for name in self.plan.kept:
             if name.startswith(prefix):
                 yield name, self._float32(name)
+
+
+def _running(model: Model) -> AbstractContextManager[None]:
+    """Around what transformers makes of a model: of the original, its settings alone are to blame for an error."""
+    return refused(UNRUN) if model == "original" else nullcontext()
 
 
 def dense_weight(linear: LinearPlan) -> str:

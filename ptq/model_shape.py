@@ -3,14 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ptq.errors import InputError
+from ptq.errors import InputError, refused
 from ptq.state import Layout
 
 UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of blocks for multi-token prediction."""
-LAYER_INPUT = "hidden_size_per_layer_input"
+SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
 CHOSEN = ("num_experts_per_tok", "top_k_experts")
 """And that of the experts which a token passes."""
+LARGEST = 2**31 - 1
+"""Of any size: what is searched for the divisors of an absurd one would not end."""
+LARGEST_CHUNK = 4096
+"""Tokens that a state space takes at once, 256 in practice: memory grows with the square of it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,7 @@ class ModelShape:
         return self.intermediate * (1 if self.has_keys(index) else self.wider)
 
 
+@refused("config.json: its sizes make no sense")
 def shape_of(config: Any) -> ModelShape:
     """Sizes of a model from its transformers config: where blocks differ in the sizes of their attention, those of the
     first. Raises InputError where they make no sense together."""
@@ -79,16 +84,7 @@ def shape_of(config: Any) -> ModelShape:
         raise InputError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     if heads % kv_heads:
         raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
-    if getattr(config, "clip_qkv", None) is not None:
-        raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
-    if not getattr(config, "use_post_norm", True):
-        raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
-    thetas = getattr(config, "layer_rope_theta", None)
-    if thetas is not None and len(thetas) != blocks:
-        raise InputError(f"config.json: layer_rope_theta lists {len(thetas)} blocks, num_hidden_layers says {blocks}")
-    without_keys = _size(config, "num_kv_shared_layers") if getattr(config, "num_kv_shared_layers", 0) else 0
-    if without_keys >= blocks:
-        raise InputError(f"config.json: num_kv_shared_layers {without_keys}, but there are only {blocks} blocks")
+    _check_settings(config, blocks)
     layer_input = _size(config, LAYER_INPUT) if getattr(config, LAYER_INPUT, None) else 0
     experts, without = _experts(config), hasattr(config, "intermediate_size")  # blocks without experts may be none
     return ModelShape(
@@ -101,14 +97,29 @@ def shape_of(config: Any) -> ModelShape:
         head_dim=head_dim,
         rotary=_rotary(config, head_dim),
         tied=bool(config.tie_word_embeddings),
-        without_keys=without_keys,
-        state=layout.width,
+        without_keys=getattr(config, SHARED_KEYS, None) or 0,
         wider=2 if getattr(config, "use_double_wide_mlp", False) else 1,
         layer_input=layer_input,
         layer_vocab=_size(config, "vocab_size_per_layer_input") if layer_input else 0,
+        state=layout.width,
         unread=next((_size(config, key) for key in UNREAD if getattr(config, key, None)), 0),
         **experts,
     )
+
+
+def _check_settings(config: Any, blocks: int) -> None:
+    """Raise InputError for settings that no family is supported with, and for some that make no sense."""
+    if getattr(config, "clip_qkv", None) is not None:
+        raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
+    if not getattr(config, "use_post_norm", True):
+        raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
+    if hasattr(config, "mamba_chunk_size") and (chunk := _size(config, "mamba_chunk_size")) > LARGEST_CHUNK:
+        raise InputError(f"config.json: mamba_chunk_size must be {LARGEST_CHUNK} at most, found {chunk}")
+    thetas = getattr(config, "layer_rope_theta", None)
+    if thetas is not None and len(thetas) != blocks:
+        raise InputError(f"config.json: layer_rope_theta lists {len(thetas)} blocks, num_hidden_layers says {blocks}")
+    if getattr(config, SHARED_KEYS, None) and (shared := _size(config, SHARED_KEYS)) >= blocks:
+        raise InputError(f"config.json: {SHARED_KEYS} {shared}, but there are only {blocks} blocks")
 
 
 def _intermediate(config: Any) -> int:
@@ -121,6 +132,8 @@ def _intermediate(config: Any) -> int:
         if (multiplier := config.block_ffn_dim_multiplier) is not None:
             multiple = _size(config, "block_multiple_of")
             width = -(-int(multiplier * width) // multiple) * multiple
+        if not 1 <= width <= LARGEST:
+            raise InputError(f"config.json: block_ffn_dim_multiplier {multiplier!r} makes MLPs of width {width}")
     return width
 
 
@@ -180,4 +193,6 @@ def _size(config: Any, key: str) -> int:
     value = getattr(config, key, None)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json: {key} must be a positive whole number, found {value!r}")
+    if value > LARGEST:
+        raise InputError(f"config.json: {key} must be {LARGEST} at most, found {value}")
     return value

@@ -40,7 +40,7 @@ from ptq.job import Job
 from ptq.lock import exclusive, lock_file
 from ptq.model_shape import shape_of
 from ptq.plan import Plan, check_claims, check_tensors
-from ptq.progress import Progress
+from ptq.progress import Progress, without_kernel_hints
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
 from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work, rounded_before
@@ -135,7 +135,7 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
 
     Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
     """
-    with engine.workers() as workers:
+    with engine.workers() as workers, without_kernel_hints():
         return _quantize(plan(str(model), recipe), str(model), Path(out).absolute(), recipe, options, workers)
 
 

@@ -21,7 +21,7 @@ from ptq.prepacked import PrepackedFormat, target_of
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.verify import check_integrity
 from ptq.work import RECORD, read_record
-from ptq.writer import COPIED, LOG, MAX_SHARD_BYTES, file_hashes, partial_folder, put_in_place
+from ptq.writer import COPIED, LOG, MAX_SHARD_BYTES, check_out, file_hashes, partial_folder, put_in_place
 
 KEPT = (*COPIED, LOG, "report.html", "report.json")
 
@@ -42,7 +42,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
         raise InputError(f"{checkpoint}: is not quantised; run `quantize quarot`, `quip-sharp` or `fp6` first")
     if any(entry.get("format") == PrepackedFormat.name for entry in packed.schemes.values()):
         raise InputError(f"{checkpoint}: is prepacked already; pass the checkpoint that it was made from")
-    _check_free(out)
+    check_out(out)
     check_integrity(checkpoint)
     modules = packed_modules(read_config(source), packed)
     linears = [linear for name, module in modules.items() if (linear := _tiled(name, module, packed, target))]
@@ -59,7 +59,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
         specs |= linear.specs()
     shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out))
     with exclusive(out):
-        _check_free(out)  # another run may have ended meanwhile
+        check_out(out)  # another run may have ended meanwhile
         shards.begin()
         for linear in linears:
             shards.place(_tiles(source, linear))
@@ -70,11 +70,6 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
         _complete(source, packed.entries() | {linear.name: linear.entry for linear in linears}, shards, target)
         put_in_place(shards.folder, out)
     return len(linears)
-
-
-def _check_free(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
 
 
 @dataclass(frozen=True)

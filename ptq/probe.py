@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ptq import rewrite
-from ptq.blocks import Part
+from ptq.blocks import UNRUN, Part
 from ptq.ends import Matrix, plain
-from ptq.errors import RunError
+from ptq.errors import InputError, RunError, refused
 from ptq.job import Job
 from ptq.outliers import Input, from_tensors, observed, to_tensors, watching
 from ptq.proof import largest_error
@@ -45,6 +45,20 @@ class Probe:
             "packed": self.job.embed(packed, ids),
         }
         write_tensors(self._file(0), {**states, "ids": ids}, durable=False)
+
+    def run_original(
+        self, index: int, part: Part, hidden: Float[Tensor, "rows t k"] | None, routes: Routes
+    ) -> tuple[Float[Tensor, "rows t k"] | None, dict[str, Input]]:
+        """The same as `run`, of the original: where that does not run or gives no numbers, its settings and weights
+        are to blame. Raises InputError."""
+        with refused(f"{UNRUN}: block {index}"):
+            left, seen = self.run(index, part, hidden, routes)
+        if left is not None and not left.isfinite().all():
+            raise InputError(
+                f"block {index}: what leaves it in the original model is not finite: a number in config.json is wrong, "
+                "or the weights are damaged"
+            )
+        return left, seen
 
     def run(
         self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes

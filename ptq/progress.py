@@ -1,5 +1,6 @@
 """What a run shows on stderr while it works: a Rich progress bar with the time left."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,22 @@ SILENCE = 30.0
 
 PASSES_PER_EPOCH = 3
 """Forward and backward."""
+
+
+@contextmanager
+def without_kernel_hints() -> Iterator[None]:
+    """Within it transformers does not say, once for every kernel, that linear attention or a state space would be
+    faster with another package: that is true of the original, and says nothing about what is done here."""
+    logger = logging.getLogger("transformers.integrations.hub_kernels")
+    logger.addFilter(_no_hint)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_no_hint)
+
+
+def _no_hint(record: logging.LogRecord) -> bool:
+    return "is falling back to its reference" not in record.getMessage()
 
 
 class Progress:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ptq.blocks import Part
 from ptq.checkpoint import Checkpoint
 from ptq.ends import Matrix
-from ptq.errors import RunError
+from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
 
@@ -42,14 +42,21 @@ def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"
     """The largest relative difference of a token. Over all tokens at once, one with a massive activation, as the first
     often has, would hide the others."""
     found, expected = found.double(), expected.double()
-    return ((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+    difference = (found - expected).norm(dim=-1)
+    relative = difference / expected.norm(dim=-1)
+    return relative.masked_fill(difference == 0, 0.0).max().item()  # zeros leave a block where a token's row is zeros
 
 
 def compare(
     original: Float[Tensor, "b t v"], rotated: Float[Tensor, "b t v"], packed: Float[Tensor, "b t v"]
 ) -> Agreement:
-    """Compare logits. Raises RunError where the rotated model is not the original, or the packed one is not finite."""
+    """Compare logits. Raises RunError where the rotated model is not the original, or the packed one is not finite;
+    InputError where the original is not."""
     never = original.isneginf() & rotated.isneginf() & packed.isneginf()  # tokens that the model rules out
+    if not (original.isfinite() | never).all():
+        raise InputError(
+            "the original model's logits are not finite: a number in config.json is wrong, or the weights are damaged"
+        )
     error = largest_error(rotated.masked_fill(never, 0.0), original.masked_fill(never, 0.0))
     if not error < LOGITS_TOLERANCE:  # also where it is NaN
         raise RunError(

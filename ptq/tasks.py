@@ -105,7 +105,7 @@ class Tasks:
             few = not calibrated and (not states or states["original"].shape[1] <= FEW_TOKENS)
             part = self.job.original_block(index, as_stored=few)
             routes = Routes()
-            original, before = self.probe.run(index, part, states.get("original"), routes)
+            original, before = self.probe.run_original(index, part, states.get("original"), routes)
             if self.job.plan.finetune != "none":
                 finetune_blocks.teach(self, index, part)
             rotated, after = original, before

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ptq.checkpoint import QUANTISATION, Checkpoint
 from ptq.contents import read_config
-from ptq.errors import InputError
+from ptq.errors import InputError, refused
 from ptq.families import FAMILIES, FOR_TEXT
 
 CONFIG = "text_config"
@@ -73,6 +73,7 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     )
 
 
+@refused("config.json: its text model makes no sense")
 def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
     """The config of a text model as that of the family that it belongs to for text. It may be spread over the whole
     model's, so transformers reads it. Raises InputError where it refuses."""

@@ -12,6 +12,7 @@ from ptq.checkpoint import INDEX, Checkpoint, check_finite
 from ptq.contents import summary
 from ptq.errors import InputError
 from ptq.loading import load_config, load_model, load_tokenizer
+from ptq.progress import without_kernel_hints
 from ptq.work import RECORD, read_record
 
 RANDOM_TOKENS = 512
@@ -29,6 +30,9 @@ class Verification:
     kl: float | None = None
     """Mean KL divergence from the original, nats per token."""
     top1: float | None = None
+    source: bool | None = None
+    """Whether the model that it was compared with is, by the record, the one that was quantised; None: neither asked
+    nor recorded."""
 
 
 def verify(checkpoint: str, against: str | None = None, text: Path | None = None) -> Verification:
@@ -47,10 +51,12 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
     for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if (own := getattr(ours, size)) != (other := getattr(theirs, size)):
             raise InputError(f"{original}: is not the original of {folder}: its {size} is {other}, not {own}")
+    is_source = Checkpoint.open(original).identity() == read_record(folder / RECORD).get("source") if recorded else None
     windows = _windows(original, text)
-    models = load_model(folder, torch.float32), load_model(original, torch.float32)
-    agreement = evaluate.compare(*models, windows)
-    return Verification(tensors, files, recorded, agreement.model.tokens, agreement.kl, agreement.top1)
+    with without_kernel_hints():
+        models = load_model(folder, torch.float32), load_model(original, torch.float32)
+        agreement = evaluate.compare(*models, windows)
+    return Verification(tensors, files, recorded, agreement.model.tokens, agreement.kl, agreement.top1, is_source)
 
 
 def check_integrity(folder: Path) -> tuple[int, int]:

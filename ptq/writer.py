@@ -33,10 +33,9 @@ def partial_folder(out: Path) -> Path:
 
 
 def check_folders(out: Path, work: Path, source: Path) -> None:
-    """Raise InputError where the output folder is a file or holds something, or where removing the work folder at the
-    end would remove more than the work."""
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
+    """Raise InputError where the output folder is a file or holds something, where the result could not be renamed to
+    it, or where removing the work folder at the end would remove more than the work."""
+    check_out(out)
     inside = {other: other.resolve() for other in (out, source)}
     for other, path in inside.items():
         if work.resolve() in (path, *path.parents):
@@ -45,6 +44,16 @@ def check_folders(out: Path, work: Path, source: Path) -> None:
             )
     if inside[out] in work.resolve().parents:
         raise InputError(f"{work}: lies inside the folder of the result; name another folder with --work")
+
+
+def check_out(out: Path) -> None:
+    """Raise InputError where a finished folder could not be renamed to `out`."""
+    if out.is_symlink():
+        raise InputError(f"{out}: is a link, and a folder takes its place at the end; name {out.resolve()}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
+    if out.is_mount():
+        raise InputError(f"{out}: is where a disk is mounted, which cannot be replaced; name a new folder inside of it")
 
 
 def shards_of(job: Job, folder: Path) -> Shards:

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ptq import calibration
+from ptq import calibration, source
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.evaluate import Agreement, Perplexity, Windows, compare, context_for, perplexity, windows_from_text
@@ -95,14 +95,19 @@ def read_text(options: Options) -> tuple[str, str]:
 
 def read_dataset(dataset: Dataset) -> str:
     """WikiText-2 raw, test split, its lines joined by two newlines as in the papers."""
+    import huggingface_hub.constants
     from datasets import load_dataset  # slow to import, and not needed for a local text
 
     assert dataset is Dataset.wikitext2
+    if not source.hub_is_known():  # then what was fetched before, or an error at once
+        huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
     except Exception as error:  # the hub's client raises many unrelated types
         reason = " ".join(str(error).split())
-        raise RunError(f"dataset {dataset.value} could not be fetched from the hub: {reason}") from error
+        raise RunError(
+            f"dataset {dataset.value} could not be fetched from the hub: {reason}; pass a local file: --text FILE"
+        ) from error
     return "\n\n".join(rows["text"])
 
 

@@ -5,10 +5,11 @@ import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, edit_config, edit_tensors, listing, quantize
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize, save_model
 from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.usefixtures("fast")
@@ -93,6 +94,9 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "quantised already": (edit_config(quantization_config={"quant_method": "gptq"}), "quantised already"),
     "sizes of the wrong type": (edit_config(num_hidden_layers="two"), "num_hidden_layers"),
     "sizes that are not positive": (edit_config(intermediate_size=-24), "intermediate_size"),
+    "a size without end": (edit_config(head_dim=10**30), "head_dim must be 2147483647 at most"),
+    "an angle that is no float": (edit_config(rope_parameters=dict(rope_type="default", rope_theta=10**30)), "too big"),
+    "a padding token outside": (edit_config(pad_token_id=2**31), "makes no model of it: Padding_idx must be within"),
     "heads that do not divide": (edit_config(num_key_value_heads=3), "num_key_value_heads"),
 }  # fmt: skip
 
@@ -104,6 +108,33 @@ def test_a_bad_model(damage: Callable[[Path], None], message: str, model: Path, 
     check_refused(quantize("quarot", model, tmp_path / "out", "--rounding", "nearest"), message)
     check_refused(quantize("quarot", model, tmp_path / "out", "--plan"), message)
     assert listing(tmp_path) == before
+
+
+UNRUN: list[tuple[str, str, Any, str]] = [
+    ("granitemoehybrid", "mamba_chunk_size", 0, "mamba_chunk_size must be a positive whole number, found 0"),
+    ("granitemoehybrid", "mamba_chunk_size", 10**6, "mamba_chunk_size must be 4096 at most"),
+    ("granitemoehybrid", "embedding_multiplier", None, "does not run: unsupported operand"),
+    ("granitemoehybrid", "residual_multiplier", 10**30, "does not run: block 0: int too big"),
+    ("granitemoehybrid", "logits_scaling", None, "does not run: unsupported operand"),
+    ("llama", "rms_norm_eps", {"__float__": "NaN"}, "block 0: what leaves it in the original model is not finite"),
+    ("granite", "logits_scaling", {"__float__": "NaN"}, "the original model's logits are not finite"),
+    ("lfm2", "block_ffn_dim_multiplier", 0, "block_ffn_dim_multiplier 0 makes MLPs of width 0"),
+    ("lfm2", "block_multiple_of", "x", "block_multiple_of"),
+    ("gemma3_text", "layer_types", [None, None], "config.json"),
+    ("deepseek_v3", "initializer_range", -0.5, "makes no model of it: normal expects std >= 0.0"),
+]
+"""Family, key and value: settings with which transformers builds a model, or none, that does not run."""
+
+
+@pytest.mark.parametrize(("model_type", "key", "value", "message"), UNRUN, ids=[f"{m} {k} {v}" for m, k, v, _ in UNRUN])
+def test_settings_that_transformers_cannot_run(
+    model_type: str, key: str, value: Any, message: str, tmp_path: Path
+) -> None:
+    model = save_model(tmp_path / "model", model_type)
+    assert key in json.loads((model / "config.json").read_text())
+    edit_config(**{key: value})(model)
+    check_refused(quantize("quarot", model, tmp_path / "out", "--rounding", "nearest"), message)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

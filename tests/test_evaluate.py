@@ -3,14 +3,18 @@
 import importlib.util
 import json
 import math
+import socket
 import sys
+import time
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from ptq import source
 from ptq.errors import InputError, RunError
 from ptq.evaluate import CHUNK, Windows, compare, context_for, perplexity, tokens_per_second, windows_from_text
 
@@ -334,3 +338,15 @@ def test_trained_model_predicts_the_text_it_was_trained_for():
     model = AutoModelForCausalLM.from_pretrained(folder)
     windows = windows_from_text(AutoTokenizer.from_pretrained(folder), text, context_for(model.config, 256))
     assert perplexity(model, windows).perplexity < 10
+
+
+def test_script_does_not_wait_for_a_hub_that_is_out_of_reach(run_script, model_folder: Path, monkeypatch):
+    """The libraries of the hub would try six times, for half a minute."""
+    asked = []
+    monkeypatch.setattr(source, "hub_is_known", lambda: False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: asked.append(arguments) or [])
+    monkeypatch.setattr(time, "sleep", asked.append)
+    result = run_script(str(model_folder), "--dataset", "wikitext2")
+    assert result.exit_code == 1 and not asked
+    assert "dataset wikitext2 could not be fetched from the hub" in result.stderr and "--text FILE" in result.stderr

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,12 +16,14 @@ import torch
 from conftest import DISTINCT, TINY, edit_tensors, save_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 import ptq
 from ptq import hadamard, pipeline, rewrite
 from ptq.families import FAMILIES
 from ptq.linear import QuantLinear
 from ptq.loading import load_tokenizer
+from ptq.verify import verify
 from ptq.writer import LOG, file_hashes
 from quarot.plan import QuarotRecipe
 
@@ -67,6 +70,30 @@ def test_gptq_and_nearest_on_every_family(model_type: str, calibration_text: Pat
     for name, line in rounded.items():
         assert 0 < line["loss"] <= line["nearest_loss"], name
     assert os.listdir(tmp_path).count("gptq.work") == 0
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma"])
+def test_the_token_of_padding_is_behind_the_rows_in_use(model_type: str, tmp_path: Path) -> None:
+    """Where a run reads few rows of the embedding: torch refuses an embedding with fewer than that token's number."""
+    models = {
+        pad: save_model(tmp_path / f"{pad}", model_type, pad_token_id=pad, tie_word_embeddings=False) for pad in (0, 95)
+    }
+    results = {
+        pad: ptq.quantize(model, tmp_path / f"{pad}-out", QuarotRecipe(rounding="nearest"), QUIET)
+        for pad, model in models.items()
+    }
+    assert results[95].kl == results[0].kl > 0
+    assert torch.equal(logits(tmp_path / "95-out"), logits(tmp_path / "0-out"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_whose_embedding_is_zeros(tied: bool, tmp_path: Path) -> None:
+    """As the first of a row, without biases, zeros are what leaves every block: equal to themselves."""
+    settings = dict(attention_bias=False, mlp_bias=False, tie_word_embeddings=tied)
+    model = save_model(tmp_path / "model", "llama", **{**TINY, **settings})
+    edit_tensors(lambda content: content["model.embed_tokens.weight"][::2].zero_())(model)
+    result = ptq.quantize(model, tmp_path / "out", QuarotRecipe(rounding="nearest", weight_bits=8), QUIET)
+    assert 0 < result.rotation_error < 1e-4 and 0 < result.kl < 0.02
 
 
 def test_twice_the_same_bytes(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
@@ -216,6 +243,25 @@ def test_progress_counts_to_the_end(tiny: Path, calibration_text: Path, tmp_path
     for progress in made:
         task = progress.bar.tasks[0]
         assert task.completed == pytest.approx(task.total)
+
+
+def test_runs_are_silent_about_kernels_that_are_not_here(tmp_path: Path) -> None:
+    """transformers tells once for every kernel of a process."""
+    heard, model = [], save_model(tmp_path / "model", "qwen3_next")
+    logger = logging.getLogger("transformers")
+    (catch := logging.Handler()).emit = lambda record: heard.append(record.getMessage())
+    logger.addHandler(catch)
+    try:
+        transformers_logging.warning_once.cache_clear()
+        AutoModelForCausalLM.from_pretrained(model)(IDS)
+        assert any("is falling back to its reference" in message for message in heard)
+        heard.clear()
+        transformers_logging.warning_once.cache_clear()
+        ptq.quantize(model, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET)
+        verify(str(tmp_path / "out"), str(model))
+    finally:
+        logger.removeHandler(catch)
+    assert not heard
 
 
 def test_a_tied_head_with_other_numbers_is_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, check_refused, edit_config, quantize, save_model
+from conftest import TINY, check_refused, edit_config, edit_tensors, quantize, save_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -53,6 +53,22 @@ def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_p
     for name, message in {"none": "none: cannot be read", "short.txt": "too few for one window"}.items():
         result = quantize("verify", packed, "--against", tiny, "--text", tmp_path / name)
         assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
+
+
+def test_verify_against_another_model_of_the_same_sizes(packed: Path, tiny: Path, tmp_path: Path) -> None:
+    """It is compared with, and said to be another one; without a record nobody can tell."""
+    other = shutil.copytree(tiny, tmp_path / "other")
+    not_it = f"{other} is not what was quantised: ptq.json of {packed} records"
+    assert not_it not in quantize("verify", packed, "--against", other).stdout  # a copy is the same model
+    edit_tensors(lambda content: content["model.norm.weight"].mul_(-1))(other)
+    result = quantize("verify", packed, "--against", other)
+    assert result.exit_code == 0 and not_it in result.stdout
+    found = [json.loads(quantize("verify", packed, "--against", m, "--json").stdout) for m in (tiny, other)]
+    assert [result["source"] for result in found] == [True, False] and found[1]["kl"] > 2 * found[0]["kl"]
+    saved = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(packed).save_pretrained(saved)
+    shutil.copy(tiny / "tokenizer.json", saved)
+    assert json.loads(quantize("verify", saved, "--against", other, "--json").stdout)["source"] is None
 
 
 def flip(name: str, at: int) -> Callable[[Path], None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_model
+from conftest import check_refused, quantize, save_model
 from safetensors.torch import load_file
 
 import ptq
@@ -59,6 +59,23 @@ def test_folders_that_would_be_lost(out: str, work: str, tmp_path: Path) -> None
     place = tmp_path / work.format(name=tmp_path.name)
     with pytest.raises(ptq.InputError, match="--work"):
         writer.check_folders(tmp_path / out, place, tmp_path / "model")
+
+
+def test_what_a_folder_cannot_be_renamed_to(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found before the work, not after it."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "dangling").symlink_to(tmp_path / "none")
+    for link in ("link", "dangling"):
+        with pytest.raises(
+            ptq.InputError, match="is a link, and a folder takes its place at the end; name .*/(empty|none)"
+        ):
+            writer.check_out(tmp_path / link)
+        check_refused(quantize("quarot", model, tmp_path / link, "--rounding", "nearest"), "is a link")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+    with pytest.raises(ptq.InputError, match="is where a disk is mounted"):
+        writer.check_out(tmp_path / "empty")
+    writer.check_out(tmp_path / "empty" / "new")
 
 
 def test_what_is_completed(model: Path, tmp_path: Path) -> None:
