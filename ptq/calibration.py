@@ -107,6 +107,7 @@ def read_text(path: Path, limit: int = sys.maxsize - 1) -> str:
 
     Raises InputError for a file that cannot be read, is not UTF-8, or has a line without text where there must be one.
     """
+    path = path.expanduser()
     if path.suffix.lower() == ".jsonl":
         return _join(_jsonl_documents(path), limit)
     try:

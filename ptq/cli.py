@@ -121,7 +121,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     from ptq.report_schema import PAGE
     from ptq.work import RECORD
 
-    finished_before = (out / RECORD).is_file()
+    finished_before = (out.expanduser() / RECORD).is_file()
     with startup.interruptible():
         result = pipeline.quantize(model, out, recipe, options)
     if os.environ.get("RANK", "0") != "0":

@@ -136,11 +136,14 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
     Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
     """
     with engine.workers() as workers, without_kernel_hints():
-        return _quantize(plan(str(model), recipe), str(model), Path(out).absolute(), recipe, options, workers)
+        return _quantize(
+            plan(str(model), recipe), str(model), Path(out).expanduser().absolute(), recipe, options, workers
+        )
 
 
 def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: RunOptions, workers: Workers) -> Result:
-    work, device = (options.work or out.with_name(f"{out.name}.work")).resolve(), _device(options.device, workers)
+    work = Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
+    device = _device(options.device, workers)
     asked, recipe = recipe, _resolved(recipe, model, target.config)
     rows, probe = token_rows.choose(target.plan, shape_of(target.config).vocab, recipe, target.checkpoint.folder)
     used = (probe,) if rows is None else (rows, probe)

@@ -35,7 +35,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     exists; RunError for a full disk.
     """
     target_of(target)
-    out = out.absolute()
+    out = out.expanduser().absolute()
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None:

@@ -7,6 +7,14 @@ from typing import Any, ClassVar, Literal, cast
 from ptq.errors import InputError
 
 Rounding = Literal["nearest", "gptq", "ldlq"]
+KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
+    int: ((int,), "an integer"),
+    int | None: ((int, type(None)), "an integer"),
+    float: ((int, float), "a number"),
+    bool: ((bool,), "true or false"),
+    str | None: ((str, type(None)), "a string"),
+}
+"""What the options of a type may be, and how that is said."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,15 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.rounding not in ("nearest", "gptq", "ldlq"):
             raise InputError(f"rounding must be nearest, gptq or ldlq, found {self.rounding!r}")
+        if isinstance(self.calibration, Path):
+            object.__setattr__(self, "calibration", str(self.calibration))
         for option in fields(self):
             value = getattr(self, option.name)
-            kinds = {int: (int,), int | None: (int, type(None)), bool: (bool,)}.get(cast(Any, option.type))
-            if kinds is not None and type(value) not in kinds:
-                wanted = "true or false" if kinds[0] is bool else "an integer"
+            kinds, wanted = KINDS.get(cast(Any, option.type), ((), ""))
+            if kinds and type(value) not in kinds:
                 raise InputError(f"{option.name} must be {wanted}, found {value!r}")
+        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
+            raise InputError(f"skip must be a list of patterns, found {self.skip!r}")
         if self.embedding_bits not in (4, 6, 8, 16):
             raise InputError(
                 "embedding bits must be 4, 6 or 8, or 16 to leave embedding and head alone; "
@@ -71,7 +82,7 @@ class Recipe:
 class RunOptions:
     """Where and how to run; on one kind of device, nothing here changes a byte of the result."""
 
-    work: Path | None = None
+    work: str | Path | None = None
     """Folder of unfinished work; `<out>.work` by default. It is removed when the run has succeeded."""
     restart: bool = False
     """Throw unfinished work away instead of continuing it."""

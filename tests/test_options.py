@@ -1,5 +1,6 @@
 """The options of every command: which there are, where they arrive, which values are refused."""
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,43 @@ def test_the_group_of_an_e8m0_scale(options: str, group_size: int, monkeypatch: 
 def test_help(command: list[str]) -> None:
     result = quantize(*command, "--help")
     assert result.exit_code == 0 and "Usage" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(skip="*.q_proj"), "skip must be a list of patterns, found '*.q_proj'"),
+        (dict(skip=[1]), "skip must be a list of patterns"),
+        (dict(weight_bits="4"), "weight_bits must be an integer, found '4'"),
+        (dict(damping="0.1"), "damping must be a number, found '0.1'"),
+        (dict(online=1), "online must be true or false, found 1"),
+        (dict(calibration=3), "calibration must be a string, found 3"),
+    ],
+)
+def test_what_python_gives_a_recipe(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ptq.InputError, match=re.escape(message)):
+        given(**options)
+
+
+def given(**options: Any) -> QuarotRecipe:
+    """A recipe with options of any type: in tests, those of signatures are checked."""
+    recipe = QuarotRecipe()
+    for name, value in options.items():
+        object.__setattr__(recipe, name, value)
+    recipe.__post_init__()
+    return recipe
+
+
+def test_paths_of_every_kind(tiny: Path, calibration_text: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """As strings and as `Path`, in the home folder, which only some shells put in the place of ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    rows, name = dict(samples=4, sequence_length=32), calibration_text.name
+    recipe = given(calibration=Path(f"~/{name}"), **rows)
+    assert ptq.quantize(tiny, "~/out", recipe, ptq.RunOptions(work="~/work")).out == tmp_path / "out"
+    again = ptq.quantize(str(tiny), tmp_path / "again", given(calibration=str(calibration_text), **rows)).out
+    assert not (tmp_path / "~").exists()
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+    assert quantize("prepack", "~/out", "~/tiles").exit_code == 0 and (tmp_path / "tiles" / "ptq.json").is_file()
+    verified = quantize("verify", "~/out", "--against", tiny, "--text", f"~/{name}")
+    assert verified.exit_code == 0, verified.stderr
