@@ -47,12 +47,12 @@ class Probe:
         write_tensors(self._file(0), {**states, "ids": ids}, durable=False)
 
     def run_original(
-        self, index: int, part: Part, hidden: Float[Tensor, "rows t k"] | None, routes: Routes
-    ) -> tuple[Float[Tensor, "rows t k"] | None, dict[str, Input]]:
+        self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
+    ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, Input]]:
         """The same as `run`, of the original: where that does not run or gives no numbers, its settings and weights
         are to blame. Raises InputError."""
         with refused(f"{UNRUN}: block {index}"):
-            left, seen = self.run(index, part, hidden, routes)
+            left, seen = self.run(index, part, state, routes)
         if left is not None and not left.isfinite().all():
             raise InputError(
                 f"block {index}: what leaves it in the original model is not finite: a number in config.json is wrong, "
