@@ -61,7 +61,7 @@ Calibration = Annotated[
 EmbeddingBits = Annotated[
     int,
     typer.Option(
-        help="Of the embedding and the head, as integers rounded to the nearest: 8, 6 or 4; 16 leaves them alone."
+        help="Of the embeddings and the head, as integers rounded to the nearest: 8, 6 or 4; 16 leaves them alone."
     ),
 ]
 Samples = Annotated[int, typer.Option(help="Calibration rows.")]
