@@ -23,6 +23,9 @@ from ptq.checkpoint import read_config as json_config
 from ptq.contents import read_config
 from ptq.errors import InputError, RunError
 
+TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""What the files of tokenizers are called."""
+
 
 def load_model(
     model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
@@ -74,8 +77,14 @@ def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
-    return _from_pretrained(AutoTokenizer, model, "tokenizer")
+    """The tokenizer of a folder, a hub name or `demo`. Raises InputError where none is there or loads."""
+    folder = source.resolve(str(model))
+    if not any(path for pattern in TOKENIZER for path in folder.glob(pattern)):
+        raise InputError(
+            f"{folder}: holds no tokenizer, without which a text cannot be read; put the model's tokenizer.json and "
+            "tokenizer_config.json there"
+        )
+    return _from_pretrained(AutoTokenizer, folder, "tokenizer")
 
 
 def load_config(model: str | Path) -> Any:

@@ -137,6 +137,14 @@ def test_settings_that_transformers_cannot_run(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_text_needs_a_tokenizer(model: Path, calibration_text: Path, tmp_path: Path) -> None:
+    for path in model.glob("tokenizer*"):
+        path.unlink()
+    message = f"{model}: holds no tokenizer, without which a text cannot be read; put the model's tokenizer.json"
+    check_refused(quantize("quarot", model, tmp_path / "out", "--calibration", calibration_text), message)
+    assert quantize("quarot", model, tmp_path / "out", "--rounding", "nearest").exit_code == 0
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_tensor_that_is_not_finite(value: float, model: Path, tmp_path: Path) -> None:
     """Seen when the tensor is read, so work that is done by then is kept; nothing else is written."""

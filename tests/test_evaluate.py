@@ -285,7 +285,7 @@ def test_script_refuses_bad_input_in_one_sentence(run_script, model_folder, tmp_
         ((folder, "--text", str(text), "--dataset", "wikitext2"), "not both"),
         ((folder, "--text", str(text)), "has 33 tokens, too few for one window of 320"),
         ((folder, "--text", str(text), "--context", "400"), "max_position_embeddings 320"),
-        ((str(tmp_path), "--text", str(text)), "could not be loaded"),
+        ((str(tmp_path), "--text", str(text)), "holds no tokenizer"),
         ((str(tmp_path / "absent"), "--text", str(text)), "no such folder"),
         ((str(text), "--text", str(text)), "a file; pass the folder"),
     ]:
