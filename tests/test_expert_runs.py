@@ -121,7 +121,7 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
     signs = {name: rewrite.draw_signs(name, length, recipe.seed) for name, length in target.plan.signs.items()}
     job = Job(recipe=recipe, signs=signs, device=torch.device("cpu"), **vars(target))
     tensors = load_file(out / "model.safetensors")
-    hidden = job.embed(plain(tensors["model.embed_tokens.weight"]), IDS)
+    hidden = job.embed([plain(tensors["model.embed_tokens.weight"])], IDS)
     for index in range(2):
         inside = {name: tensor for name, tensor in tensors.items() if name.startswith(f"model.layers.{index}.")}
         hidden = job.packed_block(index, inside).run(hidden)

@@ -133,7 +133,7 @@ def test_signs_that_were_written_wrong_are_found(tmp_path: Path, monkeypatch: py
         reload(Checkpoint.open(checkpoint.folder), *rest)
 
     monkeypatch.setattr(proof, "reload", damaged)
-    with pytest.raises(RunError, match="signs of R1"):
+    with pytest.raises(RunError, match="residual_signs' is not that of the run"):
         ptq.quantize(source, tmp_path / "out", INT4, QUIET)
 
 
