@@ -53,10 +53,6 @@ class Layout:
     def _shared_width(self) -> int:
         return sum(2 * heads * head_dim for _, heads, head_dim in self.shared)
 
-    def hidden_of(self, state: Float[Tensor, "batch t w"]) -> Float[Tensor, "batch t k"]:
-        """The hidden states."""
-        return state[..., : self.hidden]
-
     def first(
         self, hidden: Float[Tensor, "batch t k"], inputs: list[Float[Tensor, "batch t blocks own"]]
     ) -> Float[Tensor, "batch t w"]:
@@ -68,14 +64,14 @@ class Layout:
 
     def split(self, state: Float[Tensor, "batch t w"], block: int) -> tuple[Float[Tensor, "batch t k"], dict[str, Any]]:
         """The hidden states that enter a block, and what else its model must be given."""
-        hidden, given = self.hidden_of(state), {}
+        given: dict[str, Any] = {}
         if self.shared:
             given["shared_kv_states"] = self._keys_and_values(state)
         if self.own:
             start = self.hidden + self._shared_width
             mine = state[..., None, start : start + self.own]
             given["per_layer_inputs"] = mine.expand(-1, -1, block + 1, -1)  # the model picks that of the block
-        return hidden, given
+        return state[..., : self.hidden], given
 
     def next(
         self, left: Float[Tensor, "batch t k"], state: Float[Tensor, "batch t w"], shared: Any

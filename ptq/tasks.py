@@ -257,9 +257,9 @@ class Tasks:
         names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
         calibrated &= self.job.recipe.rounding != "nearest"  # text may be there for the clips alone
         if names and calibrated and not self.hessians.there(str(index)):
-            *_, last = self.job.plan.block(index)  # the pass ends at its input: its weight is made again for rounding
-            if last.expert is None:  # that one may see no token
-                part.take(dense_weight(last))
+            block = tuple(self.job.plan.block(index))
+            if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
+                part.take(dense_weight(block[-1]))  # the pass ends at its input: it is made again for rounding
             self.hessians.take(str(index), part, names, self.hidden, index)
             for note in unseen(self.hessians, self.job.plan, index):
                 progress.say(note)

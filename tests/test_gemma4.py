@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OWN, check_refused, decode, edit_config, quantize, save_model, tiny_config, tiny_model
+from conftest import check_refused, decode, edit_config, quantize, save_model, tiny_config, tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
@@ -80,8 +80,8 @@ def test_whole_runs(method: str, model: Path, calibration_text: Path, tmp_path: 
     assert quantize("verify", out, "--against", model).exit_code == 0
     packed, original = load(out), load(model)
     assert 1e-4 < relative(packed(IDS).logits, original(IDS).logits) < 0.7
-    whole = packed(torch.cat([ids := torch.randint(96, (1, 6), generator=torch.Generator().manual_seed(1)),
-                              ids[:, :4]], dim=1)).logits  # fmt: skip
+    ids = torch.randint(96, (1, 6), generator=torch.Generator().manual_seed(1))  # those of `decode`
+    whole = packed(torch.cat([ids, ids[:, :4]], dim=1)).logits
     assert relative(torch.cat(decode(packed), dim=1), whole) < 1e-5
     for last in (1, 3):  # the blocks without keys of their own may leave out all other tokens
         assert relative(packed(IDS, logits_to_keep=last).logits, packed(IDS).logits[:, -last:]) < 1e-5
@@ -148,7 +148,7 @@ def test_what_is_refused(tmp_path: Path, calibration_text: Path) -> None:
     check_refused(quantize("quarot", model, tmp_path / "out", *text, "--kv-bits", "4"), "KV cache: not all blocks")
     edit_config(num_kv_shared_layers=4)(model)
     check_refused(quantize("fp6", model, tmp_path / "out"), "num_kv_shared_layers 4")
-    assert OWN["gemma4_text"]["num_hidden_layers"] == 4 and not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 def test_resume_is_byte_identical(tmp_path: Path, calibration_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
