@@ -22,12 +22,13 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
-from fp6 import expert_ops, fragment_ops, fragments, minifloat_ops, tiled_ops  # noqa: F401 (they declare the ops)
+from fp6 import expert_ops, fragment_ops, fragments, layer_ops, minifloat_ops, tiled_ops  # noqa: F401 (their ops)
 from fp6.element import Element, element_of
 from ptq import bitstream, layouts, tiles
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Parts, Rows, Scales, check_parts
+from ptq.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.grouped import Grouped
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 
@@ -37,7 +38,7 @@ SCALES, SEARCHES = ("bfloat16", "e8m0"), ("absmax", "mse")
 
 
 @dataclass(frozen=True)
-class MinifloatGrid:
+class MinifloatGrid(Grouped):
     """Codebook of dimension 1. Scales: `scale` float32 [n, g], bfloat16 numbers or powers of two."""
 
     element: str = "e2m3"
@@ -52,15 +53,6 @@ class MinifloatGrid:
     @property
     def code(self) -> Element:
         return element_of(self.element)
-
-    def groups(self, k: int, name: str = "weight") -> int:
-        """Groups of a row of k weights. Raises InputError where the group size does not divide k."""
-        if self.group_size and k % self.group_size:
-            raise InputError(
-                f"{name}: {k} columns do not divide into groups of {self.group_size}; "
-                "choose a group size that divides them, or 0 for one scale per output channel"
-            )
-        return k // self.group_size if self.group_size else 1
 
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
         """The scale of every group. Raises InputError for NaN, infinity or a wrong width."""
@@ -79,14 +71,14 @@ class MinifloatGrid:
     def round(
         self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> UInt8[Tensor, "n c"]:
-        scale, size = self._expanded(scales, columns)
-        return torch.ops.ptq.minifloat_encode(w.contiguous(), scale, *self._bits, size)
+        scales, size = self.expanded(scales, columns)
+        return torch.ops.ptq.minifloat_encode(w.contiguous(), scales["scale"], *self._bits, size)
 
     def decode(
         self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> Float32[Tensor, "n c"]:
-        scale, size = self._expanded(scales, columns)
-        return torch.ops.ptq.minifloat_decode(codes, scale, *self._bits, size)
+        scales, size = self.expanded(scales, columns)
+        return torch.ops.ptq.minifloat_decode(codes, scales["scale"], *self._bits, size)
 
     def round_block(
         self,
@@ -97,7 +89,7 @@ class MinifloatGrid:
         columns: Int64[Tensor, " c"],
     ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
         """`rounding.round_block` in one op."""
-        groups, group = torch.unique(self._group(columns), return_inverse=True)  # only the scales of these columns
+        groups, group = torch.unique(self.groups_of(columns), return_inverse=True)  # only the scales of these columns
         scale = scales["scale"][:, groups].t().contiguous()
         return torch.ops.ptq.minifloat_ldlq(target, w, factor, scale, group, *self._bits)
 
@@ -108,15 +100,6 @@ class MinifloatGrid:
     @property
     def _options(self) -> tuple[int, int, int, bool, bool]:
         return *self._bits, self.group_size, self.scale == "e8m0", self.search == "mse"
-
-    def _group(self, columns: Int64[Tensor, " c"]) -> Int64[Tensor, " c"]:
-        return columns // self.group_size if self.group_size else torch.zeros_like(columns)
-
-    def _expanded(self, scales: Scales, columns: Tensor | None) -> tuple[Tensor, int]:
-        """Scale and group size of all columns, or one group for each of the given ones."""
-        if columns is None:
-            return scales["scale"], self.group_size
-        return scales["scale"][:, self._group(columns)], 1
 
 
 def _checked(scale: Float32[Tensor, "n g"], name: str) -> Float32[Tensor, "n g"]:
@@ -224,15 +207,20 @@ class MinifloatFormat:
         op = torch.ops.ptq.minifloat_linear_tokens.default
         return call(op, x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
 
+    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
+        """See `ptq.cpu_layer.WholeLayer`."""
+        held = tiles.listed(parts, "tiles", "scale")
+        return None if held is None else (torch.ops.ptq.minifloat_layer.default, (*held, *self._bits, self.group_size))
+
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.fast_experts.WholeExperts`."""
-        if not all("tiles" in part for part in weights):
+        held = tiles.listed(weights, "tiles", "scale")
+        if held is None:
             return None
-        lists = [[part[name] for part in weights] for name in ("tiles", "scale")]
         numbers = width, *self._bits, self.group_size, *treatments
-        return torch.ops.ptq.minifloat_experts.default(x, *rows, *lists, *numbers)
+        return torch.ops.ptq.minifloat_experts.default(x, *rows, *held[:2], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read: on a CPU tiles (`ptq.tiles`), on a GPU fragments (`fp6.fragments`),

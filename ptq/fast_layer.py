@@ -1,65 +1,31 @@
-"""A decoder layer in one call, of one decoded token on the CPU; on a GPU in few launches, of any number of tokens: see
-`ptq.gpu_layer`.
+"""A decoder layer in one call, of one decoded token on the CPU (`ptq.cpu_layer`); on a GPU in few launches, of any
+number of tokens (`ptq.gpu_layer`).
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
     y = x + attention(norm(x)),    result = y + mlp(norm(y)).
 
-The call needs a format that computes it, linears that treat their input alike, attention and MLP of the kinds of
-`ptq.fast_attention` and `ptq.fast_steps`, and nobody who listens in (hooks). Otherwise the layer's own code runs. The
-numbers are those of the single ops to the bit.
+The call needs what `ptq.cpu_layer` or `ptq.gpu_layer` asks for, and nobody who listens in (hooks). Otherwise the
+layer's own code runs. The numbers are those of the single ops to the bit.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from operator import is_
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq import fast_attention, fast_steps, gpu_layer, hadamard, matmul
-from ptq.formats import Parts
-from ptq.growing_cache import GrowingLayer
-from ptq.linear import Online, QuantLinear
-from ptq.shared_input import is_here
-
-
-@runtime_checkable
-class WholeLayer(Protocol):
-    """A format that does all that a decoder layer does in one call."""
-
-    def layer_weights(self, parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-        """The weights q, k, v, o, gate, up and down as `layer` takes them; None where it cannot."""
-        ...
-
-    def layer(self, x: Float[Tensor, "b 1 k"], *arguments: Any) -> Float[Tensor, "b 1 k"]:
-        """See `ptq::integer_layer`. `arguments`: those of `_Layer`, cos and sin, the cache, the scaling."""
-        ...
-
+from ptq import cpu_layer, fast_attention, gpu_layer, matmul
 
 ATTENTION, MLP, NORMS = "self_attn", "mlp", ("input_layernorm", "post_attention_layernorm")
 OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """What a layer is called with besides its input."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """A layer as its format takes it."""
-
-    format: WholeLayer
-    attention: nn.Module
-    heads: tuple[int, int]
-    """Number and size of the heads of keys and values."""
-    floats: tuple[Tensor, ...]
-    """Gains and biases."""
-    arguments: tuple[Any, ...]
-    """Norms, weights, what is done to the inputs."""
 
 
 class _Known:
@@ -137,76 +103,26 @@ def _forward(
     return type(module).forward(module, hidden_states, *args, **kwargs)
 
 
-def _gpu_steps_of(layer: nn.Module) -> gpu_layer.Steps | None:
-    attention, mlp, *norms = (layer.get_submodule(name) for name in (ATTENTION, MLP, *NORMS))
-    return gpu_layer.steps_of(attention, mlp, norms)
-
-
 def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     if x.shape[1] != 1:
         return None
     layer = known.of(module)
-    held = None if layer is None else fast_attention.layer_of(layer.attention, x, floats=layer.floats, **others)
-    if layer is None or held is None:
-        return None
-    if isinstance(held, GrowingLayer):
-        shape = len(x), layer.heads[0], 1, layer.heads[1]
-        *room, before = held.reserve(shape, shape, x)
-        cache = room, before, [0, 0], 1.0, [], 0
-    elif held.decodes and held.key.batch == len(x):
-        cache = held.room(), held.length, *held.numbers()
-    else:
-        return None
-    y = layer.format.layer(x, *layer.arguments, *others["position_embeddings"], *cache, layer.attention.scaling)
-    held.advance(1)
-    return y
+    if layer is not None and layer.is_over():
+        known.forget()
+        layer = known.of(module)
+    return None if layer is None else cpu_layer.run(layer, x, others)
 
 
-def _layer_of(module: nn.Module) -> _Layer | None:
-    attention, mlp, *normed = (module.get_submodule(name) for name in (ATTENTION, MLP, *NORMS))
-    kind = fast_attention.kind_of(attention)
-    if kind is None or not fast_steps.is_gated(mlp):
-        return None
-    normed.extend(attention.get_submodule(name) for name in fast_attention.NORMS if kind)
-    norms = tuple(fast_steps.norm_kind(norm) for norm in normed)
-    names = (*fast_attention.INPUTS, fast_attention.OUTPUT)
-    linears = [*(attention._modules[name] for name in names), *(mlp._modules[name] for name in fast_steps.GATED)]
-    if None in norms or not all(
-        type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in linears
-    ):
-        return None
-    *others, down = (cast(QuantLinear, linear) for linear in linears)
-    format, clips = down.format, _clips(others)
-    if not isinstance(format, WholeLayer) or not all(linear.format == format for linear in others):
-        return None
-    if clips is None or down.online.signs or down.online.output is not None:
-        return None
-    factors, order = (
-        ([], 0) if down.online.input is None else hadamard.dense_factors(down.online.input, torch.device("cpu"))
-    )
-    *_, down_clip = down.treatment()
-    biases = [x._parameters["bias"] for x in (*others, down)]
-    weights = format.layer_weights([x.parts() for x in (*others, down)], biases)
-    if weights is None:
-        return None
-    gains = [norm.get_parameter("weight") for norm in normed]
-    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, norms), strict=True))
-    inputs = others[0].input_bits, clips, factors, order, down.input_bits, down_clip
-    arguments = (gains, eps, offset, [int(x) for x in round_first], *weights, *inputs)
-    shape = others[1].out_features // cast(int, attention.head_dim), cast(int, attention.head_dim)
-    floats = (*gains, *(bias for bias in biases if bias is not None))
-    return _Layer(format, attention, shape, floats, arguments)
+def _layer_of(module: nn.Module) -> cpu_layer.Layer | None:
+    return cpu_layer.layer_of(*_parts(module))
 
 
-def _clips(linears: Sequence[QuantLinear]) -> list[float] | None:
-    """Those of the inputs of q, k and v; of o; of gate and up. None where these linears differ in more than that, or
-    where something else is done to an input or a product."""
-    q, k, v, o, gate, up = (linear.online for linear in linears)
-    if not q == k == v or gate != up or len({linear.input_bits for linear in linears}) > 1:
-        return None
-    if any(replace(x, activation=None) != Online() for x in (q, o, gate)):
-        return None
-    return [1.0 if x.activation is None else x.activation.clip for x in (q, o, gate)]
+def _gpu_steps_of(module: nn.Module) -> gpu_layer.Steps | None:
+    return gpu_layer.steps_of(*_parts(module))
+
+
+def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module]]:
+    return module.get_submodule(ATTENTION), module.get_submodule(MLP), [module.get_submodule(name) for name in NORMS]
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ Scales = dict[str, Tensor]
 """What a codebook needs beside the codes to give numbers back, by name."""
 Parts = dict[str, Tensor]
 """The stored tensors of one weight, by part."""
+LayerOp = tuple[Any, tuple[Any, ...]]
+"""An op of `ptq.layer_ops`, and the weights of a layer as it takes them."""
 Rows = tuple[list[int], list[int], list[float]]
 """Tokens, rows of each expert, shares: see `ptq.expert_ops`."""
 

@@ -56,7 +56,7 @@ class QuantLinear(PackedWeight):
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
             self.register_parameter(OUTPUT_SIGNS, frozen(stored_signs(torch.ones(n))))
-        self._signs: KeptSigns = {}
+        self._signs = KeptSigns()
         self.register_parameter("bias", frozen(torch.empty(n)) if bias else None)
         self.make_room()
 

@@ -104,8 +104,17 @@ def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
     return stored.view(torch.float16).float()
 
 
-KeptSigns = dict[str, tuple[Tensor, int, Tensor]]
-"""Sign vectors by name: as stored, the version of that, and as numbers."""
+def version(x: Tensor) -> int:
+    """Counts what is written to a tensor; 0 for those that do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+class KeptSigns(dict[str, tuple[Tensor, int, Tensor]]):
+    """Sign vectors by name: as stored, the version of that, and as numbers. Copies and pickles are empty: there the
+    versions begin anew."""
+
+    def __reduce__(self) -> tuple[type["KeptSigns"], tuple[()]]:
+        return KeptSigns, ()
 
 
 def kept_signs(kept: KeptSigns, name: str, stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
@@ -113,9 +122,9 @@ def kept_signs(kept: KeptSigns, name: str, stored: Int16[Tensor, " size"]) -> Fl
     if torch.compiler.is_compiling():  # a graph cannot ask for the version
         return loaded_signs(stored)
     known = kept.get(name)
-    version = 0 if stored.is_inference() else stored._version  # `load_state_dict` writes into the same tensor
-    if known is None or known[0] is not stored or known[1] != version:
-        known = kept[name] = stored, version, loaded_signs(stored)
+    now = version(stored)  # `load_state_dict` writes into the same tensor
+    if known is None or known[0] is not stored or known[1] != now:
+        known = kept[name] = stored, now, loaded_signs(stored)
     return known[2]
 
 

@@ -108,8 +108,8 @@ def make_room(model: PreTrainedModel, construction: str) -> dict[str, nn.Module]
 def install(model: PreTrainedModel, construction: str) -> None:
     """Let the ends of a model, which have signs, turn what they give and are given."""
     embedding, norm = ends_of(model).values()
-    embedding.forward = functools.partial(_embed, embedding, construction, {})
-    norm.forward = functools.partial(_norm, norm, construction, {}, fast_steps.norm_kind(norm))
+    embedding.forward = functools.partial(_embed, embedding, construction, KeptSigns())
+    norm.forward = functools.partial(_norm, norm, construction, KeptSigns(), fast_steps.norm_kind(norm))
 
 
 def _signs(module: nn.Module, kept: KeptSigns) -> Float32[Tensor, " k"]:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ptq import matmul
 from ptq.formats import IntegerInput, Together
 from ptq.op_declarations import takes_forward_derivatives
+from ptq.packed_weight import version
 
 if TYPE_CHECKING:
     from ptq.linear import QuantLinear
@@ -75,7 +76,7 @@ class SharedInput:
         last = self._last
         if last is not None and last.x() is x:
             found = last.ready.pop(linear, None)
-            if found is not None and last.version == _version(x):
+            if found is not None and last.version == version(x):
                 return found
             last.called.append(linear)
             return None
@@ -83,7 +84,7 @@ class SharedInput:
             return None
         if last is not None:
             self._learn(last)
-        call = _Call(weakref.ref(x, self._forget), _version(x), [linear])
+        call = _Call(weakref.ref(x, self._forget), version(x), [linear])
         group = self._together.get(linear)
         products = None if group is None else _products(group, x)
         if group is not None and products is not None:
@@ -192,7 +193,7 @@ def _signs_of(members: Sequence["QuantLinear"]) -> tuple[Any, ...]:
     if not members[0].online.signs:
         return ()
     held = [linear._parameters["weight_su"] for linear in members]
-    return tuple((id(signs), _version(signs)) for signs in held if signs is not None)
+    return tuple((id(signs), version(signs)) for signs in held if signs is not None)
 
 
 def is_here(linear: "QuantLinear") -> bool:
@@ -216,10 +217,6 @@ def _is_eligible(x: Tensor) -> bool:
         return False
     derived = takes_forward_derivatives() or (torch.is_grad_enabled() and x.requires_grad)
     return not derived and not torch.is_autocast_enabled("cpu")
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:

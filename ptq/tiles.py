@@ -9,6 +9,9 @@ rows as one stream. In memory: uint8 [row tiles, super-blocks, 64 bits] (`csrc/i
 What a code stands for is another matter: the formats that use tiles say it.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
@@ -24,6 +27,15 @@ PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2
 def applies(group_size: int) -> bool:
     """Whether a weight with groups of this size can be tiled: no super-block may lie in two groups."""
     return group_size % COLUMNS == 0
+
+
+def listed(weights: Sequence[Mapping[str, Tensor]], *names: str) -> list[Any] | None:
+    """Parts of several weights in tiles as ops on lists take them: a list for each name (empty where they have no such
+    part), then the number of rows of each weight. None where one is not in tiles."""
+    if not all("tiles" in parts for parts in weights):
+        return None
+    lists = [[parts[name] for parts in weights] if name in weights[0] else [] for name in names]
+    return [*lists, [parts["shape"].shape[0] for parts in weights]]
 
 
 def tile_scales(scale: Tensor) -> Tensor:

@@ -28,10 +28,11 @@ from torch import Tensor
 from ptq import bitstream, fragments, layouts
 from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import Parts, Rows, Scales, check_parts
+from ptq.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.grouped import Grouped
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
-from ptq.tiles import applies, tile_scales, untile_scales
+from ptq.tiles import applies, listed, tile_scales, untile_scales
 from quarot import expert_ops as _expert_ops  # noqa: F401 (registers the ops)
 from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
 from quarot import integer_ops, row_ops, tiled_ops
@@ -39,10 +40,12 @@ from quarot import layer_ops as _layer_ops  # noqa: F401 (registers the ops)
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
+LISTS = ("tiles", "scale", "zero")
+"""Parts of several weights as ops on lists take them."""
 
 
 @dataclass(frozen=True)
-class IntegerGrid:
+class IntegerGrid(Grouped):
     """Codebook of dimension 1. Scales: `scale` float32 [n, g] (bfloat16 numbers) and `zero` uint8 [n, g]."""
 
     bits: int = 4
@@ -55,15 +58,6 @@ class IntegerGrid:
 
     dim: ClassVar[int] = 1
     per_row: ClassVar[bool] = True
-
-    def groups(self, k: int, name: str = "weight") -> int:
-        """Groups of a row of k weights. Raises InputError where the group size does not divide k."""
-        if self.group_size and k % self.group_size:
-            raise InputError(
-                f"{name}: {k} columns do not divide into groups of {self.group_size}; "
-                "choose a group size that divides them, or 0 for one scale per output channel"
-            )
-        return k // self.group_size if self.group_size else 1
 
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
         """Per group, the scale with the least squared error. Raises InputError for NaN, infinity or a wrong width."""
@@ -80,13 +74,14 @@ class IntegerGrid:
     def round(
         self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> UInt8[Tensor, "n c"]:
-        scale, zero, size = self._expanded(scales, columns)
-        return torch.ops.ptq.integer_round(w.contiguous(), scale, zero, self.bits, size)
+        scales, size = self.expanded(scales, columns)
+        return torch.ops.ptq.integer_round(w.contiguous(), scales["scale"], scales["zero"], self.bits, size)
 
     def decode(
         self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> Float32[Tensor, "n c"]:
-        scale, zero, size = self._expanded(scales, columns)
+        scales, size = self.expanded(scales, columns)
+        scale, zero = scales["scale"], scales["zero"]
         code = codes.float().view(*scale.shape, size or codes.shape[1])
         return code.sub_(zero[..., None]).mul_(scale[..., None]).view(codes.shape)
 
@@ -99,19 +94,9 @@ class IntegerGrid:
         columns: Int64[Tensor, " c"],
     ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
         """`rounding.round_block` in one op."""
-        groups, group = torch.unique(self._group(columns), return_inverse=True)  # only the scales of these columns
+        groups, group = torch.unique(self.groups_of(columns), return_inverse=True)  # only the scales of these columns
         scale, zero = (scales[part][:, groups].t().float().contiguous() for part in ("scale", "zero"))
         return torch.ops.ptq.integer_ldlq(target, w, factor, scale, zero, group, self.bits)
-
-    def _group(self, columns: Int64[Tensor, " c"]) -> Int64[Tensor, " c"]:
-        return columns // self.group_size if self.group_size else torch.zeros_like(columns)
-
-    def _expanded(self, scales: Scales, columns: Tensor | None) -> tuple[Tensor, Tensor, int]:
-        """Scale, zero and group size of all columns, or one group for each of the given ones."""
-        if columns is None:
-            return scales["scale"], scales["zero"], self.group_size
-        group = self._group(columns)
-        return scales["scale"][:, group], scales["zero"][:, group], 1
 
 
 @dataclass(frozen=True)
@@ -240,20 +225,16 @@ class IntegerFormat:
             return None
         return torch.ops.ptq.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
 
-    def layer_weights(self, parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[Any, ...] | None:
-        """See `ptq.fast_layer.WholeLayer`."""
-        weights = _weights(parts, biases)
-        return None if weights is None else (*weights, self.bits, self.group_size)
-
-    def layer(self, x: Float[Tensor, "b 1 k"], *arguments: Any) -> Float[Tensor, "b 1 k"]:
-        """See `ptq.fast_layer.WholeLayer`."""
-        return torch.ops.ptq.integer_layer.default(x, *arguments)
+    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
+        """See `ptq.cpu_layer.WholeLayer`."""
+        held = listed(parts, *LISTS)
+        return None if held is None else (torch.ops.ptq.integer_layer.default, (*held, self.bits, self.group_size))
 
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.fast_experts.WholeExperts`."""
-        held = _weights(weights, [None] * len(weights))
+        held = listed(weights, *LISTS)
         if held is None:
             return None
         numbers = width, self.bits, self.group_size, *treatments
@@ -286,10 +267,9 @@ class IntegerFormat:
 
 def _weights(parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[list[Any], ...] | None:
     """Tiles, scales, zeros, biases and n of several weights, as the ops on lists take them."""
-    if not all("tiles" in part for part in parts):
+    held = listed(parts, *LISTS)
+    if held is None:
         return None
     given = any(bias is not None for bias in biases)
     full = [parts[0]["tiles"].new_empty(0) if bias is None else bias for bias in biases] if given else []
-    zeros = [part["zero"] for part in parts] if "zero" in parts[0] else []
-    n = [part["shape"].shape[0] for part in parts]
-    return [part["tiles"] for part in parts], [part["scale"] for part in parts], zeros, full, n
+    return *held[:3], full, held[3]

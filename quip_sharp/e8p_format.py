@@ -23,13 +23,14 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
-from ptq import layouts
+from ptq import layouts, tiles
 from ptq.errors import InputError
-from ptq.formats import Parts, Rows, Scales, check_parts
+from ptq.formats import LayerOp, Parts, Rows, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from quip_sharp import expert_ops as _expert_ops  # noqa: F401 (registers the op)
 from quip_sharp import fragment_ops, tiled_ops
+from quip_sharp import layer_ops as _layer_ops  # noqa: F401 (registers the op)
 from quip_sharp.codebook import E8Codebook
 
 PLANES = {2: ("abs", "signs"), 3: ("abs", "signs", "residual"), 4: ("abs", "signs", "residual_abs", "residual_signs")}
@@ -113,6 +114,11 @@ class E8PFormat:
         op = torch.ops.ptq.e8p_linear_quantized.default
         return call(op, q, q_scale, parts["tiles"], scale, bias, n, self.bits, dtype)
 
+    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
+        """See `ptq.cpu_layer.WholeLayer`."""
+        held = tiles.listed(parts, "tiles", "scale")
+        return None if held is None else (torch.ops.ptq.e8p_layer.default, (*held, self.bits))
+
     def transformed_experts(
         self,
         x: Float[Tensor, "t k"],
@@ -123,10 +129,10 @@ class E8PFormat:
         treatments: Sequence[Any],
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.fast_experts.TransformedExperts`."""
-        if not all("tiles" in part for part in weights):
+        held = tiles.listed(weights, "tiles", "scale")
+        if held is None:
             return None
-        lists = [[part[name] for part in weights] for name in ("tiles", "scale")]
-        return torch.ops.ptq.e8p_experts.default(x, *rows, *lists, *signs, width, self.bits, *treatments)
+        return torch.ops.ptq.e8p_experts.default(x, *rows, *held[:2], *signs, width, self.bits, *treatments)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, 8 c, 0]: on a CPU tiles (`tiled_ops`), on

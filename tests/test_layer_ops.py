@@ -1,4 +1,4 @@
-"""`ptq::integer_layer` against its reference, and what it refuses."""
+"""`ptq::integer_layer`, `ptq::minifloat_layer` and `ptq::e8p_layer` against their references, and what they refuse."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,37 +8,75 @@ import torch
 from conftest import at_level
 from torch import Tensor
 
-from ptq import hadamard, kv_ops
-from quarot import layer_ops
-from quarot.integer import IntegerFormat, IntegerGrid
+from fp6 import layer_ops as minifloat_ops
+from fp6.minifloat import MinifloatFormat
+from ptq import formats, hadamard, kv_ops
+from ptq.rounding import Rounded
+from quarot import layer_ops as integer_ops
+from quarot.integer import IntegerFormat
+from quip_sharp import layer_ops as e8p_ops
+from quip_sharp.e8p_format import E8PFormat
 
 HIDDEN, FEATURES, HEADS, KV_HEADS, D = 64, 96, 6, 2, 16
+WIDTH, KV_WIDTH = HEADS * D, KV_HEADS * D
+SHAPES = [
+    (WIDTH, HIDDEN), *[(KV_WIDTH, HIDDEN)] * 2, (HIDDEN, WIDTH), *[(FEATURES, HIDDEN)] * 2, (HIDDEN, FEATURES),
+]  # fmt: skip
+SITES = [HIDDEN, WIDTH, HIDDEN, FEATURES]
+FORMATS: dict[str, Any] = {
+    "integer": (IntegerFormat(4, 0), integer_ops.layer),
+    "asymmetric": (IntegerFormat(3, 32, symmetric=False), integer_ops.layer),
+    "e2m3": (MinifloatFormat("e2m3", 32), minifloat_ops.layer),
+    "e3m2": (MinifloatFormat("e3m2"), minifloat_ops.layer),
+    "e8p": (E8PFormat(2), e8p_ops.layer),
+    "e8p, 3 bits": (E8PFormat(3), e8p_ops.layer),
+}
 NAMES = [argument.name for argument in torch.ops.ptq.integer_layer.default._schema.arguments]
 
 
-@pytest.fixture(params=("portable", "avx2", "avx512bf16"))
+@pytest.fixture(params=("portable", "avx2", "avx512", "avx512bf16"))
 def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 
 
+def packed(format: formats.Format, w: Tensor) -> formats.Parts:
+    codebook = format.codebook
+    assert codebook is not None
+    scales = codebook.fit(w)
+    return format.prepack(format.pack(Rounded(codebook.round(w, scales), scales)), "cpu")
+
+
+def transforms(sizes: list[int], orders: list[int], signed: bool) -> list[Any]:
+    """Signs, factors, counts and orders."""
+    signs = [torch.randn(size) for size in sizes] if signed else []
+    factors = [hadamard.dense_factors(order, torch.device("cpu"))[0] if order else [] for order in orders]
+    return [signs, [each for some in factors for each in some], [len(some) for some in factors], orders]
+
+
 def arguments(
-    dtype: torch.dtype, bits: int = 8, norms: int = 2, cache: str = "plain", order: int = 32, batch: int = 2
-) -> list[Any]:
-    """Those of the op, with seven tokens before. o_proj alone has a bias."""
+    dtype: torch.dtype,
+    format: str = "integer",
+    bits: int = 8,
+    norms: str = "am",
+    cache: str = "plain",
+    orders: tuple[int, ...] = (0, 0, 0, 32),
+    back: bool = False,
+    signed: bool = False,
+    biases: str = "o",
+    batch: int = 2,
+) -> tuple[Any, list[Any]]:
+    """The op and its arguments, with seven tokens before. `norms`: before attention and MLP, of queries and keys (by
+    heads or whole), behind both; `biases`: the first letters of the linears that have one."""
     torch.manual_seed(0)
-    draw = torch.randn
-    format, before = IntegerFormat(4, 0), 7
-    shapes = [(HEADS * D, HIDDEN), *[(KV_HEADS * D, HIDDEN)] * 2, (HIDDEN, HEADS * D), *[(FEATURES, HIDDEN)] * 2]
-    weights = []
-    for n, k in (*shapes, (HIDDEN, FEATURES)):
-        w, grid = draw(n, k) / k**0.5, IntegerGrid(4)
-        scales = grid.fit(w)
-        codes = torch.ops.ptq.integer_pack(grid.round(w, scales), 4)
-        parts = {"codes": codes, "scale": scales["scale"].bfloat16().view(torch.int16)}
-        weights.append((format.prepack(parts, "cpu"), draw(n, dtype=dtype) if k == HEADS * D else None))
-    packed = format.layer_weights(*zip(*weights, strict=True))
-    assert packed is not None
-    gains = [torch.rand(size, dtype=dtype) + 0.5 for size in (HIDDEN, HIDDEN, HEADS * D, D)[:norms]]
+    draw, before = torch.randn, 7
+    parts = [packed(FORMATS[format][0], draw(n, k) / k**0.5) for n, k in SHAPES]
+    found = FORMATS[format][0].layer_op(parts)
+    assert found is not None
+    sizes = {"a": HIDDEN, "m": HIDDEN, "q": D, "k": KV_WIDTH, "A": HIDDEN, "M": HIDDEN}
+    gains = [torch.rand(size, dtype=dtype) + 0.5 if name in norms else torch.empty(0) for name, size in sizes.items()]
+    offset = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
+    given = [draw(n, dtype=dtype) if name in biases else torch.empty(0)
+             for name, (n, _) in zip("qkvogud", SHAPES, strict=True)] if biases else []  # fmt: skip
     held: list[Tensor] = []
     states = draw(2, batch, KV_HEADS, before, D)
     if cache == "plain":
@@ -52,54 +90,99 @@ def arguments(
             held.extend((codes, scales))
     if cache == "sinks":
         held.extend((torch.tensor([0, 2, 0][:batch]), draw(batch, KV_HEADS, 3, D), draw(batch, KV_HEADS, 3, D)))
-    numbers = [[1e-5] * norms, [0.0] * norms, [1] * norms]
-    down = [*hadamard.dense_factors(order, gains[0].device), bits, 0.9] if order else [[], 0, bits, 0.9]
+    sides = [n for n, _ in SHAPES]
+    inputs = [[bits] * 4, [0.9, 0.8, 0.7, 0.9], *transforms(SITES, list(orders), signed)]
+    outputs = transforms(sides, [n if back else 0 for n in sides], signed and back)
     turns = [draw(1, 1, D, dtype=dtype) for _ in range(2)]
-    r3 = hadamard.dense_factors(D, gains[0].device)
+    r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, 1, HIDDEN, dtype=dtype)
-    return [x, gains, *numbers, *packed, bits, [0.9, 0.8, 0.7], *down, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5]
+    norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
+    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5]
+    return found[0], [x, *norm, given, *inputs, *outputs, *rest, *found[1]]
 
 
-CASES = [
-    {}, {"bits": 0}, {"bits": 4, "cache": "packed"}, {"cache": "sinks", "norms": 4}, {"norms": 4, "order": 0},
-    {"bits": 0, "cache": "packed", "batch": 1, "order": 96},
+TWO_SIDED: dict[str, Any] = dict(orders=(64, 96, 64, 96), back=True, signed=True)
+CASES: list[dict[str, Any]] = [
+    {}, {"bits": 0, "biases": ""}, {"bits": 4, "cache": "packed"}, {"cache": "sinks", "norms": "amqk"},
+    {"norms": "amqkAM", "orders": (0, 0, 0, 0), "biases": "qkvogud"}, {"norms": "AMqk", "orders": (0, 32, 0, 96)},
+    {"bits": 0, "cache": "packed", "batch": 1, "orders": (0, 0, 0, 96)}, TWO_SIDED, TWO_SIDED | {"bits": 0, "batch": 4},
+    TWO_SIDED | {"biases": "qkvogud", "cache": "packed"}, TWO_SIDED | {"signed": False, "norms": "", "biases": ""},
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_bits_of_single_ops(case: dict[str, Any], dtype: torch.dtype, level: str) -> None:
-    mine, theirs = arguments(dtype, **case), arguments(dtype, **case)
-    found, wanted = torch.ops.ptq.integer_layer(*mine), layer_ops.layer(*theirs)
-    assert found.dtype == dtype and found.shape == mine[0].shape
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_bits_of_single_ops(format: str, case: dict[str, Any], dtype: torch.dtype, level: str) -> None:
+    (op, mine), (_, theirs) = arguments(dtype, format, **case), arguments(dtype, format, **case)
+    found, wanted = op(*mine), FORMATS[format][1](*theirs)
+    assert found.dtype == dtype and found.shape == mine[0].shape and bool(found.isfinite().all())
     at = NAMES.index("cache")
     for a, b in zip((found, *mine[at]), (wanted, *theirs[at]), strict=True):
         assert torch.equal(a, b)
-    assert not torch.equal(mine[at][0], arguments(dtype, **case)[at][0])  # something was stored
+    assert not torch.equal(mine[at][0], arguments(dtype, format, **case)[1][at][0])  # something was stored
 
 
-def test_schema_and_fake() -> None:
+@pytest.mark.parametrize("name", NAMES[: NAMES.index("cache")])
+def test_every_argument_counts(name: str) -> None:
+    """A change of any part of any list changes the result."""
+    case = TWO_SIDED | dict(norms="amqkAM", biases="qkvogud")
+    op, given = arguments(torch.float32, "e8p", **case)
+    wanted, at = op(*given), NAMES.index(name)
+    count = len(given[at]) if isinstance(given[at], list) else 1
+    for place in range(count):
+        _, changed = arguments(torch.float32, "e8p", **case)
+        new = other(name, given[at][place] if isinstance(given[at], list) else given[at])
+        if new is None:
+            continue
+        if isinstance(given[at], list):
+            changed[at][place] = new
+        else:
+            changed[at] = new
+        assert not torch.equal(op(*changed), wanted), place
+
+
+def other(name: str, value: Any) -> Any:
+    if name in ("factors", "counts", "back_factors", "back_counts", "orders", "back_orders"):
+        return None  # they belong together: see the cases
+    if name == "round_first":
+        return None  # no difference in float32
+    if name in ("input_bits", "clips"):
+        return 5 if name == "input_bits" else 0.4
+    return value * 1.5 + 0.25
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_schema_and_fake(format: str) -> None:
     for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
         for cache in ("plain", "sinks"):
-            given = arguments(torch.float32, cache=cache)
-            torch.library.opcheck(torch.ops.ptq.integer_layer.default, given, test_utils=check)
+            op, given = arguments(torch.float32, format, cache=cache)
+            torch.library.opcheck(op, given, test_utils=check)
 
 
 @pytest.mark.parametrize("cache", ("plain", "packed", "sinks"))
-def test_what_does_not_fit_is_refused(cache: str, level: str) -> None:
-    good = arguments(torch.float32, norms=4, cache=cache)
-    x, at = good[0], NAMES.index("cache")
+@pytest.mark.parametrize("format", ("integer", "e2m3", "e8p"))
+def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> None:
+    op, good = arguments(torch.float32, format, norms="amqkAM", cache=cache, **TWO_SIDED)
+    names = [argument.name for argument in op._schema.arguments]
+    x, at = good[0], names.index("cache")
+    gains = good[1]
     wrongs = [
-        ("x", x.expand(2, 2, -1)), ("x", x[0]), ("x", x[..., :-1]), ("x", x[:1]), ("gains", good[1][:-1]),
-        ("gains", [*good[1][:3], torch.ones(5), *good[1][4:]]), ("eps", [1e-5] * 3), ("round_first", [1]),
-        ("tiles", good[NAMES.index("tiles")][:-1]), ("n", good[NAMES.index("n")][:-1]), ("cache", good[at][:-1]),
-        ("cache_bits", [4]), ("before", 256), ("before", -1), ("cos", good[NAMES.index("cos")][..., :-2]),
-        ("bias", good[NAMES.index("bias")][1:]), ("clips", [0.9, 0.8]),
+        ("x", x.expand(2, 2, -1)), ("x", x[0]), ("x", x[..., :-1]), ("x", x[:1]), ("gains", gains[:-1]),
+        ("gains", [*gains[:3], torch.ones(5), *gains[4:]]), ("gains", [*gains[:5], torch.ones(5)]), ("eps", [1e-5] * 3),
+        ("round_first", [1]), ("cache", good[at][:-1]), ("cache_bits", [4]), ("before", 256), ("before", -1),
+        ("cos", good[names.index("cos")][..., :-2]), ("counts", [0] * 3), ("counts", [9] * 4), ("counts", [-1] * 4),
+        ("orders", [64, 96, 64, 5]), ("back_orders", [96, 32, 32, 64, 96, 96, 5]), ("input_bits", [8] * 3),
+        ("biases", [*good[names.index("biases")][:3], torch.ones(5), *[torch.empty(0)] * 3]),
     ]  # fmt: skip
+    lists = ("tiles", "scale", "n", "biases", "clips", "su", "sv", "orders", "back_orders", "back_counts")
+    wrongs.extend((name, good[names.index(name)][:-1]) for name in lists)
+    wrongs.extend((name, [value[:-1] for value in good[names.index(name)]]) for name in ("su", "sv"))
     for name, wrong in wrongs:
         if (name, cache) == ("cache_bits", "plain") and len(wrong) == 2:
             continue
         given = list(good)
-        given[NAMES.index(name)] = wrong
+        given[names.index(name)] = wrong
         with pytest.raises(RuntimeError):
-            torch.ops.ptq.integer_layer(*given)
+            op(*given)
+            pytest.fail(f"{name}: {wrong}")

@@ -4,67 +4,10 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
-#include <cmath>
-#include <memory>
-#include <vector>
-
-#include "experts/experts.h"
-#include "gemm/tokens.h"
-#include "integer_tiled/kernels.h"
-#include "integer_tiled/run_rows.h"
-#include "minifloat_tiled/held.h"
+#include "minifloat_tiled/weights.h"
 
 namespace ptq::minifloat_tiled {
 namespace {
-
-struct Weights {
-    std::vector<std::unique_ptr<Held>> held;
-
-    void multiply(const Seen& in, const std::vector<experts::Product>& products) const {
-        if (!in.scale) return floats(in.x, nullptr, products);
-        const auto* scale = static_cast<const float*>(in.scale->const_data_ptr());
-        if (!held.front()->element.whole)
-            return floats(compact(torch::stable::to(in.x, ScalarType::BFloat16)), scale, products);
-        std::vector<float> factors(scale, scale + in.x.size(0));
-        for (float& each : factors) each = std::ldexp(each, -held.front()->element.shift);
-        integers(in.x, factors.data(), products);
-    }
-
-    void integers(const Tensor& q, const float* scale, const std::vector<experts::Product>& products) const {
-        const int64_t rows = q.size(0), k = q.size(1), groups = held.front()->w.groups;
-        const int64_t width = blocks_in(k) * block_columns;
-        const gemm::Tokens tokens{rows, k, static_cast<const int8_t*>(q.const_data_ptr()), nullptr, nullptr, 1};
-        std::unique_ptr<int8_t[]> room;
-        const int8_t* padded = gemm::rows_of(tokens, width, room);
-        const std::unique_ptr<int32_t[]> sums(new int32_t[rows * groups]);
-        std::vector<Quantized> problems;
-        for (const experts::Product& p : products)
-            problems.push_back({held[p.weight]->w, padded + p.from * width, width, scale + p.from,
-                                sums.get() + p.from * groups, nullptr, p.to(), number_of(p.out.scalar_type()), p.rows});
-        Quantized all = problems.front();
-        all.q = padded, all.t = rows;
-        kernels().sums(all, sums.get(), 0, rows);
-        integer_tiled::run_rows(kernels().quantized, problems);
-    }
-
-    // `scale`: a factor for every row of the results, or null.
-    void floats(const Tensor& x, const float* scale, const std::vector<experts::Product>& products) const {
-        const int64_t rows = x.size(0), k = x.size(1), bytes = integer_tiled::spread_bytes(k);
-        const int64_t size = k * experts::width_of(x.scalar_type());
-        const std::unique_ptr<uint8_t[]> spread(new uint8_t[rows * bytes]);
-        std::vector<Floats> problems;
-        for (const experts::Product& p : products)
-            problems.push_back({held[p.weight]->w, static_cast<const uint8_t*>(x.const_data_ptr()) + p.from * size,
-                                number_of(x.scalar_type()), spread.get() + p.from * bytes, bytes,
-                                scale ? scale + p.from : nullptr, nullptr, p.to(), number_of(p.out.scalar_type()),
-                                p.rows});
-        Floats all = problems.front();
-        all.x = x.const_data_ptr(), all.spread = spread.get(), all.t = rows;
-        run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
-        integer_tiled::run_rows(kernels().floats, problems);
-    }
-};
 
 Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints& counts, const experts::Shares& shares,
                const Tensors& tiles, const Tensors& scale, int64_t width, int64_t exponent, int64_t mantissa,

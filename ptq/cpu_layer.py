@@ -1,0 +1,154 @@
+"""A decoder layer of one decoded token on the CPU, in one call of an op of `ptq.layer_ops`.
+
+The call needs a format that has such an op, linears that treat their input alike, and attention and MLP of the kinds of
+`ptq.fast_attention` and `ptq.fast_steps`. The numbers are those of the single ops to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import ne
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ptq import fast_attention, fast_steps, hadamard
+from ptq.formats import LayerOp, Parts
+from ptq.growing_cache import GrowingLayer
+from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
+from ptq.packed_weight import version
+from ptq.shared_input import is_alike, is_here
+
+NONE = torch.empty(0, device="cpu")
+"""No gain, or no bias."""
+SITES = ((0, 1, 2), (3,), (4, 5), (6,))
+"""Which of the weights q, k, v, o, gate, up and down share an input."""
+
+
+@runtime_checkable
+class WholeLayer(Protocol):
+    """A format that does all that a decoder layer does in one call."""
+
+    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
+        """The op for the weights q, k, v, o, gate, up and down; None where it cannot take them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as its op takes it."""
+
+    op: Callable[..., Tensor]
+    attention: nn.Module
+    heads: tuple[int, int]
+    """Number and size of the heads of keys and values."""
+    floats: tuple[Tensor, ...]
+    """Gains and biases."""
+    arguments: tuple[Any, ...]
+    """Norms, biases, what is done to inputs and products."""
+    weights: tuple[Any, ...]
+    signs: tuple[Tensor, ...]
+    """The stored sign vectors that `arguments` were made of, and their versions."""
+    versions: tuple[int, ...]
+
+    def is_over(self) -> bool:
+        """Whether signs have been written to since."""
+        return any(map(ne, map(version, self.signs), self.versions))
+
+
+def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module]) -> Layer | None:
+    """The parts of a decoder layer as an op takes them; None where none does."""
+    kind = fast_attention.kind_of(attention)
+    if kind is None or not fast_steps.is_gated(mlp):
+        return None
+    normed = [*norms, *(attention.get_submodule(name) for name in fast_attention.NORMS if kind)]
+    kinds = [fast_steps.norm_kind(norm) for norm in normed]
+    names = (*fast_attention.INPUTS, fast_attention.OUTPUT)
+    found = [*(attention._modules[name] for name in names), *(mlp._modules[name] for name in fast_steps.GATED)]
+    if None in kinds or not all(
+        type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in found
+    ):
+        return None
+    linears = cast(list[QuantLinear], found)
+    treatments, op = _treatments(linears), _op_of(linears)
+    if treatments is None or op is None:
+        return None
+    gains = [norm.get_parameter("weight") for norm in normed]
+    biases = [linear._parameters["bias"] for linear in linears]
+    given = [bias for bias in biases if bias is not None]
+    full = [NONE if bias is None else bias for bias in biases] if given else []
+    d = cast(int, attention.head_dim)
+    stored = tuple(
+        signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
+    )
+    return Layer(
+        op[0], attention, (linears[1].out_features // d, d), (*gains, *given),
+        (*_norms(gains, cast(Any, kinds)), full, *treatments), op[1], stored, tuple(map(version, stored)),
+    )  # fmt: skip
+
+
+def run(layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Float[Tensor, "b t k"] | None:
+    """What the layer gives for a decoded token of each row; None where it is called with something else."""
+    held = fast_attention.layer_of(layer.attention, x, floats=layer.floats, **others)
+    if held is None:
+        return None
+    if isinstance(held, GrowingLayer):
+        shape = len(x), layer.heads[0], 1, layer.heads[1]
+        *room, before = held.reserve(shape, shape, x)
+        cache = room, before, [0, 0], 1.0, [], 0
+    elif held.decodes and held.key.batch == len(x):
+        cache = held.room(), held.length, *held.numbers()
+    else:
+        return None
+    turns = others["position_embeddings"]
+    y = layer.op(x, *layer.arguments, *turns, *cache, layer.attention.scaling, *layer.weights)
+    held.advance(1)
+    return y
+
+
+def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
+    format = linears[0].format
+    if not isinstance(format, WholeLayer) or any(linear.format != format for linear in linears):
+        return None
+    return format.layer_op([linear.parts() for linear in linears])
+
+
+def _norms(gains: Sequence[Tensor], kinds: list[tuple[float, float, bool]]) -> list[list[Any]]:
+    """Those before attention and MLP, and maybe those of queries and keys, as the op takes all."""
+    absent = 6 - len(gains)
+    eps, offset, round_first = (list(numbers) for numbers in zip(*kinds, strict=True))
+    first = [int(x) for x in round_first]
+    return [
+        [*gains, *[NONE] * absent], [*eps, *[1.0] * absent], [*offset, *[0.0] * absent],
+        [*first, *[0] * absent],
+    ]  # fmt: skip
+
+
+def _treatments(linears: Sequence[QuantLinear]) -> tuple[Any, ...] | None:
+    """What is done to the four inputs and the seven products; None where linears treat one input in different ways."""
+    sites = [[linears[place] for place in site] for site in SITES]
+    if not all(is_alike(first, other) for first, *others in sites for other in others):
+        return None
+    firsts = [site[0] for site in sites]
+    outputs = [linear.online.output for linear in linears]
+    signed = {linear.online.signs for linear in linears}
+    if len({output is None for output in outputs}) > 1 or len(signed) > 1:
+        return None
+    su, factors, orders, bits, clips = zip(*(linear.treatment() for linear in firsts), strict=True)
+    back, back_orders = zip(*map(_factors, outputs), strict=True)
+    both = all(signed)
+    sv = [linear.signs(OUTPUT_SIGNS) for linear in linears] if both else []
+    return (
+        list(bits), list(clips), list(su) if both else [], *_flat(factors), list(orders), sv, *_flat(back),
+        list(back_orders),
+    )  # fmt: skip
+
+
+def _factors(construction: str | None) -> tuple[list[Tensor], int]:
+    return ([], 0) if construction is None else hadamard.dense_factors(construction, torch.device("cpu"))
+
+
+def _flat(factors: Sequence[list[Tensor]]) -> tuple[list[Tensor], list[int]]:
+    """The dense factors of several transforms in one list, and how many each has."""
+    return [factor for each in factors for factor in each], [len(each) for each in factors]
