@@ -22,6 +22,7 @@ from ptq.shared_input import is_alike, is_here
 
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
+NO_NORM = (1.0, 0.0, False)
 SITES = ((0, 1, 2), (3,), (4, 5), (6,))
 """Which of the weights q, k, v, o, gate, up and down share an input."""
 
@@ -48,6 +49,7 @@ class Layer:
     arguments: tuple[Any, ...]
     """Norms, biases, what is done to inputs and products."""
     weights: tuple[Any, ...]
+    """The gate, and what the format says."""
     signs: tuple[Tensor, ...]
     """The stored sign vectors that `arguments` were made of, and their versions."""
     versions: tuple[int, ...]
@@ -57,13 +59,15 @@ class Layer:
         return any(map(ne, map(version, self.signs), self.versions))
 
 
-def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module]) -> Layer | None:
-    """The parts of a decoder layer as an op takes them; None where none does."""
-    kind = fast_attention.kind_of(attention)
-    if kind is None or not fast_steps.is_gated(mlp):
+def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
+    """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, before the
+    MLP, behind attention, behind the MLP."""
+    kind, act = fast_attention.kind_of(attention), fast_steps.gate_of(mlp)
+    if kind is None or act is None:
         return None
-    normed = [*norms, *(attention.get_submodule(name) for name in fast_attention.NORMS if kind)]
-    kinds = [fast_steps.norm_kind(norm) for norm in normed]
+    of_heads = [attention.get_submodule(name) if kind else None for name in fast_attention.NORMS]
+    normed = [*norms[:2], *of_heads, *norms[2:]]
+    kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in normed]
     names = (*fast_attention.INPUTS, fast_attention.OUTPUT)
     found = [*(attention._modules[name] for name in names), *(mlp._modules[name] for name in fast_steps.GATED)]
     if None in kinds or not all(
@@ -74,7 +78,8 @@ def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module]) -
     treatments, op = _treatments(linears), _op_of(linears)
     if treatments is None or op is None:
         return None
-    gains = [norm.get_parameter("weight") for norm in normed]
+    gains = [NONE if norm is None else norm.get_parameter("weight") for norm in normed]
+    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, kinds), strict=True))
     biases = [linear._parameters["bias"] for linear in linears]
     given = [bias for bias in biases if bias is not None]
     full = [NONE if bias is None else bias for bias in biases] if given else []
@@ -82,10 +87,10 @@ def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module]) -
     stored = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
-    return Layer(
-        op[0], attention, (linears[1].out_features // d, d), (*gains, *given),
-        (*_norms(gains, cast(Any, kinds)), full, *treatments), op[1], stored, tuple(map(version, stored)),
-    )  # fmt: skip
+    floats = tuple(x for x in (*gains, *given) if x is not NONE)
+    arguments = (gains, eps, offset, round_first, full, *treatments)
+    weights, heads = (act == fast_steps.GELU, *op[1]), (linears[1].out_features // d, d)
+    return Layer(op[0], attention, heads, floats, arguments, weights, stored, tuple(map(version, stored)))
 
 
 def run(layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Float[Tensor, "b t k"] | None:
@@ -112,17 +117,6 @@ def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
     if not isinstance(format, WholeLayer) or any(linear.format != format for linear in linears):
         return None
     return format.layer_op([linear.parts() for linear in linears])
-
-
-def _norms(gains: Sequence[Tensor], kinds: list[tuple[float, float, bool]]) -> list[list[Any]]:
-    """Those before attention and MLP, and maybe those of queries and keys, as the op takes all."""
-    absent = 6 - len(gains)
-    eps, offset, round_first = (list(numbers) for numbers in zip(*kinds, strict=True))
-    first = [int(x) for x in round_first]
-    return [
-        [*gains, *[NONE] * absent], [*eps, *[1.0] * absent], [*offset, *[0.0] * absent],
-        [*first, *[0] * absent],
-    ]  # fmt: skip
 
 
 def _treatments(linears: Sequence[QuantLinear]) -> tuple[Any, ...] | None:

@@ -3,10 +3,10 @@ number of tokens (`ptq.gpu_layer`).
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
-    y = x + attention(norm(x)),    result = y + mlp(norm(y)).
+    y = x + norm(attention(norm(x))),    result = y + norm(mlp(norm(y))),
 
-The call needs what `ptq.cpu_layer` or `ptq.gpu_layer` asks for, and nobody who listens in (hooks). Otherwise the
-layer's own code runs. The numbers are those of the single ops to the bit.
+where two of the four norms may be missing. The call needs what `ptq.cpu_layer` or `ptq.gpu_layer` asks for, and nobody
+who listens in (hooks). Otherwise the layer's own code runs. The numbers are those of the single ops to the bit.
 """
 
 import copy
@@ -23,7 +23,14 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ptq import cpu_layer, fast_attention, gpu_layer, matmul
 
-ATTENTION, MLP, NORMS = "self_attn", "mlp", ("input_layernorm", "post_attention_layernorm")
+ATTENTION, MLP = "self_attn", "mlp"
+Layout = tuple[str | None, str | None, str | None, str | None]
+"""The norms before attention, before the MLP, behind attention, behind the MLP, by name; None: there is none."""
+LAYOUTS: tuple[Layout, ...] = (
+    ("input_layernorm", "post_attention_layernorm", None, None),
+    (None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
+    ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"),
+)
 OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """What a layer is called with besides its input."""
 
@@ -55,8 +62,7 @@ class _Known:
         now = chain.from_iterable(map(dict.values, self.owners))
         same = sum(map(len, self.owners)) == len(self.held) and all(map(is_, now, self.held))
         if not self.held or not same or not all(map(is_, _forwards(self.instances), self.forwards)):
-            modules = [layer, *(module for name in (ATTENTION, MLP) for module in layer.get_submodule(name).modules())]
-            modules.extend(layer.get_submodule(name) for name in NORMS)
+            modules = list(layer.modules())
             self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
             self.held = [held for owner in self.owners for held in owner.values()]
             self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
@@ -80,8 +86,10 @@ def _is_ours(forward: Any) -> bool:
 def install(model: nn.Module) -> None:
     """Make the decoder layers of a model fast where they are what the steps compute."""
     for module in model.modules():
-        if "forward" not in vars(module) and _is_plain(module):
-            module.forward = functools.partial(_forward, module, _Known(_layer_of), _Known(_gpu_steps_of))
+        layout = None if "forward" in vars(module) else _layout_of(module)
+        if layout is not None:
+            finds = (functools.partial(find, layout) for find in (_layer_of, _gpu_steps_of))
+            module.forward = functools.partial(_forward, module, *map(_Known, finds))
 
 
 def _forward(
@@ -113,16 +121,17 @@ def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **othe
     return None if layer is None else cpu_layer.run(layer, x, others)
 
 
-def _layer_of(module: nn.Module) -> cpu_layer.Layer | None:
-    return cpu_layer.layer_of(*_parts(module))
+def _layer_of(layout: Layout, module: nn.Module) -> cpu_layer.Layer | None:
+    return cpu_layer.layer_of(*_parts(layout, module))
 
 
-def _gpu_steps_of(module: nn.Module) -> gpu_layer.Steps | None:
-    return gpu_layer.steps_of(*_parts(module))
+def _gpu_steps_of(layout: Layout, module: nn.Module) -> gpu_layer.Steps | None:
+    return gpu_layer.steps_of(*_parts(layout, module))
 
 
-def _parts(module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module]]:
-    return module.get_submodule(ATTENTION), module.get_submodule(MLP), [module.get_submodule(name) for name in NORMS]
+def _parts(layout: Layout, module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module | None]]:
+    norms = [None if name is None else module.get_submodule(name) for name in layout]
+    return module.get_submodule(ATTENTION), module.get_submodule(MLP), norms
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
@@ -138,21 +147,23 @@ class _StandIn(nn.Module):
         return (hidden_states.sin(), None) if self.is_attention else hidden_states.tanh()
 
 
-_PLAIN: dict[Any, bool] = {}
+_LAYOUTS: dict[Any, Layout | None] = {}
 
 
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is a decoder layer as the docstring of this file has it."""
-    if module._modules.keys() != {ATTENTION, MLP, *NORMS}:
-        return False
+def _layout_of(module: nn.Module) -> Layout | None:
+    """Where the norms of a decoder layer are; None for what is none as the docstring of this file has it."""
+    names = {*module._modules}
+    layouts = [layout for layout in LAYOUTS if names == {ATTENTION, MLP, *layout} - {None}]
+    if not layouts:
+        return None
     key = fast_attention.numbers_of(module)
-    if key not in _PLAIN:
-        _PLAIN[key] = _gives_its_numbers(module)
-    return _PLAIN[key]
+    if key not in _LAYOUTS:
+        _LAYOUTS[key] = next((layout for layout in layouts if _gives_its_numbers(module, layout)), None)
+    return _LAYOUTS[key]
 
 
 @torch.no_grad()
-def _gives_its_numbers(module: nn.Module) -> bool:
+def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = type(module).__new__(type(module))
     nn.Module.__init__(alone)
@@ -160,13 +171,17 @@ def _gives_its_numbers(module: nn.Module) -> bool:
     attention, mlp = _StandIn(True), _StandIn(False)
     setattr(alone, ATTENTION, attention)
     setattr(alone, MLP, mlp)
-    norms = []
-    for name in NORMS:
-        norms.append(copy.deepcopy(module.get_submodule(name)).to_empty(device="cpu").float())
-        for gain in norms[-1].parameters():
-            gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
-        setattr(alone, name, norms[-1])
-    x = torch.randn(1, 2, *next(norms[0].parameters()).shape, generator=generator)
+    norms, width = [], 0
+    for name in layout:
+        norm = (
+            nn.Identity() if name is None else copy.deepcopy(module.get_submodule(name)).to_empty(device="cpu").float()
+        )
+        for gain in norm.parameters():
+            width = len(gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5))
+        norms.append(norm)
+        if name is not None:
+            setattr(alone, name, norm)
+    x = torch.randn(1, 2, width, generator=generator)
     others = {name: object() for name in OTHERS}  # attention gets them as they are
     try:
         found = type(module).forward(alone.eval(), x, **others)
@@ -174,5 +189,5 @@ def _gives_its_numbers(module: nn.Module) -> bool:
         return False  # it wants something else
     if any(attention.given.get(name) is not value for name, value in others.items()):
         return False
-    y = x + attention(norms[0](x))[0]
-    return isinstance(found, Tensor) and torch.equal(found, y + mlp(norms[1](y)))
+    y = x + norms[2](attention(norms[0](x))[0])
+    return isinstance(found, Tensor) and torch.equal(found, y + norms[3](mlp(norms[1](y))))

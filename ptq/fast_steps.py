@@ -44,8 +44,8 @@ def install(model: nn.Module) -> None:
             module.forward = functools.partial(norm_forward, module, *kind)
         elif with_fast_rotary(type(module).forward) is not None:
             module.forward = functools.partial(_attention_forward, module, fast_attention.kind_of(module))
-        elif is_gated(module):
-            module.forward = functools.partial(_gated_forward, module)
+        elif (act := gate_of(module)) is not None:
+            module.forward = functools.partial(_gated_forward, module, act)
         elif is_router(module):
             module.forward = functools.partial(_router_forward, module)
 
@@ -105,33 +105,37 @@ def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first
 # --- the gate of the MLP --------------------------------------------------------------------------------------------
 
 GATED, ACTIVATION = ("gate_proj", "up_proj", "down_proj"), "act_fn"
+SILU, GELU = "silu", "gelu_tanh"
+GATES = {SILU: steps.silu_mul, GELU: steps.gelu_mul}
 
 
-def _gated_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def _gated_forward(module: nn.Module, act: str, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
         x, parts = args[0], module._modules
-        if x.numel() and has_steps(x):
+        if x.numel() and has_steps(x) and (act == SILU or not is_gpu(x)):
             gate, up = products([parts["gate_proj"], parts["up_proj"]], x)  # pyright: ignore[reportArgumentType]
             if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
-                return down(parts["down_proj"], gate, up)
+                return down(parts["down_proj"], gate, up, act)
     return type(module).forward(module, *args, **kwargs)
 
 
-def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t n"]:
-    """What a linear gives for silu(gate) * up."""
+def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], act: str = SILU) -> Float[Tensor, "*t n"]:
+    """What a linear gives for act(gate) * up; on a GPU act is silu."""
     if is_gpu(gate, up) and stays_on_gpu(linear) and not linear._forward_hooks and not linear._forward_pre_hooks:
         seen = torch.ops.ptq.gate_input.default(gate, up, *linear.treatment())
         return linear.finished(linear.product_of(seen, gate.dtype), gate.dtype)
-    return linear(torch.ops.ptq.silu_mul.default(gate, up))
+    op = torch.ops.ptq.silu_mul if act == SILU else torch.ops.ptq.gelu_mul
+    return linear(op.default(gate, up))
 
 
-def is_gated(module: nn.Module) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x)). Each is tried: the same class may have another gate."""
-    return module._modules.keys() == {*GATED, ACTIVATION} and _gives_a_gate(module)
+def gate_of(module: nn.Module) -> str | None:
+    """Which of `GATES` act is where a module computes down(act(gate(x)) * up(x)); None for any other. Each is tried:
+    the same class may have another gate."""
+    return _gate_that_it_gives(module) if module._modules.keys() == {*GATED, ACTIVATION} else None
 
 
 @torch.no_grad()
-def _gives_a_gate(module: nn.Module) -> bool:
+def _gate_that_it_gives(module: nn.Module) -> str | None:
     generator = torch.Generator().manual_seed(0)
     alone = type(module).__new__(type(module))
     nn.Module.__init__(alone)
@@ -143,7 +147,8 @@ def _gives_a_gate(module: nn.Module) -> bool:
     setattr(alone, ACTIVATION, module._modules[ACTIVATION])
     x = torch.randn(1, 3, 8, generator=generator)
     gate, up, down = (alone.get_submodule(name) for name in GATED)
-    return torch.equal(type(module).forward(alone.eval(), x), down(steps.silu_mul(gate(x), up(x))))
+    found = type(module).forward(alone.eval(), x)
+    return next((act for act, step in GATES.items() if torch.equal(found, down(step(gate(x), up(x))))), None)
 
 
 # --- the router of experts ------------------------------------------------------------------------------------------

@@ -41,10 +41,14 @@ MERGED_ROWS = (64, 1)
 attention takes these, but the gate would copy them."""
 
 
-def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module]) -> Steps | None:
-    """The steps of a layer of these parts; None where they are not of the known kinds, or packed on one GPU."""
-    kinds = [fast_steps.norm_kind(norm) for norm in norms]
-    if fast_attention.kind_of(attention) is None or None in kinds or not fast_steps.is_gated(mlp):
+def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Steps | None:
+    """The steps of a layer of these parts; None where they are not of the known kinds, or packed on one GPU. `norms`:
+    as in `ptq.cpu_layer.layer_of`; there must be the first two alone."""
+    before = [norm for norm in norms[:2] if norm is not None]
+    kinds = [fast_steps.norm_kind(norm) for norm in before]
+    if len(before) < 2 or None in kinds or any(norm is not None for norm in norms[2:]):
+        return None
+    if fast_attention.kind_of(attention) is None or fast_steps.gate_of(mlp) != fast_steps.SILU:
         return None
     first = [attention._modules[name] for name in fast_attention.INPUTS]
     *gated, down = (mlp._modules[name] for name in fast_steps.GATED)
@@ -53,7 +57,7 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module]) -
     linears = cast(list[QuantLinear], [*first, *gated])
     if not all(is_alike(linears[0], x) for x in linears[1:3]) or not is_alike(linears[3], linears[4]):
         return None
-    gains = [norm.get_parameter("weight") for norm in norms]
+    gains = [norm.get_parameter("weight") for norm in before]
     full = [(gain, *cast(tuple[float, float, bool], kind)) for gain, kind in zip(gains, kinds, strict=True)]
     merged = merge(linears[:3]), merge(linears[3:])
     return Steps(

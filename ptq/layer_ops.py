@@ -2,7 +2,7 @@
 
 RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys, of each head or of all as one vector; rotary
 embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; added to the
-layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up, down_proj; an RMSNorm; added again.
+layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`), down_proj; an RMSNorm; added again.
 
 Lists:
 
@@ -38,7 +38,7 @@ SCHEMA = (
     "Tensor x, Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, "
     "float[] clips, Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, "
     "int[] back_counts, int[] back_orders, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
-    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling"
+    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, bool gelu"
 )
 
 Products = Callable[..., list[Tensor]]
@@ -71,7 +71,7 @@ def _split(factors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
 def _layer(
     products, x, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
     back_factors, back_counts, back_orders, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order,
-    scaling, *weights,
+    scaling, gelu, *weights,
 ):  # fmt: skip
     inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
 
@@ -103,5 +103,6 @@ def _layer(
         sinks = cache[4:] or (None, None, None)
         attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks)
     y = x + norm(linears(attended, 1, 3, 4)[0], 4)
-    gated = torch.ops.ptq.silu_mul(*linears(norm(y, 1), 2, 4, 6))
+    act = torch.ops.ptq.gelu_mul if gelu else torch.ops.ptq.silu_mul
+    gated = act(*linears(norm(y, 1), 2, 4, 6))
     return y + norm(linears(gated, 3, 6, 7)[0], 5)

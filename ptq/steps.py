@@ -12,7 +12,8 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
 - `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys, and
   values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
   its own token and all before it. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
-- `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype.
+- `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
+  tanh (Hendrycks and Gimpel, arXiv 1606.08415).
 """
 
 import torch
@@ -27,6 +28,7 @@ SCHEMAS = {
     "decode_attention": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
     "int before, float scaling) -> Tensor",
     "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
+    "gelu_mul": "(Tensor gate, Tensor up) -> Tensor",
 }
 
 
@@ -85,12 +87,24 @@ def silu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Te
     return torch.nn.functional.silu(gate) * up
 
 
-REFERENCES = {"rms_norm": rms_norm, "rotary": rotary, "decode_attention": decode_attention, "silu_mul": silu_mul}
+def gelu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
+    """`ptq::gelu_mul` in plain torch."""
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+REFERENCES = {
+    "rms_norm": rms_norm,
+    "rotary": rotary,
+    "decode_attention": decode_attention,
+    "silu_mul": silu_mul,
+    "gelu_mul": gelu_mul,
+}
 FAKES = {
     "rms_norm": lambda x, gain, eps, offset, round_first: x.new_empty(x.shape),
     "rotary": lambda q, k, cos, sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
     "decode_attention": lambda q, *rest: q.new_empty(q.shape),
     "silu_mul": lambda gate, up: gate.new_empty(gate.shape),
+    "gelu_mul": lambda gate, up: gate.new_empty(gate.shape),
 }
 
 declare_all(SCHEMAS, REFERENCES, FAKES)

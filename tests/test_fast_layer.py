@@ -37,8 +37,6 @@ OTHERS = dict.fromkeys(
         "granite",
         "olmo2",
         "olmo3",
-        "gemma",
-        "gemma3_text",
         "mixtral",
         "olmoe",
         "glm4_moe",
@@ -47,8 +45,8 @@ OTHERS = dict.fromkeys(
     ),
     0,
 ) | {"qwen3_moe": 1, "qwen2_moe": 1}
-"""Families whose layers are not x + attention(norm(x)), then y + mlp(norm(y)) with silu, or whose projections are
-fused; and how many of two are."""
+"""Families whose layers are another thing than `ptq.fast_layer` says, whose projections are fused, or whose rotary
+embedding is in float32 (OLMo); and how many of two are not."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -281,14 +279,13 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == "" and fast_layer._is_plain(
-        LlamaDecoderLayer(config, 0)
-    )
-    assert fast_attention.kind_of(Attention(config, 0)) is None and not fast_layer._is_plain(Layer(config, 0))
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ""
+    assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
+    assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
     for multiplier in (1.0, 0.3):  # one class, two functions
         config = tiny_config("granite")
         config.residual_multiplier = multiplier
-        assert fast_layer._is_plain(GraniteDecoderLayer(config, 0)) == (multiplier == 1.0)
+        assert (fast_layer._layout_of(GraniteDecoderLayer(config, 0)) is not None) == (multiplier == 1.0)
 
 
 def test_what_is_changed_between_tokens_is_seen(packed) -> None:

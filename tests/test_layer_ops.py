@@ -63,6 +63,7 @@ def arguments(
     back: bool = False,
     signed: bool = False,
     biases: str = "o",
+    gelu: bool = False,
     batch: int = 2,
 ) -> tuple[Any, list[Any]]:
     """The op and its arguments, with seven tokens before. `norms`: before attention and MLP, of queries and keys (by
@@ -97,16 +98,18 @@ def arguments(
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, 1, HIDDEN, dtype=dtype)
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
-    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5]
+    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5, gelu]
     return found[0], [x, *norm, given, *inputs, *outputs, *rest, *found[1]]
 
 
 TWO_SIDED: dict[str, Any] = dict(orders=(64, 96, 64, 96), back=True, signed=True)
 CASES: list[dict[str, Any]] = [
     {}, {"bits": 0, "biases": ""}, {"bits": 4, "cache": "packed"}, {"cache": "sinks", "norms": "amqk"},
-    {"norms": "amqkAM", "orders": (0, 0, 0, 0), "biases": "qkvogud"}, {"norms": "AMqk", "orders": (0, 32, 0, 96)},
+    {"norms": "amqkAM", "orders": (0, 0, 0, 0), "biases": "qkvogud"},
+    {"norms": "AMqk", "orders": (0, 32, 0, 96), "gelu": True},
     {"bits": 0, "cache": "packed", "batch": 1, "orders": (0, 0, 0, 96)}, TWO_SIDED, TWO_SIDED | {"bits": 0, "batch": 4},
-    TWO_SIDED | {"biases": "qkvogud", "cache": "packed"}, TWO_SIDED | {"signed": False, "norms": "", "biases": ""},
+    TWO_SIDED | {"biases": "qkvogud", "cache": "packed", "gelu": True},
+    TWO_SIDED | {"signed": False, "norms": "", "biases": ""},
 ]  # fmt: skip
 
 

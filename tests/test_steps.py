@@ -102,7 +102,15 @@ def test_gate_of_the_mlp(dtype: torch.dtype, level: str) -> None:
         found, wanted = torch.ops.ptq.silu_mul(gate, up), steps.silu_mul(gate, up)
         torch.testing.assert_close(found, wanted, rtol=2**-20 if dtype == torch.float32 else 2**-7, atol=1e-30)
         assert shape[0] == 0 or (found == wanted).double().mean() > (0.5 if dtype == torch.float32 else 0.99)
-    assert torch.ops.ptq.silu_mul(torch.full((4,), torch.nan), torch.ones(4)).isnan().all()
+        gate = gate / 10  # far below zero torch's 1 + tanh loses its digits
+        found = torch.ops.ptq.gelu_mul(gate, up)
+        wanted = torch.nn.functional.gelu(gate.double(), approximate="tanh").to(dtype) * up
+        torch.testing.assert_close(found, wanted, rtol=2**-19 if dtype == torch.float32 else 2**-6, atol=1e-12)
+        assert shape[0] == 0 or (found == wanted).double().mean() > (0.2 if dtype == torch.float32 else 0.9)
+    for op in (torch.ops.ptq.silu_mul, torch.ops.ptq.gelu_mul):
+        assert op(torch.full((4,), torch.nan), torch.ones(4)).isnan().all()
+        far = torch.tensor([-3e38, -1e13, -200.0, 0.0, 200.0, 1e13, 3e38])
+        assert torch.equal(op(far, torch.ones(7)), far.clamp(min=0) + 0.0)
 
 
 def test_ops_and_refusals(level: str) -> None:
@@ -111,6 +119,7 @@ def test_ops_and_refusals(level: str) -> None:
     q, cos = draw(1, 2, 3, 8, dtype=torch.float32), draw(1, 3, 8, dtype=torch.float32)
     torch.library.opcheck(torch.ops.ptq.rotary.default, (q, q.clone(), cos, cos.clone()))
     torch.library.opcheck(torch.ops.ptq.silu_mul.default, (x, x.clone()))
+    torch.library.opcheck(torch.ops.ptq.gelu_mul.default, (x, x.clone()))
     heads = draw(1, 1, 16, dtype=torch.float32)
     room = [draw(1, 2, 5, 8, dtype=torch.float32) for _ in "kv"]
     arguments = (heads, heads.clone(), heads.clone(), cos[:, :1], cos[:, 1:2], *room, 3, 0.3)

@@ -170,7 +170,7 @@ Tensors multiplied(const Seen& in, size_t first, size_t last, const Tensors& bia
 
 template <class Weights>
 Tensor compute(const Tensor& x, const Norms& norm, const Linears<Weights>& linears, const Tensor& cos,
-               const Tensor& sin, const Cache& cache, double scaling) {
+               const Tensor& sin, const Cache& cache, double scaling, bool gelu) {
     norm.check(), linears.check(), cache.check();
     STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "layer: expected x [b, 1, k]");
     const Tensors qkv = linears(norm(x, before_attention), to_qkv, q, o);
@@ -178,7 +178,8 @@ Tensor compute(const Tensor& x, const Norms& norm, const Linears<Weights>& linea
         cache.attend(norm.of_heads(qkv[q], of_queries), norm.of_heads(qkv[k], of_keys), qkv[v], cos, sin, scaling);
     const Tensor y = steps::sum(x, norm(linears(attended, to_o, o, gate).front(), after_attention));
     const Tensors gated = linears(norm(y, before_mlp), to_gate_up, gate, down);
-    const Tensor last = linears(steps::silu_mul(gated[0], gated[1]), to_down, down, weight_count).front();
+    const Tensor inner = (gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
+    const Tensor last = linears(inner, to_down, down, weight_count).front();
     return steps::sum(y, norm(last, after_mlp));
 }
 
@@ -189,13 +190,13 @@ Tensor op(const Tensor& x, const Tensors& gains, const Floats& eps, const Floats
           const Ints& counts, const Ints& orders, const Tensors& sv, const Tensors& back_factors,
           const Ints& back_counts, const Ints& back_orders, const Tensor& cos, const Tensor& sin, const Tensors& parts,
           int64_t before, const Ints& cache_bits, double cache_clip, const Tensors& cache_factors, int64_t cache_order,
-          double scaling, Arguments... weights) {
+          double scaling, bool gelu, Arguments... weights) {
     const Transforms inputs(su, factors, counts, orders, site_count);
     const Transforms outputs(sv, back_factors, back_counts, back_orders, weight_count);
     const Held held{weights...};
     return compute(x, {gains, eps, offset, round_first},
                    Linears<Held>{held, biases, input_bits, clips, inputs, outputs}, cos, sin,
-                   {parts, before, cache_bits, cache_clip, cache_factors, cache_order}, scaling);
+                   {parts, before, cache_bits, cache_clip, cache_factors, cache_order}, scaling, gelu);
 }
 
 }  // namespace ptq::layer

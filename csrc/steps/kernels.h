@@ -23,12 +23,13 @@ struct Rotary {
     int64_t d;
 };
 
-// y = silu(gate) * up, both rounded.
+// y = act(gate) * up, both rounded: act is silu, or the approximation of GELU by a tanh.
 struct Gated {
     Number type;  // of all three
     const void *gate, *up;
     void* y;
     int64_t size;
+    bool gelu;
 };
 
 // y = a + b, rounded.

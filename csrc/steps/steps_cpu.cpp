@@ -1,5 +1,5 @@
-// ptq::rms_norm, rotary, silu_mul and decode_attention for the CPU. Schemas, fake kernels and references are in
-// ptq/steps.py.
+// ptq::rms_norm, rotary, silu_mul, gelu_mul and decode_attention for the CPU. Schemas, fake kernels and references are
+// in ptq/steps.py.
 #include "steps/steps_cpu.h"
 
 #include <torch/csrc/stable/library.h>
@@ -89,15 +89,27 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor
     return {rotated(q, c, s, type), rotated(k, c, s, type)};
 }
 
-Tensor silu_mul(const Tensor& gate, const Tensor& up) {
-    const Number type = number_of(gate, "silu_mul");
+namespace {
+
+Tensor gated(const Tensor& gate, const Tensor& up, bool gelu, const char* op) {
+    const Number type = number_of(gate, op);
     const auto a = gate.sizes(), b = up.sizes();
-    STD_TORCH_CHECK(up.scalar_type() == gate.scalar_type() && std::equal(a.begin(), a.end(), b.begin(), b.end()),
-                    "silu_mul: expected two tensors of one shape and dtype");
+    STD_TORCH_CHECK(up.scalar_type() == gate.scalar_type() && std::equal(a.begin(), a.end(), b.begin(), b.end()), op,
+                    ": expected two tensors of one shape and dtype");
     const Tensor x = compact(gate), y = compact(up), out = fresh(a, gate.scalar_type());
-    const Gated p{type, x.const_data_ptr(), y.const_data_ptr(), out.mutable_data_ptr(), x.numel()};
+    const Gated p{type, x.const_data_ptr(), y.const_data_ptr(), out.mutable_data_ptr(), x.numel(), gelu};
     run(kernels().gated, p, (p.size + 15) / 16, 16);
     return out;
+}
+
+}  // namespace
+
+Tensor silu_mul(const Tensor& gate, const Tensor& up) {
+    return gated(gate, up, false, "silu_mul");
+}
+
+Tensor gelu_mul(const Tensor& gate, const Tensor& up) {
+    return gated(gate, up, true, "gelu_mul");
 }
 
 Tensor sum(const Tensor& a, const Tensor& b) {
@@ -196,5 +208,6 @@ STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&ptq::steps::rms_norm));
     m.impl("rotary", TORCH_BOX(&ptq::steps::rotary));
     m.impl("silu_mul", TORCH_BOX(&ptq::steps::silu_mul));
+    m.impl("gelu_mul", TORCH_BOX(&ptq::steps::gelu_mul));
     m.impl("decode_attention", TORCH_BOX(&ptq::steps::decode_attention));
 }
