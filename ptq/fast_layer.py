@@ -98,7 +98,7 @@ class _Known:
             self.instances = [vars(module) for module in modules]
             self.forwards = list(_forwards(self.instances))
             self.found = self.find(layer) if all(map(_is_ours, self.forwards)) else None
-        return None if any(self.hooks) else self.found
+        return None if any(self.hooks) and not all(map(_is_idle, self.hooks)) else self.found
 
 
 def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
@@ -109,6 +109,12 @@ def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
 def _is_ours(forward: Any) -> bool:
     """Whether a forward is the class's own (None), or one that this package has installed."""
     return forward is None or getattr(getattr(forward, "func", None), "__module__", "").startswith("ptq.")
+
+
+def _is_idle(hooks: dict[int, Any]) -> bool:
+    """Whether all hooks are those that transformers leaves behind where hidden states were asked for once; those inside
+    of a layer wait for attention weights, which our attention has none of."""
+    return all(getattr(hook, "__module__", None) == "transformers.utils.output_capturing" for hook in hooks.values())
 
 
 def install(model: nn.Module) -> None:
@@ -189,7 +195,7 @@ def _layer_of(module: nn.Module) -> _Layer | None:
     weights = format.layer_weights([x.parts() for x in (*others, down)], biases)
     if weights is None:
         return None
-    gains = [norm.get_parameter("weight") for norm in normed]
+    gains = [cast(Tensor, norm._parameters["weight"]) for norm in normed]  # no Parameter under functional_call
     eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, norms), strict=True))
     inputs = others[0].input_bits, clips, factors, order, down.input_bits, down_clip
     arguments = (gains, eps, offset, [int(x) for x in round_first], *weights, *inputs)
