@@ -93,6 +93,18 @@ def test_what_it_is_made_for() -> None:
         assert matmul.is_decode(x[:1], learned, None)
 
 
+@torch.no_grad()
+def test_autocast_gives_one_dtype_for_any_number_of_tokens() -> None:
+    x, w, _ = draw(6, 64, matmul.FEW_TOKENS + 1, torch.float32)
+    plain = fast_decode.FewTokensLinear(64, 6, bias=False)
+    plain.weight.copy_(w)
+    with torch.autocast("cpu", torch.bfloat16):
+        for tokens in (1, matmul.FEW_TOKENS, matmul.FEW_TOKENS + 1):
+            assert plain(x[:tokens]).dtype == torch.bfloat16
+            assert torch.equal(plain(x[:tokens]), torch.nn.functional.linear(x[:tokens], plain.weight))
+    assert plain(x[:1]).dtype == torch.float32
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("tokens", [1, matmul.FEW_ROWS])
 @torch.no_grad()
