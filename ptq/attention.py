@@ -55,6 +55,15 @@ def install(model: Any, settings: CacheQuantization) -> None:
     setattr(base, SETTINGS, settings)
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = _refuse_continuous_batching
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    raise InputError(
+        "continuous batching has a KV cache of its own, in 16 bits, and the model's is quantised: use generate, or a "
+        "checkpoint that was made without --kv-bits, --key-bits and --value-bits"
+    )
 
 
 def _register(settings: CacheQuantization) -> None:

@@ -245,6 +245,12 @@ def test_caches_of_other_models_are_refused() -> None:
         logits(model, tokens(1, 5))
 
 
+def test_continuous_batching_is_refused() -> None:
+    model = model_of(FOUR)
+    with pytest.raises(InputError, match="continuous batching has a KV cache of its own"):
+        model.generate_batch([[5, 6, 7]], warmup=False)
+
+
 # --- the model object ------------------------------------------------------------------------------------------------
 
 
