@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, StaticCache
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ptq import hadamard, kv_ops, prefill_attention
 from ptq.errors import InputError
@@ -46,16 +47,31 @@ def install(model: Any, settings: CacheQuantization) -> None:
     """See `ptq.kv_cache.attach`."""
     config = model.config
     check(config, settings)
-    name = implementation(settings)
-    AttentionInterface.register(name, functools.partial(forward, settings))
-    AttentionMaskInterface.register(name, sdpa_mask)
-    model.set_attn_implementation(name)
+    _register(settings)
+    model.set_attn_implementation(implementation(settings))
     base = model.base_model
     if not hasattr(base, SETTINGS):
         base.register_forward_pre_hook(_before_forward, with_kwargs=True)
     setattr(base, SETTINGS, settings)
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = _refuse_continuous_batching
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    raise InputError(
+        "continuous batching has a KV cache of its own, in 16 bits, and the model's is quantised: use generate, or a "
+        "checkpoint that was made without --kv-bits, --key-bits and --value-bits"
+    )
+
+
+def _register(settings: CacheQuantization) -> None:
+    """Let transformers know the attention function for these settings."""
+    name = implementation(settings)
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, functools.partial(forward, settings))
+        AttentionMaskInterface.register(name, sdpa_mask)
 
 
 def implementation(settings: CacheQuantization) -> str:
@@ -175,6 +191,8 @@ def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"the attention implementation was changed to {config._attn_implementation!r}: the model has a quantised "
             "KV cache and needs its own; do not call set_attn_implementation"
         )
+    if not torch.compiler.is_compiling():
+        _register(settings)  # a model that was pickled has come to another process
     kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
     cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
     if cache is None and (config.use_cache if use_cache is None else use_cache):

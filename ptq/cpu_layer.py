@@ -78,7 +78,7 @@ def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     treatments, op = _treatments(linears), _op_of(linears)
     if treatments is None or op is None:
         return None
-    gains = [NONE if norm is None else norm.get_parameter("weight") for norm in normed]
+    gains = [NONE if norm is None else cast(Tensor, norm._parameters["weight"]) for norm in normed]
     eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, kinds), strict=True))
     biases = [linear._parameters["bias"] for linear in linears]
     given = [bias for bias in biases if bias is not None]

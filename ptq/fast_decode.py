@@ -47,10 +47,23 @@ def install(model: PreTrainedModel) -> None:
     install_attention(model)
 
 
-def install_attention(model: PreTrainedModel) -> None:
+def install_attention(model: Any) -> None:
     """Put `attention` in the place of "sdpa"; not where the model's own code asks whether it has that."""
     if model.config._attn_implementation == "sdpa" and not _asks_by_name(type(model)):
         model.set_attn_implementation(ATTENTION)
+        if hasattr(model, "init_continuous_batching"):
+            model.init_continuous_batching = functools.partial(_init_continuous_batching, model)
+
+
+def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """As transformers does it, which takes no attention but its own: the model has "sdpa" until the manager stops."""
+    own = model.config._attn_implementation
+    if own == ATTENTION:
+        model.set_attn_implementation("sdpa")
+    manager = type(model).init_continuous_batching(model, *args, **kwargs)
+    if own == ATTENTION:
+        manager._original_attn_impl = own
+    return manager
 
 
 @functools.cache

@@ -70,7 +70,7 @@ class _Known:
             self.instances = [vars(module) for module in modules]
             self.forwards = list(_forwards(self.instances))
             self.found = self.find(layer) if all(map(_is_ours, self.forwards)) else None
-        return None if any(self.hooks) else self.found
+        return None if any(self.hooks) and not all(map(_is_idle, self.hooks)) else self.found
 
 
 def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
@@ -81,6 +81,12 @@ def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
 def _is_ours(forward: Any) -> bool:
     """Whether a forward is the class's own (None), or one that this package has installed."""
     return forward is None or getattr(getattr(forward, "func", None), "__module__", "").startswith("ptq.")
+
+
+def _is_idle(hooks: dict[int, Any]) -> bool:
+    """Whether all hooks are those that transformers leaves behind where hidden states were asked for once; those inside
+    of a layer wait for attention weights, which our attention has none of."""
+    return all(getattr(hook, "__module__", None) == "transformers.utils.output_capturing" for hook in hooks.values())
 
 
 def install(model: nn.Module) -> None:

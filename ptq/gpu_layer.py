@@ -57,7 +57,7 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     linears = cast(list[QuantLinear], [*first, *gated])
     if not all(is_alike(linears[0], x) for x in linears[1:3]) or not is_alike(linears[3], linears[4]):
         return None
-    gains = [norm.get_parameter("weight") for norm in before]
+    gains = [cast(Tensor, norm._parameters["weight"]) for norm in before]  # no Parameter under functional_call
     full = [(gain, *cast(tuple[float, float, bool], kind)) for gain, kind in zip(gains, kinds, strict=True)]
     merged = merge(linears[:3]), merge(linears[3:])
     return Steps(

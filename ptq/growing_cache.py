@@ -12,6 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from ptq.errors import InputError
+
 CHUNK = 256
 """The room is a multiple of so many tokens, and an eighth more than was needed when it was made."""
 
@@ -24,10 +26,11 @@ class GrowingLayer(DynamicLayer):
 
     def reserve(self, key: tuple[int, ...], value: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
         """Keys and values [b, h, room, d] with room for new ones of these shapes, [b, h, t, d], and the number of
-        tokens before them."""
+        tokens before them. Raises InputError for another number of rows."""
         (keys, before), (values, others) = self._held["keys"], self._held["values"]
         if keys is not None and values is not None and before is not None and before == others:  # the usual case
-            if before + key[2] <= min(keys.shape[2], values.shape[2]) and not (_is_frozen(keys) or _is_frozen(values)):
+            size = min(keys.shape[2], values.shape[2]) if keys.shape[0] == key[0] else 0
+            if before + key[2] <= size and not (_is_frozen(keys) or _is_frozen(values)):
                 return keys, values, before
         if not self.is_initialized:
             self.lazy_initialization(like, like)
@@ -35,6 +38,8 @@ class GrowingLayer(DynamicLayer):
         rooms = []
         for name, shape in (("keys", key), ("values", value)):
             room, length = self._held[name]
+            if before and room is not None and room.shape[0] != shape[0]:
+                raise InputError(f"the KV cache holds {room.shape[0]} rows, the input has {shape[0]}")
             if length is None or room is None or room.shape[2] < before + shape[2] or _is_frozen(room):
                 room = _with_room(self._get(name) if before else None, before, shape, like)
                 self._held[name] = room, before

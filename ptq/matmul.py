@@ -60,8 +60,9 @@ def linear(
 
 
 def few_tokens_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`torch.nn.functional.linear`, faster for few tokens."""
-    if is_decode(x, w, bias):
+    """`torch.nn.functional.linear`, faster for few tokens; not where autocast would give another dtype."""
+    changed = torch.is_autocast_enabled("cpu") and x.dtype != torch.get_autocast_dtype("cpu")
+    if not changed and is_decode(x, w, bias):
         return torch.ops.ptq.dense_linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 

@@ -1,12 +1,13 @@
 """Few tokens through plain layers: `ptq::dense_linear` at every level, and a loaded model that uses it."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from conftest import save_model, tiny_config, tiny_model
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ptq
@@ -93,6 +94,18 @@ def test_what_it_is_made_for() -> None:
         assert matmul.is_decode(x[:1], learned, None)
 
 
+@torch.no_grad()
+def test_autocast_gives_one_dtype_for_any_number_of_tokens() -> None:
+    x, w, _ = draw(6, 64, matmul.FEW_TOKENS + 1, torch.float32)
+    plain = fast_decode.FewTokensLinear(64, 6, bias=False)
+    plain.weight.copy_(w)
+    with torch.autocast("cpu", torch.bfloat16):
+        for tokens in (1, matmul.FEW_TOKENS, matmul.FEW_TOKENS + 1):
+            assert plain(x[:tokens]).dtype == torch.bfloat16
+            assert torch.equal(plain(x[:tokens]), torch.nn.functional.linear(x[:tokens], plain.weight))
+    assert plain(x[:1]).dtype == torch.float32
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("tokens", [1, matmul.FEW_ROWS])
 @torch.no_grad()
@@ -139,6 +152,19 @@ def test_a_loaded_model(tmp_path) -> None:
     for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
         assert name == other and torch.equal(a, b)
     assert torch.equal(copy.deepcopy(model).lm_head.weight, model.lm_head.weight)
+
+
+def test_continuous_batching() -> None:
+    """transformers takes no attention but its own for that, and gives ours back."""
+    model: Any = tiny_model(tiny_config("llama"))
+    fast_decode.install(model)
+    rows = [list(range(4, 16)), list(range(20, 27))]
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    wanted = [model.generate(torch.tensor([row]), generation_config=settings)[0, len(row) :].tolist() for row in rows]
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=32)
+    found = model.generate_batch(rows, settings, small, warmup=False)
+    assert [row.generated_tokens for row in found.values()] == wanted
+    assert model.config._attn_implementation == fast_decode.ATTENTION
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import CACHED, DISTINCT, PLAIN_ATTENTION, decode, save_model, tiny_config
 from torch import nn
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
@@ -223,6 +224,41 @@ def test_hooks_on_all_modules_hear_a_decoded_token(packed) -> None:
     hook.remove()
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert heard.count("LlamaMLP") == 5 * 2
+
+
+@torch.no_grad()
+def test_hidden_states_that_were_asked_for_once_slow_nothing_down(packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers leaves its hooks in the layers."""
+    model, calls = packed("W4A8"), counted(monkeypatch, fast_layer, "_decoded")
+    wanted = decode(model)
+    found = model(torch.arange(4, 10)[None], output_hidden_states=True, use_cache=True)
+    assert any(module._forward_hooks for module in model.get_decoder().layers[0].modules())
+    calls.clear()
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+    assert calls == [False] * 2 + [True] * 8
+    states = model(torch.tensor([[5]]), output_hidden_states=True, past_key_values=found.past_key_values).hidden_states
+    whole = model(torch.tensor([[*range(4, 10), 5]]), output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    for a, b in zip(states, whole, strict=True):
+        torch.testing.assert_close(a, b[:, -1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@torch.no_grad()
+def test_other_numbers_under_functional_call(recipe: str, packed) -> None:
+    model = packed(recipe)
+    doubled = {name: p * 2 for name, p in model.named_parameters() if "layernorm" in name}
+    changed = copy.deepcopy(model)
+    changed.load_state_dict(doubled, strict=False)
+    ids, before = torch.arange(4, 10)[None], decode(model)
+    found, wanted = [], []
+    caches = [model(ids, use_cache=True).past_key_values for _ in range(2)]
+    for token in ids[0, :3]:
+        one = token.view(1, 1)
+        found.append(functional_call(model, doubled, (one,), {"past_key_values": caches[0]}).logits)
+        wanted.append(changed(one, past_key_values=caches[1]).logits)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), before, strict=True))
 
 
 def test_a_changed_weight_is_seen(packed) -> None:

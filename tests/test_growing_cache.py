@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import tiny_config, tiny_model
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ptq import fast_decode
+from ptq.errors import InputError
 from ptq.growing_cache import CHUNK, GrowingLayer, growing_layer
 
 
@@ -84,6 +87,24 @@ def test_copies_gradients_and_inference_mode() -> None:
     keys, _ = growing.update(key, draw(1, 8), 0)
     keys.sum().backward()
     assert key.grad is not None and (key.grad == 1).all()
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["as it was given", "with room"])
+@pytest.mark.parametrize("rows", [(1, 3), (3, 1), (3, 2)])
+@torch.no_grad()
+def test_another_number_of_rows_is_refused(rows: tuple[int, int], used: bool) -> None:
+    """A row would become several, silently."""
+    model: Any = tiny_model(tiny_config("llama"))
+    fast_decode.install(model)
+    cache = model(torch.full((rows[0], 4), 5), use_cache=True).past_key_values
+    if used:
+        model(torch.full((rows[0], 1), 5), past_key_values=cache)
+    assert type(cache.layers[0]) is (GrowingLayer if used else DynamicLayer)
+    for tokens in (1, 2) if used else (1,):
+        with pytest.raises(InputError, match=f"holds {rows[0]} rows, the input has {rows[1]}"):
+            model(torch.full((rows[1], tokens), 5), past_key_values=cache)
+    found = model(torch.full((rows[0], 1), 5), past_key_values=cache).logits  # it is as it was
+    torch.testing.assert_close(found, model(torch.full((rows[0], 6 if used else 5), 5)).logits[:, -1:])
 
 
 def test_other_caches_are_left_alone() -> None:

@@ -1,6 +1,9 @@
 """The packed KV cache in a model: what is measured without a cache is what `generate` sees."""
 
 import copy
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,6 +245,12 @@ def test_caches_of_other_models_are_refused() -> None:
         logits(model, tokens(1, 5))
 
 
+def test_continuous_batching_is_refused() -> None:
+    model = model_of(FOUR)
+    with pytest.raises(InputError, match="continuous batching has a KV cache of its own"):
+        model.generate_batch([[5, 6, 7]], warmup=False)
+
+
 # --- the model object ------------------------------------------------------------------------------------------------
 
 
@@ -261,6 +270,25 @@ def test_attaching_again_copying_and_saving(tmp_path: Any) -> None:
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert loaded.config._attn_implementation == "sdpa" and torch.equal(logits(loaded, ids), plain)
+
+
+ELSEWHERE = """
+import pickle, sys
+from pathlib import Path
+import torch
+model, ids = pickle.loads(Path(sys.argv[1]).read_bytes())
+with torch.no_grad():
+    torch.save([model(ids).logits, model.generate(ids, max_new_tokens=3, do_sample=False)], sys.argv[2])
+"""
+
+
+def test_a_pickled_model_in_another_process(tmp_path: Path) -> None:
+    model, ids = model_of(MIXED), tokens(1, 20)
+    (tmp_path / "model").write_bytes(pickle.dumps((model, ids)))
+    subprocess.run([sys.executable, "-c", ELSEWHERE, tmp_path / "model", tmp_path / "found"], check=True)
+    found, generated = torch.load(tmp_path / "found")
+    close(found, logits(model, ids))
+    assert torch.equal(generated, model.generate(ids, max_new_tokens=3, do_sample=False))
 
 
 def test_positional_arguments_of_the_base_model() -> None:
