@@ -100,6 +100,8 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         attach(model_of(None, "mistral", sliding_window=8), CacheQuantization(sinks=4))
     with pytest.raises(InputError, match="caps the logits"):
         attach(model_of(None, "gemma3_text", attn_logit_softcapping=50.0), FOUR)
+    with pytest.raises(InputError, match="use_bidirectional_attention"):
+        attach(model_of(None, "gemma2", attn_logit_softcapping=None, use_bidirectional_attention=True), FOUR)
 
 
 @pytest.mark.parametrize("model_type", [name for name in DISTINCT if name not in CACHED])

@@ -98,7 +98,8 @@ def test_quantised_and_compared_with_the_whole(saved: tuple[str, bool, Path, tor
 
 def test_a_model_that_hears_is_verified_like_one_that_sees(tmp_path: Path) -> None:
     ears = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_mel_bins=8)
-    config = CONFIG_MAPPING["voxtral"](text_config={"model_type": "llama", **TEXT}, audio_config=ears)
+    kind: Any = CONFIG_MAPPING["voxtral"]
+    config = kind(text_config={"model_type": "llama", **TEXT}, audio_config=ears)
     torch.manual_seed(0)
     AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path / "whole")
     ptq.quantize(tmp_path / "whole", tmp_path / "packed", NEAREST, QUIET)
