@@ -78,11 +78,12 @@ def check(config: Any, settings: CacheQuantization) -> None:
             "KV cache: not all blocks of the model have plain attention, and the packed cache can do no other; "
             "leave --kv-bits, --key-bits and --value-bits out"
         )
-    if getattr(config, "use_bidirectional_attention", None) is True:  # Gemma 4's may be "vision": images alone
-        raise InputError(
-            "KV cache: use_bidirectional_attention in config.json: what a cache holds changes with tokens to come; "
-            "leave --kv-bits, --key-bits and --value-bits out"
-        )
+    for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
+        if getattr(config, name, None) is ahead:  # the former may be "vision": for images alone
+            raise InputError(
+                f"KV cache: {name} {ahead} in config.json: what a cache holds changes with tokens to come; leave "
+                "--kv-bits, --key-bits and --value-bits out"
+            )
     if settings.sinks and _window(config) is not None:
         raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
 
