@@ -94,6 +94,12 @@ def check(config: Any, settings: CacheQuantization) -> None:
             "KV cache: not all blocks of the model have plain attention, and the packed cache can do no other; "
             "leave --kv-bits, --key-bits and --value-bits out"
         )
+    for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
+        if getattr(config, name, None) is ahead:  # the former may be "vision": for images alone
+            raise InputError(
+                f"KV cache: {name} {ahead} in config.json: what a cache holds changes with tokens to come; leave "
+                "--kv-bits, --key-bits and --value-bits out"
+            )
     if settings.sinks and _window(config) is not None:
         raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
 
@@ -206,12 +212,13 @@ def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _prepare_cache_for_generation(
-    model: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kw: Any
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
 ) -> None:
     """As transformers does it, then a `PackedCache` in the place of a plain cache that nobody asked for by name."""
     if generation_config.cache_implementation == "quantized":
         raise InputError("the model's KV cache is quantised already: leave out cache_implementation='quantized'")
-    type(model)._prepare_cache_for_generation(model, generation_config, model_kwargs, *args, **kw)
+    own = type(model)._prepare_cache_for_generation
+    own(model, generation_config, model_kwargs, mode, batch_size, max_cache_length)
     made = model_kwargs.get("past_key_values")
     if getattr(made, "_is_user_defined", False) or getattr(made, "offloading", False):
         return
@@ -219,4 +226,5 @@ def _prepare_cache_for_generation(
     if type(made) is DynamicCache:
         model_kwargs["past_key_values"] = PackedCache(model.config, settings)
     elif type(made) is StaticCache:
-        model_kwargs["past_key_values"] = PackedCache(model.config, settings, made.get_max_length())
+        length = max(made.get_max_length(), max_cache_length)  # the former is a window's where all layers have one
+        model_kwargs["past_key_values"] = PackedCache(model.config, settings, length)

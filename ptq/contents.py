@@ -1,7 +1,7 @@
 """What is inside a checkpoint: formats, rotations and true sizes, read from its headers alone."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError, refused
 from ptq.hf import PtqConfig
 from ptq.linear import swap
+from ptq.model_shape import ModelShape
 from ptq.packed_weight import PackedWeight
 from ptq.plan import OF_ANOTHER, Plan
 from ptq.report_schema import PAGE
@@ -125,6 +126,15 @@ def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, Pac
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model of a config, and of every other tensor that its files hold."""
     return {name: tuple(tensor.shape) for name, tensor in _without_weights(config).state_dict().items()}
+
+
+def as_turned(shape: ModelShape, config: PreTrainedConfig) -> ModelShape:
+    """The shape with as many turned channels as the rotary table of the model has: many a model leaves
+    `partial_rotary_factor` unread, and turns whole heads."""
+    if shape.rotary == shape.head_dim:
+        return shape
+    tables = (getattr(module, "inv_freq", None) for module in _without_weights(config).modules())
+    return replace(shape, rotary=next((2 * len(table) for table in tables if table is not None), shape.rotary))
 
 
 def check_promised(plan: Plan, tensors: Collection[str], promised: Collection[str]) -> None:

@@ -7,10 +7,10 @@ import torch
 from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,7 +31,7 @@ def load_model(
     model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
 ) -> PreTrainedModel:
     """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one; with whatever else
-    there is in the files, where they are those of a model that also reads images (`ptq.text_model`). Weights that were
+    there is in the files, where they are those of a model that also sees or hears (`ptq.text_model`). Weights that were
     published in FP8 are what `quantize` reads them as (`ptq.fp8_source`).
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
@@ -68,11 +68,11 @@ def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
     """The class of a model, which may be a text model `alone`, and what that class is to load: a folder; or config and
     weights, where they were published in FP8."""
     if fp8_source.stated(json_config(folder)[0]) is None:
-        kind = AutoModelForCausalLM if alone else AutoModelForImageTextToText
+        kind = AutoModelForCausalLM if alone else AutoModelForMultimodalLM
         return kind, {"pretrained_model_name_or_path": folder}
     checkpoint, _ = fp8_source.dequantised(Checkpoint.open(folder))
     config, weights = read_config(checkpoint), {name: checkpoint.read(name) for name in checkpoint.tensors}
-    classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_MULTIMODAL_LM_MAPPING
     return classes[type(config)], {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
 
 

@@ -30,7 +30,7 @@ from ptq import (
     token_rows,
 )
 from ptq.checkpoint import Checkpoint
-from ptq.contents import check_promised, parameter_shapes, read_config, summary
+from ptq.contents import as_turned, check_promised, parameter_shapes, read_config, summary
 from ptq.ends import plain
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
@@ -93,7 +93,7 @@ def plan(model: str, recipe: Recipe) -> Target:
         raise InputError(
             f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
         )
-    plan = methods.planner(recipe.method)(shape, family, recipe, checkpoint.tensors)
+    plan = methods.planner(recipe.method)(as_turned(shape, config), family, recipe, checkpoint.tensors)
     plan = ends.packed(plan, recipe.embedding_bits)
     experts.check_loadable(plan, family)
     if plan.cache is not None:

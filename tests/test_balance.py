@@ -179,6 +179,20 @@ def test_keys_of_usual_models_are_left_as_they_are(tmp_path: Path) -> None:
         assert factor is not None and torch.equal(factor, torch.ones(linear.n).double())
 
 
+@pytest.mark.parametrize("model_type", ["llama", "glm"])
+def test_a_partial_rotary_factor_counts_where_the_model_reads_it(model_type: str, tmp_path: Path) -> None:
+    """Llama turns whole heads, whatever the config says: the proof of the rotations would fail."""
+    rope = dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5)
+    folder = save_model(tmp_path / "model", model_type, rope_parameters=rope)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "k_proj.weight" in name:
+            tensor.view(2, 20, -1)[:, [1, 11]] *= 30
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    recipe = replace(CACHE, weight_bits=16)
+    assert ptq.quantize(folder, tmp_path / "out", recipe, ptq.RunOptions(progress=False)).rotation_error < 1e-5
+
+
 @pytest.mark.parametrize("model_type", CACHED)
 def test_only_where_keys_are_quantised_and_have_no_norm(model_type: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", model_type)

@@ -103,6 +103,10 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         attach(model_of(None, "mistral", sliding_window=8), CacheQuantization(sinks=4))
     with pytest.raises(InputError, match="caps the logits"):
         attach(model_of(None, "gemma3_text", attn_logit_softcapping=50.0), FOUR)
+    with pytest.raises(InputError, match="use_bidirectional_attention True in config.json"):
+        attach(model_of(None, "gemma2", attn_logit_softcapping=None, use_bidirectional_attention=True), FOUR)
+    with pytest.raises(InputError, match="is_causal False in config.json"):
+        attach(model_of(None, is_causal=False), FOUR)
 
 
 @pytest.mark.parametrize("model_type", [name for name in DISTINCT if name not in CACHED])

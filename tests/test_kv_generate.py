@@ -46,6 +46,14 @@ def test_static_and_chunked_generate_the_same() -> None:
     assert torch.equal(model.generate(ids[:1], **GENERATE, prompt_lookup_num_tokens=3), wanted[:1])
 
 
+def test_a_static_cache_is_not_as_short_as_the_window() -> None:
+    model = model_of(FOUR, "mistral", sliding_window=8)
+    ids = tokens(2, 20)
+    static = model.generate(ids, **GENERATE, cache_implementation="static", return_dict_in_generate=True)
+    assert torch.equal(static.sequences, model.generate(ids, **GENERATE))
+    assert static.past_key_values.max_length == 31
+
+
 def test_masks_of_four_axes() -> None:
     model = model_of(MIXED)
     ids = tokens(2, 30)

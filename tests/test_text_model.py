@@ -9,7 +9,7 @@ import torch
 from conftest import quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ptq
@@ -94,6 +94,18 @@ def test_quantised_and_compared_with_the_whole(saved: tuple[str, bool, Path, tor
     result = quantize("verify", tmp_path / "packed", "--against", folder)
     assert result.exit_code == 0, result.output
     assert "KL" in result.output
+
+
+def test_a_model_that_hears_is_verified_like_one_that_sees(tmp_path: Path) -> None:
+    ears = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, num_mel_bins=8)
+    kind: Any = CONFIG_MAPPING["voxtral"]
+    config = kind(text_config={"model_type": "llama", **TEXT}, audio_config=ears)
+    torch.manual_seed(0)
+    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path / "whole")
+    ptq.quantize(tmp_path / "whole", tmp_path / "packed", NEAREST, QUIET)
+    result = quantize("verify", tmp_path / "packed", "--against", tmp_path / "whole")
+    assert result.exit_code == 0, result.output
+    assert "KL 0.0" in result.output
 
 
 def test_names_of_newer_files_are_known(tmp_path: Path) -> None:
