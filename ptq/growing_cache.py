@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ptq.errors import InputError
 
@@ -79,16 +79,34 @@ class GrowingLayer(DynamicLayer):
     values = property(lambda self: self._get("values"), lambda self, x: self._held.update(values=(x, None)))
 
 
+class GrowingWindowLayer(GrowingLayer, DynamicSlidingWindowLayer):
+    """The same with a sliding window, for as long as that holds all tokens. `update` is transformers' own."""
+
+    update: Any = DynamicSlidingWindowLayer.update
+    get_seq_length: Any = DynamicSlidingWindowLayer.get_seq_length
+
+    def advance(self, tokens: int) -> None:
+        super().advance(tokens)
+        self.cumulative_length += tokens
+
+
+GROWING = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingWindowLayer}
+
+
 def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
-    """A layer of a plain `DynamicCache`, which grows in place from now on. None for any other cache."""
+    """A layer of a plain `DynamicCache`, which grows in place from now on, and holds all tokens, the next one too. None
+    for any other cache."""
     if type(cache) is not DynamicCache or cache.offloading or not 0 <= index < len(cache.layers):
         return None
     layer = cache.layers[index]
-    if type(layer) is DynamicLayer:
+    if isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length + 1 >= layer.sliding_window:
+        return None
+    growing = GROWING.get(type(layer))
+    if growing is not None:
         held = {name: (vars(layer).pop(name), None) for name in ("keys", "values")}
-        layer.__class__ = GrowingLayer
+        layer.__class__ = growing
         vars(layer)["_held"] = held
-    return layer if type(layer) is GrowingLayer else None
+    return layer if isinstance(layer, GrowingLayer) else None
 
 
 def _is_frozen(room: Tensor) -> bool:

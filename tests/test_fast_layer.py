@@ -82,6 +82,11 @@ def without(model: nn.Module, *ends: str) -> nn.Module:
     return model
 
 
+def fast_decode_is_off(model: nn.Module) -> None:
+    """Modules run their own code."""
+    without(model, "DecoderLayer", "Attention")
+
+
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[bool]:
     """Whether each call of a function gave something."""
     own, calls = getattr(module, name), []
@@ -109,11 +114,8 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
         return
     kinds = [fast_attention.kind_of(layer.self_attn) for layer in plain.model.layers]
     assert kinds[0] == (None if family in OWN_ATTENTION else KINDS.get(family, ""))
-    window = "full_attention" if getattr(plain.config, "sliding_window", None) is None else "sliding_attention"
-    windows = [kind == "sliding_attention" for kind in getattr(plain.config, "layer_types", [window] * len(kinds))]
     shape = shape_of(plain.config)
-    whole = shape.rotary == shape.head_dim
-    fast = [whole and not window for window, kind in zip(windows, kinds, strict=True) if kind is not None]
+    fast = [shape.rotary == shape.head_dim for kind in kinds if kind is not None]
     assert calls == [bool(step) and does for _ in range(2) for step in range(5) for does in fast]
 
 
@@ -338,15 +340,21 @@ def test_what_is_changed_between_tokens_is_seen(packed) -> None:
     assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(single), strict=True))
 
 
-def test_layers_with_a_window_among_others(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    window = dict(num_hidden_layers=6, use_sliding_window=True, sliding_window=64, max_window_layers=3)
+@pytest.mark.parametrize("size", [64, 10, 9, 8, 6, 3])
+def test_layers_with_a_window_among_others(size: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    window = dict(num_hidden_layers=6, use_sliding_window=True, sliding_window=size, max_window_layers=3)
     source = save_model(tmp_path / "source", "qwen3", **window)
     recipe = QuarotRecipe(rounding="nearest", activation_bits=8)
     ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, cpu_layer, "run")
     assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(single), strict=True))
-    assert calls.count(True) == 4 * 3
+    inside = sum(6 + step + 1 < size for step in range(4))  # tokens that see all before them
+    assert calls.count(True) == 4 * 3 + inside * 3
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    fast_decode_is_off(plain)
+    for a, b in zip(decode(model, steps=6), decode(plain, steps=6), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_a_bias_that_learns_goes_the_own_way(packed) -> None:
