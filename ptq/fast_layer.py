@@ -28,6 +28,7 @@ from ptq.formats import Parts
 from ptq.growing_cache import GrowingLayer
 from ptq.linear import Online, QuantLinear
 from ptq.shared_input import is_here
+from ptq.trials import trial
 
 
 @runtime_checkable
@@ -241,7 +242,7 @@ def _is_plain(module: nn.Module) -> bool:
     return _PLAIN[key]
 
 
-@torch.no_grad()
+@trial()
 def _gives_its_numbers(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = type(module).__new__(type(module))
