@@ -25,6 +25,7 @@ from ptq.header import TensorInfo
 from ptq.matmul import has_steps
 from ptq.plan import Plan
 from ptq.shared_input import products
+from ptq.trials import trial
 
 FUSED = ("gate_up_proj", "down_proj")
 """Parameters of a module of fused experts: [experts, 2 width, hidden], gate above up; [experts, hidden, width]."""
@@ -199,14 +200,9 @@ _KINDS: dict[tuple[type, type], bool] = {}
 _SILU: dict[type, bool] = {}
 
 
-@torch.no_grad()
+@trial()
 def _gives_its_numbers(module: nn.Module) -> bool:
     """Whether fused experts compute what `Experts` do."""
-    with torch.device("cpu"):  # a model that is being loaded is made on another one, without numbers
-        return _try_experts(module)
-
-
-def _try_experts(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(3, 24, 8, generator=generator, dtype=torch.float64)
     last = torch.randn(3, 8, 12, generator=generator, dtype=torch.float64)
@@ -228,12 +224,11 @@ def _try_experts(module: nn.Module) -> bool:
     return isinstance(found, Tensor) and torch.allclose(found, ours(x, chosen, shares), rtol=1e-9)
 
 
-@torch.no_grad()
+@trial()
 def _is_silu(act_fn: nn.Module) -> bool:
     """Whether a gate is what `ptq.steps.silu_mul` computes, to the bit."""
     kind = type(act_fn)
     if kind not in _SILU:
-        with torch.device("cpu"):
-            gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-            _SILU[kind] = torch.equal(act_fn(gate) * up, steps.silu_mul(gate, up))
+        gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+        _SILU[kind] = torch.equal(act_fn(gate) * up, steps.silu_mul(gate, up))
     return _SILU[kind]

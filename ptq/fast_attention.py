@@ -19,6 +19,7 @@ from ptq.matmul import is_few
 from ptq.packed_cache import PackedCache
 from ptq.packed_layer import PackedLayer
 from ptq.shared_input import products
+from ptq.trials import trial
 
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa" (`ptq.fast_decode`)."""
@@ -127,7 +128,7 @@ def kind_of(module: nn.Module) -> str | None:
     return _KINDS[key]
 
 
-@torch.no_grad()
+@trial()
 def _gives_its_numbers(module: Any, kind: str) -> bool:
     if bool(kind) != all(name in module._modules for name in NORMS):
         return False

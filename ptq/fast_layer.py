@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ptq import cpu_layer, fast_attention, gpu_layer, matmul
+from ptq.trials import trial
 
 ATTENTION, MLP = "self_attn", "mlp"
 Layout = tuple[str | None, str | None, str | None, str | None]
@@ -168,7 +169,7 @@ def _layout_of(module: nn.Module) -> Layout | None:
     return _LAYOUTS[key]
 
 
-@torch.no_grad()
+@trial()
 def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = type(module).__new__(type(module))

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ptq import fast_attention, steps
 from ptq.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_gpu
 from ptq.shared_input import products, stays_on_gpu
+from ptq.trials import trial
 
 ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
@@ -86,15 +87,14 @@ def _tried(cls: type[nn.Module], k: int, eps: float, module: nn.Module) -> tuple
     return _KINDS[key]
 
 
-@torch.no_grad()
+@trial()
 def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in FEW_DTYPES:
         alone = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
         gain = alone.get_parameter("weight")
-        with torch.device("cpu"):  # while a model is loaded, meta is the default
-            gain.copy_(torch.randn(gain.shape, generator=generator))
-            x = torch.randn(1, 3, len(gain), generator=generator) * torch.tensor([eps**0.5, 1.0, 30.0])[:, None]
+        gain.copy_(torch.randn(gain.shape, generator=generator))
+        x = torch.randn(1, 3, len(gain), generator=generator) * torch.tensor([eps**0.5, 1.0, 30.0])[:, None]
         x = x.to(dtype)
         found = type(module).forward(alone, x)
         if not isinstance(found, Tensor) or not torch.equal(found, steps.rms_norm(x, gain, eps, offset, round_first)):
@@ -134,7 +134,7 @@ def gate_of(module: nn.Module) -> str | None:
     return _gate_that_it_gives(module) if module._modules.keys() == {*GATED, ACTIVATION} else None
 
 
-@torch.no_grad()
+@trial()
 def _gate_that_it_gives(module: nn.Module) -> str | None:
     generator = torch.Generator().manual_seed(0)
     alone = type(module).__new__(type(module))
@@ -226,7 +226,7 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     return _with_global(forward, ROTARY, rotary)
 
 
-@torch.no_grad()
+@trial()
 def _turns_alike(own: types.FunctionType) -> bool:
     required = [p for p in inspect.signature(own).parameters.values() if p.default is p.empty]
     if len(required) != 4:

@@ -6,6 +6,7 @@ python scripts/bench_generate.py 1b --only W4A8 --only "bf16, oneDNN"      some 
 python scripts/bench_generate.py 1b --context 4000     decoding behind a long prompt
 """
 
+import functools
 import json
 import os
 import resource
@@ -24,13 +25,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 FOLDER = Path(tempfile.gettempdir()) / "ptq-bench"
 CORES = len(os.sched_getaffinity(0))
-RECIPES: dict[str, dict[str, Any]] = {
-    "W4A16": {},
-    "W4A8": {"activation_bits": 8},
-    "W4A4KV4": {"activation_bits": 4, "key_bits": 4, "value_bits": 4},
-    "W4A8E8": {"activation_bits": 8, "embedding_bits": 8},
+RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "W4A16": ("quarot", {}),
+    "W4A8": ("quarot", {"activation_bits": 8}),
+    "W4A4KV4": ("quarot", {"activation_bits": 4, "key_bits": 4, "value_bits": 4}),
+    "W4A8E8": ("quarot", {"activation_bits": 8, "embedding_bits": 8}),
+    "FP6": ("fp6", {}),
+    "FP6, A8": ("fp6", {"activation_bits": 8}),
+    "E8P, 2 bits": ("quip-sharp", {"bits": 2}),
+    "E8P, 4 bits": ("quip-sharp", {"bits": 4}),
 }
-"""Rounded to nearest: speed does not depend on how codes were chosen. E8: embedding and head in 8 bits."""
+"""Method and options; rounded to nearest: speed does not depend on how codes were chosen. E8: embedding and head in 8
+bits. Integers have groups of 128 (the demo's of 64), small floats a scale per row; E8P has inputs of 8 bits."""
 PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
 """The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast_decode` installs."""
 READ_BYTES = 1 << 30
@@ -107,15 +113,19 @@ def _read(data: Any) -> float:
     return best
 
 
-def packed(model: str, name: str, changes: dict[str, Any]) -> Path:
+def packed(model: str, name: str) -> Path:
     """The packed model of a recipe, made where it is not there yet."""
     out = FOLDER / f"{Path(model).name}-{name}"
     if not out.exists():
         import ptq
+        from fp6.plan import Fp6Recipe
         from quarot.plan import QuarotRecipe
+        from quip_sharp.plan import QuipSharpRecipe
 
-        group = 64 if model == "demo" else 128
-        recipe = QuarotRecipe(rounding="nearest", group_size=group, **changes)
+        kind, changes = RECIPES[name]
+        grouped = functools.partial(QuarotRecipe, group_size=64 if model == "demo" else 128)
+        recipes = {"quarot": grouped, "fp6": Fp6Recipe, "quip-sharp": QuipSharpRecipe}
+        recipe = recipes[kind](rounding="nearest", **changes)
         ptq.quantize(model, out, recipe, ptq.RunOptions(report=False))
     return out
 
@@ -197,9 +207,7 @@ def main(
     if unknown := set(only or ()) - set(names):
         raise SystemExit(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join((*PLAIN, *RECIPES))}")
     rows = {
-        name: (str(source.resolve(model)), PLAIN[name])
-        if name in PLAIN
-        else (str(packed(model, name, RECIPES[name])), "transformers")
+        name: (str(source.resolve(model)), PLAIN[name]) if name in PLAIN else (str(packed(model, name)), "transformers")
         for name in names
     }
     print(f"| {threads} threads, {context} tokens before | tokens/s | times {names[0]} | "

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ptq
-from ptq import fast_decode, matmul
+from ptq import fast_attention, fast_decode, fast_layer, fast_steps, matmul
 from quarot.plan import QuarotRecipe
 
 SHAPES = [(1, 1), (3, 63), (50, 64), (17, 200), (64, 1000)]  # n, k
@@ -178,6 +178,32 @@ def test_a_gate_is_known_by_its_activation_not_by_its_class() -> None:
             torch.testing.assert_close(fast(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
             logits[activation] = plain(ids).logits
     assert not torch.allclose(logits["silu"], logits["gelu"], atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype, device", [(torch.bfloat16, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta")])
+def test_defaults_of_the_caller_change_nothing(dtype: torch.dtype, device: str, monkeypatch) -> None:
+    """Scripts set them before they load a model; what a module is, is remembered for the process."""
+    usual = tiny_model(tiny_config("qwen3"))
+    other = copy.deepcopy(usual)
+    fast_decode.install(usual)
+    for module, known in ((fast_attention, "_KINDS"), (fast_steps, "_KINDS"), (fast_layer, "_PLAIN")):
+        monkeypatch.setattr(module, known, {})
+    fast_steps.with_fast_rotary.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            fast_decode.install(other)
+        assert torch.get_default_dtype() == dtype
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [installed(module) for module in other.modules()] == [installed(module) for module in usual.modules()]
+    assert fast_attention.kind_of(other.get_decoder().layers[0].self_attn) == "heads"
+
+
+def installed(module: nn.Module) -> tuple[Any, ...] | None:
+    """The forward that was put into a module, and what it was told of it."""
+    forward: Any = vars(module).get("forward")
+    return None if forward is None else (forward.func, *(x for x in forward.args if isinstance(x, str | float | bool)))
 
 
 def test_installing_leaves_the_random_numbers_of_the_caller_alone() -> None:
