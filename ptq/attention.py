@@ -207,7 +207,10 @@ def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         wanted = Signature.of(config, settings)
         if not torch.compiler.is_compiling() and cache.signature != wanted:
             raise InputError(f"the PackedCache was made for another model, {cache.signature}; this one is {wanted}")
-        cache.begin_rows(kwargs.get("attention_mask"))
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, dict):  # by kind of attention, as `generate` makes it for a static cache
+            mask = next(iter(mask.values()))
+        cache.begin_rows(mask)
     return (), kwargs
 
 

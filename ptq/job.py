@@ -181,8 +181,8 @@ class Job:
                 rows = self._rewrite(linear, rows.to(self.device), None, torch.float32)
             part.load({f"{linear.name}.weight": rows})
         part.load({name: self.tensor(name) for name in self.layer_inputs})
-        with _running(model):
-            return part.embed(places.to(self.device))
+        with _running(model):  # row by row, as `probe.row_by_row`: blocks' own inputs are products
+            return torch.cat([part.embed(row) for row in places.to(self.device).split(1)])
 
     @property
     def layer_inputs(self) -> tuple[str, ...]:

@@ -77,6 +77,8 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Te
         return replace(linear, **sides, **online, even_rows=True, activation=activation, format=format)
 
     linears = chosen(made, recipe.skip, tensors, transformed)
+    if recipe.finetune != "none" and not any(linear.format for linear in linears):
+        raise InputError("--skip leaves nothing that --finetune could train: leave one of them out")
     rotations = [side for linear in linears for side in (linear.input, linear.output) if side is not None]
     widths = {
         "hidden_size": shape.hidden,

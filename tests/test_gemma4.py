@@ -70,6 +70,20 @@ def test_parts_that_run_alone_make_the_whole_model(model: Path) -> None:
     assert relative(torch.cat(found), load(model)(IDS).logits) < 5e-6
 
 
+@torch.no_grad()
+def test_rows_enter_as_if_alone(tmp_path: Path) -> None:
+    """To the bit: the proof runs one row again. Of this width, the last bits of products depend on the batch."""
+    sizes: dict[str, Any] = dict(
+        hidden_size=256, num_hidden_layers=3, layer_types=["full_attention"] * 3, num_kv_shared_layers=0
+    )
+    model = save_model(tmp_path / "model", "gemma4_text", **sizes, hidden_size_per_layer_input=24)
+    recipe = QuarotRecipe(rounding="nearest", rotate=False)
+    job = Job(recipe=recipe, signs={}, device=torch.device("cpu"), **vars(pipeline.plan(str(model), recipe)))
+    matrices = [plain(job.tensor(linear.source)) for linear in job.embeddings]
+    ids = torch.randint(3, 96, (4, 32), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(job.embed(matrices, ids)[:1], job.embed(matrices, ids[:1]))
+
+
 @pytest.mark.parametrize("method", METHODS)
 @torch.no_grad()
 def test_whole_runs(method: str, model: Path, calibration_text: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 from ptq.errors import InputError
 from ptq.kv_cache import CacheQuantization
 from ptq.packed_cache import PackedCache
+from ptq.static_cache import StaticPackedCache
 
 
 @torch.no_grad()
@@ -52,6 +53,17 @@ def test_a_static_cache_is_not_as_short_as_the_window() -> None:
     static = model.generate(ids, **GENERATE, cache_implementation="static", return_dict_in_generate=True)
     assert torch.equal(static.sequences, model.generate(ids, **GENERATE))
     assert static.past_key_values.max_length == 31
+
+
+@pytest.mark.parametrize("model_type", ("llama", "qwen3"))
+def test_generate_over_a_cache_of_fixed_size(model_type: str) -> None:
+    """For which `generate` makes masks beforehand, one or one for each kind of attention; with sinks behind padding."""
+    model = model_of(MIXED, model_type)
+    ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    wanted = model.generate(ids, **GENERATE, attention_mask=mask)
+    cache = StaticPackedCache(model.config, MIXED, 40)
+    assert torch.equal(model.generate(ids, **GENERATE, attention_mask=mask, past_key_values=cache), wanted)
 
 
 def test_masks_of_four_axes() -> None:

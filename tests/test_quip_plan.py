@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DISTINCT, TINY, edit_tensors, save_model, stored, tiny_config, tiny_model
+from conftest import DISTINCT, TINY, check_refused, edit_tensors, quantize, save_model, stored, tiny_config, tiny_model
 from safetensors.torch import load_file
 from test_families import IDS, InFloat64, exact, relative, rewritten
 from torch import Tensor, nn
@@ -130,3 +130,9 @@ def test_recipes_that_cannot_be(wrong: dict[str, Any]) -> None:
 def test_the_plan_needs_no_weight(tmp_path: Path) -> None:
     made = pipeline.plan(str(save_model(tmp_path / "model", "llama")), NEAREST).plan
     assert len(made.signs) == len(list(made.rounded())) * 11 // 7  # one of an output each, four inputs to seven linears
+
+
+def test_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", **TINY)
+    options = ("--finetune", "full", "--skip", "*.layers.*", "--calibration", tmp_path / "none.txt", "--plan")
+    check_refused(quantize("quip-sharp", model, tmp_path / "out", *options), "--skip leaves nothing that --finetune")
