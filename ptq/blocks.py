@@ -9,6 +9,7 @@ states in front (`ptq.state`).
 """
 
 import copy
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -79,11 +80,12 @@ class Part:
         self.prefix = f"{family.layers}.{layer}." if layer is not None else ""
 
     def __del__(self) -> None:
-        """Modules with a method of our own hold themselves: without this a block would stay until the garbage collector
-        comes by, and it does not see how large it is."""
+        """Modules with a method of our own hold themselves, a model too: without this a block would stay until the
+        garbage collector comes by, and it does not see how large it is."""
         for module in self.model.modules() if "model" in vars(self) else ():
-            for method in ("forward", "_prepare_cache_for_generation"):
-                vars(module).pop(method, None)
+            held = vars(module)
+            for name in [name for name, value in held.items() if isinstance(value, functools.partial)]:
+                del held[name]
 
     @property
     def block(self) -> nn.Module:

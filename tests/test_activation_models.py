@@ -189,9 +189,10 @@ def test_hessians_are_of_the_quantised_input(source: Path) -> None:
     torch.testing.assert_close(h.double(), x.T @ x, rtol=1e-5, atol=1e-4)
 
 
-def test_a_block_is_gone_when_nobody_holds_it(source: Path) -> None:
+@pytest.mark.parametrize("cache", [{}, {"key_bits": 4, "value_bits": 4}], ids=["plain", "packed"])
+def test_a_block_is_gone_when_nobody_holds_it(cache: dict[str, int], source: Path) -> None:
     """Without waiting for the garbage collector: a block of a large model is most of the memory of a run."""
-    target = ptq.plan(str(source), QuarotRecipe(rounding="nearest", key_bits=4, value_bits=4))
+    target = ptq.plan(str(source), QuarotRecipe(rounding="nearest", **cache))
     drawn = {name: torch.ones(length, dtype=torch.int8) for name, length in target.plan.signs.items()}
     job = Job(recipe=QuarotRecipe(), signs=drawn, device=torch.device("cpu"), **vars(target))
     gc.disable()
