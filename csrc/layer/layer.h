@@ -4,9 +4,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
-#include <numeric>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "common/input.h"
