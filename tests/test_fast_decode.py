@@ -186,7 +186,7 @@ def test_defaults_of_the_caller_change_nothing(dtype: torch.dtype, device: str, 
     usual = tiny_model(tiny_config("qwen3"))
     other = copy.deepcopy(usual)
     fast_decode.install(usual)
-    for module, known in ((fast_attention, "_KINDS"), (fast_steps, "_KINDS"), (fast_layer, "_PLAIN")):
+    for module, known in ((fast_attention, "_KINDS"), (fast_steps, "_KINDS"), (fast_layer, "_LAYOUTS")):
         monkeypatch.setattr(module, known, {})
     fast_steps.with_fast_rotary.cache_clear()
     torch.set_default_dtype(dtype)
