@@ -56,8 +56,24 @@ def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Te
     return reference
 
 
-def bias_of(biases: list[Tensor], which: int) -> Tensor | None:
-    """A bias of the list; None where there is none."""
+def one_by_one(op: str) -> Products:
+    """Products by `ptq::<op>_linear_tiled` and `ptq::<op>_linear_quantized`, where the weights are tiles, scales and n,
+    and then numbers."""
+
+    def products(seen, biases, first, last, dtype, tiles, scale, n, *numbers):
+        found = []
+        for place, i in enumerate(range(first, last)):
+            weight = tiles[i], scale[i], _bias_of(biases, place), n[i], *numbers
+            if len(seen) == 1:
+                found.append(getattr(torch.ops.ptq, f"{op}_linear_tiled")(*seen, *weight))
+            else:
+                found.append(getattr(torch.ops.ptq, f"{op}_linear_quantized")(*seen, *weight, dtype))
+        return found
+
+    return products
+
+
+def _bias_of(biases: list[Tensor], which: int) -> Tensor | None:
     return biases[which] if biases and biases[which].numel() else None
 
 
@@ -90,7 +106,7 @@ def _layer(
         back = []
         for i, y in enumerate(products(seen, [], first, last, torch.float32, *weights), first):
             y = torch.ops.ptq.hadamard(y.float(), sv[i] if sv else None, outputs[i], back_orders[i], -1, True)
-            bias = bias_of(biases, i)
+            bias = _bias_of(biases, i)
             back.append((y if bias is None else y + bias).to(x.dtype))
         return back
 
