@@ -1,4 +1,5 @@
-"""A decoder layer of one decoded token on the CPU, in one call of an op of `ptq.layer_ops`.
+"""A decoder layer of one decoded token on the CPU, in one call of an op of `ptq.layer_ops`; or what stands before its
+MLP, where that is of another kind.
 
 The call needs a format that has such an op, linears that treat their input alike, and attention and MLP of the kinds of
 `ptq.fast_attention` and `ptq.fast_steps`. The numbers are those of the single ops to the bit.
@@ -32,7 +33,7 @@ class WholeLayer(Protocol):
     """A format that does all that a decoder layer does in one call."""
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """The op for the weights q, k, v, o, gate, up and down; None where it cannot take them."""
+        """The op for the weights q, k, v, o, gate, up and down, or the first four; None where it cannot take them."""
         ...
 
 
@@ -41,6 +42,8 @@ class Layer:
     """A layer as its op takes it."""
 
     op: Callable[..., Tensor]
+    has_mlp: bool
+    """Whether the op does all, or what stands before the MLP."""
     attention: nn.Module
     heads: tuple[int, int]
     """Number and size of the heads of keys and values."""
@@ -62,14 +65,24 @@ class Layer:
 def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
     """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, before the
     MLP, behind attention, behind the MLP."""
-    kind, act = fast_attention.kind_of(attention), fast_steps.gate_of(mlp)
-    if kind is None or act is None:
+    act = fast_steps.gate_of(mlp)
+    found = None if act is None else _layer(attention, mlp, norms, act == fast_steps.GELU)
+    return found or _layer(attention, None, (norms[0], None, norms[2], None), False)
+
+
+def _layer(
+    attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Module | None], gelu: bool
+) -> Layer | None:
+    kind = fast_attention.kind_of(attention)
+    if kind is None:
         return None
     of_heads = [attention.get_submodule(name) if kind else None for name in fast_attention.NORMS]
     normed = [*norms[:2], *of_heads, *norms[2:]]
     kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in normed]
     names = (*fast_attention.INPUTS, fast_attention.OUTPUT)
-    found = [*(attention._modules[name] for name in names), *(mlp._modules[name] for name in fast_steps.GATED)]
+    found = [attention._modules[name] for name in names]
+    if mlp is not None:
+        found.extend(mlp._modules[name] for name in fast_steps.GATED)
     if None in kinds or not all(
         type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in found
     ):
@@ -89,12 +102,14 @@ def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     )
     floats = tuple(x for x in (*gains, *given) if x is not NONE)
     arguments = (gains, eps, offset, round_first, full, *treatments)
-    weights, heads = (act == fast_steps.GELU, *op[1]), (linears[1].out_features // d, d)
-    return Layer(op[0], attention, heads, floats, arguments, weights, stored, tuple(map(version, stored)))
+    weights, heads = (gelu, *op[1]), (linears[1].out_features // d, d)
+    return Layer(op[0], mlp is not None, attention, heads, floats, arguments, weights, stored, tuple(map(version, stored)))
 
 
-def run(layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Float[Tensor, "b t k"] | None:
-    """What the layer gives for a decoded token of each row; None where it is called with something else."""
+def run(
+    layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any], residual_multiplier: float
+) -> Float[Tensor, "b t k"] | None:
+    """What the layer's op gives for a decoded token of each row; None where it is called with something else."""
     held = fast_attention.layer_of(layer.attention, x, floats=layer.floats, **others)
     if held is None:
         return None
@@ -107,7 +122,7 @@ def run(layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Floa
     else:
         return None
     turns = others["position_embeddings"]
-    y = layer.op(x, *layer.arguments, *turns, *cache, layer.attention.scaling, *layer.weights)
+    y = layer.op(x, *layer.arguments, *turns, *cache, layer.attention.scaling, residual_multiplier, *layer.weights)
     held.advance(1)
     return y
 
@@ -120,8 +135,8 @@ def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
 
 
 def _treatments(linears: Sequence[QuantLinear]) -> tuple[Any, ...] | None:
-    """What is done to the four inputs and the seven products; None where linears treat one input in different ways."""
-    sites = [[linears[place] for place in site] for site in SITES]
+    """What is done to the inputs and the products; None where linears treat one input in different ways."""
+    sites = [[linears[place] for place in site] for site in SITES if site[0] < len(linears)]
     if not all(is_alike(first, other) for first, *others in sites for other in others):
         return None
     firsts = [site[0] for site in sites]

@@ -3,10 +3,11 @@ number of tokens (`ptq.gpu_layer`).
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
-    y = x + norm(attention(norm(x))),    result = y + norm(mlp(norm(y))),
+    y = x + m norm(attention(norm(x))),    result = y + m norm(mlp(norm(y))),
 
-where two of the four norms may be missing. The call needs what `ptq.cpu_layer` or `ptq.gpu_layer` asks for, and nobody
-who listens in (hooks). Otherwise the layer's own code runs. The numbers are those of the single ops to the bit.
+where two of the four norms may be missing, and m is mostly 1. The call needs what `ptq.cpu_layer` or `ptq.gpu_layer`
+asks for, and nobody who listens in (hooks). Otherwise the layer's own code runs. Where an MLP is of another kind
+(experts), the call gives y, and the MLP's own code runs behind it. The numbers are those of the single ops to the bit.
 """
 
 import copy
@@ -21,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq import cpu_layer, fast_attention, gpu_layer, matmul
+from ptq import cpu_layer, fast_attention, fast_steps, gpu_layer, matmul
 from ptq.trials import trial
 
 ATTENTION, MLP = "self_attn", "mlp"
@@ -32,6 +33,8 @@ LAYOUTS: tuple[Layout, ...] = (
     (None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"),
 )
+MULTIPLIER = "residual_multiplier"
+"""What m is called where a layer has one."""
 OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache")
 """What a layer is called with besides its input."""
 
@@ -39,8 +42,8 @@ OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_val
 class _Known:
     """What is known of a decoder layer, for as long as it holds the very modules and parameters that `find` found."""
 
-    def __init__(self, find: Callable[[nn.Module], Any]) -> None:
-        self.find = find
+    def __init__(self, find: Callable[..., Any], layout: Layout) -> None:
+        self.find, self.layout = find, layout
         self.forget()
 
     def forget(self) -> None:
@@ -53,25 +56,32 @@ class _Known:
         self.forwards: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"find": self.find}  # copies and pickles find out anew
+        return {"find": self.find, "layout": self.layout}  # copies and pickles find out anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _Known.__init__(self, state["find"])
+        _Known.__init__(self, **state)
 
     def of(self, layer: nn.Module) -> Any:
         """What was found; None where there is nothing, or somebody listens in."""
         now = chain.from_iterable(map(dict.values, self.owners))
         same = sum(map(len, self.owners)) == len(self.held) and all(map(is_, now, self.held))
         if not self.held or not same or not all(map(is_, _forwards(self.instances), self.forwards)):
-            modules = list(layer.modules())
+            parts = _parts(self.layout, layer)
+            modules = [layer, *_watched(*parts)]
             self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
             self.held = [held for owner in self.owners for held in owner.values()]
             self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
             self.hooks.extend((_global_forward_hooks, _global_forward_pre_hooks))
             self.instances = [vars(module) for module in modules]
             self.forwards = list(_forwards(self.instances))
-            self.found = self.find(layer) if all(map(_is_ours, self.forwards)) else None
+            self.found = self.find(*parts) if all(map(_is_ours, self.forwards)) else None
         return None if any(self.hooks) and not all(map(_is_idle, self.hooks)) else self.found
+
+
+def _watched(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
+    """The modules that a call may take the place of. An MLP of another kind, of hundreds of experts say, runs by itself."""
+    inside = [attention, *norms, None if fast_steps.gate_of(mlp) is None else mlp]
+    return chain.from_iterable(part.modules() for part in inside if part is not None)
 
 
 def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
@@ -95,8 +105,8 @@ def install(model: nn.Module) -> None:
     for module in model.modules():
         layout = None if "forward" in vars(module) else _layout_of(module)
         if layout is not None:
-            finds = (functools.partial(find, layout) for find in (_layer_of, _gpu_steps_of))
-            module.forward = functools.partial(_forward, module, *map(_Known, finds))
+            known = (_Known(find, layout) for find in (cpu_layer.layer_of, gpu_layer.steps_of))
+            module.forward = functools.partial(_forward, module, *known)
 
 
 def _forward(
@@ -104,7 +114,7 @@ def _forward(
 ) -> Any:
     if not args and not module.training and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
-            steps = on_gpu.of(module)
+            steps = on_gpu.of(module) if _multiplier(module) == 1 else None
             if steps is not None and not gpu_layer.is_whole(steps):
                 on_gpu.forget()
                 steps = on_gpu.of(module)
@@ -125,20 +135,23 @@ def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **othe
     if layer is not None and layer.is_over():
         known.forget()
         layer = known.of(module)
-    return None if layer is None else cpu_layer.run(layer, x, others)
+    y = None if layer is None else cpu_layer.run(layer, x, others, _multiplier(module))
+    if y is None or layer is None or layer.has_mlp:
+        return y
+    _, mlp, (_, before, _, after) = _parts(known.layout, module)
+    z = mlp(y if before is None else before(y))
+    z = z if after is None else after(z)
+    m = _multiplier(module)
+    return y + (z if m == 1 else z * m)
 
 
-def _layer_of(layout: Layout, module: nn.Module) -> cpu_layer.Layer | None:
-    return cpu_layer.layer_of(*_parts(layout, module))
-
-
-def _gpu_steps_of(layout: Layout, module: nn.Module) -> gpu_layer.Steps | None:
-    return gpu_layer.steps_of(*_parts(layout, module))
+def _multiplier(module: nn.Module) -> float:
+    return vars(module).get(MULTIPLIER, 1.0)
 
 
 def _parts(layout: Layout, module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module | None]]:
-    norms = [None if name is None else module.get_submodule(name) for name in layout]
-    return module.get_submodule(ATTENTION), module.get_submodule(MLP), norms
+    held: dict[str, Any] = module._modules
+    return held[ATTENTION], held[MLP], [None if name is None else held[name] for name in layout]
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
@@ -196,5 +209,6 @@ def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
         return False  # it wants something else
     if any(attention.given.get(name) is not value for name, value in others.items()):
         return False
-    y = x + norms[2](attention(norms[0](x))[0])
-    return isinstance(found, Tensor) and torch.equal(found, y + norms[3](mlp(norms[1](y))))
+    m = _multiplier(module)
+    y = x + m * norms[2](attention(norms[0](x))[0])
+    return isinstance(found, Tensor) and torch.equal(found, y + m * norms[3](mlp(norms[1](y))))

@@ -2,7 +2,9 @@
 
 RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys, of each head or of all as one vector; rotary
 embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; added to the
-layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`), down_proj; an RMSNorm; added again.
+layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`), down_proj; an RMSNorm; added again. Both are
+multiplied with `residual_multiplier` before they are added. Where lists have four weights and two inputs, there is no
+MLP: the result is what it would be given, before its norm.
 
 Lists:
 
@@ -38,7 +40,7 @@ SCHEMA = (
     "Tensor x, Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, "
     "float[] clips, Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, "
     "int[] back_counts, int[] back_orders, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
-    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, bool gelu"
+    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier, bool gelu"
 )
 
 Products = Callable[..., list[Tensor]]
@@ -87,7 +89,7 @@ def _split(factors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
 def _layer(
     products, x, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
     back_factors, back_counts, back_orders, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order,
-    scaling, gelu, *weights,
+    scaling, residual_multiplier, gelu, *weights,
 ):  # fmt: skip
     inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
 
@@ -97,6 +99,9 @@ def _layer(
         by_head = x.unflatten(-1, (-1, len(gains[which])))
         numbers = eps[which], offset[which], bool(round_first[which])
         return torch.ops.ptq.rms_norm(by_head, gains[which], *numbers).flatten(-2)
+
+    def added(x: Float[Tensor, "b 1 k"], y: Float[Tensor, "b 1 k"]) -> Float[Tensor, "b 1 k"]:
+        return x + (y if residual_multiplier == 1 else y * residual_multiplier)
 
     def linears(x: Float[Tensor, "b 1 k"], site: int, first: int, last: int) -> list[Tensor]:
         signs = su[site] if su else None
@@ -118,7 +123,9 @@ def _layer(
         numbers = before, *cache_bits, cache_clip, cache_factors, cache_order, scaling
         sinks = cache[4:] or (None, None, None)
         attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks)
-    y = x + norm(linears(attended, 1, 3, 4)[0], 4)
+    y = added(x, norm(linears(attended, 1, 3, 4)[0], 4))
+    if len(orders) == 2:
+        return y
     act = torch.ops.ptq.gelu_mul if gelu else torch.ops.ptq.silu_mul
     gated = act(*linears(norm(y, 1), 2, 4, 6))
-    return y + norm(linears(gated, 3, 6, 7)[0], 5)
+    return added(y, norm(linears(gated, 3, 6, 7)[0], 5))

@@ -33,21 +33,13 @@ OWN_ATTENTION = {
 }  # fmt: skip
 """Families whose projections are fused, whose rotary embedding is another one, that do more to queries and keys, or
 attend in another way."""
-OTHERS = dict.fromkeys(
-    (
-        "granite",
-        "olmo2",
-        "olmo3",
-        "mixtral",
-        "olmoe",
-        "glm4_moe",
-        "minimax_m2",
-        *sorted(OWN_ATTENTION),
-    ),
-    0,
-) | {"qwen3_moe": 1, "qwen2_moe": 1}
-"""Families whose layers are another thing than `ptq.fast_layer` says, whose projections are fused, or whose rotary
-embedding is in float32 (OLMo); and how many of two are not."""
+OTHERS = (
+    dict.fromkeys(("olmo2", "olmo3", "glm4_moe", *sorted(OWN_ATTENTION)), [])
+    | dict.fromkeys(("mixtral", "olmoe", "minimax_m2"), ["attention"] * 2)
+    | dict.fromkeys(("qwen3_moe", "qwen2_moe"), ["all", "attention"])
+)
+"""Families whose attention is another one, whose rotary embedding is in float32 (OLMo) or turns a part of every head,
+or which have experts: what one call does of two layers."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -147,14 +139,19 @@ def test_whole_layers_give_the_bits_of_single_ops(recipe: str, packed, monkeypat
 
 
 CLIPS = {
-    "one for each input": ((0.9, 0.9, 0.9, 0.8, 0.7, 0.7, 0.6), True),
-    "k has another": ((0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9), False),
-    "up has another": ((0.9, 0.9, 0.9, 0.9, 0.8, 0.9, 0.9), False),
+    "one for each input": ((0.9, 0.9, 0.9, 0.8, 0.7, 0.7, 0.6), "all"),
+    "k has another": ((0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9), "nothing"),
+    "up has another": ((0.9, 0.9, 0.9, 0.9, 0.8, 0.9, 0.9), "attention"),
 }
 
 
-@pytest.mark.parametrize(("clips", "whole"), CLIPS.values(), ids=CLIPS)
-def test_clips_of_a_whole_layer(clips: tuple[float, ...], whole: bool, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+def in_one_call(layer: Any) -> str:
+    found = layer.forward.args[1].found
+    return "nothing" if found is None else "all" if found.has_mlp else "attention"
+
+
+@pytest.mark.parametrize(("clips", "wanted"), CLIPS.values(), ids=CLIPS)
+def test_clips_of_a_whole_layer(clips: tuple[float, ...], wanted: str, packed) -> None:
     model = packed("W4A4KV4")
     for layer in model.get_decoder().layers:
         names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -162,10 +159,10 @@ def test_clips_of_a_whole_layer(clips: tuple[float, ...], whole: bool, packed, m
             linear = layer.get_submodule(name)
             linear.online = replace(linear.online, activation=replace(linear.online.activation, clip=clip))
             linear.shared = None
-    single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, cpu_layer, "run")
+    single = without(copy.deepcopy(model), "DecoderLayer")
     for a, b in zip(decode(model), decode(single), strict=True):
         assert torch.equal(a, b)
-    assert any(calls) == whole
+    assert {in_one_call(layer) for layer in model.get_decoder().layers} == {wanted}
 
 
 @pytest.mark.parametrize("family", DISTINCT)
@@ -175,10 +172,18 @@ def test_whole_layers_of_every_family(family: str, tmp_path, monkeypatch: pytest
     recipe = QuarotRecipe(rounding="nearest", activation_bits=8, **cache)
     ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
-    single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, cpu_layer, "run")
+    single, calls, own = without(copy.deepcopy(model), "DecoderLayer"), [], cpu_layer.run
+
+    def run(layer: cpu_layer.Layer, *args: Any) -> Any:
+        y = own(layer, *args)
+        if y is not None:
+            calls.append("all" if layer.has_mlp else "attention")
+        return y
+
+    monkeypatch.setattr(cpu_layer, "run", run)
     for a, b in zip(decode(model), decode(single), strict=True):
         assert torch.equal(a, b)
-    assert calls.count(True) == 4 * (OTHERS.get(family, 2) if family in PLAIN_ATTENTION else 0)
+    assert calls == 4 * (OTHERS.get(family, ["all"] * 2) if family in PLAIN_ATTENTION else [])
 
 
 def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,10 +325,17 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
     assert fast_attention.kind_of(LlamaAttention(config, 0)) == ""
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
+
+    class Twice(GraniteDecoderLayer):
+        def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+            added = super().forward(hidden_states, *args, **kwargs) - hidden_states
+            return hidden_states + added * self.residual_multiplier
+
     for multiplier in (1.0, 0.3):  # one class, two functions
         config = tiny_config("granite")
         config.residual_multiplier = multiplier
-        assert (fast_layer._layout_of(GraniteDecoderLayer(config, 0)) is not None) == (multiplier == 1.0)
+        assert fast_layer._layout_of(GraniteDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
+        assert fast_layer._layout_of(Twice(config, 0)) is None
 
 
 def test_what_is_changed_between_tokens_is_seen(packed) -> None:

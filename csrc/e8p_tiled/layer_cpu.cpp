@@ -10,14 +10,13 @@ namespace {
 
 using layer::Ints;
 
-// q, k, v, o, gate, up and down.
 struct LayerWeights {
     const Tensors &tiles, &scale;
     const Ints& n;
     int64_t bits;
 
     Tensors operator()(const Seen& in, size_t first, size_t last, const Tensors& biases, ScalarType dtype) const {
-        STD_TORCH_CHECK(tiles.size() == n.size() && scale.size() == n.size(), "e8p_layer: expected 7 weights");
+        STD_TORCH_CHECK(tiles.size() == n.size() && scale.size() == n.size(), "e8p_layer: lists of different lengths");
         return layer::multiplied<Weights>(in, first, last, biases, n, dtype,
                                           [&](size_t i, int64_t k, const std::optional<Tensor>& bias) {
                                               return hold(tiles[i], scale[i], bias, n[i], k, bits);

@@ -71,6 +71,13 @@ struct Single {
     operator float() const { return x; }
 };
 
+// y *= by, rounded.
+template <class Element>
+void scale(const Tensor& y, float by) {
+    auto* at = static_cast<Element*>(y.mutable_data_ptr());
+    for (int64_t i = 0; i < y.numel(); i++) at[i] = Element::of(at[i] * by);
+}
+
 // total[tokens[i]] += share[i] * y[i], row after row: product and sum are rounded each.
 template <class Element>
 void add_rows(const Tensor& y, const Shares& shares, const Ints& tokens, const Tensor& total) {

@@ -10,7 +10,7 @@ namespace {
 
 using layer::Ints;
 
-// q, k, v, o, gate, up and down. `zero` is empty, or one for each.
+// `zero` is empty, or one for each.
 struct Weights {
     const Tensors &tiles, &scale, &zero;
     const Ints& n;
@@ -19,7 +19,7 @@ struct Weights {
     Tensors operator()(const Seen& in, size_t first, size_t last, const Tensors& biases, ScalarType dtype) const {
         const auto some = [&](const auto& all) {
             using List = std::remove_cvref_t<decltype(all)>;
-            STD_TORCH_CHECK(all.empty() || all.size() == layer::weight_count, "integer_layer: expected 7 weights");
+            STD_TORCH_CHECK(all.empty() || all.size() == n.size(), "integer_layer: lists of different lengths");
             return all.empty() ? List() : List(all.begin() + first, all.begin() + last);
         };
         const Tensors t = some(tiles), s = some(scale), z = some(zero);

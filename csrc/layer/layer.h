@@ -23,6 +23,8 @@ using Ints = std::vector<int64_t>;
 enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, after_mlp, norm_count };
 enum Site { to_qkv, to_o, to_gate_up, to_down, site_count };
 constexpr size_t q = 0, k = 1, v = 2, o = 3, gate = 4, up = 5, down = 6, weight_count = 7;
+// Of attention alone:
+constexpr size_t attention_sites = to_gate_up, attention_weights = gate;
 
 // A gain of no elements is no norm.
 struct Norms {
@@ -51,10 +53,10 @@ struct Norms {
 // Hadamard transforms of inputs or of products. An order of 0 is none; `signs` are empty, or one vector for each.
 class Transforms {
   public:
-    Transforms(const Tensors& signs, const Tensors& factors, const Ints& counts, const Ints& orders, size_t places)
+    Transforms(const Tensors& signs, const Tensors& factors, const Ints& counts, const Ints& orders)
         : signs_(signs), orders_(orders) {
-        STD_TORCH_CHECK(orders.size() == places && counts.size() == places && (signs.empty() || signs.size() == places),
-                        "layer: expected ", places, " transforms");
+        STD_TORCH_CHECK(counts.size() == size() && (signs.empty() || signs.size() == size()), "layer: expected ",
+                        size(), " transforms");
         auto next = factors.begin();
         for (const int64_t count : counts) {
             STD_TORCH_CHECK(count >= 0 && count <= factors.end() - next, "layer: too few factors of transforms");
@@ -62,6 +64,7 @@ class Transforms {
             next += count;
         }
     }
+    size_t size() const { return orders_.size(); }
     std::optional<Tensor> signs(size_t place) const {
         return signs_.empty() ? std::nullopt : std::optional(signs_[place]);
     }
@@ -99,8 +102,17 @@ struct Cache {
     }
 };
 
-// The products of a layer. `Weights` multiplies several weights with one input, where `biases` are empty or one for
-// each (of no elements: none):
+// x + multiplier * y, the product rounded, too.
+inline Tensor sum(const Tensor& x, const Tensor& y, double multiplier) {
+    if (multiplier != 1) {
+        const bool single = y.scalar_type() == ScalarType::Float;
+        (single ? experts::scale<experts::Single> : experts::scale<experts::Brain>)(y, static_cast<float>(multiplier));
+    }
+    return steps::sum(x, y);
+}
+
+// The products of a layer. `Weights` has the numbers of outputs `n`, and multiplies several weights with one input, where
+// `biases` are empty or one for each (of no elements: none):
 //     Tensors operator()(const Seen&, size_t first, size_t last, const Tensors& biases, ScalarType) const;
 template <class Weights>
 struct Linears {
@@ -110,9 +122,14 @@ struct Linears {
     const Floats& clips;
     const Transforms &inputs, &outputs;
 
+    bool has_mlp() const { return inputs.size() == site_count; }
+
     void check() const {
-        STD_TORCH_CHECK(biases.empty() || biases.size() == weight_count, "layer: expected 7 biases");
-        STD_TORCH_CHECK(bits.size() == site_count && clips.size() == site_count, "layer: expected 4 inputs");
+        const size_t sites = inputs.size(), count = has_mlp() ? weight_count : attention_weights;
+        STD_TORCH_CHECK(has_mlp() || sites == attention_sites, "layer: expected 4 inputs, or 2 of attention alone");
+        STD_TORCH_CHECK(bits.size() == sites && clips.size() == sites, "layer: expected ", sites, " inputs");
+        STD_TORCH_CHECK(weights.n.size() == count && outputs.size() == count, "layer: expected ", count, " weights");
+        STD_TORCH_CHECK(biases.empty() || biases.size() == count, "layer: expected ", count, " biases");
     }
 
     // Of weights [first, last).
@@ -150,7 +167,6 @@ struct Linears {
 template <class Weights, class Hold>
 Tensors multiplied(const Seen& in, size_t first, size_t last, const Tensors& biases, const Ints& n, ScalarType dtype,
                    const Hold& hold) {
-    STD_TORCH_CHECK(n.size() == weight_count, "layer: expected 7 weights");
     const int64_t rows = in.x.size(0), k = in.x.size(2);
     Weights weights;
     Tensors results;
@@ -168,17 +184,18 @@ Tensors multiplied(const Seen& in, size_t first, size_t last, const Tensors& bia
 
 template <class Weights>
 Tensor compute(const Tensor& x, const Norms& norm, const Linears<Weights>& linears, const Tensor& cos,
-               const Tensor& sin, const Cache& cache, double scaling, bool gelu) {
+               const Tensor& sin, const Cache& cache, double scaling, double multiplier, bool gelu) {
     norm.check(), linears.check(), cache.check();
     STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "layer: expected x [b, 1, k]");
     const Tensors qkv = linears(norm(x, before_attention), to_qkv, q, o);
     const Tensor attended =
         cache.attend(norm.of_heads(qkv[q], of_queries), norm.of_heads(qkv[k], of_keys), qkv[v], cos, sin, scaling);
-    const Tensor y = steps::sum(x, norm(linears(attended, to_o, o, gate).front(), after_attention));
+    const Tensor y = sum(x, norm(linears(attended, to_o, o, gate).front(), after_attention), multiplier);
+    if (!linears.has_mlp()) return y;
     const Tensors gated = linears(norm(y, before_mlp), to_gate_up, gate, down);
     const Tensor inner = (gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
     const Tensor last = linears(inner, to_down, down, weight_count).front();
-    return steps::sum(y, norm(last, after_mlp));
+    return sum(y, norm(last, after_mlp), multiplier);
 }
 
 // The op of a format; `Held` is made of its weights' own arguments.
@@ -188,13 +205,12 @@ Tensor op(const Tensor& x, const Tensors& gains, const Floats& eps, const Floats
           const Ints& counts, const Ints& orders, const Tensors& sv, const Tensors& back_factors,
           const Ints& back_counts, const Ints& back_orders, const Tensor& cos, const Tensor& sin, const Tensors& parts,
           int64_t before, const Ints& cache_bits, double cache_clip, const Tensors& cache_factors, int64_t cache_order,
-          double scaling, bool gelu, Arguments... weights) {
-    const Transforms inputs(su, factors, counts, orders, site_count);
-    const Transforms outputs(sv, back_factors, back_counts, back_orders, weight_count);
+          double scaling, double multiplier, bool gelu, Arguments... weights) {
+    const Transforms inputs(su, factors, counts, orders), outputs(sv, back_factors, back_counts, back_orders);
     const Held held{weights...};
     return compute(x, {gains, eps, offset, round_first},
                    Linears<Held>{held, biases, input_bits, clips, inputs, outputs}, cos, sin,
-                   {parts, before, cache_bits, cache_clip, cache_factors, cache_order}, scaling, gelu);
+                   {parts, before, cache_bits, cache_clip, cache_factors, cache_order}, scaling, multiplier, gelu);
 }
 
 }  // namespace ptq::layer
