@@ -70,9 +70,7 @@ def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     return found or _layer(attention, None, (norms[0], None, norms[2], None), False)
 
 
-def _layer(
-    attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Module | None], gelu: bool
-) -> Layer | None:
+def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Module | None], gelu: bool) -> Layer | None:
     kind = fast_attention.kind_of(attention)
     if kind is None:
         return None
@@ -102,8 +100,8 @@ def _layer(
     )
     floats = tuple(x for x in (*gains, *given) if x is not NONE)
     arguments = (gains, eps, offset, round_first, full, *treatments)
-    weights, heads = (gelu, *op[1]), (linears[1].out_features // d, d)
-    return Layer(op[0], mlp is not None, attention, heads, floats, arguments, weights, stored, tuple(map(version, stored)))
+    weights, heads, versions = (gelu, *op[1]), (linears[1].out_features // d, d), tuple(map(version, stored))
+    return Layer(op[0], mlp is not None, attention, heads, floats, arguments, weights, stored, versions)
 
 
 def run(

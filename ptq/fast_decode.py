@@ -132,5 +132,13 @@ def _forget(gone: "weakref.ref[Tensor]") -> None:
     _LAST[:] = [made for made in _LAST if made.mask is not gone]
 
 
+def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """The mask of "sdpa"; none for one token on the CPU that sees all others, as where a window is full."""
+    made = sdpa_mask(*args, **kwargs)
+    if made is None or made.shape[2] != 1 or made.device.type != "cpu" or torch.compiler.is_compiling():
+        return made
+    return None if bool(made.all()) else made
+
+
 AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(ATTENTION, mask)

@@ -6,10 +6,10 @@ format that computes it, experts that treat their inputs alike, and nobody who l
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from itertools import chain, repeat
+from operator import call, is_
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -85,26 +85,41 @@ class _Kind:
         return self.format.experts(x, rows, weights, width, (*plain, *inside, *down))
 
 
-@dataclass(frozen=True)
 class _Expert:
     """An expert as it was found, and what is slow to find out about it."""
 
-    linears: tuple[QuantLinear, ...]
-    held: list["weakref.ref[Tensor]"]
-    """Its parameters: replaced ones must not stay in memory."""
-    online: tuple[Online, ...]
-    kind: _Kind
-    """The same object for all experts that are alike."""
+    def __init__(self, module: nn.Module, linears: Sequence[QuantLinear], kind: _Kind) -> None:
+        self.module, self.linears = module, tuple(linears)
+        self.kind = kind
+        """The same object for all experts that are alike."""
+        self.owners = [module._modules, *(linear._parameters for linear in linears)]
+        held = chain.from_iterable(map(dict.values, self.owners))
+        self.held = [type(None) if one is None else weakref.ref(one) for one in held]
+        """Calls that give its linears and parameters: replaced ones must not stay in memory."""
+        self.instances = [vars(linear) for linear in linears]
+        self.online = [linear.online for linear in linears]
+        self.hooks = [hooks for linear in linears for hooks in (linear._forward_hooks, linear._forward_pre_hooks)]
 
-    def is_same(self, linears: Sequence[nn.Module]) -> bool:
-        """Whether these linears still hold what was found, and nobody listens to them."""
-        if not all(map(is_, linears, self.linears)):
-            return False
-        now = _held(self.linears)
-        if len(now) != len(self.held) or not all(map(is_, now, [one() for one in self.held])):
-            return False
-        same = all(linear.online is online for linear, online in zip(self.linears, self.online, strict=True))
-        return same and not any(map(_is_heard, linears))
+
+def _are_same(experts: Sequence[_Expert], modules: Iterable[nn.Module | None]) -> bool:
+    """Whether these modules still hold what was found, and nobody listens to them. (Without a loop in Python, which
+    would take as long as the products of a small expert.)"""
+    if not all(map(is_, modules, [expert.module for expert in experts])):
+        return False
+    owners = chain.from_iterable([expert.owners for expert in experts])
+    now, held = _all(map(dict.values, owners)), _all(expert.held for expert in experts)
+    if len(now) != len(held) or not all(map(is_, now, map(call, held))):
+        return False
+    instances = _all(expert.instances for expert in experts)
+    online = chain.from_iterable([expert.online for expert in experts])
+    if not all(map(is_, map(dict.get, instances, repeat("online")), online)):
+        return False
+    hooks = chain.from_iterable([expert.hooks for expert in experts])
+    return not any(hooks) and not any(map(dict.get, instances, repeat("forward")))
+
+
+def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
 
 
 class FewTokens:
@@ -136,7 +151,10 @@ class FewTokens:
         numbers = sorted({number for row in chosen for number in row})
         if not numbers or any(len(set(row)) < len(row) for row in chosen):
             return None  # nothing to do; or somebody has chosen an expert twice
-        found = [self._expert(experts, number) for number in numbers]
+        modules = [experts._modules[str(number)] for number in numbers]
+        found = [self._known.get(number) for number in numbers]
+        if None in found or not _are_same(cast(Any, found), modules):
+            found = [self._find(experts.names, *expert) for expert in zip(numbers, modules, strict=True)]
         first = found[0]
         if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
             return None
@@ -147,19 +165,13 @@ class FewTokens:
         roles = [[expert.linears[role] for expert in alike] for role in range(3)]
         return first.kind.compute(x, (tokens, [count(number) for number in numbers], shares), roles)
 
-    def _expert(self, experts: Any, number: int) -> _Expert | None:
-        modules = experts._modules[str(number)]._modules
-        linears = [modules[name] for name in experts.names]
-        known = self._known.get(number)
-        if known is None or not known.is_same(linears):
-            kind = _kind(linears)
-            if kind is None:
-                return None
-            kind = self._kinds.setdefault(kind, kind)
-            held = [weakref.ref(parameter) for parameter in _held(linears)]
-            known = _Expert(tuple(linears), held, tuple(linear.online for linear in linears), kind)
-            self._known[number] = known
-        return known
+    def _find(self, names: Sequence[str], number: int, module: nn.Module) -> _Expert | None:
+        linears: list[Any] = [module._modules[name] for name in names]
+        kind = _kind(linears)
+        if kind is None:
+            return None
+        self._known[number] = found = _Expert(module, linears, self._kinds.setdefault(kind, kind))
+        return found
 
 
 def _kind(linears: Sequence[Any]) -> _Kind | None:
@@ -182,12 +194,6 @@ def _kind(linears: Sequence[Any]) -> _Kind | None:
     if any(online.signs or online.output is not None for online in (plain, inside)):
         return None
     return _Kind(format, plain, inside)
-
-
-def _held(linears: Sequence[Any]) -> list[Tensor]:
-    """The parameters of linears."""
-    values = chain.from_iterable(linear._parameters.values() for linear in linears)
-    return [parameter for parameter in values if parameter is not None]
 
 
 def _integers(activation: Activation | None) -> tuple[int, float]:

@@ -79,7 +79,7 @@ class _Known:
 
 
 def _watched(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
-    """The modules that a call may take the place of. An MLP of another kind, of hundreds of experts say, runs by itself."""
+    """The modules that a call may take the place of. An MLP of another kind, with hundreds of experts say, is none."""
     inside = [attention, *norms, None if fast_steps.gate_of(mlp) is None else mlp]
     return chain.from_iterable(part.modules() for part in inside if part is not None)
 

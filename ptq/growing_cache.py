@@ -34,16 +34,15 @@ class GrowingLayer(DynamicLayer):
                 return keys, values, before
         if not self.is_initialized:
             self.lazy_initialization(like, like)
-        before = self._seen("keys")
-        rooms = []
-        for name, shape in (("keys", key), ("values", value)):
-            room, length = self._held[name]
-            if before and room is not None and room.shape[0] != shape[0]:
-                raise InputError(f"the KV cache holds {room.shape[0]} rows, the input has {shape[0]}")
-            if length is None or room is None or room.shape[2] < before + shape[2] or _is_frozen(room):
-                room = _with_room(self._get(name) if before else None, before, shape, like)
-                self._held[name] = room, before
-            rooms.append(room)
+        held = self.keys if self._seen("keys") else None
+        if held is not None and held.shape[0] != key[0]:
+            raise InputError(f"the KV cache holds {held.shape[0]} rows, the input has {key[0]}")
+        before = 0 if held is None else held.shape[2]
+        rooms = [
+            _with_room(self._get(name) if before else None, before, shape, like)
+            for name, shape in (("keys", key), ("values", value))
+        ]
+        self._held = {"keys": (rooms[0], before), "values": (rooms[1], before)}
         return rooms[0], rooms[1], before
 
     def advance(self, tokens: int) -> None:
@@ -80,26 +79,39 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingWindowLayer(GrowingLayer, DynamicSlidingWindowLayer):
-    """The same with a sliding window, for as long as that holds all tokens. `update` is transformers' own."""
+    """The same with a sliding window, which goes through the room: its keys and values are those before the next token
+    that this one sees. `update` is transformers' own."""
 
     update: Any = DynamicSlidingWindowLayer.update
     get_seq_length: Any = DynamicSlidingWindowLayer.get_seq_length
 
+    def reserve(self, key: tuple[int, ...], value: tuple[int, ...], like: Tensor) -> tuple[Tensor, Tensor, int]:
+        keys, values, before = super().reserve(key, value, like)
+        gone = self._gone(before)
+        return (keys[:, :, gone:], values[:, :, gone:], before - gone) if gone else (keys, values, before)
+
     def advance(self, tokens: int) -> None:
         super().advance(tokens)
         self.cumulative_length += tokens
+
+    def _get(self, name: str) -> Tensor | None:
+        x, length = super()._get(name), self._held[name][1]
+        return x if x is None or length is None else x[:, :, self._gone(length) :]
+
+    def _gone(self, length: int) -> int:
+        return max(length - self.sliding_window + 1, 0)
 
 
 GROWING = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingWindowLayer}
 
 
 def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
-    """A layer of a plain `DynamicCache`, which grows in place from now on, and holds all tokens, the next one too. None
-    for any other cache."""
+    """A layer of a plain `DynamicCache`, which grows in place from now on. None for any other cache, and for a window
+    that remembers what it has passed (`activate_past_recording`)."""
     if type(cache) is not DynamicCache or cache.offloading or not 0 <= index < len(cache.layers):
         return None
     layer = cache.layers[index]
-    if isinstance(layer, DynamicSlidingWindowLayer) and layer.cumulative_length + 1 >= layer.sliding_window:
+    if isinstance(layer, DynamicSlidingWindowLayer) and getattr(layer, "record_past", False):
         return None
     growing = GROWING.get(type(layer))
     if growing is not None:

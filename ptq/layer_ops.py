@@ -1,10 +1,11 @@
 """Ops that do all that a decoder layer does to a decoded token of each row, one for each format of the weights.
 
 RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys, of each head or of all as one vector; rotary
-embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; added to the
-layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`), down_proj; an RMSNorm; added again. Both are
-multiplied with `residual_multiplier` before they are added. Where lists have four weights and two inputs, there is no
-MLP: the result is what it would be given, before its norm.
+embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; times
+`residual_multiplier`; added to the layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`),
+down_proj; an RMSNorm; times the same; added again.
+
+Where lists have four weights and two inputs, the op ends in front of the second part.
 
 Lists:
 

@@ -8,7 +8,7 @@ import torch
 from conftest import tiny_config, tiny_model
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ptq import fast_decode
+from ptq import fast_decode, growing_cache
 from ptq.errors import InputError
 from ptq.growing_cache import CHUNK, GrowingLayer, GrowingWindowLayer, growing_layer
 
@@ -117,26 +117,43 @@ def window_pair(window: int, tokens: int) -> tuple[Any, Any]:
     return caches
 
 
+@pytest.mark.parametrize("tokens", [5, 11, 12, 30])
 @torch.no_grad()
-def test_a_window_until_it_is_full() -> None:
-    plain, growing = window_pair(12, 5)
-    for seed in range(20):
+def test_a_window_goes_through_its_room(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing_cache, "CHUNK", 16)
+    plain, growing = window_pair(12, tokens)
+    for seed in range(40):
         layer = growing_layer(growing, 0)
-        assert (layer is not None) == (plain.get_seq_length() + 1 < 12)
-        if layer is None or seed == 3:  # one in the way of transformers, which goes on behind those in the room
+        assert isinstance(layer, GrowingWindowLayer)
+        if seed in (3, 20):  # one in the way of transformers, which goes on behind those in the room
             check(plain, growing, 1, seed)
         else:
             key, value = draw(1, seed), draw(1, seed + 9)
             *rooms, before = layer.reserve(key.shape, value.shape, key)
             for room, new in zip(rooms, (key, value), strict=True):
                 room[:, :, before : before + 1] = new
+            seen = plain.update(key, value, 0)
+            assert all(torch.equal(a[:, :, : before + 1], b) for a, b in zip(rooms, seen, strict=True))
             layer.advance(1)
-            plain.update(key, value, 0)
+            assert layer._held["keys"][0].shape[2] <= 32  # it does not grow
         for name in ("keys", "values"):
             assert torch.equal(getattr(layer_of(growing), name), getattr(layer_of(plain), name))
         for cache in (plain, growing):
             assert cache.get_mask_sizes(1, 0) == plain.get_mask_sizes(1, 0)
-    assert type(layer_of(growing)) is GrowingWindowLayer
+
+
+@torch.no_grad()
+def test_a_window_that_remembers_is_left_to_transformers() -> None:
+    plain, growing = window_pair(12, 11)
+    assert growing_layer(growing, 0) is not None
+    for cache in (plain, growing):
+        layer_of(cache).activate_past_recording()
+    for seed in range(3):
+        assert growing_layer(growing, 0) is None
+        check(plain, growing, 1, seed)
+    for cache in (plain, growing):
+        cache.crop(-2)
+    check(plain, growing, 2, 5)
 
 
 @torch.no_grad()

@@ -73,6 +73,22 @@ def test_attention_against_float64(
         assert y.dtype == dtype and ((y.double() - exact).abs() <= place * exact.abs() + 2e-6).all()
 
 
+def test_attention_over_the_end_of_a_room(level: str) -> None:
+    q, k, v = (draw(2, 1, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
+    cos, rooms = draw(1, 1, 32, dtype=torch.float32), [draw(2, 3, 60, 32, dtype=torch.float32, seed=n) for n in (7, 8)]
+    ends = [room[:, :, 20:].clone() for room in rooms]
+    found = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *(room[:, :, 20:] for room in rooms), 30, 0.2)
+    assert torch.equal(found, torch.ops.ptq.decode_attention(q, k, v, cos, cos, *ends, 30, 0.2))
+    for seed, room, end in zip((7, 8), rooms, ends, strict=True):
+        before = draw(2, 3, 60, 32, dtype=torch.float32, seed=seed)
+        assert torch.equal(room[:, :, 20:], end) and torch.equal(room[:, :, :20], before[:, :, :20])
+        assert (room != before).any(-1).sum() == 6  # one token of three heads of two rows
+    for other in (ends[1], rooms[1][:, :, :40], rooms[1].transpose(1, 2).contiguous().transpose(1, 2)[:, :, 20:]):
+        if other.stride() != rooms[0].stride():
+            with pytest.raises(RuntimeError, match="contiguous"):
+                torch.ops.ptq.decode_attention(q, k, v, cos, cos, rooms[0][:, :, 20:], other, 30, 0.2)
+
+
 def test_attention_of_any_thread_count_and_damage(level: str) -> None:
     q, k, v = (draw(2, 1, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
     cos, keys, values = draw(2, 1, 32, dtype=torch.float32), *(draw(2, 3, 400, 32, dtype=torch.float32) for _ in "kv")

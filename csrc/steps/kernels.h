@@ -45,7 +45,7 @@ struct Sum {
 struct Attend {
     Number type;                // of q, keys, values and out
     const void* q;              // [b, heads, groups, tokens, d]
-    const void *keys, *values;  // [b, heads, room, d]
+    const void *keys, *values;  // [b, heads, room, d]; maybe not from the first token on
     void* out;                  // [b, tokens, heads, groups, d]
     int64_t heads, groups, tokens, d, before, room;
     float scaling;

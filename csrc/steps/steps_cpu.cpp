@@ -151,10 +151,15 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     STD_TORCH_CHECK(keys.dim() == 4 && q.dim() == 3 && keys.size(1) > 0 && keys.size(3) > 0 && keys.size(3) % 2 == 0,
                     "decode_attention: expected q [b, t, heads * d] and keys [b, heads, room, d], d even");
     const int64_t b = keys.size(0), heads = keys.size(1), room = keys.size(2), d = keys.size(3), t = q.size(1);
-    for (const Tensor* x : {&keys, &values})
+    const int64_t whole = keys.stride(1) / d;  // the room of which this may be the end
+    for (const Tensor* x : {&keys, &values}) {
         STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == b && x->size(1) == heads && x->size(2) == room &&
-                            x->size(3) == d && x->is_contiguous() && number_of(*x, "decode_attention") == type,
-                        "decode_attention: keys and values must be contiguous, in one shape and the dtype of q");
+                            x->size(3) == d && number_of(*x, "decode_attention") == type,
+                        "decode_attention: keys and values must be in one shape and the dtype of q");
+        STD_TORCH_CHECK(x->stride(3) == 1 && x->stride(2) == d && whole >= room && x->stride(1) == whole * d &&
+                            x->stride(0) == heads * whole * d,
+                        "decode_attention: keys and values must be contiguous, or the last tokens of what is");
+    }
     STD_TORCH_CHECK(before >= 0 && before <= room - t, "decode_attention: ", t, " tokens behind ", before,
                     " in room for ", room);
     const int64_t groups = q.size(2) / (heads * d), size = size_of(type);
@@ -181,7 +186,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
             for (int64_t h = 0; h < heads * groups; h++)
                 turn(from_q, h, turned.data() + ((i * heads * groups + h) * t + j) * d * size);
             for (int64_t h = 0; h < heads; h++) {
-                const int64_t at = ((i * heads + h) * room + before + j) * d * size;
+                const int64_t at = ((i * heads + h) * whole + before + j) * d * size;
                 turn(from_k, h, to_k + at);
                 std::memcpy(to_v + at, from_v.data + i * from_v.batch + j * from_v.token + h * from_v.head, d * size);
             }
@@ -196,7 +201,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                    t,
                    d,
                    before,
-                   room,
+                   whole,
                    static_cast<float>(scaling)};
     run(kernels().attend, p, b * heads, (before + t) * d * groups * t);
     return out;
