@@ -1,5 +1,5 @@
 """RMSNorm, rotary embedding and the gate of the MLP of a loaded model in one op each; for few tokens also its attention
-and its router of experts.
+(`ptq.fast_attention`), its router of experts and the steps of other mixers (`ptq.fast_mixers`).
 
 No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
 `apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
@@ -25,10 +25,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq import fast_attention, steps
+from ptq import fast_attention, fast_mixers, steps
 from ptq.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_gpu
 from ptq.shared_input import products, stays_on_gpu
-from ptq.trials import trial
+from ptq.trials import trial, with_globals
 
 ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
@@ -49,6 +49,8 @@ def install(model: nn.Module) -> None:
             module.forward = functools.partial(_gated_forward, module, act)
         elif is_router(module):
             module.forward = functools.partial(_router_forward, module)
+        elif (forward := fast_mixers.forward_of(module)) is not None:
+            module.forward = forward
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------
@@ -184,15 +186,7 @@ def _with_fast_linear(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     names = forward.__code__.co_names
     if not {"F", "linear"} <= set(names) or forward.__globals__.get("F") is not torch.nn.functional:
         return None
-    return _with_global(forward, "F", _Functional())
-
-
-def _with_global(forward: types.FunctionType, name: str, value: Any) -> types.FunctionType:
-    """A function that differs in one global name alone."""
-    names = {**forward.__globals__, name: value}
-    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
-    made.__kwdefaults__ = forward.__kwdefaults__
-    return made
+    return with_globals(forward, {"F": _Functional()})
 
 
 # --- rotary embedding -----------------------------------------------------------------------------------------------
@@ -223,7 +217,7 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
                 return torch.ops.ptq.rotary.default(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)
 
-    return _with_global(forward, ROTARY, rotary)
+    return with_globals(forward, {ROTARY: rotary})
 
 
 @trial()

@@ -1,7 +1,9 @@
-"""Where modules of a model are tried on random numbers, before others take their place."""
+"""Where modules of a model are tried on random numbers, before others take their place, and how functions get them."""
 
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -17,3 +19,11 @@ def trial() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def with_globals(function: types.FunctionType, others: dict[str, Any]) -> types.FunctionType:
+    """A function that differs in some global names alone."""
+    names = {**function.__globals__, **others}
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made

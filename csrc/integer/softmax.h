@@ -1,4 +1,4 @@
-// What attention needs of sixteen lanes: e^x, and the sums of many vectors. Included once per level.
+// What attention and gates need of sixteen lanes: e^x, and the sums of many vectors. Included once per level.
 #pragma once
 
 #include "integer/lanes.h"
@@ -16,6 +16,12 @@ inline Lanes exponential(Lanes x) {
     const SignedInts power = (__builtin_convertvector(n, SignedInts) + 127) << 23;
     const Lanes scaled = y * reinterpret_cast<Lanes>(power);
     return x < fill(-87.0f) ? Lanes{} : x == x ? scaled : x;
+}
+
+// x / (1 + e^-z), with the exponential of a number that is not positive.
+inline Lanes times_sigmoid(Lanes x, Lanes z) {
+    const Lanes e = exponential(z < 0.0f ? z : -z);
+    return x * (z < 0.0f ? e : Lanes{} + 1.0f) / (e + 1.0f);
 }
 
 // The sums of sixteen vectors, each added up in the order of `sum`.

@@ -60,15 +60,9 @@ void rotary(const Rotary& p, const void* x, const void* cos, const void* sin, vo
     (p.type == Number::float32 ? rotary_of<Number::float32> : rotary_of<Number::bfloat16>)(p, x, cos, sin, y);
 }
 
-// x / (1 + e^-z), with the exponential of a number that is not positive.
-inline Lanes times_sigmoid(Lanes x, Lanes z) {
-    const Lanes e = integer::exponential(z < 0.0f ? z : -z);
-    return x * (z < 0.0f ? e : Lanes{} + 1.0f) / (e + 1.0f);
-}
-
 // (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z).
 inline Lanes activated(Lanes x, bool gelu) {
-    return times_sigmoid(x, gelu ? 1.5957691216f * (x + 0.044715f * (x * x * x)) : x);  // 2 sqrt(2 / pi)
+    return integer::times_sigmoid(x, gelu ? 1.5957691216f * (x + 0.044715f * (x * x * x)) : x);  // 2 sqrt(2 / pi)
 }
 
 template <Number type>

@@ -1,0 +1,150 @@
+// The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined. Sixteen lanes at every level,
+// so that the numbers are the same.
+#include <cmath>
+#include <vector>
+
+#include "integer/softmax.h"
+#include "mixers/kernels.h"
+#include "steps/numbers.h"
+
+namespace ptq::mixers {
+namespace {
+
+using integer::Lanes;
+using integer::lanes;
+using steps::read;
+using steps::rounded;
+using steps::write;
+
+inline Lanes silu(Lanes x) {
+    return integer::times_sigmoid(x, x);
+}
+
+// One number of a tensor.
+template <Number type>
+inline float at(const void* from, int64_t i) {
+    if constexpr (type == Number::float32) return static_cast<const float*>(from)[i];
+    return integer::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[i]) << 16);
+}
+
+template <Number type>
+void conv_of(const Conv& p, int64_t first, int64_t last) {
+    using Element = std::conditional_t<type == Number::float32, float, uint16_t>;
+    const int64_t blocks = (p.channels + lanes - 1) / lanes;
+    for (int64_t unit = first; unit < last; unit++) {
+        const int64_t c = unit % blocks * lanes, row = unit / blocks * p.channels + c;
+        const int64_t count = std::min(lanes, p.channels - c);
+        Lanes sum = p.bias ? read<type>(p.bias, c, count) : Lanes{};
+        const Lanes x = read<type>(p.x, row, count);
+        for (int64_t w = 0; w < p.width; w++) {
+            const int64_t from = p.room + 1 - p.width + w;  // in the old state with x behind it
+            Lanes seen{}, weight{};
+            for (int64_t i = 0; i < count; i++) {
+                seen[i] = from < p.room ? at<type>(p.state, (row + i) * p.room + from) : x[i];
+                weight[i] = at<type>(p.weight, (c + i) * p.width + w);
+            }
+            sum = integer::fma(seen, weight, sum);
+        }
+        auto* state = static_cast<Element*>(p.state) + row * p.room;
+        for (int64_t i = 0; i < count; i++, state += p.room) {
+            std::memmove(state, state + 1, (p.room - 1) * sizeof(Element));
+            state[p.room - 1] = static_cast<const Element*>(p.x)[row + i];
+        }
+        sum = rounded<type>(sum);
+        write<type>(p.y, row, p.silu ? rounded<type>(silu(sum)) : sum, count);
+    }
+}
+
+void conv(const Conv& p, int64_t first, int64_t last) {
+    (p.type == Number::float32 ? conv_of<Number::float32> : conv_of<Number::bfloat16>)(p, first, last);
+}
+
+// d numbers as floats, times `scale`; with `norm` of length 1 before.
+template <Number type>
+inline void vector_of(const void* from, int64_t start, int64_t d, bool norm, float scale, float* to) {
+    Lanes squares{};
+    for (int64_t i = 0; i < d; i += lanes) {
+        const Lanes x = read<type>(from, start + i, std::min(lanes, d - i));
+        squares = integer::fma(x, x, squares);
+        std::memcpy(to + i, &x, std::min(lanes, d - i) * sizeof(float));
+    }
+    if (norm) scale *= 1.0f / std::sqrt(integer::sum(squares) + 1e-6f);
+    for (int64_t i = 0; i < d; i++) to[i] *= scale;
+}
+
+// `vectors` times sixteen columns of the state of one head, from `column` on; the last vector has `last` numbers.
+template <Number type, int vectors>
+inline void delta_columns(const Delta& p, int64_t head, int64_t column, int64_t last, float decay, const float* q,
+                          const float* k) {
+    float* const state = p.state + head * p.dk * p.dv + column;
+    const auto sizes = [&](int c) { return c + 1 < vectors ? lanes : last; };
+    Lanes known[vectors] = {}, out[vectors] = {}, delta[vectors];
+    for (int64_t i = 0; i < p.dk; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < vectors; c++)
+            known[c] = integer::fma(integer::load(state + i * p.dv + c * lanes, sizes(c)), integer::fill(k[i]), known[c]);
+    for (int c = 0; c < vectors; c++) {
+        const Lanes value = read<type>(p.v, head * p.dv + column + c * lanes, sizes(c));
+        delta[c] = (value - known[c] * decay) * p.beta[head];
+    }
+    for (int64_t i = 0; i < p.dk; i++)
+#pragma GCC unroll 4
+        for (int c = 0; c < vectors; c++) {
+            float* const place = state + i * p.dv + c * lanes;
+            const Lanes now = integer::fma(integer::fill(k[i]), delta[c], integer::load(place, sizes(c)) * decay);
+            std::memcpy(place, &now, sizes(c) * sizeof(float));
+            out[c] = integer::fma(now, integer::fill(q[i]), out[c]);
+        }
+    for (int c = 0; c < vectors; c++)
+        write<type>(p.out, head * p.dv + column + c * lanes, rounded<type>(out[c]), sizes(c));
+}
+
+template <Number type>
+void delta_of(const Delta& p, int64_t first, int64_t last) {
+    std::vector<float> memory(2 * p.dk);
+    float *const q = memory.data(), *const k = q + p.dk;
+    for (int64_t head = first; head < last; head++) {
+        const int64_t shared = head / p.groups;  // groups divide the heads of a row
+        vector_of<type>(p.q, shared * p.dk, p.dk, p.norm, 1.0f / std::sqrt(static_cast<float>(p.dk)), q);
+        vector_of<type>(p.k, shared * p.dk, p.dk, p.norm, 1.0f, k);
+        const float decay = std::exp(p.g[head]);
+        int64_t column = 0;
+        for (; column + 4 * lanes <= p.dv; column += 4 * lanes)
+            delta_columns<type, 4>(p, head, column, lanes, decay, q, k);
+        for (; column < p.dv; column += lanes)
+            delta_columns<type, 1>(p, head, column, std::min(lanes, p.dv - column), decay, q, k);
+    }
+}
+
+void delta(const Delta& p, int64_t first, int64_t last) {
+    (p.type == Number::float32 ? delta_of<Number::float32> : delta_of<Number::bfloat16>)(p, first, last);
+}
+
+template <Number type>
+void norm_of(const GatedNorm& p, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+        const int64_t start = row * p.k;
+        Lanes squares{};
+        for (int64_t i = 0; i < p.k; i += lanes) {
+            const Lanes x = read<type>(p.x, start + i, std::min(lanes, p.k - i));
+            squares += x * x;
+        }
+        const float inverse = 1.0f / std::sqrt(integer::sum(squares) / static_cast<float>(p.k) + p.eps);
+        for (int64_t i = 0; i < p.k; i += lanes) {
+            const int64_t count = std::min(lanes, p.k - i);
+            const Lanes x = rounded<type>(read<type>(p.x, start + i, count) * inverse);
+            const Lanes y = rounded<type>(x * read<type>(p.gain, i, count));
+            write<type>(p.y, start + i, rounded<type>(y * silu(read<type>(p.gate, start + i, count))), count);
+        }
+    }
+}
+
+void norm(const GatedNorm& p, int64_t first, int64_t last) {
+    (p.type == Number::float32 ? norm_of<Number::float32> : norm_of<Number::bfloat16>)(p, first, last);
+}
+
+}  // namespace
+
+const Kernels PTQ_LEVEL{conv, delta, norm};
+
+}  // namespace ptq::mixers

@@ -1,0 +1,105 @@
+// ptq::conv_step, delta_rule_step and gated_rms_norm for the CPU. Schemas, fake kernels and references are in
+// ptq/mixer_ops.py.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "common/cpu_level.h"
+#include "common/linear.h"
+#include "common/parallel.h"
+#include "common/tensors.h"
+#include "mixers/kernels.h"
+
+namespace ptq::mixers {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+const Kernels& kernels() {
+    return at_level<portable, avx2, avx512>();
+}
+
+Number checked(const char* op, const Tensor& x) {
+    const ScalarType type = x.scalar_type();
+    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, op, ": x must be float32 or bfloat16");
+    return number_of(type);
+}
+
+// x [b, channels, 1]
+Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, const std::optional<Tensor>& bias,
+                 bool silu) {
+    constexpr auto op = "conv_step";
+    const Number type = checked(op, x);
+    STD_TORCH_CHECK(x.dim() == 3 && x.size(2) == 1 && state.dim() == 3 && weight.dim() == 2,
+                    "conv_step: expected x [b, c, 1], state [b, c, room] and weight [c, width]");
+    const int64_t b = x.size(0), c = x.size(1), room = state.size(2), width = weight.size(1);
+    check_tensor(op, "state", state, x.scalar_type(), {b, c, room});
+    check_tensor(op, "weight", weight, x.scalar_type(), {c, width});
+    if (bias) check_tensor(op, "bias", *bias, x.scalar_type(), {c});
+    STD_TORCH_CHECK(state.is_contiguous() && room > 0 && width > 0 && width <= room + 1,
+                    "conv_step: a state of ", room, " tokens, which must be contiguous, for a width of ", width);
+    const Tensor in = compact(x), w = compact(weight), out = fresh(x.sizes(), x.scalar_type());
+    const std::optional<Tensor> added = bias ? std::optional(compact(*bias)) : std::nullopt;
+    const Conv p{type,  in.const_data_ptr(), w.const_data_ptr(), added ? added->const_data_ptr() : nullptr,
+                 state.mutable_data_ptr(), out.mutable_data_ptr(), c, room, width, silu};
+    run(kernels().conv, p, b * ((c + 15) / 16), 32 * room);
+    return out;
+}
+
+// q and k [b, 1, shared heads, dk], v [b, 1, heads, dv]
+Tensor delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+                       const Tensor& state, bool norm) {
+    constexpr auto op = "delta_rule_step";
+    const Number type = checked(op, q);
+    STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4 && v.size(1) == 1 && q.size(2) > 0 && v.size(2) % q.size(2) == 0,
+                    "delta_rule_step: expected q and k [b, 1, shared heads, dk], v [b, 1, heads, dv]");
+    const int64_t b = v.size(0), shared = q.size(2), heads = v.size(2), dk = q.size(3), dv = v.size(3);
+    for (const Tensor* x : {&q, &k}) check_tensor(op, "q or k", *x, q.scalar_type(), {b, 1, shared, dk});
+    check_tensor(op, "v", v, q.scalar_type(), {b, 1, heads, dv});
+    for (const Tensor* x : {&g, &beta}) check_tensor(op, "g or beta", *x, ScalarType::Float, {b, 1, heads});
+    check_tensor(op, "state", state, ScalarType::Float, {b, heads, dk, dv});
+    STD_TORCH_CHECK(state.is_contiguous(), "delta_rule_step: the state must be contiguous");
+    const Tensor held[] = {compact(q), compact(k), compact(v), compact(g), compact(beta)};
+    const Tensor out = fresh(v.sizes(), q.scalar_type());
+    const Delta p{type,
+                  held[0].const_data_ptr(),
+                  held[1].const_data_ptr(),
+                  held[2].const_data_ptr(),
+                  static_cast<const float*>(held[3].const_data_ptr()),
+                  static_cast<const float*>(held[4].const_data_ptr()),
+                  static_cast<float*>(state.mutable_data_ptr()),
+                  out.mutable_data_ptr(),
+                  heads,
+                  heads / shared,
+                  dk,
+                  dv,
+                  norm};
+    run(kernels().delta, p, b * heads, 2 * dk * dv);
+    return out;
+}
+
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, double eps) {
+    constexpr auto op = "gated_rms_norm";
+    const Number type = checked(op, x);
+    const std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+    STD_TORCH_CHECK(x.dim() > 0, "gated_rms_norm: expected x [*, k]");
+    check_tensor(op, "gate", gate, x.scalar_type(), sizes);
+    check_tensor(op, "gain", gain, x.scalar_type(), {sizes.back()});
+    const Tensor in = compact(x), by = compact(gate), g = compact(gain), out = fresh(sizes, x.scalar_type());
+    const int64_t k = sizes.back();
+    const GatedNorm p{type, in.const_data_ptr(), by.const_data_ptr(), g.const_data_ptr(), out.mutable_data_ptr(),
+                      k,    static_cast<float>(eps)};
+    run(kernels().norm, p, k ? x.numel() / k : 0, 4 * k);
+    return out;
+}
+
+}  // namespace
+}  // namespace ptq::mixers
+
+STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
+    m.impl("conv_step", TORCH_BOX(&ptq::mixers::conv_step));
+    m.impl("delta_rule_step", TORCH_BOX(&ptq::mixers::delta_rule_step));
+    m.impl("gated_rms_norm", TORCH_BOX(&ptq::mixers::gated_rms_norm));
+}

@@ -1,0 +1,2 @@
+#define PTQ_LEVEL portable
+#include "mixers/mixers.h"

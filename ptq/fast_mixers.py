@@ -1,0 +1,208 @@
+"""What mixers that keep a state in the place of keys and values do to a decoded token: an op for each step, on the CPU.
+
+No family is named. A mixer is known by functions that its forward calls (`STEPS`), or is a gated norm; each is tried on
+random numbers first, and where the reference of `ptq.mixer_ops` gives other numbers (up to rounding), it is left alone.
+The state is moved on in place, as the cache does it with what it is given.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ptq import mixer_ops
+from ptq.matmul import FEW_DTYPES, is_plain
+from ptq.trials import trial, with_globals
+
+Step = Callable[..., Any]
+
+
+def forward_of(module: nn.Module) -> Step | None:
+    """The faster forward of a mixer or a gated norm; None for any other module."""
+    eps = _gated_norm(module)
+    if eps is not None:
+        return functools.partial(_norm_forward, module, eps)
+    own = type(module).forward
+    return None if _with_steps(own) is None else functools.partial(_mixer_forward, module)
+
+
+def _mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    fast = None if torch.compiler.is_compiling() else _with_steps(own)
+    if fast is None or any(hasattr(child, "_hf_hook") for child in module.children()):
+        return own(module, *args, **kwargs)  # which brings offloaded weights here
+    return fast(module, *args, **kwargs)
+
+
+@functools.cache
+def _with_steps(forward: Step) -> Step | None:
+    """A forward function that differs in the steps alone that it calls; None where it calls none."""
+    forward = inspect.unwrap(forward)
+    if not isinstance(forward, types.FunctionType) or forward.__closure__:
+        return None
+    names = {name: forward.__globals__.get(name) for name in STEPS if name in forward.__code__.co_names}
+    steps = {name: STEPS[name](own) for name, own in names.items() if own is not None}
+    known = {name: step for name, step in steps.items() if step is not None}
+    return with_globals(forward, known) if known else None
+
+
+# --- a convolution of each channel ----------------------------------------------------------------------------------
+
+
+def _convolution(own: Step) -> Step | None:
+    return _convolution_step(own) if _agrees(own, _convolution_step, _convolutions) else None
+
+
+def _convolution_step(own: Step) -> Step:
+    def step(
+        hidden_states: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **others: Any,
+    ) -> Tensor:
+        given = (hidden_states, conv_state, weight) if bias is None else (hidden_states, conv_state, weight, bias)
+        one = hidden_states.dim() == 3 and hidden_states.shape[2] == 1 and hidden_states.numel() > 0
+        known = activation in (None, "silu") and not others
+        if not (one and known and is_plain(*given) and conv_state.is_contiguous()):
+            return own(hidden_states, conv_state, weight, bias, activation, **others)
+        return torch.ops.ptq.conv_step.default(hidden_states, conv_state, weight, bias, activation is not None)
+
+    return step
+
+
+def _convolutions(draw: Callable[..., Tensor]) -> Iterable[tuple[list[Tensor], dict[str, Any]]]:
+    for room, width in ((4, 4), (3, 4)):
+        for bias in (None, draw(6)):
+            for activation in (None, "silu"):
+                yield [draw(2, 6, 1), draw(2, 6, room), draw(6, width)], {"bias": bias, "activation": activation}
+
+
+# --- the gated delta rule -------------------------------------------------------------------------------------------
+
+
+def _delta_rule(own: Step) -> Step | None:
+    return _delta_step(own) if _agrees(own, _delta_step, _deltas) else None
+
+
+def _delta_step(own: Step) -> Step:
+    def step(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        use_qk_l2norm_in_kernel: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        norm = use_qk_l2norm_in_kernel
+        state = initial_state
+        if (
+            state is None
+            or query.shape[1] != 1
+            or others.get("cu_seqlens") is not None
+            or not (query.numel() and is_plain(query, key, value) and is_plain(state, g.float(), beta.float()))
+            or not state.is_contiguous()
+        ):
+            numbers = dict(initial_state=state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=norm)
+            return own(query, key, value, g=g, beta=beta, **numbers, **others)
+        y = torch.ops.ptq.delta_rule_step.default(query, key, value, g.float(), beta.float(), state, norm)
+        return y, state if output_final_state else None
+
+    return step
+
+
+def _deltas(draw: Callable[..., Tensor]) -> Iterable[tuple[list[Tensor], dict[str, Any]]]:
+    for shared in (2, 4):
+        for norm in (False, True):
+            given = [draw(2, 1, shared, 8), draw(2, 1, shared, 8), draw(2, 1, 4, 6)]
+            numbers = dict(g=-draw(2, 1, 4).abs(), beta=draw(2, 1, 4).sigmoid(), initial_state=draw(2, 4, 8, 6))
+            yield given, {**numbers, "output_final_state": True, "use_qk_l2norm_in_kernel": norm}
+
+
+STEPS: dict[str, Callable[[Step], Step | None]] = {
+    "causal_conv1d_update": _convolution,
+    "torch_recurrent_gated_delta_rule": _delta_rule,
+}
+"""What transformers calls them, and what takes their place."""
+
+
+def _nobody(*args: Any, **kwargs: Any) -> Any:
+    """In the place of the function that is tried: the step must not ask itself."""
+    raise TypeError("nothing for the op")
+
+
+@trial()
+def _agrees(own: Step, make: Callable[[Step], Step], cases: Callable[..., Iterable[tuple[Any, Any]]]) -> bool:
+    """Whether a function gives the numbers of a step, and leaves the same behind in what it was given."""
+    plain, step = inspect.unwrap(own), make(_nobody)
+    for tensors, named in cases(functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))):
+        found = []
+        for each in (plain, step):
+            given = [x.clone() for x in tensors]
+            named = {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
+            try:
+                y = each(*given, **named)
+            except (RuntimeError, TypeError, AttributeError):
+                return False  # it wants something else
+            found.append([*(y if isinstance(y, tuple) else (y,)), *given])
+        if len(found[0]) != len(found[1]):
+            return False
+        if not all(a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(*found, strict=True)):
+            return False
+    return True
+
+
+# --- a norm with a gate ---------------------------------------------------------------------------------------------
+
+_GATED: dict[tuple[type, int, float], bool] = {}
+
+
+def _norm_forward(module: nn.Module, eps: float, *args: Any, **kwargs: Any) -> Tensor:
+    gain = module._parameters["weight"]
+    if len(args) == 2 and not kwargs and gain is not None:
+        x, gate = args
+        if isinstance(gate, Tensor) and x.shape == gate.shape and x.numel() and is_plain(x, gate, gain):
+            return torch.ops.ptq.gated_rms_norm.default(x, gate, gain, eps)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def _gated_norm(module: nn.Module) -> float | None:
+    """eps of a module that is `ptq::gated_rms_norm`; None for any other."""
+    gain, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", None)
+    alone = len(module._parameters) == 1 and not module._modules and not module._buffers
+    if not alone or gain is None or gain.dim() != 1 or not isinstance(eps, float) or not eps > 0:
+        return None
+    if [*inspect.signature(type(module).forward).parameters][2:] != ["gate"]:
+        return None
+    key = type(module), len(gain), eps
+    if key not in _GATED:
+        _GATED[key] = _norm_gives_its_numbers(module, eps)
+    return eps if _GATED[key] else None
+
+
+@trial()
+def _norm_gives_its_numbers(module: nn.Module, eps: float) -> bool:
+    generator, k = torch.Generator().manual_seed(0), len(module.get_parameter("weight"))
+    for dtype in FEW_DTYPES:
+        alone: Any = type(module).__new__(type(module))
+        nn.Module.__init__(alone)
+        alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_"})
+        gain, x, gate = (torch.randn(shape, generator=generator).to(dtype) for shape in ((k,), (4, k), (4, k)))
+        alone.weight = nn.Parameter(gain, requires_grad=False)
+        x[0] *= eps**0.5
+        try:
+            found = type(module).forward(alone, x, gate)
+        except (RuntimeError, TypeError, AttributeError):
+            return False  # it wants something else
+        wanted = mixer_ops.gated_rms_norm(x, gate, gain, eps)
+        if not isinstance(found, Tensor) or found.dtype != dtype or not torch.equal(found, wanted):
+            return False
+    return True

@@ -1,0 +1,127 @@
+"""Mixers that keep a state decode by the ops of `ptq.mixer_ops`: the logits of the models' own code."""
+
+import copy
+import types
+from typing import Any
+
+import pytest
+import torch
+from conftest import decode, tiny_config
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
+from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_update
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
+
+from ptq import fast_decode, fast_mixers
+
+OPS = ("conv_step", "delta_rule_step", "gated_rms_norm")
+FAMILIES = {
+    "qwen3_next": set(OPS), "qwen3_5_text": set(OPS), "qwen3_5_moe_text": set(OPS),
+    "lfm2": {"conv_step"}, "granitemoehybrid": {"conv_step"},
+}  # fmt: skip
+
+
+class Called(TorchDispatchMode):
+    """The ops of this package that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "ptq":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def models(family: str) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
+    fast = copy.deepcopy(plain)
+    fast_decode.install(fast)
+    return plain, fast
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family: str) -> None:
+    plain, fast = models(family)
+    for batch in (1, 3):
+        with Called() as called:
+            found = decode(fast, batch)
+        assert {name for name in called.names if name in OPS} == FAMILIES[family]
+        for a, b in zip(found, decode(plain, batch), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    ids = torch.arange(4, 14).reshape(2, 5)
+    for more in ({}, {"num_beams": 2}, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1], [1] * 5])}):
+        assert torch.equal(
+            *(m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0, **more) for m in (fast, plain))
+        )
+
+
+def test_states_are_those_of_the_own_code() -> None:
+    caches = []
+    with torch.no_grad():
+        for model in models("qwen3_5_text"):
+            cache = model(torch.arange(4, 10)[None], use_cache=True).past_key_values
+            for token in (5, 7, 9):
+                model(torch.tensor([[token]]), past_key_values=cache)
+            caches.append(cache)
+    for a, b in zip(*(cache.layers for cache in caches), strict=True):
+        for name in ("conv_states", "recurrent_states"):
+            for x, y in zip(getattr(a, name, {}).values(), getattr(b, name, {}).values(), strict=True):
+                torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_and_hooks_go_the_own_way() -> None:
+    plain, fast = models("qwen3_5_text")
+    for model in (plain, fast):
+        model(torch.arange(4, 10)[None], use_cache=False).logits.sum().backward()
+    for (name, a), b in zip(fast.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5, msg=name)
+    mixer = next(module for module in fast.modules() if hasattr(module, "conv1d"))
+    called: list[str] = []
+    mixer.conv1d._hf_hook = types.SimpleNamespace(
+        pre_forward=lambda module: called.append("before"), post_forward=lambda module, y: called.append("behind")
+    )
+    for a, b in zip(decode(fast), decode(plain), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert called == ["before", "behind"] * 5
+
+
+def test_what_only_looks_like_it_is_left_alone() -> None:
+    def other(hidden_states: Tensor, conv_state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return causal_conv1d_update(hidden_states, conv_state, *args, **kwargs) * 1.01
+
+    def forgets(hidden_states: Tensor, conv_state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return causal_conv1d_update(hidden_states, conv_state.clone(), *args, **kwargs)
+
+    def slower(*args: Any, **kwargs: Any) -> Any:
+        y, state = torch_recurrent_gated_delta_rule(*args, **kwargs)
+        return y, state * 0.99
+
+    convolution, delta = fast_mixers.STEPS.values()
+    assert convolution(causal_conv1d_update) is not None and delta(torch_recurrent_gated_delta_rule) is not None
+    assert convolution(other) is None and convolution(forgets) is None and delta(slower) is None
+    assert delta(causal_conv1d_update) is None
+
+    class Twice(Qwen3_5RMSNormGated):
+        def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states, gate)
+
+    assert fast_mixers.forward_of(Qwen3_5RMSNormGated(8)) is not None
+    for module in (Twice(8), GraniteMoeHybridRMSNormGated(8, 8), nn.Linear(3, 3), nn.RMSNorm(8)):
+        assert fast_mixers.forward_of(module) is None
+
+
+def test_random_numbers_of_the_caller_are_left_alone() -> None:
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    fast_mixers._with_steps.cache_clear()
+    fast_mixers._GATED.clear()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
+    assert any(fast_mixers.forward_of(module) is not None for module in model.modules())
+    assert torch.equal(torch.rand(3), wanted)

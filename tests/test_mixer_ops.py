@@ -1,0 +1,139 @@
+"""`ptq::conv_step`, `ptq::delta_rule_step` and `ptq::gated_rms_norm` against float64, and what they refuse."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import at_level
+from torch import Tensor
+
+from ptq import mixer_ops
+
+DTYPES = (torch.float32, torch.bfloat16)
+ops = torch.ops.ptq
+
+
+@pytest.fixture(params=("portable", "avx2", "avx512"))
+def level(request) -> Iterator[str]:
+    yield from at_level(request.param)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def close(found: Tensor, exact: Tensor, places: float = 1) -> bool:
+    """Whether numbers are right to their dtype's last places, of the largest one."""
+    place = 2**-8 if found.dtype == torch.bfloat16 else 2**-20
+    return bool(((found.double() - exact).abs() <= places * place * (exact.abs() + exact.abs().max() / 8)).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize(
+    "b, c, room, width", [(1, 6144, 4, 4), (3, 37, 3, 4), (2, 16, 5, 2), (1, 1, 1, 1), (2, 5, 1, 2)]
+)
+def test_convolution(b: int, c: int, room: int, width: int, bias: bool, dtype: torch.dtype, level: str) -> None:
+    x, weight = draw(b, c, 1, dtype=dtype), draw(c, width, dtype=dtype, seed=1)
+    added = draw(c, dtype=dtype, seed=2) if bias else None
+    for silu in (False, True):
+        states = [draw(b, c, room, dtype=dtype, seed=3) for _ in range(2)]
+        before = states[0].clone()
+        found = ops.conv_step(x, states[0], weight, added, silu)
+        wanted = mixer_ops.conv_step(x, states[1], weight, added, silu)
+        seen = torch.cat((before, x), -1)
+        assert torch.equal(states[0], seen[..., 1:]) and torch.equal(states[0], states[1])
+        exact = torch.nn.functional.conv1d(
+            seen[..., -width:].double(), weight.double()[:, None], None if added is None else added.double(), groups=c
+        )
+        exact = torch.nn.functional.silu(exact) if silu else exact
+        assert found.dtype == dtype and found.shape == x.shape
+        assert close(found, exact, 2) and close(wanted, exact, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize("b, shared, heads, dk, dv", [
+    (1, 16, 32, 128, 128), (2, 3, 3, 20, 70), (1, 1, 4, 7, 16), (3, 2, 4, 33, 1),
+])  # fmt: skip
+def test_delta_rule(
+    b: int, shared: int, heads: int, dk: int, dv: int, norm: bool, dtype: torch.dtype, level: str
+) -> None:
+    q, k = (draw(b, 1, shared, dk, dtype=dtype, seed=seed) / dk**0.5 for seed in (1, 2))
+    v, g, beta = draw(b, 1, heads, dv, dtype=dtype, seed=3), -draw(b, 1, heads).exp(), draw(b, 1, heads).sigmoid()
+    states = [draw(b, heads, dk, dv, seed=4) for _ in range(2)]
+    exact_state = states[0].double()
+    found = ops.delta_rule_step(q, k, v, g, beta, states[0], norm)
+    wanted = mixer_ops.delta_rule_step(q, k, v, g, beta, states[1], norm)
+    one, other = (x[:, 0].double().repeat_interleave(heads // shared, 1) for x in (q, k))
+    if norm:
+        one, other = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (one, other))
+    exact_state = exact_state * g[:, 0].double().exp()[..., None, None]
+    known = torch.einsum("bhkv,bhk->bhv", exact_state, other)
+    delta = (v[:, 0].double() - known) * beta[:, 0].double()[..., None]
+    exact_state = exact_state + torch.einsum("bhk,bhv->bhkv", other, delta)
+    exact = torch.einsum("bhkv,bhk->bhv", exact_state, one)[:, None] / dk**0.5
+    assert found.dtype == dtype and found.shape == v.shape
+    for y, state in ((found, states[0]), (wanted, states[1])):
+        assert close(y, exact, 2) and close(state, exact_state, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(32, 128), (1, 3, 70), (2, 1), (0, 16)])
+def test_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, level: str) -> None:
+    x, gate, gain = 3 * draw(*shape, dtype=dtype), 4 * draw(*shape, dtype=dtype, seed=1), draw(shape[-1], dtype=dtype)
+    found, wanted = ops.gated_rms_norm(x, gate, gain, 1e-6), mixer_ops.gated_rms_norm(x, gate, gain, 1e-6)
+    torch.testing.assert_close(found, wanted, rtol=2**-18 if dtype == torch.float32 else 2**-7, atol=1e-30)
+    assert 0 in shape or (found == wanted).double().mean() > (0.2 if dtype == torch.float32 else 0.9)
+
+
+def given() -> dict[str, list[Any]]:
+    """Good arguments of each op."""
+    heads = [draw(2, 1, 2, 8), draw(2, 1, 2, 8), draw(2, 1, 4, 6), -draw(2, 1, 4).abs(), draw(2, 1, 4).sigmoid()]
+    return {
+        "conv_step": [draw(2, 5, 1), draw(2, 5, 3), draw(5, 4), draw(5), True],
+        "delta_rule_step": [*heads, draw(2, 4, 8, 6), True],
+        "gated_rms_norm": [draw(3, 8), draw(3, 8), draw(8), 1e-5],
+    }
+
+
+@pytest.mark.parametrize("op", mixer_ops.SCHEMAS)
+def test_numbers_that_do_not_depend_on_threads_and_strides(op: str, level: str) -> None:
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count, strided in ((1, False), (3, True)):
+            torch.set_num_threads(count)
+            arguments = given()[op]
+            for place, x in enumerate(arguments):
+                if isinstance(x, Tensor) and x.dim() > 1 and "state" not in str(argument_names(op)[place]) and strided:
+                    arguments[place] = x.transpose(0, -1).contiguous().transpose(0, -1)
+            results.append(getattr(ops, op)(*arguments))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(*results)
+    torch.library.opcheck(getattr(ops, op).default, tuple(given()[op]))
+
+
+def argument_names(op: str) -> list[str]:
+    return [argument.name for argument in getattr(ops, op).default._schema.arguments]
+
+
+@pytest.mark.parametrize("op", mixer_ops.SCHEMAS)
+def test_what_does_not_fit_is_refused(op: str, level: str) -> None:
+    for place, name in enumerate(argument_names(op)):
+        good = given()[op]
+        if not isinstance(good[place], Tensor):
+            continue
+        x = good[place]
+        wrongs = [x.double(), x[..., :0], x[None], x.half()]
+        if name == "state":
+            wrongs.append(x.transpose(0, -1).contiguous().transpose(0, -1))  # could not be written to
+        if name == "weight":
+            wrongs.append(draw(5, 5))  # wider than what is known
+        for wrong in wrongs:
+            arguments = list(good)
+            arguments[place] = wrong
+            with pytest.raises(RuntimeError):
+                getattr(ops, op)(*arguments)
+                pytest.fail(f"{name}: {wrong.shape} {wrong.dtype}")
