@@ -43,11 +43,12 @@ from ptq.plan import Plan, check_claims, check_tensors
 from ptq.progress import Progress, without_kernel_hints
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
-from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work, rounded_before
+from ptq.work import RECORD, Record, open_work, read_record, remove_finished_work, remove_work, rounded_before
 from ptq.writer import (
     check_folders,
     complete,
     file_hashes,
+    is_finished,
     partial_folder,
     put_in_place,
     shards_of,
@@ -246,20 +247,6 @@ def _agreement(
     agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
     positions = torch.cat([outliers.by_position(original, packed, row) for original, _, packed, row in rows], dim=1)
     return logits["packed"][0], agreement, positions
-
-
-def is_finished(out: Path, record: Record) -> bool:
-    """Whether `out` holds the result of this very run already. Raises InputError where it does, and is damaged."""
-    path = out / RECORD
-    if not path.is_file() or compare(record, stored := read_record(path)) or "prepacked" in stored:
-        return False
-    Checkpoint.open(out)
-    written, found = stored.get("files", {}), file_hashes(out)
-    for name in written:
-        if found.get(name) != written[name]:
-            what = "is not as it was written (its SHA-256 differs)" if name in found else "is missing"
-            raise InputError(f"{out / name}: {what}; the result was finished before, so remove {out} and run again")
-    return True
 
 
 def _check_tied(target: Target) -> None:

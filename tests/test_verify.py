@@ -89,7 +89,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another tokenizer": (flip("tokenizer.json", 40), "tokenizer.json: is not the file"),
     "other settings of generation": (flip("generation_config.json", -2), "generation_config.json: is not the file"),
     "settings that are lost": (lambda folder: (folder / "generation_config.json").unlink(), "json: is missing"),
-    "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "not a record"),
+    "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "or quantise again"),
 }
 
 
