@@ -61,6 +61,16 @@ def pickle_inside(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x80\x04" + b"x" * 100)
 
 
+def adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def gguf(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
+
+
 def hostile_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
 
@@ -78,6 +88,8 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "hostile header": (hostile_header, "the header does not fit"),
     "hostile JSON": (hostile_json, "nested too deeply"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
+    "an adapter": (adapter, "an adapter (LoRA) is no model: merge it"),
+    "GGUF": (gguf, "GGUF is not read: pass the model that it was made from"),
     "missing tensor": (edit_tensors(lambda t: t.pop(NAME)), f"has no tensor '{NAME}'"),
     "missing bias": (edit_tensors(lambda t: t.pop(BIAS)), f"has no tensor '{BIAS}', but its config.json promises it"),
     "surplus bias": (edit_config(attention_bias=False), "does not promise it"),
