@@ -52,9 +52,14 @@ def _options(
 
 
 Model = Annotated[
-    str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq."
+    ),
 ]
-Out = Annotated[Path, typer.Argument(help="Folder of the result: new, empty, or of the same command unfinished.")]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="Folder of the result: new, empty, or of the same command unfinished.")
+]
 Calibration = Annotated[
     str | None, typer.Option(help="Calibration text: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
 ]
@@ -116,6 +121,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     if show_plan:
         _show_plan(model, recipe)
         return
+    if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
+        refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
     from ptq import pipeline
     from ptq.progress import console
     from ptq.report_schema import PAGE
@@ -183,7 +190,9 @@ def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
 @app.command()
 @command
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint.")], as_json: Json = False, debug: Debug = False
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint.")],
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
     from ptq import console_tables, contents, fp8_source
@@ -211,7 +220,7 @@ def inspect(
 @app.command(name="verify")
 @command
 def verify_command(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
     against: Annotated[
         str | None, typer.Option(help="The original, to compare logits with; another is named so.")
     ] = None,
@@ -248,8 +257,8 @@ def verify_command(
 @app.command(name="prepack")
 @command
 def prepack_command(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the result: new or empty.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: new or empty.")],
     target: Annotated[str, typer.Option(help="What runs it: cpu, sm_80 or sm_90.")] = "cpu",
     debug: Debug = False,
 ) -> None:
