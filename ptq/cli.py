@@ -45,7 +45,7 @@ def _show_version(asked: bool) -> bool:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     pass
@@ -66,17 +66,17 @@ Calibration = Annotated[
 EmbeddingBits = Annotated[
     int,
     typer.Option(
-        help="Of the embeddings and the head, as integers rounded to the nearest: 8, 6 or 4; 16 leaves them alone."
+        help="Bits of the embedding and the head, rounded to the nearest integers: 8, 6 or 4; 16 leaves them alone."
     ),
 ]
-Samples = Annotated[int, typer.Option(help="Calibration rows.")]
+Samples = Annotated[int, typer.Option(help="Rows of calibration text.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row. Default: 2048, or the model's limit.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw unfinished work away.")]
 ShowPlan = Annotated[bool, typer.Option("--plan", help="Print what would be done, and do nothing.")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and report.json beside it.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and report.json into OUT.")]
 Skip = Annotated[
     list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")
 ]
@@ -207,6 +207,8 @@ def inspect(
                           "residual_rotation": found.residual, "report": found.report}, indent=2))  # fmt: skip
         return
     typer.echo(console_tables.contents_table(found))
+    if not (found.groups or found.cache or found.residual):
+        typer.echo("not quantised: every tensor is a plain one")
     if fp8_source.stated(opened.config) is not None:
         typer.echo("published in FP8: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:
