@@ -55,7 +55,7 @@ class Layer:
     versions: tuple[int, ...]
 
     def is_over(self) -> bool:
-        """Whether signs have been written to since."""
+        """Whether sign vectors have been written to since this was made."""
         return any(map(ne, map(version, self.signs), self.versions))
 
 

@@ -41,7 +41,7 @@ FULL_QUERIES = Mixer(
     inside=("self_attn.kv_b_proj",),
     kept=("self_attn.kv_a_layernorm.weight",),
 )
-"""MLA without that."""
+"""MLA with queries from one full matrix."""
 MLA = (LATENT_ATTENTION, FULL_QUERIES)
 INDEXED_ATTENTION = replace(
     LATENT_ATTENTION,
@@ -51,7 +51,7 @@ INDEXED_ATTENTION = replace(
         *(f"self_attn.indexer.{name}" for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")),
     ),
 )
-"""The same over the tokens that an indexer chooses, which stays in 16 bits."""
+"""MLA over the tokens that an indexer chooses. The indexer stays in 16 bits."""
 OWN_KEYS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
 GEMMA_4_ATTENTION = (
     replace(GATED_ATTENTION, readers=("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj")),

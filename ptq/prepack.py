@@ -80,7 +80,7 @@ class _Linear:
     shape: tuple[int, int]
     format: PrepackedFormat
     entry: dict[str, Any]
-    """The new one of config.json."""
+    """Its new entry of config.json."""
 
     @property
     def stored(self) -> dict[str, str]:

@@ -52,7 +52,7 @@ def quarot(
         typer.Option(help="Share of their range that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."),
     ] = None,
     kv_sinks: Annotated[
-        int, typer.Option(help="Tokens at the start whose keys and values stay in 16 bits: attention sinks.")
+        int, typer.Option(help="Tokens at the start whose keys and values are not quantised: attention sinks.")
     ] = 0,
     embedding_bits: cli.EmbeddingBits = 16,
     calibration: cli.Calibration = None,
