@@ -30,7 +30,7 @@ from ptq import (
     token_rows,
 )
 from ptq.checkpoint import Checkpoint
-from ptq.contents import as_turned, check_promised, parameter_shapes, read_config, summary
+from ptq.contents import as_turned, check_promised, parameter_shapes, summary, transformers_config
 from ptq.ends import plain
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
@@ -80,7 +80,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     checkpoint, more = fp8_source.dequantised(checkpoint)
     family = family_of(checkpoint.config)
     checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
-    config = read_config(checkpoint)
+    config = transformers_config(checkpoint)
     family, shape = family.of(config), shape_of(config)
     if shape.experts and family.experts is None:
         raise InputError(

@@ -71,6 +71,11 @@ def test_verify_against_another_model_of_the_same_sizes(packed: Path, tiny: Path
     assert json.loads(quantize("verify", saved, "--against", other, "--json").stdout)["source"] is None
 
 
+def test_a_folder_that_is_no_model_is_no_original(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_refused(quantize("verify", packed, "--against", tmp_path), "an adapter (LoRA) is no model")
+
+
 def flip(name: str, at: int) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         data = bytearray((folder / name).read_bytes())
