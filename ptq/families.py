@@ -228,7 +228,11 @@ FOR_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The row of a model. Raises InputError for a `model_type` that has none."""
+    """The row of a model. Raises InputError for a `model_type` that has none, and for a classifier."""
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        if str(name).endswith(("Classification", "QuestionAnswering")):
+            raise InputError(f"config.json: architectures says {name!r}: only models that generate text are supported")
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise InputError(

@@ -104,6 +104,9 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown model_type": (edit_config(model_type="mamba"), "is not supported; known are cwm, "),
     "invented model_type": (edit_config(model_type="no-such-model"), "docs/add-a-family.md"),
     "quantised already": (edit_config(quantization_config={"quant_method": "gptq"}), "quantised already"),
+    "a classifier": (
+        edit_config(architectures=["LlamaForSequenceClassification"]), "only models that generate text are supported"
+    ),
     "sizes of the wrong type": (edit_config(num_hidden_layers="two"), "num_hidden_layers"),
     "sizes that are not positive": (edit_config(intermediate_size=-24), "intermediate_size"),
     "a size without end": (edit_config(head_dim=10**30), "head_dim must be 2147483647 at most"),
