@@ -95,7 +95,7 @@ def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
 
 def run(layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Float[Tensor, "b t k"] | None:
     """What the layer gives for a decoded token of each row; None where it is called with something else."""
-    held = fast_attention.layer_of(layer.attention, x, floats=layer.floats, **others)
+    held = fast_attention.cache_layer(layer.attention, x, floats=layer.floats, **others)
     if held is None:
         return None
     if isinstance(held, GrowingLayer):
