@@ -45,7 +45,7 @@ def fp6(
         ),
     ] = False,
     activation_bits: Annotated[
-        int, typer.Option(help="Of the inputs of the quantised linears, per token: 8; 16 leaves them alone.")
+        int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8; 16 leaves them alone.")
     ] = 16,
     embedding_bits: cli.EmbeddingBits = 16,
     calibration: cli.Calibration = None,

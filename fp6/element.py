@@ -31,6 +31,11 @@ class Element:
         return f"e{self.exponent}m{self.mantissa}"
 
     @property
+    def sizes(self) -> tuple[int, int]:
+        """Bits of the exponent and of the mantissa, as the ops take them."""
+        return self.exponent, self.mantissa
+
+    @property
     def bits(self) -> int:
         """Bits of a code."""
         return 1 + self.exponent + self.mantissa

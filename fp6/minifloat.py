@@ -52,6 +52,7 @@ class MinifloatGrid(Grouped):
 
     @property
     def code(self) -> Element:
+        """The element that the codes are of."""
         return element_of(self.element)
 
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
@@ -72,13 +73,13 @@ class MinifloatGrid(Grouped):
         self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> UInt8[Tensor, "n c"]:
         scales, size = self.expanded(scales, columns)
-        return torch.ops.ptq.minifloat_encode(w.contiguous(), scales["scale"], *self._bits, size)
+        return torch.ops.ptq.minifloat_encode(w.contiguous(), scales["scale"], *self.code.sizes, size)
 
     def decode(
         self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> Float32[Tensor, "n c"]:
         scales, size = self.expanded(scales, columns)
-        return torch.ops.ptq.minifloat_decode(codes, scales["scale"], *self._bits, size)
+        return torch.ops.ptq.minifloat_decode(codes, scales["scale"], *self.code.sizes, size)
 
     def round_block(
         self,
@@ -91,15 +92,11 @@ class MinifloatGrid(Grouped):
         """`rounding.round_block` in one op."""
         groups, group = torch.unique(self.groups_of(columns), return_inverse=True)  # only the scales of these columns
         scale = scales["scale"][:, groups].t().contiguous()
-        return torch.ops.ptq.minifloat_ldlq(target, w, factor, scale, group, *self._bits)
-
-    @property
-    def _bits(self) -> tuple[int, int]:
-        return self.code.exponent, self.code.mantissa
+        return torch.ops.ptq.minifloat_ldlq(target, w, factor, scale, group, *self.code.sizes)
 
     @property
     def _options(self) -> tuple[int, int, int, bool, bool]:
-        return *self._bits, self.group_size, self.scale == "e8m0", self.search == "mse"
+        return *self.code.sizes, self.group_size, self.scale == "e8m0", self.search == "mse"
 
 
 def _checked(scale: Float32[Tensor, "n g"], name: str) -> Float32[Tensor, "n g"]:
@@ -169,7 +166,7 @@ class MinifloatFormat:
         """x Wᵀ + bias. With tiles or fragments, products of bfloat16 x are exact and sums float32 (`fp6.tiled_ops`):
         W6A16."""
         if "shape" in parts:
-            numbers = (parts["scale"], bias, parts["shape"].shape[0], *self._bits, self.group_size)
+            numbers = (parts["scale"], bias, parts["shape"].shape[0], *self.code.sizes, self.group_size)
             if "fragments" in parts:
                 op, weight = torch.ops.ptq.minifloat_linear_fragments.default, parts["fragments"]
             else:
@@ -192,7 +189,7 @@ class MinifloatFormat:
         parts = parts if "shape" in parts else self.prepack(parts, q.device)
         if "shape" not in parts:
             return self.linear(q.float() * q_scale[..., None], parts, bias).to(dtype)
-        numbers = (parts["scale"], bias, parts["shape"].shape[0], *self._bits, self.group_size, dtype)
+        numbers = (parts["scale"], bias, parts["shape"].shape[0], *self.code.sizes, self.group_size, dtype)
         if "fragments" in parts:
             return call(torch.ops.ptq.minifloat_quantized_fragments.default, q, q_scale, parts["fragments"], *numbers)
         return call(torch.ops.ptq.minifloat_linear_quantized.default, q, q_scale, parts["tiles"], *numbers)
@@ -203,14 +200,18 @@ class MinifloatFormat:
         """The same where the input is quantised in the same call; None where the weight is not in tiles."""
         if "tiles" not in parts:
             return None
-        numbers = (parts["shape"].shape[0], *self._bits, self.group_size, activation.bits, activation.clip)
+        numbers = (parts["shape"].shape[0], *self.code.sizes, self.group_size, activation.bits, activation.clip)
         op = torch.ops.ptq.minifloat_linear_tokens.default
         return call(op, x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
         """See `ptq.cpu_layer.WholeLayer`."""
         held = tiles.listed(parts, "tiles", "scale")
-        return None if held is None else (torch.ops.ptq.minifloat_layer.default, (*held, *self._bits, self.group_size))
+        return (
+            None
+            if held is None
+            else (torch.ops.ptq.minifloat_layer.default, (*held, *self.code.sizes, self.group_size))
+        )
 
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
@@ -219,7 +220,7 @@ class MinifloatFormat:
         held = tiles.listed(weights, "tiles", "scale")
         if held is None:
             return None
-        numbers = width, *self._bits, self.group_size, *treatments
+        numbers = width, *self.code.sizes, self.group_size, *treatments
         return torch.ops.ptq.minifloat_experts.default(x, *rows, *held[:2], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
@@ -248,10 +249,6 @@ class MinifloatFormat:
             codes = fragments.unprepack(parts["fragments"], n, self.code, k)
         scale = tiles.untile_scales(parts["scale"], n)
         return {"codes": codes, "scale": scale if self.scale == "bfloat16" else as_e8m0(scale)}
-
-    @property
-    def _bits(self) -> tuple[int, int]:
-        return self.code.exponent, self.code.mantissa
 
 
 def pack_scale(scale: Float32[Tensor, "n g"], kind: str) -> Tensor:

@@ -40,11 +40,20 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
     if not path.is_file():
         if (folder / UNFINISHED).is_file():
             raise InputError(f"{folder}: unfinished work; repeat the command that began it, and use its result")
-        raise InputError(f"{path}: missing; expected a Hugging Face folder with config.json and safetensors")
+        raise InputError(f"{path}: missing; {_instead(folder)}")
     config, raw = read_json_object(path, MAX_CONFIG_BYTES)
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path}: expected a `model_type` string, found {config.get('model_type')!r}")
     return config, raw
+
+
+def _instead(folder: Path) -> str:
+    """What to do about a folder without config.json, by what it holds."""
+    if (folder / "adapter_config.json").is_file():
+        return "an adapter (LoRA) is no model: merge it into its base with peft's `merge_and_unload`, and pass that"
+    if any(folder.glob("*.gguf")):
+        return "GGUF is not read: pass the model that it was made from, as a Hugging Face folder of safetensors"
+    return "expected a Hugging Face folder with config.json and safetensors"
 
 
 def refuse_quantised(config: Mapping[str, Any]) -> None:

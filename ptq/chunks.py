@@ -45,7 +45,7 @@ class Chunks:
         return load_file(path)["hidden"].clone().to(self.device)
 
     def drop(self, index: int) -> None:
-        """Remove what nobody reads any more."""
+        """Remove the chunks of a block that is done with."""
         shutil.rmtree(self.folder / str(index), ignore_errors=True)
 
     def _mark(self, index: int) -> Path:

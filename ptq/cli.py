@@ -45,33 +45,38 @@ def _show_version(asked: bool) -> bool:
 def _options(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Say the version."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     pass
 
 
 Model = Annotated[
-    str, typer.Argument(help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq.")
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq."
+    ),
 ]
-Out = Annotated[Path, typer.Argument(help="Folder of the result: new, empty, or of the same command unfinished.")]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help="Folder of the result: new, empty, or of the same command unfinished.")
+]
 Calibration = Annotated[
     str | None, typer.Option(help="Calibration text: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
 ]
 EmbeddingBits = Annotated[
     int,
     typer.Option(
-        help="Of the embeddings and the head, as integers rounded to the nearest: 8, 6 or 4; 16 leaves them alone."
+        help="Bits of the embedding and the head, rounded to the nearest integers: 8, 6 or 4; 16 leaves them alone."
     ),
 ]
-Samples = Annotated[int, typer.Option(help="Calibration rows.")]
+Samples = Annotated[int, typer.Option(help="Rows of calibration text.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row. Default: 2048, or the model's limit.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]
 Restart = Annotated[bool, typer.Option("--restart", help="Throw unfinished work away.")]
 ShowPlan = Annotated[bool, typer.Option("--plan", help="Print what would be done, and do nothing.")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and report.json beside it.")]
+Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and report.json into OUT.")]
 Skip = Annotated[
     list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")
 ]
@@ -116,6 +121,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     if show_plan:
         _show_plan(model, recipe)
         return
+    if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
+        refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
     from ptq import pipeline
     from ptq.progress import console
     from ptq.report_schema import PAGE
@@ -183,7 +190,9 @@ def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
 @app.command()
 @command
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint.")], as_json: Json = False, debug: Debug = False
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint.")],
+    as_json: Json = False,
+    debug: Debug = False,
 ) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
     from ptq import console_tables, contents, fp8_source
@@ -198,6 +207,8 @@ def inspect(
                           "residual_rotation": found.residual, "report": found.report}, indent=2))  # fmt: skip
         return
     typer.echo(console_tables.contents_table(found))
+    if not (found.groups or found.cache or found.residual):
+        typer.echo("not quantised: every tensor is a plain one")
     if fp8_source.stated(opened.config) is not None:
         typer.echo("published in FP8: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:
@@ -211,7 +222,7 @@ def inspect(
 @app.command(name="verify")
 @command
 def verify_command(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
     against: Annotated[
         str | None, typer.Option(help="The original, to compare logits with; another is named so.")
     ] = None,
@@ -248,8 +259,8 @@ def verify_command(
 @app.command(name="prepack")
 @command
 def prepack_command(
-    checkpoint: Annotated[str, typer.Argument(help="A checkpoint that `quantize` has made.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the result: new or empty.")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: new or empty.")],
     target: Annotated[str, typer.Option(help="What runs it: cpu, sm_80 or sm_90.")] = "cpu",
     debug: Debug = False,
 ) -> None:

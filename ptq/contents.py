@@ -67,7 +67,7 @@ def summary(checkpoint: Checkpoint) -> Contents:
     report = str(page) if page.is_file() else None
     if packed is None:
         return Contents((), checkpoint.nbytes, checkpoint.nbytes, report=report)
-    modules = packed_modules(read_config(checkpoint), packed)
+    modules = packed_modules(transformers_config(checkpoint), packed)
     stored: dict[str, int] = {}
     for tensor, info in checkpoint.tensors.items():
         stored[_packed_owner(tensor)] = stored.get(_packed_owner(tensor), 0) + info.nbytes
@@ -85,7 +85,7 @@ def summary(checkpoint: Checkpoint) -> Contents:
     return Contents(tuple(groups), plain_bytes, checkpoint.nbytes, packed.kv_cache, packed.residual(), report)
 
 
-def read_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
     content = {key: _floats(value) for key, value in checkpoint.config.items() if key != "auto_map"}
     if content["model_type"] not in CONFIG_MAPPING:

@@ -58,7 +58,7 @@ class Layer:
     versions: tuple[int, ...]
 
     def is_over(self) -> bool:
-        """Whether signs have been written to since."""
+        """Whether sign vectors have been written to since this was made."""
         return any(map(ne, map(version, self.signs), self.versions))
 
 
@@ -108,7 +108,7 @@ def run(
     layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any], residual_multiplier: float
 ) -> Float[Tensor, "b t k"] | None:
     """What the layer's op gives for a decoded token of each row; None where it is called with something else."""
-    held = fast_attention.layer_of(layer.attention, x, floats=layer.floats, **others)
+    held = fast_attention.cache_layer(layer.attention, x, floats=layer.floats, **others)
     if held is None:
         return None
     if isinstance(held, GrowingLayer):

@@ -22,9 +22,9 @@ class Matrix:
     """The weight of the embedding or the head, plain or packed."""
 
     tensors: dict[str, Tensor]
-    """By the last part of their names: `weight`, and `weight_<part>` of a packed one."""
+    """Its tensors, by the last part of their names: `weight`, and `weight_<part>` of a packed one."""
     entry: dict[str, Any] | None = None
-    """That of `quantization_config`; None: the weight is plain."""
+    """Its entry of `quantization_config`; None: the weight is plain."""
 
     def rows(self, index: Int64[Tensor, " u"], k: int) -> Float[Tensor, "u k"]:
         """Some rows of k numbers, as the embedding looks them up."""
@@ -35,7 +35,7 @@ class Matrix:
         return format.rows(parts, index.to(parts["codes"].device), k)
 
     def whole(self, k: int) -> Float[Tensor, "n k"]:
-        """All of them."""
+        """All rows."""
         if self.entry is None:
             return self.tensors["weight"]
         format, parts = self._packed(k)
@@ -47,12 +47,12 @@ class Matrix:
 
 
 def plain(weight: Float[Tensor, "v k"]) -> Matrix:
-    """A weight as it is."""
+    """The matrix of a weight that is not packed."""
     return Matrix({"weight": weight})
 
 
 def packed(plan: Plan, bits: int) -> Plan:
-    """The plan in which embedding and head have integers of so many bits, rounded to the nearest; 16: as they are."""
+    """The plan with embedding and head in integers of `bits` bits, rounded to the nearest; 16: the plan as it is."""
     if bits == 16:
         return plan
     ends = {linear.name for linear in plan.ends()}

@@ -127,7 +127,7 @@ def windows_from_text(tokenizer: PreTrainedTokenizerBase, text: str, context: in
     if count == 0:
         raise InputError(
             f"the text has {len(ids)} tokens, too few for one window of {context}; "
-            "give a longer text or a shorter context"
+            "give a longer text, or a smaller --context where the command has one"
         )
     leads = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
     return Windows(

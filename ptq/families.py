@@ -41,7 +41,7 @@ FULL_QUERIES = Mixer(
     inside=("self_attn.kv_b_proj",),
     kept=("self_attn.kv_a_layernorm.weight",),
 )
-"""MLA without that."""
+"""MLA with queries from one full matrix."""
 MLA = (LATENT_ATTENTION, FULL_QUERIES)
 INDEXED_ATTENTION = replace(
     LATENT_ATTENTION,
@@ -51,7 +51,7 @@ INDEXED_ATTENTION = replace(
         *(f"self_attn.indexer.{name}" for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")),
     ),
 )
-"""The same over the tokens that an indexer chooses, which stays in 16 bits."""
+"""MLA over the tokens that an indexer chooses. The indexer stays in 16 bits."""
 OWN_KEYS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
 GEMMA_4_ATTENTION = (
     replace(GATED_ATTENTION, readers=("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj")),
@@ -228,7 +228,11 @@ FOR_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The row of a model. Raises InputError for a `model_type` that has none."""
+    """The row of a model. Raises InputError for a `model_type` that has none, and for a classifier."""
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        if str(name).endswith(("Classification", "QuestionAnswering")):
+            raise InputError(f"config.json: architectures says {name!r}: only models that generate text are supported")
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise InputError(

@@ -8,8 +8,8 @@ from typing import Any
 class Experts:
     """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
 
-    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. What
-    the model makes of its product with a token is the model's own affair.
+    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. How
+    its product with a token becomes a choice of experts is left to the model's own code.
     """
 
     router: str = "mlp.gate"
@@ -18,14 +18,14 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str | None = None
-    """The gated MLP beside them, which every token passes; None where there is none."""
+    """The gated MLP beside the experts, which every token passes; None where there is none."""
     shared_gate: str | None = None
     """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
     kept: tuple[str, ...] = ()
     """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
     fused: bool = False
-    """Whether models are published with all experts of a block in one tensor: transformers then reads no other one, and
-    plain experts one by one are nothing to it."""
+    """Whether models are published with all experts of a block in one tensor. That is then the only form in which
+    transformers reads plain experts, so they cannot be written one by one."""
 
     @property
     def linears(self) -> tuple[str, str, str]:
@@ -35,9 +35,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixer:
-    """Names of the linears of what mixes tokens in a block in the place of plain attention, and of what else it holds:
-    linear attention, a convolution, attention over a latent vector or with a gate. What it computes between them is the
-    model's own affair; of its linears it matters only what they read and what they write.
+    """A mixer: what mixes tokens in a block that has no plain attention, such as linear attention, a convolution, or
+    attention over a latent vector or with a gate. The fields name its linears, by what they read and write, and its
+    other tensors. What it computes between its linears is left to the model's own code.
     """
 
     readers: tuple[str, ...]
@@ -47,21 +47,23 @@ class Mixer:
     inside: tuple[str, ...] = ()
     """Linears on inputs of their own."""
     gates: tuple[str, ...] = ()
-    """Readers of a few rows, which decide for whole heads: they stay in 16 bits, as a router does."""
+    """Other linears on the output of that norm, with few rows, each of which decides for a whole head: they stay in
+    16 bits, as a router does."""
     kept: tuple[str, ...] = ()
     """Its other tensors, which no rotation touches; a bias (`.bias`) may be there or not."""
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Names of what gives every block an input of its own for each token, beside the hidden states. The first three are
-    the model's, the others those of a block: `output(act(gate(h)) * input)`, normed, is added to h.
+    """Names of what gives every block, beside the hidden states h, an input of its own for each token (Gemma 4). The
+    first three belong to the model, the others to every block: `output(act(gate(h)) * input)`, normed, is added to h.
     """
 
     embedding: str = "model.embed_tokens_per_layer"
-    """A row for each token, which holds a piece for every block."""
+    """A table with a row for each token; a row holds one piece for every block."""
     projection: str = "model.per_layer_model_projection"
-    """What makes as much of the embedded token; it stays in 16 bits, and so does the norm behind it."""
+    """The linear that makes pieces of the same sizes from the embedded token, to be added to those of the table. It
+    stays in 16 bits, and so does `norm`, behind it."""
     norm: str = "model.per_layer_projection_norm"
     gate: str = "per_layer_input_gate"
     output: str = "per_layer_projection"
@@ -100,7 +102,7 @@ class Family:
     kept: tuple[str, ...] = ()
     """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
     kept_if: str | None = None
-    """The setting of config.json without which a model of the family has no `kept`; None: it always has."""
+    """A setting of config.json: models in which it is false have none of the tensors `kept`. None: all have them."""
     norm_offset: float = 0.0
     """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
     rope_interleaved: bool = False
@@ -116,9 +118,11 @@ class Family:
     mixers: tuple[Mixer, ...] = ()
     """What blocks may have in the place of query, key, value and attention_output: no R2 there, no packed KV cache."""
     own_keys: tuple[str, ...] = ()
-    """Tensors that a block does not read which takes keys and values over from an earlier one, should it have them."""
+    """Tensors that are not read in blocks which take keys and values over from an earlier block, where a checkpoint
+    holds them all the same."""
     layer_inputs: LayerInputs | None = None
-    """Names of what only some models of the family have: see `ModelShape.layer_input`."""
+    """The inputs that blocks have of their own, in those models of the family that have them
+    (`ModelShape.layer_input`)."""
 
     def of(self, config: Any) -> "Family":
         """The row as a model with this transformers config has it."""

@@ -32,7 +32,7 @@ KINDS = ("", "heads", "whole")
 
 def decoded(module: Any, kind: str, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of a decoded token, as a module of this kind computes it; None where it must do so itself."""
-    layer = layer_of(module, hidden_states, **others)
+    layer = cache_layer(module, hidden_states, **others)
     if layer is None:
         return None
     parts = module._modules
@@ -40,7 +40,7 @@ def decoded(module: Any, kind: str, hidden_states: Float[Tensor, "b t k"], **oth
     return parts[OUTPUT](attend(module, kind, q, k, v, others["position_embeddings"], layer))
 
 
-def layer_of(
+def cache_layer(
     module: Any,
     hidden_states: Float[Tensor, "b t k"],
     position_embeddings: tuple[Tensor, Tensor] | None = None,

@@ -28,7 +28,8 @@ Parts = dict[str, Tensor]
 LayerOp = tuple[Any, tuple[Any, ...]]
 """An op of `ptq.layer_ops`, and the weights of a layer as it takes them."""
 Rows = tuple[list[int], list[int], list[float]]
-"""Tokens, rows of each expert, shares: see `ptq.expert_ops`."""
+"""The tokens of every expert one after the other, how many each expert has, and the share of each in its token's sum:
+`tokens`, `counts` and `shares` of `ptq.expert_ops`."""
 
 
 @runtime_checkable

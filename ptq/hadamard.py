@@ -117,12 +117,6 @@ def parse(construction: str) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def describe(construction: str) -> str:
-    """The same for people: "Paley I(43) x 2^7"."""
-    names = {"paley1": "Paley I({})", "paley2": "Paley II({})", "sylvester": "2^{}"}
-    return " x ".join(names[kind].format(number) for kind, number in parse(construction))
-
-
 def order_of(construction: str) -> int:
     """The order of a stored construction."""
     return int(np.prod([_part_order(part) for part in parse(construction)], dtype=np.int64))

@@ -35,14 +35,15 @@ and in the files."""
 
 
 class Hessians:
-    """Hessians in files of a folder, one for all linears that are rounded together."""
+    """The Hessians of a run, in files of a folder: a file, called `key`, for the linears that are rounded together."""
 
     def __init__(self, folder: Path, device: torch.device, workers: Workers) -> None:
         self.folder, self.device, self.workers = folder, device, workers
         self._pool: tuple[str, Tensor, int] | None = None
 
     def take(self, key: str, part: Part, names: Iterable[str], hidden: Chunks, index: int) -> None:
-        """Take those of the named inputs of a rewritten block, as the weights will see them; all processes share it."""
+        """Sum the Hessians of the named inputs of a rewritten block, as its weights will see them, into the file `key`;
+        all processes share the work."""
         if self.there(key):
             return
         names, chunks = list(names), hidden.files(index)
@@ -67,11 +68,11 @@ class Hessians:
         self.workers.wait()
 
     def there(self, key: str) -> bool:
-        """Whether they have been taken."""
+        """Whether the file `key` is complete."""
         return self.workers.agree(self._file(key).exists())
 
     def read(self, key: str, name: str) -> Float32[Tensor, "k k"]:
-        """One of them, whole."""
+        """The Hessian of one input, as a full matrix."""
         return whole(self._panels(key, [name]))
 
     def tokens(self, key: str, names: Iterable[str]) -> int:
@@ -80,8 +81,8 @@ class Hessians:
         return sum(int(read_tensor(self._file(key), infos[f"{name}.{TOKENS}"])) for name in names)
 
     def of(self, key: str, linear: LinearPlan, plan: Plan) -> tuple[Float32[Tensor, "k k"] | None, dict[str, Any]]:
-        """The one that a linear is rounded with, and what the record says of it. That of an expert is drawn towards
-        the mean of the block's experts (`ptq.shrinkage`); None where it has seen no token, and there is no such mean.
+        """The Hessian that a linear is rounded with, and what the record says of it. An expert's is drawn towards the
+        mean of the block's experts (`ptq.shrinkage`); None where neither it nor they have seen a token.
         """
         name = linear.statistics
         assert name is not None, linear.name
@@ -92,14 +93,14 @@ class Hessians:
         return h, {"tokens": tokens, "shrinkage": share, **({"note": NO_TOKEN} if h is None else {})}
 
     def _together(self, key: str, names: Sequence[str]) -> tuple[Float32[Tensor, "k k"], int]:
-        """The sum of several, and their tokens; kept for the next call, which asks for the same."""
+        """The sum of several Hessians, and their tokens; kept for the next call, which asks for the same."""
         if self._pool is None or self._pool[0] != key:
             self._pool = None
             self._pool = key, whole(self._panels(key, names)), self.tokens(key, names)
         return self._pool[1:]
 
     def _panels(self, key: str, names: Sequence[str]) -> list[Float32[Tensor, "_ _"]]:
-        """The panels of the sum of some of them."""
+        """The panels of the sum of some Hessians."""
         # Read, not mapped: a map would count as memory beside the copy that solvers work on.
         path = self._file(key)
         infos = read_header(path)[0]
@@ -111,7 +112,7 @@ class Hessians:
         return sums
 
     def drop(self, key: str) -> None:
-        """Remove what nobody reads any more."""
+        """Remove the file `key`, which nobody reads any more."""
         self._pool = None
         for file in (*self.folder.glob(f"{key}.*.safetensors"), self._file(key)):  # parts, left by a crash; all
             file.unlink(missing_ok=True)

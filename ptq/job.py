@@ -27,7 +27,7 @@ the allocator to use the same memory again. Fresh memory costs more than the rew
 
 
 Model = Literal["original", "rotated", "packed"]
-"""The source; the same, rewritten; and what is written."""
+"""The three models of a run: the source, the source with norms folded and rotations fused, and the result."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Job:
         return self._rewrite(linear, w, self._gain(linear.norm) if linear.norm else None, dtype)
 
     def rewritten_rows(self, linear: LinearPlan) -> Iterator[Float[Tensor, "r k"]]:
-        """The same in float32, piece by piece, for the embedding or the head: their rows are rewritten alone."""
+        """`rewritten` in float32, some rows at a time: for the embedding and the head, where rows do not mix."""
         gain = self._gain(linear.norm) if linear.norm else None
         for piece in self.tensor(linear.source).split(max(1, PIECE_BYTES // (8 * linear.k))):
             yield self._rewrite(linear, piece.to(self.device), gain, torch.float32)

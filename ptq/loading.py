@@ -18,9 +18,8 @@ from transformers import (
 
 import ptq.hf  # noqa: F401  (registers the plug-in that loads packed checkpoints)
 from ptq import fp8_source, source
-from ptq.checkpoint import Checkpoint
-from ptq.checkpoint import read_config as json_config
-from ptq.contents import read_config
+from ptq.checkpoint import Checkpoint, read_config
+from ptq.contents import transformers_config
 from ptq.errors import InputError, RunError
 
 TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -67,11 +66,11 @@ def load_model(
 def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
     """The class of a model, which may be a text model `alone`, and what that class is to load: a folder; or config and
     weights, where they were published in FP8."""
-    if fp8_source.stated(json_config(folder)[0]) is None:
+    if fp8_source.stated(read_config(folder)[0]) is None:
         kind = AutoModelForCausalLM if alone else AutoModelForMultimodalLM
         return kind, {"pretrained_model_name_or_path": folder}
     checkpoint, _ = fp8_source.dequantised(Checkpoint.open(folder))
-    config, weights = read_config(checkpoint), {name: checkpoint.read(name) for name in checkpoint.tensors}
+    config, weights = transformers_config(checkpoint), {name: checkpoint.read(name) for name in checkpoint.tensors}
     classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_MULTIMODAL_LM_MAPPING
     return classes[type(config)], {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
 
@@ -89,6 +88,7 @@ def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
 
 def load_config(model: str | Path) -> Any:
     """The transformers config of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
+    read_config(source.resolve(str(model)))  # what is wrong with a folder, in plainer words than transformers'
     return _from_pretrained(AutoConfig, model, "config")
 
 

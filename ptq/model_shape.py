@@ -32,22 +32,22 @@ class ModelShape:
     """Channels of a head that RoPE turns, the first ones."""
     tied: bool
     experts: int = 0
-    """In a block that has any; 0: the model has none."""
+    """Experts in a block that has any; 0: the model has none."""
     experts_per_token: int = 0
     expert_width: int = 0
-    """What `intermediate` is for an MLP, for one expert."""
+    """Width of one expert, as `intermediate` is that of an MLP."""
     shared_width: int = 0
-    """The same for the MLP beside the experts, which every token passes."""
+    """Width of the MLP beside the experts, which every token passes."""
     dense: frozenset[int] = frozenset()
     """Blocks without experts, in a model that has some."""
     without_keys: int = 0
-    """So many of the last blocks take keys and values over from earlier ones."""
+    """Number of blocks, the last ones, that take keys and values over from earlier blocks."""
     wider: int = 1
-    """Times `intermediate`: the width of the MLP of these."""
+    """Width of the MLP of the blocks `without_keys`, in units of `intermediate`."""
     layer_input: int = 0
     """Channels of the input that every block has of its own (`ptq.family.LayerInputs`); 0: blocks have none."""
     layer_vocab: int = 0
-    """Rows of the table that these come from."""
+    """Rows of the table from which `layer_input` is read."""
     state: int = 0
     """Channels of what travels between two blocks (`ptq.state`)."""
     unread: int = 0

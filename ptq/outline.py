@@ -202,8 +202,8 @@ def _linear(role: str, name: str, n: int, k: int) -> LinearPlan:
 
 
 def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
-    """The statistics of all experts of a block that see tokens of the same input as `linear`; none where nobody does:
-    each down has an input of its own kind."""
+    """For a gate or up of an expert: the statistics of all gates and ups of the block's experts, whose inputs are some
+    of the same tokens. Empty for other linears: the input of a down is that of its expert alone."""
     if linear.expert is None or linear.role == "down":
         return ()
     block = (other for other in plan.block(block_of(linear, plan)) if other.expert is not None and other.role != "down")
@@ -211,8 +211,8 @@ def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
 
 
 def input_name(linear: LinearPlan) -> str | None:
-    """What the input of a linear is called among those of its block: one name for all experts. None where it is not
-    looked at."""
+    """The name of a linear's input, the same for the linears that share it and for all experts of a block. None for a
+    linear without statistics."""
     return None if linear.statistics is None else of_any_expert(linear.statistics).replace(".*.", ".")
 
 

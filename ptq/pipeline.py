@@ -30,7 +30,7 @@ from ptq import (
     token_rows,
 )
 from ptq.checkpoint import Checkpoint
-from ptq.contents import as_turned, check_promised, parameter_shapes, read_config, summary
+from ptq.contents import as_turned, check_promised, parameter_shapes, summary, transformers_config
 from ptq.ends import plain
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
@@ -43,11 +43,12 @@ from ptq.plan import Plan, check_claims, check_tensors
 from ptq.progress import Progress, without_kernel_hints
 from ptq.recipe import Recipe, RunOptions
 from ptq.tasks import Tasks
-from ptq.work import RECORD, Record, compare, open_work, read_record, remove_finished_work, remove_work, rounded_before
+from ptq.work import RECORD, Record, open_work, read_record, remove_finished_work, remove_work, rounded_before
 from ptq.writer import (
     check_folders,
     complete,
     file_hashes,
+    is_finished,
     partial_folder,
     put_in_place,
     shards_of,
@@ -79,7 +80,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     checkpoint, more = fp8_source.dequantised(checkpoint)
     family = family_of(checkpoint.config)
     checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
-    config = read_config(checkpoint)
+    config = transformers_config(checkpoint)
     family, shape = family.of(config), shape_of(config)
     if shape.experts and family.experts is None:
         raise InputError(
@@ -246,20 +247,6 @@ def _agreement(
     agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
     positions = torch.cat([outliers.by_position(original, packed, row) for original, _, packed, row in rows], dim=1)
     return logits["packed"][0], agreement, positions
-
-
-def is_finished(out: Path, record: Record) -> bool:
-    """Whether `out` holds the result of this very run already. Raises InputError where it does, and is damaged."""
-    path = out / RECORD
-    if not path.is_file() or compare(record, stored := read_record(path)) or "prepacked" in stored:
-        return False
-    Checkpoint.open(out)
-    written, found = stored.get("files", {}), file_hashes(out)
-    for name in written:
-        if found.get(name) != written[name]:
-            what = "is not as it was written (its SHA-256 differs)" if name in found else "is missing"
-            raise InputError(f"{out / name}: {what}; the result was finished before, so remove {out} and run again")
-    return True
 
 
 def _check_tied(target: Target) -> None:

@@ -46,9 +46,9 @@ class Estimate:
     out: int
     """Bytes of the result."""
     ends: int = 0
-    """Bytes of it that embedding and head take, where they stay as they are and the rest does not."""
+    """Bytes of the result that embedding and head take, where they stay as they are and the rest does not."""
     remedy: str = "close other programs or use a machine with more"
-    """Where the memory is not enough."""
+    """What to do where the memory is not enough: the end of a sentence."""
 
     def __str__(self) -> str:
         most = f"; embedding and head are {_size(self.ends)} of that: see --embedding-bits"
@@ -150,7 +150,7 @@ def _clip_search(block: list[LinearPlan], shape: ModelShape, tokens: int, length
 
 
 def _share(linear: LinearPlan, shape: ModelShape) -> float:
-    """Of the tokens that a linear is given: those of an expert are given some."""
+    """The share of all tokens that a linear sees: less than 1 for one of an expert."""
     return 1.0 if linear.expert is None else shape.experts_per_token / shape.experts
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ptq.checkpoint import Checkpoint
-from ptq.contents import packed_modules, read_config
+from ptq.contents import packed_modules, transformers_config
 from ptq.embedding import PackedEmbedding
 from ptq.errors import InputError, RunError
 from ptq.hf import OPTIONAL, PtqConfig
@@ -44,7 +44,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
         raise InputError(f"{checkpoint}: is prepacked already; pass the checkpoint that it was made from")
     check_out(out)
     check_integrity(checkpoint)
-    modules = packed_modules(read_config(source), packed)
+    modules = packed_modules(transformers_config(source), packed)
     linears = [linear for name, module in modules.items() if (linear := _tiled(name, module, packed, target))]
     if not linears:
         formats = ", ".join(sorted({str(entry.get("format")) for entry in packed.schemes.values()}))
@@ -80,7 +80,7 @@ class _Linear:
     shape: tuple[int, int]
     format: PrepackedFormat
     entry: dict[str, Any]
-    """The new one of config.json."""
+    """Its new entry of config.json."""
 
     @property
     def stored(self) -> dict[str, str]:

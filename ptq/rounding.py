@@ -59,7 +59,7 @@ class Rounded:
     dead: int = 0
     """Input channels that calibration never saw: diag(H) = 0."""
     sweeps: int | None = None
-    """Sweeps of coordinate descent that were kept; None where none were asked for."""
+    """Sweeps of coordinate descent that were done; None where none were asked for."""
     note: str | None = None
     """Why `nearest` took the place of `ldlq`, if that is not what was asked for."""
     tokens: int | None = None
@@ -93,7 +93,7 @@ def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight"
 def nearest_rows(
     pieces: Iterable[Float[Tensor, "r k"]], codebook: Codebook, scales: Scales | None = None, *, name: str = "weight"
 ) -> Rounded:
-    """`nearest` of a weight that comes in runs of rows; `scales`: those of them all, where rows have none alone."""
+    """`nearest` of a weight that comes in pieces of whole rows; `scales`: of all rows, where they share them."""
     codes, fitted, error, energy = [], [], 0.0, 0.0
     for piece in pieces:
         x = piece.float().contiguous()
@@ -120,10 +120,10 @@ def ldlq(
 
     `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
     factor. `order`: `descending` diag(H), or `given`. Channels with diag(H) = 0 neither give nor receive feedback.
-    `sweeps`: at most so many of coordinate descent (`ptq.sweeps`).
-    Where nearest rounding has the smaller loss, that is the result; so it is, with a warning and a note, where H has
-    NaN or infinity. A float32 H is used up: its factor takes its place, since it is as large as everything else
-    together. Needs memory for two more [n, k].
+    `sweeps`: the most sweeps of coordinate descent that follow (`ptq.sweeps`).
+    The result is that of nearest rounding where this has the smaller loss and, with a warning and a note, where H has
+    NaN or infinity. A float32 `h` is overwritten by its factor, since H may be as large as everything else together.
+    Needs memory for two more [n, k].
     Raises InputError, naming `name`, where W is not finite, H does not fit W or is far from positive semidefinite.
     """
     w, h, k = w.float().contiguous(), h.float(), w.shape[1]
@@ -213,7 +213,7 @@ def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tenso
 
 
 def _best_scales(part: Problem, codebook: ScaledCodebook, scales: Scales) -> Scales:
-    """Those with which LDLQ of some rows has the least loss."""
+    """Of the scales that the codebook proposes, those with which LDLQ of some rows has the least loss."""
     return min(codebook.trials(scales), key=lambda trial: part.loss(_feedback(part, trial)[1]))
 
 
@@ -242,7 +242,7 @@ def _improve(
 
 
 def _feedback(problem: Problem, scales: Scales) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"]]:
-    """Codes, and errors W - Ŵ, each block fed by one product with all behind it."""
+    """Codes, and errors W - Ŵ; the feedback into a block is one product with the errors of all columns behind it."""
     wt, factor, codebook = problem.wt, problem.factor, problem.codebook
     d, k = codebook.dim, len(wt)
     assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)

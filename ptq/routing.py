@@ -27,7 +27,8 @@ class Routes:
         """The logits of the other model's routers, in the same calls."""
 
     def logits(self) -> Iterator[tuple[Float[Tensor, "1 t experts"], Float[Tensor, "1 t experts"]]]:
-        """Those of the other model, and those of the first; none where there was no other."""
+        """Logits of the routers, call by call: of the model that took the choices, and of the one that made them. Empty
+        where no model has taken them."""
         return ((found[None], _logits(self.made[call])[None]) for call, found in enumerate(self.again))
 
 

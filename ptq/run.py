@@ -15,6 +15,9 @@ USAGE = "usage: python -m ptq.run TOOL|FILE.py [ARGUMENTS], such as: python -m p
 
 def main(arguments: list[str]) -> int | str | None:
     """Run the tool that the first argument names with the others; gives what is to be the exit status."""
+    if arguments[:1] == ["--help"]:
+        print(USAGE)
+        return 0
     if not arguments or arguments[0].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2

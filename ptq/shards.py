@@ -221,15 +221,14 @@ class Shards:
         info = self.layout.tensors[name]
         return read_tensor(self.folder / info.shard, info)
 
-    def finish(self, index_metadata: Mapping[str, Any] | None = None) -> None:
+    def finish(self) -> None:
         """Force everything to disk, and write the index of several shards last, so that a folder with an index is
-        complete. `index_metadata` joins `total_size` in it (transformers also writes `total_parameters`)."""
+        complete."""
         for shard in self.layout.headers:
             sync_file(self.folder / shard)
         if SINGLE not in self.layout.headers:
             weight_map = {name: info.shard for name, info in self.layout.tensors.items()}
-            metadata = {**(index_metadata or {}), "total_size": self.layout.nbytes}
-            write_json(self.folder / INDEX, {"metadata": metadata, "weight_map": weight_map})
+            write_json(self.folder / INDEX, {"metadata": {"total_size": self.layout.nbytes}, "weight_map": weight_map})
         _sync_folder(self.folder)
 
 

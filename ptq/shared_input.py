@@ -34,7 +34,8 @@ SOLO = 3
 
 @dataclass
 class _Call:
-    """The input that was seen last: who was given it, and what was computed for those that will be."""
+    """The input that was seen last: the linears that were called with it, and the products that wait for those which
+    will be."""
 
     x: "weakref.ref[Tensor]"
     version: int
@@ -44,7 +45,8 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Group:
-    """Linears that were given the same tensor, in their order, and what is slow to find out about them."""
+    """Linears that were given the same tensor, in the order of their calls, with facts about them that are slow to find
+    out."""
 
     members: tuple["QuantLinear", ...]
     signs: tuple[Any, ...]
@@ -147,7 +149,7 @@ class _Here(threading.local):
 
 
 HERE = _Here()
-"""What waits for the linears of this thread."""
+"""The `Given` that this thread is in, if any."""
 
 
 def products(linears: Sequence[Any], x: Tensor) -> Sequence[Tensor]:

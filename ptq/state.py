@@ -24,7 +24,8 @@ table of its own."""
 
 @dataclass(frozen=True)
 class Layout:
-    """Where in a state is what."""
+    """Where in a state which channels are: hidden states, then keys and values that later blocks take over, then the
+    inputs that blocks have of their own."""
 
     hidden: int
     blocks: int
@@ -99,8 +100,8 @@ class Layout:
 
 @contextmanager
 def recorded(model: Any) -> Iterator[list[Tensor]]:
-    """A list into which the inputs of all blocks go that the model makes meanwhile; it stays empty where there are
-    none."""
+    """Within it the blocks' own inputs that the model makes are added to the list that it yields. The list stays empty
+    for a model whose blocks have none."""
     found: list[Tensor] = []
 
     def record(make: Callable[..., Tensor], *arguments: Any) -> Tensor:
@@ -112,7 +113,7 @@ def recorded(model: Any) -> Iterator[list[Tensor]]:
 
 
 def given(model: Any) -> Any:
-    """While this context lasts the model takes inputs of blocks that it is given as they are."""
+    """Within it the model uses the blocks' own inputs that it is given, and makes none of its own."""
     return _instead(model, lambda make, embedded, inputs: inputs)
 
 

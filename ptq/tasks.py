@@ -138,7 +138,8 @@ class Tasks:
                 self.advance(index)
 
     def round(self, linears: Sequence[LinearPlan], part: Part | None, progress: Progress, key: str) -> None:
-        """Linears of a block, shared out by what they cost; `key`: of their Hessians."""
+        """Round linears of a block, shared out among the processes by what they cost. `key`: the file of their
+        Hessians (`ptq.hessian`)."""
         solver = 1 if self.job.recipe.rounding == "nearest" else 2
         mine = self.workers.share(linears, lambda linear: linear.n * linear.k**solver)
         for linear in linears:
@@ -228,7 +229,7 @@ class Tasks:
             self.place(path, tensors | self.job.residual_signs(), {})
 
     def written(self, prefix: str) -> Tensors:
-        """The results with a prefix."""
+        """The tensors of the result whose names begin with `prefix`."""
         return {name: self.shards.read(name) for name in self.shards.layout.tensors if name.startswith(prefix)}
 
     def matrix(self, linear: LinearPlan) -> Matrix:
@@ -246,7 +247,7 @@ class Tasks:
         self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrices, chunks[number]))
 
     def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:
-        """Rows as they go through a block together."""
+        """The calibration rows in chunks, each of which goes through a block in one call."""
         size = CHUNK_TOKENS // rows.shape[1]
         if self.job.plan.finetune != "none":
             size = min(size, len(rows) // FINETUNE_CHUNKS)
@@ -294,6 +295,6 @@ class Tasks:
         return {name: found for losses in (*blocks, finetune_full.losses(self)) for name, found in losses.items()}
 
     def place(self, mark: Path, tensors: Tensors, statistics: dict[str, object]) -> None:
-        """Put tensors into the shards, and then say so."""
+        """Put tensors into the shards, then write their mark."""
         self.shards.place(tensors)
         write_json(mark, statistics, durable=False)

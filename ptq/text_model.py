@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ptq.checkpoint import QUANTISATION, Checkpoint
-from ptq.contents import read_config
+from ptq.contents import transformers_config
 from ptq.errors import InputError, refused
 from ptq.families import FAMILIES, FOR_TEXT
 
@@ -77,7 +77,7 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
 def _plain(checkpoint: Checkpoint) -> dict[str, Any]:
     """The config of a text model as that of the family that it belongs to for text. It may be spread over the whole
     model's, so transformers reads it. Raises InputError where it refuses."""
-    text = read_config(checkpoint).get_text_config().to_dict()
+    text = transformers_config(checkpoint).get_text_config().to_dict()
     model_type = FOR_TEXT[checkpoint.config["model_type"]]
     known = vars(CONFIG_MAPPING[model_type]())
     rope = {key: value for key, value in text["rope_parameters"].items() if not key.startswith("mrope")}

@@ -136,15 +136,15 @@ def remove_finished_work(folder: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The record of a run. Raises InputError for a file that is none."""
+    """The record of a run, in its work folder or in its result. Raises InputError for a file that is none."""
+    unfinished = path.name == UNFINISHED
+    way = "pass --restart, or remove the folder" if unfinished else "fetch the checkpoint again, or quantise again"
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path}: not a record of a ptq run ({error}); pass --restart, or remove the folder"
-        ) from error
+        raise InputError(f"{path}: not a record of a ptq run ({error}); {way}") from error
     if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
-        raise InputError(f"{path}: not a record of a ptq run; pass --restart, or remove the folder")
+        raise InputError(f"{path}: not a record of a ptq run; {way}")
     return record
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ptq import residual
-from ptq.checkpoint import INDEX
+from ptq.checkpoint import INDEX, Checkpoint
 from ptq.errors import InputError, RunError
 from ptq.hf import PtqConfig
 from ptq.job import Job
@@ -18,7 +18,7 @@ from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.model_shape import UNREAD
 from ptq.packed_weight import GUARD, guard
 from ptq.shards import Shards, Specs, layout, write_bytes, write_json
-from ptq.work import RECORD, Record
+from ptq.work import RECORD, Record, compare, read_record
 
 MAX_SHARD_BYTES = 50_000_000_000
 """The default of transformers' `save_pretrained`, so that saving a loaded checkpoint gives the same files."""
@@ -54,6 +54,28 @@ def check_out(out: Path) -> None:
         raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
     if out.is_mount():
         raise InputError(f"{out}: is where a disk is mounted, which cannot be replaced; name a new folder inside of it")
+
+
+def is_finished(out: Path, record: Record) -> bool:
+    """Whether `out` holds the result of this very run already. Raises InputError where it holds that of another run
+    (the difference is named), or where it is damaged."""
+    path = out / RECORD
+    if not path.is_file():
+        return False
+    stored = read_record(path)
+    differences = compare(record, stored) or ["put into the order of the kernels since"] * ("prepacked" in stored)
+    if differences:
+        raise InputError(
+            f"{out}: holds the result of another run ({'; '.join(differences)}); nothing in it was touched. Name "
+            "another folder or remove it"
+        )
+    Checkpoint.open(out)
+    written, found = stored.get("files", {}), file_hashes(out)
+    for name in written:
+        if found.get(name) != written[name]:
+            what = "is not as it was written (its SHA-256 differs)" if name in found else "is missing"
+            raise InputError(f"{out / name}: {what}; the result was finished before, so remove {out} and run again")
+    return True
 
 
 def shards_of(job: Job, folder: Path) -> Shards:

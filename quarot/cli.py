@@ -25,13 +25,13 @@ def register(app: typer.Typer) -> None:
 def quarot(
     model: cli.Model,
     out: cli.Out,
-    weight_bits: Annotated[int, typer.Option(help="2 to 8, or 16 to rotate only.")] = 4,
+    weight_bits: Annotated[int, typer.Option(help="Bits per weight: 2 to 8; 16 leaves them unrounded.")] = 4,
     group_size: Annotated[int, typer.Option(help="Input channels that share a scale; 0: one per output channel.")] = 0,
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")
     ] = True,
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "gptq",
-    rotate: Annotated[bool, typer.Option("--rotate/--no-rotate", help="Rotations at all.")] = True,
+    rotate: Annotated[bool, typer.Option("--rotate/--no-rotate", help="Rotate the model before it is rounded.")] = True,
     online: Annotated[
         bool,
         typer.Option(
@@ -41,18 +41,18 @@ def quarot(
         ),
     ] = True,
     activation_bits: Annotated[
-        int, typer.Option(help="Of the inputs of the quantised linears, per token: 8, 6 or 4; 16 leaves them alone.")
+        int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8, 6 or 4; 16 leaves them alone.")
     ] = 16,
     activation_clip: ActivationClip = None,
-    kv_bits: Annotated[int, typer.Option(help="Of cached keys and values: 2, 3, 4, 6, 8; 16 leaves them alone.")] = 16,
-    key_bits: Annotated[int | None, typer.Option(help="Of cached keys. Default: --kv-bits.")] = None,
-    value_bits: Annotated[int | None, typer.Option(help="Of cached values. Default: --kv-bits.")] = None,
+    kv_bits: Annotated[int, typer.Option(help="Bits of cached keys and values: 2, 3, 4, 6, 8 or 16 (as is).")] = 16,
+    key_bits: Annotated[int | None, typer.Option(help="Bits of cached keys. Default: --kv-bits.")] = None,
+    value_bits: Annotated[int | None, typer.Option(help="Bits of cached values. Default: --kv-bits.")] = None,
     kv_clip: Annotated[
         float | None,
         typer.Option(help="Share of their range that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."),
     ] = None,
     kv_sinks: Annotated[
-        int, typer.Option(help="Tokens at the start whose keys and values stay in 16 bits: attention sinks.")
+        int, typer.Option(help="Tokens at the start whose keys and values are not quantised: attention sinks.")
     ] = 0,
     embedding_bits: cli.EmbeddingBits = 16,
     calibration: cli.Calibration = None,

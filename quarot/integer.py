@@ -33,10 +33,7 @@ from ptq.grouped import Grouped
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
 from ptq.tiles import applies, listed, tile_scales, untile_scales
-from quarot import expert_ops as _expert_ops  # noqa: F401 (registers the ops)
-from quarot import fragment_ops as _fragment_ops  # noqa: F401 (registers the ops)
-from quarot import integer_ops, row_ops, tiled_ops
-from quarot import layer_ops as _layer_ops  # noqa: F401 (registers the ops)
+from quarot import expert_ops, fragment_ops, integer_ops, layer_ops, row_ops, tiled_ops  # noqa: F401 (their ops)
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""

@@ -18,7 +18,7 @@ CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 """Clip of activations by their bits. Cutting the largest numbers pays where steps are coarse; at 8 bits a clip of 0.9
 doubles the error of a Gaussian token of 576 channels (docs/math.md, section 8)."""
 SEARCH = "search"
-"""The clip that is none yet."""
+"""In the place of a clip: it is found on the calibration text."""
 CACHE_CLIP = {2: 0.9, 3: 0.95, 4: 0.95, 6: 1.0, 8: 1.0, 16: 1.0}
 """Clip of keys and values by the fewer bits of the two, for the same reason."""
 
@@ -35,7 +35,8 @@ class QuarotRecipe(Recipe):
     symmetric: bool = True
     rotate: bool = True
     online: bool = True
-    """Also the rotations that cannot vanish into the weights: R3 and R4."""
+    """Also the rotations that cannot vanish into the weights: R3, R4 and, around a head that is tied to the embedding,
+    R1."""
     activation_bits: int = 16
     """Bits of the inputs of the quantised linears, per token; 16 leaves them alone."""
     activation_clip: float | str | None = None
@@ -47,7 +48,7 @@ class QuarotRecipe(Recipe):
     cache_clip: float | None = None
     """Share of the range of keys and values that is kept; None: `CACHE_CLIP`."""
     cache_sinks: int = 0
-    """Tokens at the start of a sequence whose keys and values stay in 16 bits: attention sinks."""
+    """Tokens at the start of a sequence whose keys and values are not quantised: attention sinks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -16,7 +16,7 @@ def register(app: typer.Typer) -> None:
 def quip_sharp(
     model: cli.Model,
     out: cli.Out,
-    bits: Annotated[int, typer.Option(help="2, 3 or 4 per weight.")] = 2,
+    bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3 or 4.")] = 2,
     rounding: Annotated[Literal["nearest", "ldlq"], typer.Option(help="ldlq needs calibration text.")] = "ldlq",
     finetune: Annotated[
         Literal["none", "blocks", "full"],
@@ -31,10 +31,13 @@ def quip_sharp(
         int, typer.Option(help="Passes over the text, at most: in each turn of a block, and with the whole model.")
     ] = 5,
     rotate: Annotated[
-        bool, typer.Option("--rotate/--no-rotate", help="The transforms; without them quality suffers.")
+        bool,
+        typer.Option(
+            "--rotate/--no-rotate", help="Transform weights before they are rounded; without that quality suffers."
+        ),
     ] = True,
     activation_bits: Annotated[
-        int, typer.Option(help="Of the inputs of the quantised linears, per token: 8, or 16 to leave them alone.")
+        int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8, or 16 to leave them alone.")
     ] = 8,
     embedding_bits: cli.EmbeddingBits = 16,
     calibration: cli.Calibration = None,

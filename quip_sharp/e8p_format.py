@@ -28,9 +28,7 @@ from ptq.errors import InputError
 from ptq.formats import LayerOp, Parts, Rows, Scales, check_parts
 from ptq.op_declarations import call
 from ptq.rounding import Rounded
-from quip_sharp import expert_ops as _expert_ops  # noqa: F401 (registers the op)
-from quip_sharp import fragment_ops, tiled_ops
-from quip_sharp import layer_ops as _layer_ops  # noqa: F401 (registers the op)
+from quip_sharp import expert_ops, fragment_ops, layer_ops, tiled_ops  # noqa: F401 (their ops)
 from quip_sharp.codebook import E8Codebook
 
 PLANES = {2: ("abs", "signs"), 3: ("abs", "signs", "residual"), 4: ("abs", "signs", "residual_abs", "residual_signs")}

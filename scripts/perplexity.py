@@ -234,7 +234,10 @@ def main(
     if as_json_:
         print(as_json(measured))
     else:
-        Console().print(as_table(measured))
+        console = Console()
+        with console.capture() as table:
+            console.print(as_table(measured))
+        typer.echo(table.get(), nl=False)  # which prints ± where the terminal is said to know ASCII alone
 
 
 if __name__ == "__main__":

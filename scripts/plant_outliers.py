@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ptq import balance, source
 from ptq.checkpoint import Checkpoint
-from ptq.contents import read_config
+from ptq.contents import transformers_config
 from ptq.families import family_of
 from ptq.family import Family
 from ptq.header import read_header
@@ -105,7 +105,7 @@ def plant_keys(model: str | Path, out: Path, factor: float = KEY_FACTOR, seed: i
 def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape, Tensors], Iterator[Edit]]) -> Path:
     checkpoint = Checkpoint.open(source.resolve(str(model)))
     wanted: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
-    config = read_config(checkpoint)
+    config = transformers_config(checkpoint)
     family = family_of(checkpoint.config).of(config)
     for name, axis, first, factor in what(family, shape_of(config), checkpoint.tensors):
         wanted[name].append((axis, first, factor))

@@ -3,11 +3,11 @@
 python scripts/quickstart.py CHECKPOINT...
 """
 
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -22,7 +22,10 @@ from ptq.evaluate import compare, context_for, tokens_per_second, windows_from_t
 PROMPT = "def __init__(self, "
 
 
-def main(checkpoints: list[str]) -> None:
+def main(checkpoints: Annotated[list[str], typer.Argument(help="Packed checkpoints of `demo`.")]) -> None:
+    """Load packed demo checkpoints, generate with the last one, measure all, print one table."""
+    torch.set_grad_enabled(False)
+    disable_progress_bar()
     original: Any = AutoModelForCausalLM.from_pretrained(demo_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoints[0])
     prompt = tokenizer(PROMPT, return_tensors="pt")
@@ -50,6 +53,4 @@ def main(checkpoints: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_grad_enabled(False)
-    disable_progress_bar()
-    main(sys.argv[1:])
+    typer.run(main)

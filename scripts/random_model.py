@@ -16,6 +16,7 @@ from ptq.demo import demo_path
 from ptq.shards import write_json, write_tensors
 
 Shard = dict[str, torch.Tensor]
+Size = Annotated[int, typer.Option(min=1)]
 
 
 def shards(hidden: int, intermediate: int, kv_width: int, blocks: int, vocab: int) -> Iterator[Shard]:
@@ -42,16 +43,20 @@ def _within(prefix: str, tensors: Shard) -> Shard:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Folder of the model.")],
-    hidden: int = 2048,
-    intermediate: int = 5632,
-    heads: int = 32,
-    kv_heads: int = 8,
-    blocks: int = 30,
-    vocab: int = 32000,
-    positions: int = 2048,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the model: a new one.")],
+    hidden: Size = 2048,
+    intermediate: Size = 5632,
+    heads: Size = 32,
+    kv_heads: Size = 8,
+    blocks: Size = 30,
+    vocab: Size = 32000,
+    positions: Size = 2048,
 ) -> None:
     """Write the model, with the demo's tokenizer; the same arguments give the same bytes."""
+    if out.exists():
+        raise typer.BadParameter(f"{out} exists; name another folder", param_hint="OUT")
+    if hidden % heads or heads % kv_heads:
+        raise typer.BadParameter("--heads must divide --hidden, and --kv-heads must divide --heads")
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -61,6 +61,16 @@ def pickle_inside(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"\x80\x04" + b"x" * 100)
 
 
+def adapter(folder: Path) -> None:
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+
+
+def gguf(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "model.safetensors").rename(folder / "model-Q4_K_M.gguf")
+
+
 def hostile_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2**62) + b"{}")
 
@@ -78,6 +88,8 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "hostile header": (hostile_header, "the header does not fit"),
     "hostile JSON": (hostile_json, "nested too deeply"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
+    "an adapter": (adapter, "an adapter (LoRA) is no model: merge it"),
+    "GGUF": (gguf, "GGUF is not read: pass the model that it was made from"),
     "missing tensor": (edit_tensors(lambda t: t.pop(NAME)), f"has no tensor '{NAME}'"),
     "missing bias": (edit_tensors(lambda t: t.pop(BIAS)), f"has no tensor '{BIAS}', but its config.json promises it"),
     "surplus bias": (edit_config(attention_bias=False), "does not promise it"),
@@ -92,6 +104,9 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown model_type": (edit_config(model_type="mamba"), "is not supported; known are cwm, "),
     "invented model_type": (edit_config(model_type="no-such-model"), "docs/add-a-family.md"),
     "quantised already": (edit_config(quantization_config={"quant_method": "gptq"}), "quantised already"),
+    "a classifier": (
+        edit_config(architectures=["LlamaForSequenceClassification"]), "only models that generate text are supported"
+    ),
     "sizes of the wrong type": (edit_config(num_hidden_layers="two"), "num_hidden_layers"),
     "sizes that are not positive": (edit_config(intermediate_size=-24), "intermediate_size"),
     "a size without end": (edit_config(head_dim=10**30), "head_dim must be 2147483647 at most"),

@@ -162,6 +162,7 @@ def test_inspect(packed: Path, tiny: Path) -> None:
     assert found["bits_per_weight"] == pytest.approx(stored / weights)
     assert found["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
     assert found["kv_cache"] is None
+    assert "not quantised" not in result.stdout and "not quantised" in quantize("inspect", tiny).stdout
     assert json.loads(quantize("inspect", tiny, "--json").stdout)["groups"] == []
     assert "0.000" not in quantize("inspect", tiny).stdout
 

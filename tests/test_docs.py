@@ -1,5 +1,6 @@
 """The pages in docs/ are true: every name exists, everything is explained, and the example works."""
 
+import inspect
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 from ptq import formats
 from ptq.families import FAMILIES
 from ptq.family import Family, Mixer
-from ptq.formats import Codebook, Format
+from ptq.formats import Choice, Codebook, Format, IntegerInput, ScaledCodebook
 from ptq.methods import METHODS
 from ptq.rounding import nearest
 
@@ -25,6 +26,23 @@ def file(name: str) -> Path:
 
 def page(name: str) -> str:
     return file(name).read_text()
+
+
+# --- every method is called as the page says --------------------------------------------------------------------------
+
+
+def test_methods_of_a_codebook_and_a_format_have_these_arguments():
+    protocols = (Codebook, ScaledCodebook, Format, Choice, IntegerInput)
+    found = re.findall(r"`(\w+)\(([\w, *=.]*)\)`", page("add-a-codebook").partition("## An example")[0])
+    checked = 0
+    for name, arguments in found:
+        for protocol in protocols:
+            if name in vars(protocol):
+                expected = [each for each in inspect.signature(getattr(protocol, name)).parameters if each != "self"]
+                named = [each.strip().removesuffix("=...") for each in arguments.split(",") if each.strip(" *")]
+                assert named == expected or named == [e for e in expected if e != "name"], f"{name}({arguments})"
+                checked += 1
+    assert checked >= 12
 
 
 # --- every name on every page exists ----------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def run_script():
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
-    return lambda *arguments: CliRunner().invoke(script.app, arguments)
+    return lambda *arguments, charset="utf-8": CliRunner(charset=charset).invoke(script.app, arguments)
 
 
 @pytest.fixture(scope="module")
@@ -267,6 +267,14 @@ def test_script_prints_what_the_library_computes(run_script, model_folder, tmp_p
     assert record["perplexity"] == pytest.approx(expected.perplexity, rel=1e-6)
     assert (record["windows"], record["context"], record["tokens_found"]) == (4, 16, 71)
     assert record["against"]["kl"] == 0 and record["against"]["top1"] == 1
+
+
+def test_script_prints_its_table_on_a_terminal_of_ascii(run_script, model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    done = run_script(str(model_folder), "--text", str(text), "--context", "16", charset="ascii")
+    assert done.exit_code == 0, done.exception
+    assert "±" in done.stdout_bytes.decode()
 
 
 def test_script_refuses_bad_input_in_one_sentence(run_script, model_folder, tmp_path):

@@ -118,7 +118,7 @@ def test_heads_that_are_turned_in_part_are_left_alone() -> None:
     attention, cache = model.model.layers[0].self_attn, model(torch.arange(3, 9)[None]).past_key_values
     for d, wanted in ((20, True), (10, False)):
         turns = torch.ones(1, 1, d), torch.ones(1, 1, d)
-        found = fast_attention.layer_of(
+        found = fast_attention.cache_layer(
             attention, torch.ones(1, 1, 72), position_embeddings=turns, past_key_values=cache
         )
         assert (found is not None) == wanted
@@ -356,7 +356,7 @@ def test_what_is_changed_between_tokens_is_seen(packed) -> None:
 def test_layers_with_a_window_among_others(size: int, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     window = dict(num_hidden_layers=6, use_sliding_window=True, sliding_window=size, max_window_layers=3)
     source = save_model(tmp_path / "source", "qwen3", **window)
-    recipe = QuarotRecipe(rounding="nearest", activation_bits=8)
+    recipe = QuarotRecipe(rounding="nearest")  # 8-bit inputs would turn a last bit into a step of their grid
     ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, cpu_layer, "run")

@@ -90,11 +90,6 @@ def test_a_size_that_cannot_be_built_says_what_can():
         hadamard.construction(0)
 
 
-def test_describe():
-    assert hadamard.describe("paley1:43,sylvester:7") == "Paley I(43) x 2^7"
-    assert hadamard.describe("paley2:37,sylvester:6") == "Paley II(37) x 2^6"
-
-
 @pytest.mark.parametrize(
     "text",
     [

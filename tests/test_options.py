@@ -91,6 +91,11 @@ def test_wrong_usage(arguments: list[str]) -> None:
         (["quip-sharp", "demo", "{tmp}/out", "--finetune-epochs", "9"], "--finetune-epochs does nothing without"),
         (["quip-sharp", "demo", "{tmp}/out", "--rounding", "nearest", "--sweeps", "9"], "--sweeps does nothing with"),
         (["fp6", "demo", "{tmp}/out", "--damping", "0.5"], "--damping does nothing with --rounding nearest"),
+        (["fp6", "{tiny}", "{tmp}/out", "--samples", "9"], "--samples does nothing without --calibration"),
+        (
+            ["quarot", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--sequence-length", "9"],
+            "--sequence-length does",
+        ),
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
         (

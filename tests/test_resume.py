@@ -335,7 +335,7 @@ def test_a_finished_result_of_another_recipe_is_left_alone(model: Path, tmp_path
     ptq.quantize(model, tmp_path / "out", recipe(model, rounding="nearest"), QUIET)
     before = listing(tmp_path)
     for restart in (False, True):
-        with pytest.raises(ptq.InputError, match="exists and is not empty"):
+        with pytest.raises(ptq.InputError, match=r"holds the result of another run \(seed: 0 -> 1\)"):
             options = ptq.RunOptions(progress=False, restart=restart)
             ptq.quantize(model, tmp_path / "out", recipe(model, rounding="nearest", seed=1), options)
     assert listing(tmp_path) == before

@@ -38,10 +38,15 @@ def test_an_installed_command() -> None:
     assert found.returncode == 0 and found.stdout.strip()
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
+@pytest.mark.parametrize("arguments", [[], ["--version"]])
 def test_without_a_tool(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert capsys.readouterr().err.startswith("usage: python -m ptq.run TOOL|FILE.py")
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: python -m ptq.run TOOL|FILE.py")
 
 
 @pytest.mark.parametrize("name", ["no_such_tool", "../tool", "no_such.tool", "", "ptq..run", "json.nothing", "quarot"])

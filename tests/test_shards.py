@@ -183,14 +183,14 @@ def test_filled_in_any_order_the_shards_are_what_the_library_writes(tmp_path):
         shards.place({name: filled[name]})
     assert all(torch.equal(shards.read(name), tensor) for name, tensor in filled.items())
     write_json(tmp_path / "out" / "config.json", {"model_type": "llama"})
-    shards.finish({"total_parameters": 57})
+    shards.finish()
     for shard in made.headers:
         names = [name for name, info in made.tensors.items() if info.shard == shard]
         assert (tmp_path / "out" / shard).read_bytes() == save(
             {name: filled[name] for name in names}, metadata={"format": "pt"}
         )
     index = json.loads((tmp_path / "out" / INDEX).read_text())
-    assert index["metadata"] == {"total_parameters": 57, "total_size": 57} and len(made.headers) == 3
+    assert index["metadata"] == {"total_size": 57} and len(made.headers) == 3
     checkpoint = Checkpoint.open(tmp_path / "out")
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in filled.items())
 

@@ -71,6 +71,11 @@ def test_verify_against_another_model_of_the_same_sizes(packed: Path, tiny: Path
     assert json.loads(quantize("verify", saved, "--against", other, "--json").stdout)["source"] is None
 
 
+def test_a_folder_that_is_no_model_is_no_original(packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    check_refused(quantize("verify", packed, "--against", tmp_path), "an adapter (LoRA) is no model")
+
+
 def flip(name: str, at: int) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
         data = bytearray((folder / name).read_bytes())
@@ -89,7 +94,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another tokenizer": (flip("tokenizer.json", 40), "tokenizer.json: is not the file"),
     "other settings of generation": (flip("generation_config.json", -2), "generation_config.json: is not the file"),
     "settings that are lost": (lambda folder: (folder / "generation_config.json").unlink(), "json: is missing"),
-    "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "not a record"),
+    "a record that is damaged": (lambda folder: (folder / "ptq.json").write_text("{"), "or quantise again"),
 }
 
 
