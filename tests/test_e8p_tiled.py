@@ -85,7 +85,7 @@ def test_weights_to_the_bit(bits, implementation):
 
 @pytest.mark.parametrize("bits", BITS)
 def test_tiles_are_renumbered_on_their_device(bits):
-    """A checkpoint that was prepacked for the CPU may be loaded to a GPU: its tables must go there."""
+    """A model that was loaded on the CPU may be moved to a GPU: the tables must follow."""
     tiles = tiled_ops.prepack(torch.empty(bits, 21, 9, dtype=torch.uint8, device="meta"))
     assert tiles.is_meta and tiled_ops.unprepack(tiles, 21, bits, 72).is_meta
 
