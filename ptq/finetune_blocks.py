@@ -81,7 +81,7 @@ def tune(tasks: Tasks, index: int, progress: Progress) -> None:
         before, left = ([linear for some in part for linear in some] for part in (turns[:number], turns[number + 1 :]))
         turn = _Turn(tasks, index, number, before, group, left)
         if not tasks.workers.agree(turn.file.exists()):
-            _take(turn, _start(turn) if previous is None else _read(previous), progress)
+            _take(turn, _start(turn) if previous is None else _read(previous, tasks.job.device), progress)
         if tasks.workers.first:
             tasks.hessians.drop(turn.key)
             if previous is not None:
@@ -120,8 +120,8 @@ def _start(turn: _Turn) -> Values:
     return tuned.read(job, tensors)
 
 
-def _read(file: Path) -> Values:
-    return {name: value.clone() for name, value in load_file(file).items()}
+def _read(file: Path, device: torch.device | str = "cpu") -> Values:
+    return {name: value.clone().to(device) for name, value in load_file(file).items()}
 
 
 def _rewritten(turn: _Turn, values: Values) -> Part:

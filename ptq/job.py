@@ -84,7 +84,7 @@ class Job:
             vector = rewrite.signs_of(rotation, self.signs)
             vector = torch.ones(rotation.size).double() if vector is None else vector
             if leaf == OUTPUT_SIGNS and linear.even_rows:
-                vector = vector * self.row_scale(linear)
+                vector = vector * self.row_scale(linear).to(vector.device)
             found[f"{linear.name}.{leaf}"] = stored_signs(vector)
         return found
 

@@ -79,7 +79,7 @@ class PackedCache(Cache):
     def starts_of(self, batch: int, device: torch.device) -> Int64[Tensor, " batch"]:
         """The first token of every row."""
         if self.starts is None:
-            self.starts = torch.zeros(batch, dtype=torch.long)
+            self.starts = torch.zeros(batch, dtype=torch.long, device=device)  # no copy, which a capture forbids
         return self.starts.to(device).expand(batch)
 
     def memory(self) -> int:

@@ -45,9 +45,9 @@ def round_nearest(
     candidates: int,
 ) -> Int32[Tensor, "n m"]:
     """Codes of the nearest points of w; with two stages, of the nearest found (see above)."""
-    vectors = w.reshape(-1, 8)
+    vectors, tables = w.reshape(-1, 8), tables.to(w.device)
     codes = [_codes(piece, scale, tables.float(), bits, candidates) for piece in vectors.split(CHUNK)]
-    return torch.cat([torch.zeros(0, dtype=torch.int32), *codes]).view(w.shape[0], w.shape[1] // 8)
+    return torch.cat([torch.zeros(0, dtype=torch.int32, device=w.device), *codes]).view(w.shape[0], w.shape[1] // 8)
 
 
 def ldlq(
@@ -62,7 +62,7 @@ def ldlq(
     """`rounding.round_block`: eight columns at a time from the last to the first, their errors fed to those before, one
     column after the other. `factor` is unit lower block triangular; only what lies below its blocks is read."""
     target, error = target.clone(), torch.empty_like(w)
-    codes = torch.empty(len(w) // 8, w.shape[1], dtype=torch.int32)
+    codes = torch.empty(len(w) // 8, w.shape[1], dtype=torch.int32, device=w.device)
     for i in reversed(range(len(codes))):
         here = slice(8 * i, 8 * i + 8)
         code = round_nearest(target[here].t().contiguous(), scale, tables, bits, candidates)
@@ -77,7 +77,7 @@ def decode(
     codes: Int32[Tensor, "n m"], scale: Float32[Tensor, "1"], tables: Int8[Tensor, "stages 256 8"], bits: int
 ) -> Float32[Tensor, "n k"]:
     """scale * P."""
-    first, *second = MULTIPLIERS[bits]
+    (first, *second), tables = MULTIPLIERS[bits], tables.to(codes.device)
     points = _e8p_points(codes, tables[0].float()) * first
     if second:
         points += _second_points(codes >> 16 & 0xFFFF, tables[1].float(), bits) * second[0]
@@ -92,8 +92,8 @@ def _codes(
         return _e8p_code(y, _e8p_search(y, tables[0], 1)[1][:, 0], tables[0])
     multiplier, second_multiplier = MULTIPLIERS[bits]
     z = y / multiplier
-    best = torch.full((len(x),), -torch.inf)
-    found = torch.zeros(len(x), dtype=torch.int32)
+    best = torch.full((len(x),), -torch.inf, device=x.device)
+    found = torch.zeros(len(x), dtype=torch.int32, device=x.device)
     for entry in _e8p_search(z, tables[0], candidates)[1].unbind(1):
         first = _e8p_code(z, entry, tables[0])
         rest = (y - _e8p_points(first, tables[0]) * multiplier) / second_multiplier
@@ -136,16 +136,16 @@ def _e8p_code(
     signs = (z < 0).int()
     signs[:, 7] ^= (row[:, 7] < 0).int()
     flip = (z.abs() * row.abs()).argmin(1)  # the first of equals
-    signs[torch.arange(len(y)), flip] ^= signs.sum(1) % 2
-    m = (signs << torch.arange(8)).sum(1).int() ^ negative
+    signs[torch.arange(len(y), device=y.device), flip] ^= signs.sum(1) % 2
+    m = (signs << torch.arange(8, device=y.device)).sum(1).int() ^ negative
     return a << 8 | m
 
 
 def _e8p_points(codes: Int32[Tensor, "*v"], table: Float[Tensor, "256 8"]) -> Float[Tensor, "*v 8"]:
     """P(a, m)."""
-    m = codes[..., None] & 0xFF
-    p = (m >> torch.arange(8) & 1).sum(-1, keepdim=True) & 1
-    signs = 1 - 2 * ((m ^ p) >> torch.arange(8) & 1)
+    m, place = codes[..., None] & 0xFF, torch.arange(8, device=codes.device)
+    p = (m >> place & 1).sum(-1, keepdim=True) & 1
+    signs = 1 - 2 * ((m ^ p) >> place & 1)
     return table[(codes >> 8 & 0xFF).long()] * signs + (1 - 2 * p)
 
 

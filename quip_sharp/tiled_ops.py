@@ -65,6 +65,7 @@ def _renumbered(codes: UInt8[Tensor, "bits n c"], inverse: bool) -> UInt8[Tensor
     planes = []
     for plane, table in zip(codes, tables[:bits], strict=True):
         if table is not None:
+            table = table.to(plane.device)
             plane = (table.argsort().to(torch.uint8) if inverse else table)[plane.long()]
         planes.append(plane)
     return torch.stack(planes)

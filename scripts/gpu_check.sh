@@ -26,13 +26,14 @@ for library in libptq_cpu.so libptq_cuda.so; do
 done
 
 echo "== tests ($(date +%T))"
-# The types in signatures are checked where beartype is installed; here they need not be.
+# The types in signatures are checked where beartype is installed; here they need not be. Warnings (-W) of a torch and
+# packages that were never met with a GPU are shown, and no errors: they would hide what the kernels do.
 tests=0
-"$python" -m pytest -q -o addopts="" -p no:cacheprovider tests/cuda >"$output/tests.log" 2>&1 || tests=$?
+"$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider tests/cuda >"$output/tests.log" 2>&1 || tests=$?
 tail -25 "$output/tests.log"
 # Hopper's own products, which are off until they have run (csrc/cuda/torch_cuda.h). They may hang: a minute is enough.
 wgmma=0
-PTQ_WGMMA=1 timeout 60 "$python" -m pytest -q -o addopts="" -p no:cacheprovider tests/cuda/test_ops.py \
+PTQ_WGMMA=1 timeout 60 "$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider tests/cuda/test_ops.py \
     tests/cuda/test_minifloat.py -k "65 or 200 or 256 or 300 or 512" >"$output/tests_wgmma.log" 2>&1 || wgmma=$?
 tail -5 "$output/tests_wgmma.log"
 

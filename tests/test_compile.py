@@ -130,3 +130,10 @@ def test_a_cache_of_a_fixed_size_without_a_compiler() -> None:
         model(tokens(2, 31), past_key_values=static)
     with pytest.raises(InputError, match="max_position_embeddings"):
         StaticPackedCache(model.config, MIXED, 10**6)
+
+
+def test_rows_that_begin_at_once_are_known_on_the_device_of_the_layer() -> None:
+    """Without a mask, too: a copy from the CPU in every step could not be captured as a CUDA graph."""
+    cache = StaticPackedCache(model_of(MIXED).config, MIXED, 30)
+    assert cache.starts_of(2, torch.device("meta")).is_meta
+    assert cache.starts is not None and cache.starts.is_meta

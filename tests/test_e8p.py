@@ -272,6 +272,16 @@ def test_columns_that_fill_the_last_code():
     assert found.error == pytest.approx(float(error.square().sum() / w.square().sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_references_run_on_the_device_of_the_weight(bits):
+    """On a GPU there are no kernels: all that a reference makes must be there, with tables that come from the CPU."""
+    w, factor, scale = (torch.empty(*shape, device="meta") for shape in ((16, 24), (16, 16), (1,)))
+    rest = scale, e8p_ops.tables(bits), bits
+    codes = e8p_ops.round_nearest(w.t(), *rest, CANDIDATES[bits])
+    assert codes.is_meta and e8p_ops.decode(codes, *rest).is_meta
+    assert all(x.is_meta for x in e8p_ops.ldlq(w, w, factor, *rest, CANDIDATES[bits]))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_not_finite_is_refused(bad):
     w = randn(4, 40)

@@ -83,6 +83,13 @@ def test_weights_to_the_bit(bits, implementation):
         assert torch.equal(implementation["e8p_dequantize"](tiled_ops.prepack(codes), SCALE, n, bits, k), w)
 
 
+@pytest.mark.parametrize("bits", BITS)
+def test_tiles_are_renumbered_on_their_device(bits):
+    """A model that was loaded on the CPU may be moved to a GPU: the tables must follow."""
+    tiles = tiled_ops.prepack(torch.empty(bits, 21, 9, dtype=torch.uint8, device="meta"))
+    assert tiles.is_meta and tiled_ops.unprepack(tiles, 21, bits, 72).is_meta
+
+
 def test_a_strided_weight_is_packed_as_it_is(implementation):
     codes = random_codes(4, 21, 72)
     strided = torch.stack([codes, codes + 1], 3)[..., 0]
