@@ -148,14 +148,23 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     )
     if not recipe.rounds:
         return
-    if recipe.calibration is None and model != "demo":
-        places = f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
-        compared = f"`quantize verify {places} --text FILE` does"
-        console.print(f"its quality was not measured, for want of text: {compared}", soft_wrap=True)
-    else:
-        console.print(f"KL from the original: {result.kl:.4f} nats per token of calibration text", soft_wrap=True)
+    console.print(_quality(model, recipe, result.out, result.kl), soft_wrap=True)
     if (page := result.out / PAGE).is_file():
         console.print(f"what was done to it, in pictures: {page}", soft_wrap=True)
+
+
+def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
+    """What is known of a result's quality, and how to know more."""
+    from ptq.writer import TOKENIZERS
+
+    if recipe.calibration is not None or model == "demo":
+        return f"KL from the original: {kl:.4f} nats per token of calibration text"
+    if not any(any(out.glob(pattern)) for pattern in TOKENIZERS):
+        return (
+            f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
+        )
+    places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
+    return f"its quality was not measured, for want of text: `quantize verify {places} --text FILE` does"
 
 
 def _show_plan(model: str, recipe: Recipe) -> None:

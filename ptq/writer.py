@@ -23,8 +23,10 @@ from ptq.work import RECORD, Record, compare, read_record
 MAX_SHARD_BYTES = 50_000_000_000
 """The default of transformers' `save_pretrained`, so that saving a loaded checkpoint gives the same files."""
 LOG = "ptq_log.jsonl"
-COPIED = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model",
-          "generation_config.json", "chat_template*", "LICENSE*")  # fmt: skip
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+"""Files of which a model with a tokenizer has one at least."""
+COPIED = (*TOKENIZERS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+          "chat_template*", "LICENSE*")  # fmt: skip
 
 
 def partial_folder(out: Path) -> Path:

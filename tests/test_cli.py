@@ -116,7 +116,10 @@ def test_a_run_reports_its_proofs(tiny: Path, tmp_path: Path) -> None:
     assert "KL" not in result.stderr and "its quality was not measured" in result.stderr
     assert "the embedding's own weight" not in result.stderr
     cache = quantize("quarot", tiny, tmp_path / "cache", "--weight-bits", "16", "--kv-bits", "4")
-    assert "its quality was not measured" in cache.stderr
+    assert "its quality was not measured, for want of text: `quantize verify" in cache.stderr
+    without = shutil.copytree(tiny, tmp_path / "without", ignore=shutil.ignore_patterns("tokenizer*"))
+    mute = quantize("quarot", without, tmp_path / "mute", "--rounding", "nearest", "--weight-bits", "8")
+    assert "has no tokenizer" in mute.stderr and "verify" not in mute.stderr
     rotated = quantize("rotate", tiny, tmp_path / "rotated")
     assert rotated.exit_code == 0 and "quality" not in rotated.stderr and "KL" not in rotated.stderr
     assert "no longer the embedding's own weight: 96 x 16 numbers" in rotated.stderr
