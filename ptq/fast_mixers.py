@@ -1,4 +1,4 @@
-"""What mixers that keep a state in the place of keys and values do to a decoded token: an op for each step, on the CPU.
+"""What mixers that keep a state in the place of keys and values do on the CPU: an op for each step.
 
 No family is named. A mixer is known by functions that its forward calls (`STEPS`), or is a gated norm; each is tried on
 random numbers first, and where the reference of `ptq.mixer_ops` gives other numbers (up to rounding), it is left alone.
@@ -7,6 +7,7 @@ The state is moved on in place, as the cache does it with what it is given.
 
 import functools
 import inspect
+import itertools
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -102,34 +103,35 @@ def _delta_step(own: Step) -> Step:
         use_qk_l2norm_in_kernel: bool = False,
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        norm = use_qk_l2norm_in_kernel
-        state = initial_state
+        norm, numbers, state = use_qk_l2norm_in_kernel, (g.float(), beta.float()), initial_state
+        if state is None and is_plain(*numbers):
+            state = numbers[0].new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
         if (
             state is None
-            or query.shape[1] != 1
-            or others.get("cu_seqlens") is not None
-            or not (query.numel() and is_plain(query, key, value) and is_plain(state, g.float(), beta.float()))
             or not state.is_contiguous()
+            or others.get("cu_seqlens") is not None
+            or not (query.numel() and is_plain(query, key, value) and is_plain(*numbers, state))
         ):
-            numbers = dict(initial_state=state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=norm)
-            return own(query, key, value, g=g, beta=beta, **numbers, **others)
-        y = torch.ops.ptq.delta_rule_step.default(query, key, value, g.float(), beta.float(), state, norm)
+            named = dict(initial_state=initial_state, output_final_state=output_final_state)
+            return own(query, key, value, g=g, beta=beta, **named, use_qk_l2norm_in_kernel=norm, **others)
+        y = torch.ops.ptq.gated_delta_rule.default(query, key, value, *numbers, state, norm)
         return y, state if output_final_state else None
 
     return step
 
 
 def _deltas(draw: Callable[..., Tensor]) -> Iterable[tuple[list[Tensor], dict[str, Any]]]:
-    for shared in (2, 4):
-        for norm in (False, True):
-            given = [draw(2, 1, shared, 8), draw(2, 1, shared, 8), draw(2, 1, 4, 6)]
-            numbers = dict(g=-draw(2, 1, 4).abs(), beta=draw(2, 1, 4).sigmoid(), initial_state=draw(2, 4, 8, 6))
+    for shared, norm, t in itertools.product((2, 4), (False, True), (1, 70)):
+        given = [draw(2, t, shared, 8) / 3, draw(2, t, shared, 8) / 3, draw(2, t, 4, 6)]
+        for state in (draw(2, 4, 8, 6), None):
+            numbers = dict(g=-draw(2, t, 4).abs(), beta=draw(2, t, 4).sigmoid(), initial_state=state)
             yield given, {**numbers, "output_final_state": True, "use_qk_l2norm_in_kernel": norm}
 
 
 STEPS: dict[str, Callable[[Step], Step | None]] = {
     "causal_conv1d_update": _convolution,
     "torch_recurrent_gated_delta_rule": _delta_rule,
+    "torch_chunk_gated_delta_rule": _delta_rule,
 }
 """What transformers calls them, and what takes their place."""
 

@@ -16,7 +16,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, to
 
 from ptq import fast_decode, fast_mixers
 
-OPS = ("conv_step", "delta_rule_step", "gated_rms_norm")
+OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm")
 FAMILIES = {
     "qwen3_next": set(OPS), "qwen3_5_text": set(OPS), "qwen3_5_moe_text": set(OPS),
     "lfm2": {"conv_step"}, "granitemoehybrid": {"conv_step"},
@@ -101,7 +101,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
         y, state = torch_recurrent_gated_delta_rule(*args, **kwargs)
         return y, state * 0.99
 
-    convolution, delta = fast_mixers.STEPS.values()
+    convolution, delta = fast_mixers._convolution, fast_mixers._delta_rule
     assert convolution(causal_conv1d_update) is not None and delta(torch_recurrent_gated_delta_rule) is not None
     assert convolution(other) is None and convolution(forgets) is None and delta(slower) is None
     assert delta(causal_conv1d_update) is None

@@ -1,4 +1,4 @@
-"""`ptq::conv_step`, `ptq::delta_rule_step` and `ptq::gated_rms_norm` against float64, and what they refuse."""
+"""`ptq::conv_step`, `ptq::gated_delta_rule` and `ptq::gated_rms_norm` against float64, and what they refuse."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -54,29 +54,30 @@ def test_convolution(b: int, c: int, room: int, width: int, bias: bool, dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
-@pytest.mark.parametrize("b, shared, heads, dk, dv", [
-    (1, 16, 32, 128, 128), (2, 3, 3, 20, 70), (1, 1, 4, 7, 16), (3, 2, 4, 33, 1),
+@pytest.mark.parametrize("b, t, shared, heads, dk, dv", [
+    (1, 1, 16, 32, 128, 128), (2, 1, 3, 3, 20, 70), (1, 9, 1, 4, 7, 16), (3, 5, 2, 4, 33, 1), (2, 0, 1, 1, 4, 4),
 ])  # fmt: skip
 def test_delta_rule(
-    b: int, shared: int, heads: int, dk: int, dv: int, norm: bool, dtype: torch.dtype, level: str
+    b: int, t: int, shared: int, heads: int, dk: int, dv: int, norm: bool, dtype: torch.dtype, level: str
 ) -> None:
-    q, k = (draw(b, 1, shared, dk, dtype=dtype, seed=seed) / dk**0.5 for seed in (1, 2))
-    v, g, beta = draw(b, 1, heads, dv, dtype=dtype, seed=3), -draw(b, 1, heads).exp(), draw(b, 1, heads).sigmoid()
+    q, k = (draw(b, t, shared, dk, dtype=dtype, seed=seed) / dk**0.5 for seed in (1, 2))
+    v, g, beta = draw(b, t, heads, dv, dtype=dtype, seed=3), -draw(b, t, heads).exp(), draw(b, t, heads).sigmoid()
     states = [draw(b, heads, dk, dv, seed=4) for _ in range(2)]
-    exact_state = states[0].double()
-    found = ops.delta_rule_step(q, k, v, g, beta, states[0], norm)
-    wanted = mixer_ops.delta_rule_step(q, k, v, g, beta, states[1], norm)
-    one, other = (x[:, 0].double().repeat_interleave(heads // shared, 1) for x in (q, k))
+    exact = states[0].double()
+    found = ops.gated_delta_rule(q, k, v, g, beta, states[0], norm)
+    wanted = mixer_ops.gated_delta_rule(q, k, v, g, beta, states[1], norm)
+    assert found.dtype == dtype and found.shape == v.shape
+    one, other = (x.double().repeat_interleave(heads // shared, 2) for x in (q, k))
     if norm:
         one, other = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (one, other))
-    exact_state = exact_state * g[:, 0].double().exp()[..., None, None]
-    known = torch.einsum("bhkv,bhk->bhv", exact_state, other)
-    delta = (v[:, 0].double() - known) * beta[:, 0].double()[..., None]
-    exact_state = exact_state + torch.einsum("bhk,bhv->bhkv", other, delta)
-    exact = torch.einsum("bhkv,bhk->bhv", exact_state, one)[:, None] / dk**0.5
-    assert found.dtype == dtype and found.shape == v.shape
-    for y, state in ((found, states[0]), (wanted, states[1])):
-        assert close(y, exact, 2) and close(state, exact_state, 2)
+    for i in range(t):
+        exact = exact * g[:, i].double().exp()[..., None, None]
+        known = torch.einsum("bhkv,bhk->bhv", exact, other[:, i])
+        delta = (v[:, i].double() - known) * beta[:, i].double()[..., None]
+        exact = exact + torch.einsum("bhk,bhv->bhkv", other[:, i], delta)
+        y = torch.einsum("bhkv,bhk->bhv", exact, one[:, i]) / dk**0.5
+        assert close(found[:, i], y, 2) and close(wanted[:, i], y, 2)
+    assert all(close(state, exact, 2) for state in states)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,10 +91,10 @@ def test_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, level: str) -> N
 
 def given() -> dict[str, list[Any]]:
     """Good arguments of each op."""
-    heads = [draw(2, 1, 2, 8), draw(2, 1, 2, 8), draw(2, 1, 4, 6), -draw(2, 1, 4).abs(), draw(2, 1, 4).sigmoid()]
+    heads = [draw(2, 3, 2, 8), draw(2, 3, 2, 8), draw(2, 3, 4, 6), -draw(2, 3, 4).abs(), draw(2, 3, 4).sigmoid()]
     return {
         "conv_step": [draw(2, 5, 1), draw(2, 5, 3), draw(5, 4), draw(5), True],
-        "delta_rule_step": [*heads, draw(2, 4, 8, 6), True],
+        "gated_delta_rule": [*heads, draw(2, 4, 8, 6), True],
         "gated_rms_norm": [draw(3, 8), draw(3, 8), draw(8), 1e-5],
     }
 

@@ -18,14 +18,14 @@ struct Conv {
     bool silu;
 };
 
-// One token of the gated delta rule, for heads of values, of which `groups` share a head of queries and keys.
+// The gated delta rule, token after token, for heads of values, of which `groups` share a head of queries and keys.
 struct Delta {
-    Number type;                    // of q, k, v and out
-    const void *q, *k, *v;          // [b, heads / groups, dk], the same, [b, heads, dv]
-    const float *g, *beta;          // [b, heads]; g: the logarithm of the decay
-    float* state;                   // [b, heads, dk, dv]
-    void* out;                      // [b, heads, dv]
-    int64_t heads, groups, dk, dv;
+    Number type;            // of q, k, v and out
+    const void *q, *k, *v;  // [b, tokens, heads / groups, dk], the same, [b, tokens, heads, dv]
+    const float *g, *beta;  // [b, tokens, heads]; g: the logarithm of the decay
+    float* state;           // [b, heads, dk, dv]
+    void* out;              // [b, tokens, heads, dv]
+    int64_t tokens, heads, groups, dk, dv;
     bool norm;  // whether q and k are brought to length 1 first
 };
 

@@ -72,47 +72,56 @@ inline void vector_of(const void* from, int64_t start, int64_t d, bool norm, flo
     for (int64_t i = 0; i < d; i++) to[i] *= scale;
 }
 
-// `vectors` times sixteen columns of the state of one head, from `column` on; the last vector has `last` numbers.
+// All tokens, for `vectors` times sixteen columns of the state of one head, from `column` on; the last vector has `last`
+// numbers. They are brought together in `memory`, behind a query and a key: rows of the state lie apart by a power of two,
+// and few of these would be in the first-level cache at once.
 template <Number type, int vectors>
-inline void delta_columns(const Delta& p, int64_t head, int64_t column, int64_t last, float decay, const float* q,
-                          const float* k) {
-    float* const state = p.state + head * p.dk * p.dv + column;
-    const auto sizes = [&](int c) { return c + 1 < vectors ? lanes : last; };
-    Lanes known[vectors] = {}, out[vectors] = {}, delta[vectors];
-    for (int64_t i = 0; i < p.dk; i++)
+void delta_columns(const Delta& p, int64_t unit, int64_t column, int64_t last, float* memory) {
+    constexpr int64_t width = vectors * lanes;
+    float* const given = p.state + unit * p.dk * p.dv + column;
+    float *const q = memory, *const k = q + p.dk, *const state = k + p.dk;
+    const auto size = [&](int c) { return c + 1 < vectors ? lanes : last; };
+    const int64_t bytes = (width - lanes + last) * sizeof(float);
+    for (int64_t i = 0; i < p.dk; i++) std::memcpy(state + i * width, given + i * p.dv, bytes);
+    const float shrunk = 1.0f / std::sqrt(static_cast<float>(p.dk));
+    for (int64_t token = 0; token < p.tokens; token++) {
+        const int64_t row = (unit / p.heads * p.tokens + token) * p.heads + unit % p.heads;
+        const int64_t shared = row / p.groups * p.dk;  // groups divide the heads
+        vector_of<type>(p.q, shared, p.dk, p.norm, shrunk, q);
+        vector_of<type>(p.k, shared, p.dk, p.norm, 1.0f, k);
+        const float decay = std::exp(p.g[row]);
+        Lanes known[vectors] = {}, out[vectors] = {}, delta[vectors];
+        for (int64_t i = 0; i < p.dk; i++)
 #pragma GCC unroll 4
-        for (int c = 0; c < vectors; c++)
-            known[c] = integer::fma(integer::load(state + i * p.dv + c * lanes, sizes(c)), integer::fill(k[i]), known[c]);
-    for (int c = 0; c < vectors; c++) {
-        const Lanes value = read<type>(p.v, head * p.dv + column + c * lanes, sizes(c));
-        delta[c] = (value - known[c] * decay) * p.beta[head];
-    }
-    for (int64_t i = 0; i < p.dk; i++)
-#pragma GCC unroll 4
+            for (int c = 0; c < vectors; c++)
+                known[c] = integer::fma(integer::load(state + i * width + c * lanes), integer::fill(k[i]), known[c]);
         for (int c = 0; c < vectors; c++) {
-            float* const place = state + i * p.dv + c * lanes;
-            const Lanes now = integer::fma(integer::fill(k[i]), delta[c], integer::load(place, sizes(c)) * decay);
-            std::memcpy(place, &now, sizes(c) * sizeof(float));
-            out[c] = integer::fma(now, integer::fill(q[i]), out[c]);
+            const Lanes value = read<type>(p.v, row * p.dv + column + c * lanes, size(c));
+            delta[c] = (value - known[c] * decay) * p.beta[row];
         }
-    for (int c = 0; c < vectors; c++)
-        write<type>(p.out, head * p.dv + column + c * lanes, rounded<type>(out[c]), sizes(c));
+        for (int64_t i = 0; i < p.dk; i++)
+#pragma GCC unroll 4
+            for (int c = 0; c < vectors; c++) {
+                float* const place = state + i * width + c * lanes;
+                const Lanes now = integer::fma(integer::fill(k[i]), delta[c], integer::load(place) * decay);
+                integer::store(place, now);
+                out[c] = integer::fma(now, integer::fill(q[i]), out[c]);
+            }
+        for (int c = 0; c < vectors; c++)
+            write<type>(p.out, row * p.dv + column + c * lanes, rounded<type>(out[c]), size(c));
+    }
+    for (int64_t i = 0; i < p.dk; i++) std::memcpy(given + i * p.dv, state + i * width, bytes);
 }
 
 template <Number type>
 void delta_of(const Delta& p, int64_t first, int64_t last) {
-    std::vector<float> memory(2 * p.dk);
-    float *const q = memory.data(), *const k = q + p.dk;
-    for (int64_t head = first; head < last; head++) {
-        const int64_t shared = head / p.groups;  // groups divide the heads of a row
-        vector_of<type>(p.q, shared * p.dk, p.dk, p.norm, 1.0f / std::sqrt(static_cast<float>(p.dk)), q);
-        vector_of<type>(p.k, shared * p.dk, p.dk, p.norm, 1.0f, k);
-        const float decay = std::exp(p.g[head]);
+    std::vector<float> memory((2 + 4 * lanes) * p.dk);
+    for (int64_t unit = first; unit < last; unit++) {
         int64_t column = 0;
         for (; column + 4 * lanes <= p.dv; column += 4 * lanes)
-            delta_columns<type, 4>(p, head, column, lanes, decay, q, k);
+            delta_columns<type, 4>(p, unit, column, lanes, memory.data());
         for (; column < p.dv; column += lanes)
-            delta_columns<type, 1>(p, head, column, std::min(lanes, p.dv - column), decay, q, k);
+            delta_columns<type, 1>(p, unit, column, std::min(lanes, p.dv - column), memory.data());
     }
 }
 

@@ -1,4 +1,4 @@
-// ptq::conv_step, delta_rule_step and gated_rms_norm for the CPU. Schemas, fake kernels and references are in
+// ptq::conv_step, gated_delta_rule and gated_rms_norm for the CPU. Schemas, fake kernels and references are in
 // ptq/mixer_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -48,19 +48,19 @@ Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, con
     return out;
 }
 
-// q and k [b, 1, shared heads, dk], v [b, 1, heads, dv]
-Tensor delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
+// q and k [b, t, shared heads, dk], v [b, t, heads, dv]
+Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
                        const Tensor& state, bool norm) {
-    constexpr auto op = "delta_rule_step";
+    constexpr auto op = "gated_delta_rule";
     const Number type = checked(op, q);
-    STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4 && v.size(1) == 1 && q.size(2) > 0 && v.size(2) % q.size(2) == 0,
-                    "delta_rule_step: expected q and k [b, 1, shared heads, dk], v [b, 1, heads, dv]");
-    const int64_t b = v.size(0), shared = q.size(2), heads = v.size(2), dk = q.size(3), dv = v.size(3);
-    for (const Tensor* x : {&q, &k}) check_tensor(op, "q or k", *x, q.scalar_type(), {b, 1, shared, dk});
-    check_tensor(op, "v", v, q.scalar_type(), {b, 1, heads, dv});
-    for (const Tensor* x : {&g, &beta}) check_tensor(op, "g or beta", *x, ScalarType::Float, {b, 1, heads});
+    STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4 && q.size(2) > 0 && v.size(2) % q.size(2) == 0,
+                    "gated_delta_rule: expected q and k [b, t, shared heads, dk], v [b, t, heads, dv]");
+    const int64_t b = v.size(0), tokens = v.size(1), shared = q.size(2), heads = v.size(2), dk = q.size(3), dv = v.size(3);
+    for (const Tensor* x : {&q, &k}) check_tensor(op, "q or k", *x, q.scalar_type(), {b, tokens, shared, dk});
+    check_tensor(op, "v", v, q.scalar_type(), {b, tokens, heads, dv});
+    for (const Tensor* x : {&g, &beta}) check_tensor(op, "g or beta", *x, ScalarType::Float, {b, tokens, heads});
     check_tensor(op, "state", state, ScalarType::Float, {b, heads, dk, dv});
-    STD_TORCH_CHECK(state.is_contiguous(), "delta_rule_step: the state must be contiguous");
+    STD_TORCH_CHECK(state.is_contiguous(), "gated_delta_rule: the state must be contiguous");
     const Tensor held[] = {compact(q), compact(k), compact(v), compact(g), compact(beta)};
     const Tensor out = fresh(v.sizes(), q.scalar_type());
     const Delta p{type,
@@ -71,12 +71,13 @@ Tensor delta_rule_step(const Tensor& q, const Tensor& k, const Tensor& v, const 
                   static_cast<const float*>(held[4].const_data_ptr()),
                   static_cast<float*>(state.mutable_data_ptr()),
                   out.mutable_data_ptr(),
+                  tokens,
                   heads,
                   heads / shared,
                   dk,
                   dv,
                   norm};
-    run(kernels().delta, p, b * heads, 2 * dk * dv);
+    run(kernels().delta, p, b * heads, 2 * tokens * dk * dv);
     return out;
 }
 
@@ -100,6 +101,6 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, d
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("conv_step", TORCH_BOX(&ptq::mixers::conv_step));
-    m.impl("delta_rule_step", TORCH_BOX(&ptq::mixers::delta_rule_step));
+    m.impl("gated_delta_rule", TORCH_BOX(&ptq::mixers::gated_delta_rule));
     m.impl("gated_rms_norm", TORCH_BOX(&ptq::mixers::gated_rms_norm));
 }
