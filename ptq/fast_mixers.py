@@ -149,9 +149,9 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Callable[..., Iterab
         found = []
         for each in (plain, step):
             given = [x.clone() for x in tensors]
-            named = {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
+            others = {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
             try:
-                y = each(*given, **named)
+                y = each(*given, **others)
             except (RuntimeError, TypeError, AttributeError):
                 return False  # it wants something else
             found.append([*(y if isinstance(y, tuple) else (y,)), *given])
