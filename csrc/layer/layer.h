@@ -111,8 +111,8 @@ inline Tensor sum(const Tensor& x, const Tensor& y, double multiplier) {
     return steps::sum(x, y);
 }
 
-// The products of a layer. `Weights` has the numbers of outputs `n`, and multiplies several weights with one input, where
-// `biases` are empty or one for each (of no elements: none):
+// The products of a layer. `Weights` has the numbers of outputs `n`, and multiplies several weights with one input,
+// where `biases` are empty or one for each (of no elements: none):
 //     Tensors operator()(const Seen&, size_t first, size_t last, const Tensors& biases, ScalarType) const;
 template <class Weights>
 struct Linears {

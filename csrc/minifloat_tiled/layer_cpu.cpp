@@ -16,7 +16,8 @@ struct LayerWeights {
     int64_t exponent, mantissa, group_size;
 
     Tensors operator()(const Seen& in, size_t first, size_t last, const Tensors& biases, ScalarType dtype) const {
-        STD_TORCH_CHECK(tiles.size() == n.size() && scale.size() == n.size(), "minifloat_layer: lists of different lengths");
+        STD_TORCH_CHECK(tiles.size() == n.size() && scale.size() == n.size(),
+                        "minifloat_layer: lists of different lengths");
         const Element element = element_of(exponent, mantissa);
         return layer::multiplied<Weights>(in, first, last, biases, n, dtype,
                                           [&](size_t i, int64_t k, const std::optional<Tensor>& bias) {

@@ -11,7 +11,7 @@ namespace ptq::mixers {
 // One token of a causal convolution of each channel: `state` is moved by one and takes x as its last. The sum is
 // rounded, and so is its silu.
 struct Conv {
-    Number type;  // of all of them
+    Number type;                    // of all of them
     const void *x, *weight, *bias;  // [b, channels], [channels, width], [channels] or null
     void *state, *y;                // [b, channels, room], [b, channels]
     int64_t channels, room, width;  // width <= room + 1
@@ -40,9 +40,9 @@ struct GatedNorm {
 
 // Each works on units [first, last).
 struct Kernels {
-    void (*conv)(const Conv&, int64_t first, int64_t last);        // sixteen channels, over the batch
-    void (*delta)(const Delta&, int64_t first, int64_t last);      // heads of values, over the batch
-    void (*norm)(const GatedNorm&, int64_t first, int64_t last);   // rows
+    void (*conv)(const Conv&, int64_t first, int64_t last);       // sixteen channels, over the batch
+    void (*delta)(const Delta&, int64_t first, int64_t last);     // heads of values, over the batch
+    void (*norm)(const GatedNorm&, int64_t first, int64_t last);  // rows
 };
 
 extern const Kernels portable, avx2, avx512;

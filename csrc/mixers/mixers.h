@@ -72,9 +72,9 @@ inline void vector_of(const void* from, int64_t start, int64_t d, bool norm, flo
     for (int64_t i = 0; i < d; i++) to[i] *= scale;
 }
 
-// All tokens, for `vectors` times sixteen columns of the state of one head, from `column` on; the last vector has `last`
-// numbers. They are brought together in `memory`, behind a query and a key: rows of the state lie apart by a power of two,
-// and few of these would be in the first-level cache at once.
+// All tokens, for `vectors` times sixteen columns of the state of one head, from `column` on; the last vector has
+// `last` numbers. They are brought together in `memory`, behind a query and a key: rows of the state lie apart by a
+// power of two, and few of these would be in the first-level cache at once.
 template <Number type, int vectors>
 void delta_columns(const Delta& p, int64_t unit, int64_t column, int64_t last, float* memory) {
     constexpr int64_t width = vectors * lanes;

@@ -38,24 +38,33 @@ Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, con
     check_tensor(op, "state", state, x.scalar_type(), {b, c, room});
     check_tensor(op, "weight", weight, x.scalar_type(), {c, width});
     if (bias) check_tensor(op, "bias", *bias, x.scalar_type(), {c});
-    STD_TORCH_CHECK(state.is_contiguous() && room > 0 && width > 0 && width <= room + 1,
-                    "conv_step: a state of ", room, " tokens, which must be contiguous, for a width of ", width);
+    STD_TORCH_CHECK(state.is_contiguous() && room > 0 && width > 0 && width <= room + 1, "conv_step: a state of ", room,
+                    " tokens, which must be contiguous, for a width of ", width);
     const Tensor in = compact(x), w = compact(weight), out = fresh(x.sizes(), x.scalar_type());
     const std::optional<Tensor> added = bias ? std::optional(compact(*bias)) : std::nullopt;
-    const Conv p{type,  in.const_data_ptr(), w.const_data_ptr(), added ? added->const_data_ptr() : nullptr,
-                 state.mutable_data_ptr(), out.mutable_data_ptr(), c, room, width, silu};
+    const Conv p{type,
+                 in.const_data_ptr(),
+                 w.const_data_ptr(),
+                 added ? added->const_data_ptr() : nullptr,
+                 state.mutable_data_ptr(),
+                 out.mutable_data_ptr(),
+                 c,
+                 room,
+                 width,
+                 silu};
     run(kernels().conv, p, b * ((c + 15) / 16), 32 * room);
     return out;
 }
 
 // q and k [b, t, shared heads, dk], v [b, t, heads, dv]
 Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& g, const Tensor& beta,
-                       const Tensor& state, bool norm) {
+                        const Tensor& state, bool norm) {
     constexpr auto op = "gated_delta_rule";
     const Number type = checked(op, q);
     STD_TORCH_CHECK(q.dim() == 4 && v.dim() == 4 && q.size(2) > 0 && v.size(2) % q.size(2) == 0,
                     "gated_delta_rule: expected q and k [b, t, shared heads, dk], v [b, t, heads, dv]");
-    const int64_t b = v.size(0), tokens = v.size(1), shared = q.size(2), heads = v.size(2), dk = q.size(3), dv = v.size(3);
+    const int64_t b = v.size(0), tokens = v.size(1), shared = q.size(2), heads = v.size(2), dk = q.size(3),
+                  dv = v.size(3);
     for (const Tensor* x : {&q, &k}) check_tensor(op, "q or k", *x, q.scalar_type(), {b, tokens, shared, dk});
     check_tensor(op, "v", v, q.scalar_type(), {b, tokens, heads, dv});
     for (const Tensor* x : {&g, &beta}) check_tensor(op, "g or beta", *x, ScalarType::Float, {b, tokens, heads});
@@ -90,7 +99,7 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, d
     check_tensor(op, "gain", gain, x.scalar_type(), {sizes.back()});
     const Tensor in = compact(x), by = compact(gate), g = compact(gain), out = fresh(sizes, x.scalar_type());
     const int64_t k = sizes.back();
-    const GatedNorm p{type, in.const_data_ptr(), by.const_data_ptr(), g.const_data_ptr(), out.mutable_data_ptr(),
+    const GatedNorm p{type, in.const_data_ptr(),    by.const_data_ptr(), g.const_data_ptr(), out.mutable_data_ptr(),
                       k,    static_cast<float>(eps)};
     run(kernels().norm, p, k ? x.numel() / k : 0, 4 * k);
     return out;
