@@ -117,16 +117,16 @@ def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
     return requested
 
 
-def windows_from_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int) -> Windows:
+def windows_from_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int, name: str = "the text") -> Windows:
     """Tokenise the whole text once and cut it; the tail is dropped.
 
-    Raises InputError if the text fills no window.
+    Raises InputError, with this `name`, if the text fills no window.
     """
     ids = tokenizer(text, verbose=False)["input_ids"]
     count = len(ids) // context
     if count == 0:
         raise InputError(
-            f"the text has {len(ids)} tokens, too few for one window of {context}; "
+            f"{name} has {len(ids)} tokens, too few for one window of {context}; "
             "give a longer text, or a smaller --context where the command has one"
         )
     leads = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))

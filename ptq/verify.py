@@ -102,4 +102,5 @@ def _windows(original: Path, text: Path | None) -> evaluate.Windows:
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.get_text_config().vocab_size, (1, context), generator=generator)
         return evaluate.Windows(tokens, context, "random tokens", "none")
-    return evaluate.windows_from_text(load_tokenizer(original), read_text(text), evaluate.context_for(config))
+    context = evaluate.context_for(config)
+    return evaluate.windows_from_text(load_tokenizer(original), read_text(text), context, str(text))

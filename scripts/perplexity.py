@@ -118,7 +118,7 @@ def measure(options: Options) -> Measured:
     dtype = None if options.dtype is Dtype.auto else getattr(torch, options.dtype.value)
     model = load_model(options.model, dtype, device)
     context = context_for(model.config, options.context)
-    windows = windows_from_text(tokenizer, text, context)
+    windows = windows_from_text(tokenizer, text, context, text_name)
     with progress_bar() as bar:
         task = bar.add_task("windows", total=len(windows))
         advance = lambda done, _: bar.update(task, completed=done)  # noqa: E731

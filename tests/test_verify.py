@@ -50,7 +50,8 @@ def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_p
         message = f"{other}: is not the original of {packed}: its {size} is {value}, not {own}"
         check_refused(quantize("verify", packed, "--against", other), message)
     (tmp_path / "short.txt").write_text("too short")
-    for name, message in {"none": "none: cannot be read", "short.txt": "too few for one window"}.items():
+    messages = {"none": "none: cannot be read", "short.txt": "short.txt has 9 tokens, too few for one window"}
+    for name, message in messages.items():
         result = quantize("verify", packed, "--against", tiny, "--text", tmp_path / name)
         assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
 
