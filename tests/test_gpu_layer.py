@@ -130,9 +130,9 @@ def test_a_plain_model_of_every_family(family: str, monkeypatch: pytest.MonkeyPa
 @torch.no_grad()
 def test_a_model_that_moves(count: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged weights are made anew on another device, and let go on the CPU."""
-    model = count.packed.build(RECIPES["W4A16"], count.packed.config_of("tiny"), CPU, torch.float32)
     found, steps_of, ids = [], gpu_layer.steps_of, torch.tensor([[5, 9]])
     monkeypatch.setattr(gpu_layer, "steps_of", lambda *parts: found.append(steps_of(*parts)) or found[-1])
+    model = count.packed.build(RECIPES["W4A16"], count.packed.config_of("tiny"), CPU, torch.float32)
     with monkeypatch.context() as gpu:
         gpu.setattr(matmul, "on_gpu", lambda x: True)
         wanted = model(ids).logits

@@ -65,19 +65,23 @@ def arguments(
     biases: str = "o",
     gelu: bool = False,
     batch: int = 2,
+    multiplier: float = 1.0,
+    mlp: bool = True,
 ) -> tuple[Any, list[Any]]:
     """The op and its arguments, with seven tokens before. `norms`: before attention and MLP, of queries and keys (by
-    heads or whole), behind both; `biases`: the first letters of the linears that have one."""
+    heads or whole), behind both; `biases`: the first letters of the linears that have one; `mlp`: whether there is one.
+    """
     torch.manual_seed(0)
     draw, before = torch.randn, 7
-    parts = [packed(FORMATS[format][0], draw(n, k) / k**0.5) for n, k in SHAPES]
+    shapes, sites = (SHAPES, SITES) if mlp else (SHAPES[:4], SITES[:2])
+    parts = [packed(FORMATS[format][0], draw(n, k) / k**0.5) for n, k in shapes]
     found = FORMATS[format][0].layer_op(parts)
     assert found is not None
     sizes = {"a": HIDDEN, "m": HIDDEN, "q": D, "k": KV_WIDTH, "A": HIDDEN, "M": HIDDEN}
     gains = [torch.rand(size, dtype=dtype) + 0.5 if name in norms else torch.empty(0) for name, size in sizes.items()]
     offset = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     given = [draw(n, dtype=dtype) if name in biases else torch.empty(0)
-             for name, (n, _) in zip("qkvogud", SHAPES, strict=True)] if biases else []  # fmt: skip
+             for name, (n, _) in zip("qkvogud", shapes, strict=False)] if biases else []  # fmt: skip
     held: list[Tensor] = []
     states = draw(2, batch, KV_HEADS, before, D)
     if cache == "plain":
@@ -91,14 +95,14 @@ def arguments(
             held.extend((codes, scales))
     if cache == "sinks":
         held.extend((torch.tensor([0, 2, 0][:batch]), draw(batch, KV_HEADS, 3, D), draw(batch, KV_HEADS, 3, D)))
-    sides = [n for n, _ in SHAPES]
-    inputs = [[bits] * 4, [0.9, 0.8, 0.7, 0.9], *transforms(SITES, list(orders), signed)]
+    sides, count = [n for n, _ in shapes], len(sites)
+    inputs = [[bits] * count, [0.9, 0.8, 0.7, 0.9][:count], *transforms(sites, list(orders[:count]), signed)]
     outputs = transforms(sides, [n if back else 0 for n in sides], signed and back)
     turns = [draw(1, 1, D, dtype=dtype) for _ in range(2)]
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, 1, HIDDEN, dtype=dtype)
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
-    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5, gelu]
+    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, gelu]
     return found[0], [x, *norm, given, *inputs, *outputs, *rest, *found[1]]
 
 
@@ -110,6 +114,9 @@ CASES: list[dict[str, Any]] = [
     {"bits": 0, "cache": "packed", "batch": 1, "orders": (0, 0, 0, 96)}, TWO_SIDED, TWO_SIDED | {"bits": 0, "batch": 4},
     TWO_SIDED | {"biases": "qkvogud", "cache": "packed", "gelu": True},
     TWO_SIDED | {"signed": False, "norms": "", "biases": ""},
+    {"multiplier": 0.3, "norms": "amqkAM"}, TWO_SIDED | {"multiplier": -1.7},
+    {"mlp": False, "norms": "aqkA", "orders": (0, 32)}, {"mlp": False, "bits": 0, "cache": "packed", "multiplier": 0.3},
+    TWO_SIDED | {"mlp": False, "biases": "qkvo", "cache": "sinks"},
 ]  # fmt: skip
 
 
@@ -181,6 +188,11 @@ def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> No
     lists = ("tiles", "scale", "n", "biases", "clips", "su", "sv", "orders", "back_orders", "back_counts")
     wrongs.extend((name, good[names.index(name)][:-1]) for name in lists)
     wrongs.extend((name, [value[:-1] for value in good[names.index(name)]]) for name in ("su", "sv"))
+    op, short = arguments(torch.float32, format, cache=cache, **TWO_SIDED, mlp=False)
+    for name in lists:
+        with pytest.raises(RuntimeError):
+            op(*(value[:-1] if own == name else value for own, value in zip(names, short, strict=True)))
+            pytest.fail(name)
     for name, wrong in wrongs:
         if (name, cache) == ("cache_bits", "plain") and len(wrong) == 2:
             continue
