@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq import mixer_ops
+from ptq import fast_attention, mixer_ops
 from ptq.matmul import FEW_DTYPES, is_plain
 from ptq.trials import trial, with_globals
 
@@ -106,6 +106,7 @@ def _delta_step(own: Step) -> Step:
         state = initial_state
         if (
             state is None
+            or not output_final_state  # it would be moved on all the same
             or query.shape[1] != 1
             or others.get("cu_seqlens") is not None
             or not (query.numel() and is_plain(query, key, value) and is_plain(state, g.float(), beta.float()))
@@ -114,7 +115,7 @@ def _delta_step(own: Step) -> Step:
             numbers = dict(initial_state=state, output_final_state=output_final_state, use_qk_l2norm_in_kernel=norm)
             return own(query, key, value, g=g, beta=beta, **numbers, **others)
         y = torch.ops.ptq.delta_rule_step.default(query, key, value, g.float(), beta.float(), state, norm)
-        return y, state if output_final_state else None
+        return y, state
 
     return step
 
@@ -162,7 +163,7 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Callable[..., Iterab
 
 # --- a norm with a gate ---------------------------------------------------------------------------------------------
 
-_GATED: dict[tuple[type, int, float], bool] = {}
+_GATED: dict[Any, bool] = {}
 
 
 def _norm_forward(module: nn.Module, eps: float, *args: Any, **kwargs: Any) -> Tensor:
@@ -182,7 +183,7 @@ def _gated_norm(module: nn.Module) -> float | None:
         return None
     if [*inspect.signature(type(module).forward).parameters][2:] != ["gate"]:
         return None
-    key = type(module), len(gain), eps
+    key = fast_attention.numbers_of(module), len(gain)
     if key not in _GATED:
         _GATED[key] = _norm_gives_its_numbers(module, eps)
     return eps if _GATED[key] else None

@@ -326,6 +326,20 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 
+    class MlpIsGivenMore(LlamaDecoderLayer):
+        def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+            y = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            return y + self.mlp(self.post_attention_layernorm(y), factor=2)
+
+    class MlpGivesTwo(LlamaDecoderLayer):
+        def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+            y = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            z, _ = self.mlp(self.post_attention_layernorm(y))
+            return y + z
+
+    assert fast_layer._layout_of(MlpIsGivenMore(config, 0)) is None
+    assert fast_layer._layout_of(MlpGivesTwo(config, 0)) is None
+
     class Twice(GraniteDecoderLayer):
         def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             added = super().forward(hidden_states, *args, **kwargs) - hidden_states
