@@ -352,6 +352,15 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
         assert fast_layer._layout_of(Twice(config, 0)) is None
 
 
+def test_autocast_of_plain_linears() -> None:
+    plain = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    fast = copy.deepcopy(plain)
+    fast_decode.install(fast)
+    with torch.autocast("cpu", torch.bfloat16):
+        for a, b in zip(decode(fast), decode(plain), strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.05)
+
+
 def test_what_is_changed_between_tokens_is_seen(packed) -> None:
     model = packed("W4A8")
     single = without(copy.deepcopy(model), "DecoderLayer")
