@@ -37,6 +37,8 @@ def decoded(module: Any, kind: str, hidden_states: Float[Tensor, "b t k"], **oth
         return None
     parts = module._modules
     q, k, v = products([parts[name] for name in INPUTS], hidden_states)
+    if q.dtype != hidden_states.dtype:  # autocast
+        return None
     return parts[OUTPUT](attend(module, kind, q, k, v, others["position_embeddings"], layer))
 
 

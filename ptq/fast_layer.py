@@ -163,6 +163,8 @@ class _StandIn(nn.Module):
         self.is_attention = is_attention
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_attention and (args or kwargs):
+            raise TypeError("more than `_decoded` gives an MLP")
         self.given = kwargs
         return (hidden_states.sin(), None) if self.is_attention else hidden_states.tanh()
 
@@ -205,7 +207,7 @@ def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
     others = {name: object() for name in OTHERS}  # attention gets them as they are
     try:
         found = type(module).forward(alone.eval(), x, **others)
-    except (RuntimeError, TypeError, AttributeError):
+    except (RuntimeError, TypeError, AttributeError, ValueError):
         return False  # it wants something else
     if any(attention.given.get(name) is not value for name, value in others.items()):
         return False

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq import mixer_ops
+from ptq import fast_attention, mixer_ops
 from ptq.matmul import FEW_DTYPES, is_plain
 from ptq.trials import trial, with_globals
 
@@ -109,6 +109,7 @@ def _delta_step(own: Step) -> Step:
         if (
             state is None
             or not state.is_contiguous()
+            or (initial_state is not None and not output_final_state)  # it would be moved on all the same
             or others.get("cu_seqlens") is not None
             or not (query.numel() and is_plain(query, key, value) and is_plain(*numbers, state))
         ):
@@ -164,7 +165,7 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Callable[..., Iterab
 
 # --- a norm with a gate ---------------------------------------------------------------------------------------------
 
-_GATED: dict[tuple[type, int, float], bool] = {}
+_GATED: dict[Any, bool] = {}
 
 
 def _norm_forward(module: nn.Module, eps: float, *args: Any, **kwargs: Any) -> Tensor:
@@ -184,7 +185,7 @@ def _gated_norm(module: nn.Module) -> float | None:
         return None
     if [*inspect.signature(type(module).forward).parameters][2:] != ["gate"]:
         return None
-    key = type(module), len(gain), eps
+    key = fast_attention.numbers_of(module), len(gain)
     if key not in _GATED:
         _GATED[key] = _norm_gives_its_numbers(module, eps)
     return eps if _GATED[key] else None

@@ -326,6 +326,20 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 
+    class MlpIsGivenMore(LlamaDecoderLayer):
+        def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+            y = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            return y + self.mlp(self.post_attention_layernorm(y), factor=2)
+
+    class MlpGivesTwo(LlamaDecoderLayer):
+        def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+            y = hidden_states + self.self_attn(self.input_layernorm(hidden_states), **kwargs)[0]
+            z, _ = self.mlp(self.post_attention_layernorm(y))
+            return y + z
+
+    assert fast_layer._layout_of(MlpIsGivenMore(config, 0)) is None
+    assert fast_layer._layout_of(MlpGivesTwo(config, 0)) is None
+
     class Twice(GraniteDecoderLayer):
         def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
             added = super().forward(hidden_states, *args, **kwargs) - hidden_states
@@ -336,6 +350,15 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
         config.residual_multiplier = multiplier
         assert fast_layer._layout_of(GraniteDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
         assert fast_layer._layout_of(Twice(config, 0)) is None
+
+
+def test_autocast_of_plain_linears() -> None:
+    plain = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    fast = copy.deepcopy(plain)
+    fast_decode.install(fast)
+    with torch.autocast("cpu", torch.bfloat16):
+        for a, b in zip(decode(fast), decode(plain), strict=True):
+            torch.testing.assert_close(a.float(), b.float(), rtol=0.05, atol=0.05)
 
 
 def test_what_is_changed_between_tokens_is_seen(packed) -> None:

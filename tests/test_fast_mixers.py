@@ -74,6 +74,14 @@ def test_states_are_those_of_the_own_code() -> None:
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
+def test_a_state_that_nobody_asks_for_stays() -> None:
+    step, state = fast_mixers._delta_rule(torch_recurrent_gated_delta_rule), torch.ones(1, 2, 4, 4)
+    assert step is not None
+    given = dict(g=-torch.ones(1, 1, 2), beta=torch.ones(1, 1, 2), initial_state=state)
+    assert step(*(torch.ones(1, 1, 2, 4) for _ in range(3)), **given)[1] is None
+    assert torch.equal(state, torch.ones(1, 2, 4, 4))
+
+
 def test_gradients_and_hooks_go_the_own_way() -> None:
     plain, fast = models("qwen3_5_text")
     for model in (plain, fast):
@@ -110,8 +118,10 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
         def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
             return 2 * super().forward(hidden_states, gate)
 
+    another = Qwen3_5RMSNormGated(8)
+    another.activation = "sigmoid"
     assert fast_mixers.forward_of(Qwen3_5RMSNormGated(8)) is not None
-    for module in (Twice(8), GraniteMoeHybridRMSNormGated(8, 8), nn.Linear(3, 3), nn.RMSNorm(8)):
+    for module in (another, Twice(8), GraniteMoeHybridRMSNormGated(8, 8), nn.Linear(3, 3), nn.RMSNorm(8)):
         assert fast_mixers.forward_of(module) is None
 
 
