@@ -169,6 +169,7 @@ class FewTokens:
         linears: list[Any] = [module._modules[name] for name in names]
         kind = _kind(linears)
         if kind is None:
+            self._known.pop(number, None)  # what has been replaced must not stay in memory
             return None
         self._known[number] = found = _Expert(module, linears, self._kinds.setdefault(kind, kind))
         return found

@@ -140,6 +140,7 @@ def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **othe
         return y
     _, mlp, (_, before, _, after) = _parts(known.layout, module)
     z = mlp(y if before is None else before(y))
+    z = z[0] if isinstance(z, tuple) else z  # experts may give their router's logits, too
     z = z if after is None else after(z)
     m = _multiplier(module)
     return y + (z if m == 1 else z * m)

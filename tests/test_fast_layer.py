@@ -13,6 +13,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
 
 import ptq
 from fp6.plan import Fp6Recipe
@@ -136,6 +137,29 @@ def test_whole_layers_give_the_bits_of_single_ops(recipe: str, packed, monkeypat
         for batch, logits in zip((1, 2), found, strict=True):
             for a, b in zip(logits, decode(single, batch), strict=True):
                 assert torch.equal(a, b)
+
+
+class Unpacking(Qwen3MoeDecoderLayer):
+    """A layer that takes what its experts give with or without the router's logits."""
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        y = hidden_states + self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)[0]
+        z = self.mlp(self.post_attention_layernorm(y))
+        return y + (z[0] if isinstance(z, tuple) else z)
+
+
+def test_experts_that_give_their_logits_too(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = save_model(tmp_path / "source", "qwen3_moe", mlp_only_layers=[])
+    ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    wanted, calls = decode(model), counted(monkeypatch, cpu_layer, "run")
+    for layer in model.model.layers:
+        del layer.forward
+        layer.__class__ = Unpacking
+        layer.mlp.register_forward_hook(lambda module, given, y: (y, None))
+    fast_layer.install(model)
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+    assert calls == [True] * 8
 
 
 CLIPS = {
