@@ -207,11 +207,8 @@ class MinifloatFormat:
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
         """See `ptq.cpu_layer.WholeLayer`."""
         held = tiles.listed(parts, "tiles", "scale")
-        return (
-            None
-            if held is None
-            else (torch.ops.ptq.minifloat_layer.default, (*held, *self.code.sizes, self.group_size))
-        )
+        weights = None if held is None else (*held, *self.code.sizes, self.group_size)
+        return None if weights is None else (torch.ops.ptq.minifloat_layer.default, weights)
 
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]

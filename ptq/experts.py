@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float, Int
@@ -25,7 +25,7 @@ from ptq.header import TensorInfo
 from ptq.matmul import has_steps
 from ptq.plan import Plan
 from ptq.shared_input import products
-from ptq.trials import trial
+from ptq.trials import hollow, trial
 
 FUSED = ("gate_up_proj", "down_proj")
 """Parameters of a module of fused experts: [experts, 2 width, hidden], gate above up; [experts, hidden, width]."""
@@ -206,9 +206,7 @@ def _gives_its_numbers(module: nn.Module) -> bool:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(3, 24, 8, generator=generator, dtype=torch.float64)
     last = torch.randn(3, 8, 12, generator=generator, dtype=torch.float64)
-    alone: Any = type(module).__new__(type(module))
-    nn.Module.__init__(alone)
-    alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_"})
+    alone = hollow(module)
     alone.act_fn, alone.num_experts = module.act_fn, 3
     for name, weight in zip(FUSED, (gate_up, last), strict=True):
         alone.register_parameter(name, nn.Parameter(weight, requires_grad=False))

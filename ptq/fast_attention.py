@@ -19,7 +19,7 @@ from ptq.matmul import is_few
 from ptq.packed_cache import PackedCache
 from ptq.packed_layer import PackedLayer
 from ptq.shared_input import products
-from ptq.trials import trial
+from ptq.trials import hollow, numbers_of, trial
 
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa" (`ptq.fast_decode`)."""
@@ -114,12 +114,6 @@ def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Ten
 _KINDS: dict[Any, str | None] = {}
 
 
-def numbers_of(module: nn.Module) -> tuple[Any, ...]:
-    """The class of a module and all plain values that it holds: modules that agree in these compute the same."""
-    held = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "layer_idx"}
-    return type(module), *((name, x) for name, x in sorted(held.items()) if isinstance(x, int | float | str | None))
-
-
 def kind_of(module: nn.Module) -> str | None:
     """Which of KINDS an attention module is; None for any other module."""
     if not {*INPUTS, OUTPUT} <= module._modules.keys() or not {"config", "head_dim", "scaling"} <= vars(module).keys():
@@ -162,10 +156,7 @@ def _gives_its_numbers(module: Any, kind: str) -> bool:
 
 def _small_copy(module: Any, hidden: int, width: int, kv_width: int, generator: torch.Generator) -> Any:
     """The module with all its numbers, but with small linears of random weights."""
-    cls: type[nn.Module] = type(module)
-    alone: Any = cls.__new__(cls)
-    nn.Module.__init__(alone)
-    alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_" and name != "forward"})
+    alone = hollow(module)
     alone.config = copy.copy(module.config)
     alone.config._attn_implementation = "sdpa"
     alone.layer_idx = 0

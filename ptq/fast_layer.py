@@ -22,8 +22,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq import cpu_layer, fast_attention, fast_steps, gpu_layer, matmul
-from ptq.trials import trial
+from ptq import cpu_layer, fast_steps, gpu_layer, matmul
+from ptq.trials import hollow, numbers_of, trial
 
 ATTENTION, MLP = "self_attn", "mlp"
 Layout = tuple[str | None, str | None, str | None, str | None]
@@ -179,7 +179,7 @@ def _layout_of(module: nn.Module) -> Layout | None:
     layouts = [layout for layout in LAYOUTS if names == {ATTENTION, MLP, *layout} - {None}]
     if not layouts:
         return None
-    key = fast_attention.numbers_of(module)
+    key = numbers_of(module)
     if key not in _LAYOUTS:
         _LAYOUTS[key] = next((layout for layout in layouts if _gives_its_numbers(module, layout)), None)
     return _LAYOUTS[key]
@@ -188,9 +188,7 @@ def _layout_of(module: nn.Module) -> Layout | None:
 @trial()
 def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
     generator = torch.Generator().manual_seed(0)
-    alone = type(module).__new__(type(module))
-    nn.Module.__init__(alone)
-    alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_"})
+    alone = hollow(module)
     attention, mlp = _StandIn(True), _StandIn(False)
     setattr(alone, ATTENTION, attention)
     setattr(alone, MLP, mlp)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq import fast_attention, mixer_ops
+from ptq import mixer_ops
 from ptq.matmul import FEW_DTYPES, is_plain
-from ptq.trials import trial, with_globals
+from ptq.trials import hollow, numbers_of, trial, with_globals
 
 Step = Callable[..., Any]
 
@@ -46,16 +46,17 @@ def _with_steps(forward: Step) -> Step | None:
     if not isinstance(forward, types.FunctionType) or forward.__closure__:
         return None
     names = {name: forward.__globals__.get(name) for name in STEPS if name in forward.__code__.co_names}
-    steps = {name: STEPS[name](own) for name, own in names.items() if own is not None}
-    known = {name: step for name, step in steps.items() if step is not None}
+    known = {name: step for name, own in names.items() if (step := step_for(name, own)) is not None}
     return with_globals(forward, known) if known else None
 
 
+def step_for(name: str, own: Step | None) -> Step | None:
+    """What takes the place of a function that transformers calls so; None where its numbers are others."""
+    make, cases = STEPS[name]
+    return make(own) if own is not None and _agrees(own, make, cases) else None
+
+
 # --- a convolution of each channel ----------------------------------------------------------------------------------
-
-
-def _convolution(own: Step) -> Step | None:
-    return _convolution_step(own) if _agrees(own, _convolution_step, _convolutions) else None
 
 
 def _convolution_step(own: Step) -> Step:
@@ -85,10 +86,6 @@ def _convolutions(draw: Callable[..., Tensor]) -> Iterable[tuple[list[Tensor], d
 
 
 # --- the gated delta rule -------------------------------------------------------------------------------------------
-
-
-def _delta_rule(own: Step) -> Step | None:
-    return _delta_step(own) if _agrees(own, _delta_step, _deltas) else None
 
 
 def _delta_step(own: Step) -> Step:
@@ -129,12 +126,14 @@ def _deltas(draw: Callable[..., Tensor]) -> Iterable[tuple[list[Tensor], dict[st
             yield given, {**numbers, "output_final_state": True, "use_qk_l2norm_in_kernel": norm}
 
 
-STEPS: dict[str, Callable[[Step], Step | None]] = {
-    "causal_conv1d_update": _convolution,
-    "torch_recurrent_gated_delta_rule": _delta_rule,
-    "torch_chunk_gated_delta_rule": _delta_rule,
+Cases = Callable[[Callable[..., Tensor]], Iterable[tuple[list[Tensor], dict[str, Any]]]]
+"""cases(draw): tensors and named arguments, of numbers that `draw` gives."""
+STEPS: dict[str, tuple[Callable[[Step], Step], Cases]] = {
+    "causal_conv1d_update": (_convolution_step, _convolutions),
+    "torch_recurrent_gated_delta_rule": (_delta_step, _deltas),
+    "torch_chunk_gated_delta_rule": (_delta_step, _deltas),
 }
-"""What transformers calls them, and what takes their place."""
+"""What transformers calls them; what takes their place, and what it is tried on."""
 
 
 def _nobody(*args: Any, **kwargs: Any) -> Any:
@@ -143,7 +142,7 @@ def _nobody(*args: Any, **kwargs: Any) -> Any:
 
 
 @trial()
-def _agrees(own: Step, make: Callable[[Step], Step], cases: Callable[..., Iterable[tuple[Any, Any]]]) -> bool:
+def _agrees(own: Step, make: Callable[[Step], Step], cases: Cases) -> bool:
     """Whether a function gives the numbers of a step, and leaves the same behind in what it was given."""
     plain, step = inspect.unwrap(own), make(_nobody)
     for tensors, named in cases(functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))):
@@ -185,7 +184,7 @@ def _gated_norm(module: nn.Module) -> float | None:
         return None
     if [*inspect.signature(type(module).forward).parameters][2:] != ["gate"]:
         return None
-    key = fast_attention.numbers_of(module), len(gain)
+    key = numbers_of(module), len(gain)
     if key not in _GATED:
         _GATED[key] = _norm_gives_its_numbers(module, eps)
     return eps if _GATED[key] else None
@@ -195,9 +194,7 @@ def _gated_norm(module: nn.Module) -> float | None:
 def _norm_gives_its_numbers(module: nn.Module, eps: float) -> bool:
     generator, k = torch.Generator().manual_seed(0), len(module.get_parameter("weight"))
     for dtype in FEW_DTYPES:
-        alone: Any = type(module).__new__(type(module))
-        nn.Module.__init__(alone)
-        alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_"})
+        alone = hollow(module)
         gain, x, gate = (torch.randn(shape, generator=generator).to(dtype) for shape in ((k,), (4, k), (4, k)))
         alone.weight = nn.Parameter(gain, requires_grad=False)
         x[0] *= eps**0.5

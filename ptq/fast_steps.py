@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from ptq import fast_attention, fast_mixers, steps
 from ptq.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_gpu
 from ptq.shared_input import products, stays_on_gpu
-from ptq.trials import trial, with_globals
+from ptq.trials import hollow, trial, with_globals
 
 ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
@@ -139,9 +139,7 @@ def gate_of(module: nn.Module) -> str | None:
 @trial()
 def _gate_that_it_gives(module: nn.Module) -> str | None:
     generator = torch.Generator().manual_seed(0)
-    alone = type(module).__new__(type(module))
-    nn.Module.__init__(alone)
-    alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_" and name != "forward"})
+    alone = hollow(module)
     for name, n, k in zip(GATED, (12, 12, 8), (8, 8, 12), strict=True):
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
         for parameter in alone.get_submodule(name).parameters():

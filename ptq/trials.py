@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 
 @contextmanager
@@ -27,3 +28,17 @@ def with_globals(function: types.FunctionType, others: dict[str, Any]) -> types.
     made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
+
+
+def numbers_of(module: nn.Module) -> tuple[Any, ...]:
+    """The class of a module and all plain values that it holds: modules that agree in these compute the same."""
+    held = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "layer_idx"}
+    return type(module), *((name, x) for name, x in sorted(held.items()) if isinstance(x, int | float | str | None))
+
+
+def hollow(module: nn.Module) -> Any:
+    """A module of the same class with all plain values, but without parameters, modules and a forward of its own."""
+    alone = type(module).__new__(type(module))
+    nn.Module.__init__(alone)
+    alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_" and name != "forward"})
+    return alone
