@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fp6.element import AUTO
 from fp6.minifloat import MinifloatFormat, MinifloatGrid
-from ptq.rounding import ROW_CHUNK
+from ptq.weights.rounding import ROW_CHUNK
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SearchedFormat(MinifloatFormat):
 
 @dataclass(frozen=True)
 class AutoFormat(SearchedFormat):
-    """`fp6/minifloat` with the element of six bits that fits a weight better: a `ptq.formats.Choice`.
+    """`fp6/minifloat` with the element of six bits that fits a weight better: a `ptq.weights.formats.Choice`.
 
     Its own `element` is only a stand-in. e2m3 halves the error of e3m2 where a row's numbers are close to Gaussian, and
     loses where its largest is many times their spread: which one it is, is measured.

@@ -1,5 +1,5 @@
-"""`ptq::minifloat_experts`: the chosen experts of a block on few tokens as one op (`ptq.expert_ops`), for weights of
-small floats in tiles (`fp6.tiled_ops`)."""
+"""`ptq::minifloat_experts`: the chosen experts of a block on few tokens as one op (`ptq.ops.expert_ops`), for weights
+of small floats in tiles (`fp6.tiled_ops`)."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fp6 import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
-from ptq.expert_ops import declare_experts
+from ptq.ops.expert_ops import declare_experts
 
 
 def _floats(x: Tensor, tiles: Tensor, scale: Tensor, *numbers: Any) -> Tensor:

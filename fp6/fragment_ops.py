@@ -1,6 +1,6 @@
 """Small-float weights in the layout that the CUDA kernels read: ops, with references in PyTorch. Not on disk.
 
-**Fragments** (`fp6.fragments`), and beside them the scales as for tiles (`ptq.tiles.tile_scales`):
+**Fragments** (`fp6.fragments`), and beside them the scales as for tiles (`ptq.ops.tiles.tile_scales`):
 
 - `fragments` uint8 [row tiles, blocks, 128 bits]
 - `scale` int16 [row tiles, g, 16]: bits of bfloat16
@@ -17,8 +17,8 @@ from torch import Tensor
 from fp6 import tiled_ops
 from fp6.element import Element
 from fp6.fragments import unpack
-from ptq.op_declarations import declare_linear, declare_quantized_linear
-from ptq.tiles import untile_scales
+from ptq.ops.op_declarations import declare_linear, declare_quantized_linear
+from ptq.ops.tiles import untile_scales
 
 WEIGHT, NUMBERS = "Tensor fragments, Tensor scale", "int n, int exponent, int mantissa, int group_size"
 

@@ -1,7 +1,7 @@
 """Codes of small floats in the order in which the tensor cores of a GPU take them: fragments, version 1.
 
-Row tiles, blocks, lanes and planes of words are those of `ptq.fragments`, but the bits of a code stay together, where
-few instructions make a bfloat16 or float16 number of it. A lane's 32 codes of a block are 16 pairs: pair
+Row tiles, blocks, lanes and planes of words are those of `ptq.ops.fragments`, but the bits of a code stay together,
+where few instructions make a bfloat16 or float16 number of it. A lane's 32 codes of a block are 16 pairs: pair
 8 h + 4 u + 2 (e // 2) + (1 if row g + 8 else 0) is two neighbouring columns, e % 2 = 0 in the low 16 bits of a word, 1
 in the high ones.
 
@@ -22,7 +22,7 @@ from jaxtyping import Int32, UInt8
 from torch import Tensor
 
 from fp6.element import Element
-from ptq import bitstream, fragments
+from ptq.ops import bitstream, fragments
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
-"""`ptq::minifloat_layer`: a decoder layer of a decoded token as one op (`ptq.layer_ops`), for small floats in tiles."""
+"""`ptq::minifloat_layer`: a decoder layer of a decoded token as one op (`ptq.ops.layer_ops`), for small floats in
+tiles."""
 
 from fp6 import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
-from ptq.layer_ops import declare_layer, one_by_one
+from ptq.ops.layer_ops import declare_layer, one_by_one
 
 WEIGHTS = "Tensor[] tiles, Tensor[] scale, int[] n, int exponent, int mantissa, int group_size"
 

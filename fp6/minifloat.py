@@ -5,8 +5,8 @@
 
 **Bytes**, for W[n, k] with g groups in a row and codes of b bits:
 
-- `codes`, U8 [n, ceil(k b / 8)]: each row is one little-endian bit stream (`ptq.bitstream`). The bits of a code are,
-  from the highest down, sign, exponent, mantissa.
+- `codes`, U8 [n, ceil(k b / 8)]: each row is one little-endian bit stream (`ptq.ops.bitstream`). The bits of a code
+  are, from the highest down, sign, exponent, mantissa.
 - `scale`, I16 [n, g]: the bits of a bfloat16 number, little-endian; or, with scale `e8m0`, U8 [n, g]: e stands for
   2^(e - 127), and 255 for NaN, which is never written. With groups of 32 and an element of the OCP specification that
   is MXFP6 or MXFP4 data. Integer dtypes, because loaders cast floating-point tensors to the model's dtype.
@@ -24,13 +24,14 @@ from torch import Tensor
 
 from fp6 import expert_ops, fragment_ops, fragments, layer_ops, minifloat_ops, tiled_ops  # noqa: F401 (their ops)
 from fp6.element import Element, element_of
-from ptq import bitstream, layouts, tiles
-from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import LayerOp, Parts, Rows, Scales, check_parts
-from ptq.grouped import Grouped
-from ptq.op_declarations import call
-from ptq.rounding import Rounded
+from ptq.ops import bitstream, tiles
+from ptq.ops.activations import Activation
+from ptq.ops.op_declarations import call
+from ptq.weights import layouts
+from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.weights.grouped import Grouped
+from ptq.weights.rounding import Rounded
 
 Scale = Literal["bfloat16", "e8m0"]
 Search = Literal["absmax", "mse"]
@@ -205,7 +206,7 @@ class MinifloatFormat:
         return call(op, x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """See `ptq.cpu_layer.WholeLayer`."""
+        """See `ptq.fast.cpu_layer.WholeLayer`."""
         held = tiles.listed(parts, "tiles", "scale")
         weights = None if held is None else (*held, *self.code.sizes, self.group_size)
         return None if weights is None else (torch.ops.ptq.minifloat_layer.default, weights)
@@ -213,7 +214,7 @@ class MinifloatFormat:
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
     ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.fast_experts.WholeExperts`."""
+        """See `ptq.fast.fast_experts.WholeExperts`."""
         held = tiles.listed(weights, "tiles", "scale")
         if held is None:
             return None
@@ -221,7 +222,7 @@ class MinifloatFormat:
         return torch.ops.ptq.minifloat_experts.default(x, *rows, *held[:2], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """What the kernels of the device read: on a CPU tiles (`ptq.tiles`), on a GPU fragments (`fp6.fragments`),
+        """What the kernels of the device read: on a CPU tiles (`ptq.ops.tiles`), on a GPU fragments (`fp6.fragments`),
         scales as bfloat16, and an empty part `shape` [n, k, 0]. Where they don't fit the groups, the stored parts."""
         return layouts.prepack(self, parts, device, fits=tiles.applies(self.group_size))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp6 import element
 from fp6.element import Element
-from ptq.op_declarations import declare_all
+from ptq.ops.op_declarations import declare_all
 
 SCHEMAS = {
     "minifloat_fit": "(Tensor w, int exponent, int mantissa, int group_size, bool power, bool search) -> Tensor",

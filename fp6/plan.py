@@ -7,14 +7,14 @@ from typing import ClassVar
 from fp6.choice import AutoFormat, SearchedFormat
 from fp6.element import ELEMENTS, element_of
 from fp6.minifloat import SCALES, SEARCHES, Scale, Search
-from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.family import Family
-from ptq.model_shape import ModelShape
-from ptq.outline import Tensors, check_groups, chosen, outline
-from ptq.plan import LinearPlan, Plan
+from ptq.models.family import Family
+from ptq.models.model_shape import ModelShape
+from ptq.ops.activations import Activation
+from ptq.planning.outline import Tensors, check_groups, chosen, outline
+from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.rotations import rotated
 from ptq.recipe import Recipe, Rounding
-from ptq.rotations import rotated
 
 
 @dataclass(frozen=True)

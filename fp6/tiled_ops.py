@@ -1,7 +1,7 @@
 """Small-float weights in the layout that the CPU kernels read: ops, with references in PyTorch. Not on disk.
 
-**Tiles** (`ptq.tiles`) of the codes, and beside them `scale` int16 [row tiles, g, 16]: bits of bfloat16. Group i of a
-row is its columns [i * group_size, (i + 1) * group_size), the last one may have fewer; group_size 0: one group per
+**Tiles** (`ptq.ops.tiles`) of the codes, and beside them `scale` int16 [row tiles, g, 16]: bits of bfloat16. Group i of
+a row is its columns [i * group_size, (i + 1) * group_size), the last one may have fewer; group_size 0: one group per
 row, else a multiple of 32. A code stands for scale * value (`fp6.element`).
 
 **W6A16**, `minifloat_linear_tiled`: floating-point x. The values of all elements are exact in bfloat16, so products
@@ -13,7 +13,7 @@ integers that int8 holds (`Element.int8_shift`), it is defined to the bit: per o
 2^s), an exact integer; in float32, group after group, acc = acc + scale * I, each operation rounded; y = acc *
 (q_scale 2^-s), then + bias, then the cast to the dtype asked for. For the other elements q is multiplied as bfloat16,
 exactly, and summed as in W6A16; then * q_scale, + bias. `minifloat_linear_tokens` quantises x itself, as
-`ptq.activations` does: the same bits in one call.
+`ptq.ops.activations` does: the same bits in one call.
 """
 
 import torch
@@ -21,9 +21,9 @@ from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
 from fp6.element import Element, decode
-from ptq import activations as _activations  # noqa: F401 (its ops)
-from ptq.op_declarations import declare_linear, declare_quantized_linear, declare_tokens_linear
-from ptq.tiles import unpack, untile_scales
+from ptq.ops import activations as _activations  # noqa: F401 (its ops)
+from ptq.ops.op_declarations import declare_linear, declare_quantized_linear, declare_tokens_linear
+from ptq.ops.tiles import unpack, untile_scales
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale", "int n, int exponent, int mantissa, int group_size"
 

@@ -18,8 +18,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ptq import methods, source, startup
+from ptq import methods, startup
 from ptq.errors import InputError, RunError
+from ptq.files import source
 from ptq.recipe import Recipe, RunOptions
 
 app = typer.Typer(
@@ -123,10 +124,10 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         return
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
         refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
-    from ptq import pipeline
-    from ptq.progress import console
-    from ptq.report_schema import PAGE
-    from ptq.work import RECORD
+    from ptq.pipeline import pipeline
+    from ptq.pipeline.progress import console
+    from ptq.pipeline.work import RECORD
+    from ptq.reporting.report_schema import PAGE
 
     finished_before = (out.expanduser() / RECORD).is_file()
     with startup.interruptible():
@@ -155,7 +156,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
 
 def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
     """What is known of a result's quality, and how to know more."""
-    from ptq.writer import TOKENIZERS
+    from ptq.pipeline.writer import TOKENIZERS
 
     if recipe.calibration is not None or model == "demo":
         return f"KL from the original: {kl:.4f} nats per token of calibration text"
@@ -169,9 +170,10 @@ def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
 
 def _show_plan(model: str, recipe: Recipe) -> None:
     """Print the plan as a table on stdout, and what else there is to say about it on stderr."""
-    from ptq import console_tables, pipeline, preflight
-    from ptq.hadamard import construction
-    from ptq.progress import console
+    from ptq.ops.hadamard import construction
+    from ptq.pipeline import pipeline, preflight
+    from ptq.pipeline.progress import console
+    from ptq.reporting import console_tables
 
     target = pipeline.plan(model, recipe)
     plan = target.plan
@@ -204,8 +206,9 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
-    from ptq import console_tables, contents, fp8_source
-    from ptq.checkpoint import Checkpoint
+    from ptq.files import fp8_source
+    from ptq.files.checkpoint import Checkpoint
+    from ptq.reporting import console_tables, contents
 
     opened = Checkpoint.open(source.resolve(checkpoint))
     found = contents.summary(opened)
@@ -244,8 +247,8 @@ def verify_command(
         raise InputError("--text does nothing without --against, the original to compare with")
     from transformers.utils.logging import disable_progress_bar
 
-    from ptq import verify
-    from ptq.work import RECORD
+    from ptq.commands import verify
+    from ptq.pipeline.work import RECORD
 
     disable_progress_bar()  # transformers' own, of loading
     found = verify.verify(checkpoint, against, text)
@@ -274,7 +277,7 @@ def prepack_command(
     debug: Debug = False,
 ) -> None:
     """Put the weights of a checkpoint into the order in which the kernels read them, so that loading need not."""
-    from ptq import prepack
+    from ptq.commands import prepack
 
     with startup.interruptible():
         count = prepack.prepack(source.resolve(checkpoint), out, target)

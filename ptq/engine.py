@@ -1,8 +1,8 @@
 """One run on many processes: `torchrun --nproc-per-node N -m ptq ...`, on one machine or several that share a disk.
 
-Tasks are files (ptq.tasks), so all that processes have to agree on is who does what, and when a step is over. No tensor
-travels between them. A process that dies takes its unfinished task with it; torchrun stops the others, and starting
-again, by hand or with its --max-restarts, goes on from the files that are there.
+Tasks are files (ptq.pipeline.tasks), so all that processes have to agree on is who does what, and when a step is over.
+No tensor travels between them. A process that dies takes its unfinished task with it; torchrun stops the others, and
+starting again, by hand or with its --max-restarts, goes on from the files that are there.
 """
 
 import os

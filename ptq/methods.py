@@ -1,4 +1,4 @@
-"""The list of methods. The only place, beside `formats`, where ptq reaches a method's package, and by name."""
+"""The list of methods. The only place, beside `ptq.weights.formats`, where ptq reaches a method's package, by name."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module

@@ -33,7 +33,7 @@ class Recipe:
     damping: float = 0.01
     """Added to the Hessian's diagonal, as a share of its mean."""
     sweeps: int = 0
-    """At most so many sweeps of coordinate descent after LDLQ (`ptq.sweeps`)."""
+    """At most so many sweeps of coordinate descent after LDLQ (`ptq.weights.sweeps`)."""
     seed: int = 0
     embedding_bits: int = 16
     """Bits of the embedding and the head, which are rounded to the nearest integers; 16 leaves them alone."""

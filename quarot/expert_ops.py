@@ -1,12 +1,12 @@
-"""`ptq::integer_experts`: the chosen experts of a block on few tokens as one op (`ptq.expert_ops`), for integer weights
-in tiles (`quarot.tiled_ops`). `zero` is empty, or as long as `tiles`."""
+"""`ptq::integer_experts`: the chosen experts of a block on few tokens as one op (`ptq.ops.expert_ops`), for integer
+weights in tiles (`quarot.tiled_ops`). `zero` is empty, or as long as `tiles`."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ptq.expert_ops import declare_experts
+from ptq.ops.expert_ops import declare_experts
 from quarot import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
 
 

@@ -1,6 +1,6 @@
 """Integer weights in the layout that the CUDA kernels read: ops, with references in PyTorch. Not on disk.
 
-**Fragments** (`ptq.fragments`), and beside them scales and zeros as for tiles (`ptq.tiles.tile_scales`):
+**Fragments** (`ptq.ops.fragments`), and beside them scales and zeros as for tiles (`ptq.ops.tiles.tile_scales`):
 
 - `fragments` uint8 [row tiles, blocks, 128 bits]
 - `scale` int16 [row tiles, g, 16]: bits of bfloat16; `zero` uint8 likewise, or None where it is 2^(bits - 1)
@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
-from ptq.fragments import unpack
-from ptq.op_declarations import declare_linear, declare_quantized_linear
-from ptq.tiles import untile_scales
+from ptq.ops.fragments import unpack
+from ptq.ops.op_declarations import declare_linear, declare_quantized_linear
+from ptq.ops.tiles import untile_scales
 from quarot import tiled_ops
 
 WEIGHT, NUMBERS = "Tensor fragments, Tensor scale, Tensor? zero", "int n, int bits, int group_size"

@@ -25,14 +25,15 @@ import torch
 from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
 from torch import Tensor
 
-from ptq import bitstream, fragments, layouts
-from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.formats import LayerOp, Parts, Rows, Scales, check_parts
-from ptq.grouped import Grouped
-from ptq.op_declarations import call
-from ptq.rounding import Rounded
-from ptq.tiles import applies, listed, tile_scales, untile_scales
+from ptq.ops import bitstream, fragments
+from ptq.ops.activations import Activation
+from ptq.ops.op_declarations import call
+from ptq.ops.tiles import applies, listed, tile_scales, untile_scales
+from ptq.weights import layouts
+from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.weights.grouped import Grouped
+from ptq.weights.rounding import Rounded
 from quarot import expert_ops, fragment_ops, integer_ops, layer_ops, row_ops, tiled_ops  # noqa: F401 (their ops)
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
@@ -150,7 +151,7 @@ class IntegerFormat:
     def rows(
         self, parts: Parts, index: Int64[Tensor, " u"], k: int, dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "u k"]:
-        """See `ptq.embedding.RowFormat`."""
+        """See `ptq.layers.embedding.RowFormat`."""
         held, numbers = (parts["scale"], parts.get("zero"), index), (self.bits, self.group_size, k, dtype)
         if "codes" in parts:
             return torch.ops.ptq.integer_rows.default(parts["codes"], *held, *numbers)
@@ -223,14 +224,14 @@ class IntegerFormat:
         return torch.ops.ptq.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """See `ptq.cpu_layer.WholeLayer`."""
+        """See `ptq.fast.cpu_layer.WholeLayer`."""
         held = listed(parts, *LISTS)
         return None if held is None else (torch.ops.ptq.integer_layer.default, (*held, self.bits, self.group_size))
 
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
     ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.fast_experts.WholeExperts`."""
+        """See `ptq.fast.fast_experts.WholeExperts`."""
         held = listed(weights, *LISTS)
         if held is None:
             return None
@@ -238,8 +239,8 @@ class IntegerFormat:
         return torch.ops.ptq.integer_experts.default(x, *rows, *held[:3], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.tiles`), on a
-        GPU fragments (`ptq.fragments`). Where they don't fit, the stored parts."""
+        """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.ops.tiles`),
+        on a GPU fragments (`ptq.ops.fragments`). Where they don't fit, the stored parts."""
         return layouts.prepack(self, parts, device, fits=applies(self.group_size))
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:

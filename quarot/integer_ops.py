@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Float32, Int16, Int64, UInt8
 from torch import Tensor
 
-from ptq.bitstream import unpack
-from ptq.op_declarations import declare_all, declare_linear
+from ptq.ops.bitstream import unpack
+from ptq.ops.op_declarations import declare_all, declare_linear
 
 SCHEMAS = {
     "integer_fit": "(Tensor w, int bits, int group_size, bool symmetric, int steps, float floor) -> (Tensor, Tensor)",

@@ -1,4 +1,5 @@
-"""`ptq::integer_layer`: a decoder layer of a decoded token as one op (`ptq.layer_ops`), for integer weights in tiles.
+"""`ptq::integer_layer`: a decoder layer of a decoded token as one op (`ptq.ops.layer_ops`), for integer weights in
+tiles.
 
 `zero` are empty, or one for each weight.
 """
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.layer_ops import declare_layer
+from ptq.ops.layer_ops import declare_layer
 from quarot import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
 
 WEIGHTS = "Tensor[] tiles, Tensor[] scale, Tensor[] zero, int[] n, int bits, int group_size"
@@ -17,7 +18,7 @@ WEIGHTS = "Tensor[] tiles, Tensor[] scale, Tensor[] zero, int[] n, int bits, int
 def products(
     seen: tuple[Tensor, ...], biases: list[Tensor], first: int, last: int, dtype: torch.dtype, *weights: Any
 ) -> list[Tensor]:
-    """See `ptq.layer_ops.Products`."""
+    """See `ptq.ops.layer_ops.Products`."""
     tiles, scale, zero, n, *grid = weights
     lists = [part[first:last] for part in (tiles, scale, zero)]
     if len(seen) == 1:

@@ -3,16 +3,16 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ptq import formats
-from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.family import Family
-from ptq.kv_cache import CacheQuantization, key_rotation
-from ptq.model_shape import ModelShape
-from ptq.outline import Tensors, check_groups, chosen, input_name, outline
-from ptq.plan import LinearPlan, Plan
+from ptq.kv.kv_cache import CacheQuantization, key_rotation
+from ptq.models.family import Family
+from ptq.models.model_shape import ModelShape
+from ptq.ops.activations import Activation
+from ptq.planning.outline import Tensors, check_groups, chosen, input_name, outline
+from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.rotations import keys_balanced, rotated
 from ptq.recipe import Recipe
-from ptq.rotations import keys_balanced, rotated
+from ptq.weights import formats
 
 CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 """Clip of activations by their bits. Cutting the largest numbers pays where steps are coarse; at 8 bits a clip of 0.9
@@ -41,7 +41,7 @@ class QuarotRecipe(Recipe):
     """Bits of the inputs of the quantised linears, per token; 16 leaves them alone."""
     activation_clip: float | str | None = None
     """Share of a token's largest magnitude that the integers reach; None: `CLIP`; `search`: found for every input, on
-    the calibration text (`ptq.clip_search`)."""
+    the calibration text (`ptq.statistics.clip_search`)."""
     key_bits: int = 16
     """Bits of the keys in the KV cache; 16 leaves them alone."""
     value_bits: int = 16

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Float, Int16, Int64, UInt8
 from torch import Tensor
 
-from ptq import fragments, tiles
-from ptq.op_declarations import declare_all
-from ptq.tiles import ROWS, untile_scales
+from ptq.ops import fragments, tiles
+from ptq.ops.op_declarations import declare_all
+from ptq.ops.tiles import ROWS, untile_scales
 from quarot.integer_ops import dequantize
 
 SCHEMAS = {

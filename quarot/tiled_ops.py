@@ -1,6 +1,6 @@
 """Integer weights in the layout that the CPU kernels read: ops, with references in PyTorch. Not on disk.
 
-**Tiles** (`ptq.tiles`), and beside them:
+**Tiles** (`ptq.ops.tiles`), and beside them:
 
 - `tiles` uint8 [row tiles, super-blocks, 64 bits]
 - `scale` int16 [row tiles, g, 16]: bits of bfloat16; `zero` uint8 likewise, or None where it is 2^(bits - 1)
@@ -8,7 +8,7 @@
 **Quantised tokens.** q int8 [*, k] and q_scale float32 [*] stand for x = q_scale * q. `integer_linear_quantized` is
 defined to the bit: per output and group I = sum of q (code - zero), an exact integer; in float32, group after group,
 acc = acc + scale * I, each operation rounded; y = acc * q_scale, then + bias, then the cast to the dtype asked for.
-`integer_linear_tokens` quantises x itself, as `ptq.activations` does: the same bits in one call.
+`integer_linear_tokens` quantises x itself, as `ptq.ops.activations` does: the same bits in one call.
 
 **Several weights**, one input: `integer_linears_...` give the same numbers as one call for each, and wake the threads
 once. The lists `zero` and `bias` are empty, or have one tensor for each weight; a bias of no elements is none. No
@@ -22,10 +22,10 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
-from ptq import activations as _activations  # noqa: F401 (its ops)
-from ptq.op_declarations import declare_all, declare_linear, declare_quantized_linear, declare_tokens_linear
-from ptq.tiles import REFERENCES as TILE_REFERENCES
-from ptq.tiles import unpack, untile_scales
+from ptq.ops import activations as _activations  # noqa: F401 (its ops)
+from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear, declare_tokens_linear
+from ptq.ops.tiles import REFERENCES as TILE_REFERENCES
+from ptq.ops.tiles import unpack, untile_scales
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
 SCHEMAS = {

@@ -1,4 +1,4 @@
-"""The E8 codebooks as `ptq.formats.Codebook`: one code for eight weights, one scale for a whole weight.
+"""The E8 codebooks as `ptq.weights.formats.Codebook`: one code for eight weights, one scale for a whole weight.
 
 | bits | sum of | scale of E8P on a Gaussian of variance 1 | squared error |
 |---|---|---|---|
@@ -20,7 +20,7 @@ from jaxtyping import Float32, Int, Int8, Int32, Int64
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.formats import Scales
+from ptq.weights.formats import Scales
 from quip_sharp import e8p_ops
 
 GAUSSIAN = {2: 1 / 1.04 / 4, 3: 1 / 1.005 / 28, 4: 1 / 0.91 / 28}

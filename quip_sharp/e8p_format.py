@@ -23,11 +23,12 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
-from ptq import layouts, tiles
 from ptq.errors import InputError
-from ptq.formats import LayerOp, Parts, Rows, Scales, check_parts
-from ptq.op_declarations import call
-from ptq.rounding import Rounded
+from ptq.ops import tiles
+from ptq.ops.op_declarations import call
+from ptq.weights import layouts
+from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.weights.rounding import Rounded
 from quip_sharp import expert_ops, fragment_ops, layer_ops, tiled_ops  # noqa: F401 (their ops)
 from quip_sharp.codebook import E8Codebook
 
@@ -113,7 +114,7 @@ class E8PFormat:
         return call(op, q, q_scale, parts["tiles"], scale, bias, n, self.bits, dtype)
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """See `ptq.cpu_layer.WholeLayer`."""
+        """See `ptq.fast.cpu_layer.WholeLayer`."""
         held = tiles.listed(parts, "tiles", "scale")
         return None if held is None else (torch.ops.ptq.e8p_layer.default, (*held, self.bits))
 
@@ -126,7 +127,7 @@ class E8PFormat:
         width: int,
         treatments: Sequence[Any],
     ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.fast_experts.TransformedExperts`."""
+        """See `ptq.fast.fast_experts.TransformedExperts`."""
         held = tiles.listed(weights, "tiles", "scale")
         if held is None:
             return None

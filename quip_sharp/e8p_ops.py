@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
-from ptq.op_declarations import declare_all
+from ptq.ops.op_declarations import declare_all
 from quip_sharp.e8p import MULTIPLIERS, residual_table, table
 
 SCHEMAS = {

@@ -1,5 +1,5 @@
 """`ptq::e8p_experts`: the chosen experts of a block on few tokens as one op, for E8P weights in tiles
-(`quip_sharp.tiled_ops`). Tokens, counts, shares and the lists of weights are those of `ptq.expert_ops`.
+(`quip_sharp.tiled_ops`). Tokens, counts, shares and the lists of weights are those of `ptq.ops.expert_ops`.
 
 `su` are the signs of the input that gates and ups share, then those of the input of each down; `sv` those of all
 products; float32. `order` is that of the Hadamard matrix for x's width, `width_order` of that for the width of an
@@ -9,9 +9,9 @@ expert, each with its dense factors.
 import torch
 from torch import Tensor
 
-from ptq.expert_ops import ROWS
-from ptq.input_steps import treated
-from ptq.op_declarations import declare
+from ptq.ops.expert_ops import ROWS
+from ptq.ops.input_steps import treated
+from ptq.ops.op_declarations import declare
 from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
 
 SCHEMA = (

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
-from ptq.op_declarations import declare, declare_linear, declare_quantized_linear
+from ptq.ops.op_declarations import declare, declare_linear, declare_quantized_linear
 from quip_sharp import tiled_ops
 
 ROWS, COLUMNS = 16, 128

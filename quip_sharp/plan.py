@@ -9,15 +9,16 @@ so have gate and up of all experts of a block.
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from ptq import formats, hadamard
-from ptq.activations import Activation
 from ptq.errors import InputError
-from ptq.family import Family
-from ptq.model_shape import ModelShape
-from ptq.outline import Tensors, block_of, chosen, outline
-from ptq.plan import Finetune, LinearPlan, Plan, Rotation
+from ptq.models.family import Family
+from ptq.models.model_shape import ModelShape
+from ptq.ops import hadamard
+from ptq.ops.activations import Activation
+from ptq.planning.outline import Tensors, block_of, chosen, outline
+from ptq.planning.plan import Finetune, LinearPlan, Plan, Rotation
+from ptq.planning.rotations import block_notes, mlp_widths
 from ptq.recipe import Recipe, Rounding
-from ptq.rotations import block_notes, mlp_widths
+from ptq.weights import formats
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
-from ptq.op_declarations import declare_all, declare_linear, declare_quantized_linear
+from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear
 from quip_sharp import e8p
 
 ROWS, COLUMNS = 16, 32

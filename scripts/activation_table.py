@@ -24,7 +24,7 @@ from perplexity_table import Task, increase, measure_original, prepared, quantis
 from plant_outliers import plant, plant_keys
 
 from ptq import methods
-from ptq.kv_cache import key_rotation
+from ptq.kv.kv_cache import key_rotation
 from quarot.plan import QuarotRecipe
 
 GROUPS = {"demo": 64, "babyllama-char361": 32, "stories260k": 4}

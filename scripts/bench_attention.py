@@ -7,7 +7,7 @@ import torch
 from bench_case import DTYPES, Case, Table
 from torch import nn
 
-from ptq import prefill_attention  # noqa: F401 (registers the op)
+from ptq.ops import prefill_attention  # noqa: F401 (registers the op)
 
 HEADS = {"32 heads of 64, 4 of keys": (32, 4, 64), "32 heads of 128, 8 of keys": (32, 8, 128)}
 """Of a 1.1 B and an 8 B Llama."""

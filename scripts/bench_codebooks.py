@@ -20,8 +20,9 @@ from typing import Annotated, ClassVar
 import torch
 import typer
 
-from ptq import formats, hadamard, native, rounding
-from ptq.formats import Codebook, Scales
+from ptq.ops import hadamard, native
+from ptq.weights import formats, rounding
+from ptq.weights.formats import Codebook, Scales
 from quip_sharp.codebook import CANDIDATES, E8Codebook
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 import ptq  # noqa: F401 (the ops)
 from fp6.minifloat import MinifloatFormat
-from ptq import hadamard, native
-from ptq.activations import Activation
+from ptq.ops import hadamard, native
+from ptq.ops.activations import Activation
 from quarot.integer import IntegerFormat
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 28672))  # n, k

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq import hadamard, input_steps, kv_ops  # noqa: F401 (the ops of input_steps)
-from ptq.activations import Activation
+from ptq.ops import hadamard, input_steps, kv_ops  # noqa: F401 (the ops of input_steps)
+from ptq.ops.activations import Activation
 from quip_sharp.e8p_format import E8PFormat
 
 HEADS, GROUPS, HEAD_DIM = 8, 4, 128  # those of Llama 3 8B

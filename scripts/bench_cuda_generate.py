@@ -30,8 +30,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from fp6.plan import Fp6Recipe
-from ptq import native
 from ptq.errors import InputError
+from ptq.ops import native
 from ptq.recipe import Recipe
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe

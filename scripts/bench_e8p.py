@@ -11,8 +11,8 @@ from bench_case import BATCHES, Case, Table, copies, pooled, prepacked_case, rea
 from bench_integer import integer_cases
 from torch import Tensor
 
-from ptq.activations import Activation
-from ptq.op_declarations import call
+from ptq.ops.activations import Activation
+from ptq.ops.op_declarations import call
 from quip_sharp import tiled_ops  # noqa: F401  (registers the ops)
 
 SHAPES = ((4096, 4096), (4096, 14336))

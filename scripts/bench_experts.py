@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ptq import hadamard, linear
-from ptq.experts import NAMES, Experts
+from ptq.hf.experts import NAMES, Experts
+from ptq.layers import linear
+from ptq.ops import hadamard
 
 HIDDEN, WIDTH, COUNT, CHOSEN = 2048, 768, 128, 8
 """Of Qwen3-30B-A3B."""

@@ -38,7 +38,8 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
 """Method and options; rounded to nearest: speed does not depend on how codes were chosen. E8: embedding and head in 8
 bits. Integers have groups of 128 (the demo's of 64), small floats a scale per row; E8P has inputs of 8 bits."""
 PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
-"""The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast_decode` installs."""
+"""The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast.fast_decode`
+installs."""
 READ_BYTES = 1 << 30
 
 
@@ -83,7 +84,7 @@ def _change(model: Any, linears: str) -> None:
     import torch
     from torch import nn
 
-    from ptq import fast_decode
+    from ptq.fast import fast_decode
 
     class Prepacked(nn.Module):
         def __init__(self, linear: nn.Linear) -> None:
@@ -201,7 +202,7 @@ def main(
             sizes = ["--blocks=22", "--positions=8192"]
             subprocess.run([sys.executable, script, folder, *sizes], check=True)
         model = str(folder)
-    from ptq import source
+    from ptq.files import source
 
     names = [name for name in (*PLAIN, *RECIPES) if not only or name in only]
     if unknown := set(only or ()) - set(names):

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import torch
 from bench_case import DTYPES, Case, Table
 
-from ptq import hadamard
-from ptq.activations import Activation
+from ptq.ops import hadamard
+from ptq.ops.activations import Activation
 
 ORDERS = {4096: (64, 64), 11008: (344, 32), 14336: (112, 128)}
 """Widths, and two Hadamard orders whose product each is: the best form in plain torch."""

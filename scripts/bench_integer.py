@@ -7,7 +7,7 @@ import torch
 from bench_case import BATCHES, SHAPES, Case, Table, copies, pooled, read_case, torch_cases
 from torch import Tensor
 
-from ptq.activations import Activation
+from ptq.ops.activations import Activation
 from quarot.integer import IntegerFormat
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fp6 import tiled_ops  # noqa: F401  (registers the ops)
 from fp6.element import ELEMENTS
-from ptq.activations import Activation
-from ptq.op_declarations import call
+from ptq.ops.activations import Activation
+from ptq.ops.op_declarations import call
 
 SHAPES = ((4096, 4096), (4096, 14336))
 WEIGHTS = {1: (("e2m3", 0), ("e2m3", 128), ("e3m2", 0), ("e3m2", 128), ("e2m2", 128), ("e2m1", 128), ("e3m3", 128))}

@@ -29,7 +29,7 @@ import torch
 import typer
 from bench_case import measure
 
-from ptq import native
+from ptq.ops import native
 
 MODULES = (bench_hadamard, bench_integer, bench_e8p, bench_minifloat, bench_experts, bench_attention)
 """Each has `tables()`: what it can measure."""

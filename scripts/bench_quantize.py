@@ -75,7 +75,7 @@ def layer(
     """GPTQ of one random layer from its Hessian: seconds from W and H to codes, the Cholesky factor included."""
     import torch
 
-    from ptq import rounding
+    from ptq.weights import rounding
     from quarot.integer import IntegerGrid
 
     torch.set_num_threads(threads)
@@ -149,9 +149,9 @@ def measured(method: str, model: Path, out: Path, recipe_json: str) -> None:
     """Quantise, and print what it took: the command `quantize METHOD` with a clock around every kind of task."""
     start = time.perf_counter()
     import ptq
-    from ptq import pipeline
-    from ptq.hessian import Hessians
-    from ptq.tasks import Tasks
+    from ptq.pipeline import pipeline
+    from ptq.pipeline.tasks import Tasks
+    from ptq.statistics.hessian import Hessians
 
     if method == "fp6":
         from fp6.plan import Fp6Recipe as Recipe
@@ -277,7 +277,7 @@ def gptq_block(
         model, folder / "gptq", threads, rounding="gptq", group_size=group_size, samples=samples,
         sequence_length=sequence_length, calibration=str(calibration),
     )  # fmt: skip
-    from ptq.tasks import CHUNK_TOKENS  # not before: this process has to be small
+    from ptq.pipeline.tasks import CHUNK_TOKENS  # not before: this process has to be small
 
     h, m = shape.hidden, shape.intermediate
     parts = {

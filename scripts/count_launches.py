@@ -21,8 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp6.plan import Fp6Recipe
-from ptq import fast_attention, layouts, matmul, prefill_attention, shared_input
+from ptq.fast import fast_attention
+from ptq.layers import shared_input
+from ptq.ops import matmul, prefill_attention
 from ptq.recipe import Recipe
+from ptq.weights import layouts
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 

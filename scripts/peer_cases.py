@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from jaxtyping import BFloat16, Float32
 from torch import Tensor, nn
 
-from ptq import formats, rounding
-from ptq.activations import Activation
+from ptq.ops.activations import Activation
+from ptq.weights import formats, rounding
 from quarot.integer import IntegerFormat
 from quip_sharp.e8p_format import E8PFormat
 

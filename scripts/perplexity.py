@@ -1,4 +1,4 @@
-"""Perplexity of any causal language model, plain or packed, by the papers' protocol (see ptq/evaluate.py).
+"""Perplexity of any causal language model, plain or packed, by the papers' protocol (see ptq/commands/evaluate.py).
 
 python scripts/perplexity.py demo
 python scripts/perplexity.py OUT --against MODEL --dataset wikitext2 --json
@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ptq import calibration, source
+from ptq.commands.evaluate import Agreement, Perplexity, Windows, compare, context_for, perplexity, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
-from ptq.evaluate import Agreement, Perplexity, Windows, compare, context_for, perplexity, windows_from_text
-from ptq.loading import load_model, load_tokenizer
+from ptq.files import source
+from ptq.hf.loading import load_model, load_tokenizer
+from ptq.statistics import calibration
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 notes = Console(stderr=True)

@@ -25,9 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 import ptq
+from ptq.commands.evaluate import Windows, perplexity, windows_from_text
 from ptq.demo import demo_path
-from ptq.evaluate import Windows, perplexity, windows_from_text
-from ptq.pipeline import Result
+from ptq.pipeline.pipeline import Result
 from ptq.recipe import Recipe, Rounding
 from quarot.plan import QuarotRecipe
 

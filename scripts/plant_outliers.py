@@ -20,16 +20,17 @@ import torch
 import typer
 from torch import Tensor
 
-from ptq import balance, source
-from ptq.checkpoint import Checkpoint
-from ptq.contents import transformers_config
-from ptq.families import family_of
-from ptq.family import Family
-from ptq.header import read_header
-from ptq.model_shape import ModelShape, shape_of
-from ptq.outline import Tensors, first_row, outline
-from ptq.rotations import READERS
-from ptq.shards import write_tensors
+from ptq.files import source
+from ptq.files.checkpoint import Checkpoint
+from ptq.files.header import read_header
+from ptq.files.shards import write_tensors
+from ptq.models.families import family_of
+from ptq.models.family import Family
+from ptq.models.model_shape import ModelShape, shape_of
+from ptq.pipeline import balance
+from ptq.planning.outline import Tensors, first_row, outline
+from ptq.planning.rotations import READERS
+from ptq.reporting.contents import transformers_config
 
 FACTORS = (32.0, 64.0)
 """Between 30 and 100, as outliers of large models are, and exact in any dtype."""

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from ptq.report_page import channels_picture
-from ptq.report_schema import JSON, read
+from ptq.reporting.report_page import channels_picture
+from ptq.reporting.report_schema import JSON, read
 
 
 def main(

@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import ptq  # noqa: F401  (lets from_pretrained load packed checkpoints)
-from ptq.checkpoint import Checkpoint
-from ptq.contents import summary
+from ptq.commands.evaluate import compare, context_for, tokens_per_second, windows_from_text
 from ptq.demo import demo_path
-from ptq.evaluate import compare, context_for, tokens_per_second, windows_from_text
+from ptq.files.checkpoint import Checkpoint
+from ptq.reporting.contents import summary
 
 PROMPT = "def __init__(self, "
 

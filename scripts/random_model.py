@@ -13,7 +13,7 @@ import typer
 from transformers import LlamaConfig
 
 from ptq.demo import demo_path
-from ptq.shards import write_json, write_tensors
+from ptq.files.shards import write_json, write_tensors
 
 Shard = dict[str, torch.Tensor]
 Size = Annotated[int, typer.Option(min=1)]

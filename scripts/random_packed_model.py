@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, StaticCache
 
-from ptq import ends, fast_decode, linear, methods
-from ptq.attention import SETTINGS
-from ptq.families import family_of
-from ptq.formats import Format, Parts
-from ptq.kv_cache import attach
-from ptq.model_shape import shape_of
-from ptq.packed_weight import GUARD, PackedWeight, guard, stored_signs
+from ptq import methods
+from ptq.fast import fast_decode
+from ptq.kv.attention import SETTINGS
+from ptq.kv.kv_cache import attach
+from ptq.kv.static_cache import StaticPackedCache
+from ptq.layers import linear
+from ptq.layers.packed_weight import GUARD, PackedWeight, guard, stored_signs
+from ptq.models.families import family_of
+from ptq.models.model_shape import shape_of
+from ptq.pipeline import ends
 from ptq.recipe import Recipe
-from ptq.static_cache import StaticPackedCache
+from ptq.weights.formats import Format, Parts
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,

@@ -19,10 +19,12 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner, Result
 
-from ptq import experts, native, preflight
 from ptq.cli import app
-from ptq.families import FAMILIES
-from ptq.plan import LinearPlan, Plan
+from ptq.hf import experts
+from ptq.models.families import FAMILIES
+from ptq.ops import native
+from ptq.pipeline import preflight
+from ptq.planning.plan import LinearPlan, Plan
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 

@@ -131,7 +131,9 @@ def main(model: str, out: str, method: str, options: str) -> None:
 
     import ptq
     from fp6.plan import Fp6Recipe
-    from ptq import layouts, matmul, pipeline
+    from ptq.ops import matmul
+    from ptq.pipeline import pipeline
+    from ptq.weights import layouts
     from quarot.plan import QuarotRecipe
     from quip_sharp.plan import QuipSharpRecipe
 

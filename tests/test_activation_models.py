@@ -15,13 +15,16 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ptq
-from ptq import activations, blocks, hf, proof, residual
-from ptq.activations import Activation
-from ptq.checkpoint import Checkpoint
-from ptq.families import FAMILIES
-from ptq.hessian import observe, whole
-from ptq.job import Job, dense_weight
-from ptq.linear import QuantLinear
+from ptq.files.checkpoint import Checkpoint
+from ptq.hf import blocks, residual
+from ptq.hf import plugin as hf
+from ptq.layers.linear import QuantLinear
+from ptq.models.families import FAMILIES
+from ptq.ops import activations
+from ptq.ops.activations import Activation
+from ptq.pipeline import proof
+from ptq.pipeline.job import Job, dense_weight
+from ptq.statistics.hessian import observe, whole
 from quarot.plan import QuarotRecipe
 
 QUIET = ptq.RunOptions(progress=False)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import ptq
-from ptq import activations, hadamard, native
-from ptq.activations import Activation
-from ptq.formats import DenseFormat
-from ptq.linear import Online, QuantLinear
+from ptq.layers.linear import Online, QuantLinear
+from ptq.ops import activations, hadamard, native
+from ptq.ops.activations import Activation
+from ptq.weights.formats import DenseFormat
 
 LEVELS = native.CPU_LEVELS[:3] if native.available() else ()
 

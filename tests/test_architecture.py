@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from ptq.families import FAMILIES
-from ptq.formats import FORMATS
 from ptq.methods import METHODS
+from ptq.models.families import FAMILIES
+from ptq.weights.formats import FORMATS
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("ptq", *METHODS)
@@ -53,7 +53,7 @@ def test_imports_point_from_methods_to_ptq(path: Path) -> None:
 @pytest.mark.parametrize("path", PACKAGED, ids=name_of)
 def test_modules_are_imported_by_name_in_two_places_only(path: Path) -> None:
     """Nothing that a checkpoint says can be imported: the names come from two fixed tables."""
-    if name_of(path) in ("ptq/methods.py", "ptq/formats.py"):
+    if name_of(path) in ("ptq/methods.py", "ptq/weights/formats.py"):
         return
     assert not [name for name, _ in calls(path) if name.endswith("import_module") or name == "__import__"]
 
@@ -82,7 +82,7 @@ def test_files_are_named_for_a_noun(path: Path) -> None:
 @pytest.mark.parametrize("path", PACKAGED, ids=name_of)
 def test_no_family_is_named_outside_the_table(path: Path) -> None:
     """What depends on the model is a field of its row; `if model_type == ...` needs such a name."""
-    if name_of(path) == "ptq/families.py":
+    if name_of(path) == "ptq/models/families.py":
         return
     tree = tree_of(path)
     found = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]

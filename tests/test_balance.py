@@ -11,13 +11,14 @@ from conftest import CACHED, DISTINCT, KEYS_WITHOUT_NORM, by_role, save_model
 from safetensors.torch import load_file, save_file
 
 import ptq
-from ptq import balance, hadamard, pipeline
-from ptq.blocks import Part
-from ptq.job import Job, dense_weight
-from ptq.model_shape import ModelShape
-from ptq.plan import LinearPlan
-from ptq.rotations import READERS
-from ptq.work import Record
+from ptq.hf.blocks import Part
+from ptq.models.model_shape import ModelShape
+from ptq.ops import hadamard
+from ptq.pipeline import balance, pipeline
+from ptq.pipeline.job import Job, dense_weight
+from ptq.pipeline.work import Record
+from ptq.planning.plan import LinearPlan
+from ptq.planning.rotations import READERS
 from quarot.plan import QuarotRecipe
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "plant_outliers.py"

@@ -13,10 +13,10 @@ from torch import Tensor
 from typer import Typer
 from typer.testing import CliRunner, Result
 
-from ptq import hadamard
-from ptq.attention import SETTINGS
-from ptq.kv_cache import attach
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
+from ptq.kv.attention import SETTINGS
+from ptq.kv.kv_cache import attach
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
+from ptq.ops import hadamard
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 CPU = torch.device("cpu")

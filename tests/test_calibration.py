@@ -8,9 +8,9 @@ import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
 
-from ptq import pipeline, token_rows
-from ptq.calibration import fingerprint, load_rows
 from ptq.errors import InputError, RunError
+from ptq.pipeline import pipeline, token_rows
+from ptq.statistics.calibration import fingerprint, load_rows
 from quarot.plan import QuarotRecipe
 
 
@@ -95,7 +95,7 @@ def test_text_is_read_as_it_is(tmp_path):
 
 
 def test_long_text_is_cut_at_a_character(tmp_path, monkeypatch):
-    monkeypatch.setattr("ptq.calibration.MIN_TEXT_LIMIT", 64)
+    monkeypatch.setattr("ptq.statistics.calibration.MIN_TEXT_LIMIT", 64)
     seen = []
     for lead in range(4):  # the limit falls on each of the four bytes of a character in turn
         (tmp_path / "a.txt").write_bytes(b"x" * lead + "😀".encode() * 100)
@@ -158,13 +158,13 @@ def hub(monkeypatch, answer):
         return answer
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("ptq.source.hub_is_known", lambda: True)
+    monkeypatch.setattr("ptq.files.source.hub_is_known", lambda: True)
     return calls
 
 
 def test_without_a_network_nothing_is_tried(monkeypatch):
     calls = hub(monkeypatch, [{"text": "ab"}])
-    monkeypatch.setattr("ptq.source.hub_is_known", lambda: False)
+    monkeypatch.setattr("ptq.files.source.hub_is_known", lambda: False)
     with pytest.raises(RunError, match=r"no network, or cannot find the hub; pass a local file: --calibration FILE"):
         load_rows("c4", tokenizer, 1, 1, seed=0)
     assert not calls
@@ -186,7 +186,7 @@ def test_hub_datasets_are_streamed(monkeypatch, spec, args):
 
 
 def test_only_as_much_as_needed_is_fetched(monkeypatch):
-    monkeypatch.setattr("ptq.calibration.MIN_TEXT_LIMIT", 100)
+    monkeypatch.setattr("ptq.statistics.calibration.MIN_TEXT_LIMIT", 100)
     taken = []
     hub(monkeypatch, (taken.append(i) or {"text": "x" * 30} for i in range(1000)))
     load_rows("c4", tokenizer, 1, 2, seed=0)

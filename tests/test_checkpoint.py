@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ptq.checkpoint import INDEX, SINGLE, Checkpoint, check_finite, refuse_quantised
 from ptq.errors import InputError, RunError
-from ptq.header import DTYPES, read_header
+from ptq.files.checkpoint import INDEX, SINGLE, Checkpoint, check_finite, refuse_quantised
+from ptq.files.header import DTYPES, read_header
 
 CONFIG = {"model_type": "llama"}
 

@@ -15,8 +15,8 @@ from conftest import check_refused, edit_config, listing, quantize
 from safetensors.torch import load_file
 
 import ptq
-from ptq import preflight
-from ptq.kv_cache import CacheQuantization
+from ptq.kv.kv_cache import CacheQuantization
+from ptq.pipeline import preflight
 
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -50,7 +50,7 @@ def test_an_empty_output_folder_is_used(tiny: Path, tmp_path: Path, monkeypatch:
 
 def test_a_changed_recipe_on_unfinished_work(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("ptq.pipeline._finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("ptq.pipeline.pipeline._finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         result = quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
     check_refused(result, "interrupted; the same command continues", code=1)
     before = listing(tmp_path)

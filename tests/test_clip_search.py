@@ -12,12 +12,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import preflight, proof, report_schema
-from ptq.clip_search import GRID, Errors, inputs_of, losses, measure
-from ptq.job import Job, dense_weight
-from ptq.linear import QuantLinear
-from ptq.pipeline import plan
-from ptq.tasks import Tasks
+from ptq.layers.linear import QuantLinear
+from ptq.pipeline import preflight, proof
+from ptq.pipeline.job import Job, dense_weight
+from ptq.pipeline.pipeline import plan
+from ptq.pipeline.tasks import Tasks
+from ptq.reporting import report_schema
+from ptq.statistics.clip_search import GRID, Errors, inputs_of, losses, measure
 from quarot.plan import CLIP, QuarotRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
@@ -209,7 +210,9 @@ def test_hessians_are_of_what_the_clips_leave(
 
 
 def test_without_hessians_none_are_taken(tiny: Path, calibration_text: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("ptq.hessian.Hessians.take", lambda *_: pytest.fail("Hessians of a run that rounds to nearest"))
+    monkeypatch.setattr(
+        "ptq.statistics.hessian.Hessians.take", lambda *_: pytest.fail("Hessians of a run that rounds to nearest")
+    )
     ptq.quantize(tiny, tmp_path / "out", of_text(calibration_text, rounding="nearest"), QUIET)
 
 
@@ -278,7 +281,7 @@ def test_the_plan_and_inspect_say_it(tiny: Path, calibration_text: Path, tmp_pat
 def test_the_estimate_counts_it(tiny: Path, calibration_text: Path) -> None:
     def needs(**changes: Any) -> preflight.Estimate:
         recipe = of_text(calibration_text, **changes)
-        return ptq.pipeline.estimate(ptq.plan(str(tiny), recipe), str(tiny), recipe)
+        return ptq.pipeline.pipeline.estimate(ptq.plan(str(tiny), recipe), str(tiny), recipe)
 
     found, fixed = needs(), needs(activation_clip=0.9)
     assert found.seconds > fixed.seconds and (found.memory, found.work) == (fixed.memory, fixed.work)

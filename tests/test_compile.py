@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, StaticCache
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.attention import SETTINGS as SETTINGS_OF_MODEL
 from ptq.errors import InputError
-from ptq.kv_cache import CacheQuantization
-from ptq.packed_cache import PackedCache
-from ptq.static_cache import StaticPackedCache
+from ptq.kv.attention import SETTINGS as SETTINGS_OF_MODEL
+from ptq.kv.kv_cache import CacheQuantization
+from ptq.kv.packed_cache import PackedCache
+from ptq.kv.static_cache import StaticPackedCache
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptq import activations, hadamard
+from ptq.ops import activations, hadamard
 
 ROOT = Path(__file__).resolve().parents[1]
 ELEMENTS = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}

@@ -8,7 +8,7 @@ import torch
 from test_cuda_host import ELEMENTS, SCHEDULES, check, compiled, pointer, random
 from torch import Tensor
 
-from ptq import formats
+from ptq.weights import formats
 from quip_sharp import e8p, fragment_ops, tiled_ops
 from quip_sharp.e8p_format import E8PFormat
 

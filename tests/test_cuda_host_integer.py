@@ -8,7 +8,7 @@ import torch
 from test_cuda_host import ELEMENTS, SCHEDULES, check, compiled, pointer, random
 from torch import Tensor
 
-from ptq import fragments, tiles
+from ptq.ops import fragments, tiles
 from quarot import fragment_ops, tiled_ops
 
 __all__ = ["compiled"]  # the fixture

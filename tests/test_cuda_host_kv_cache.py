@@ -7,7 +7,7 @@ import torch
 from test_cuda_host import ELEMENTS, SCHEDULES, check, compiled, pointer, random
 from torch import Tensor
 
-from ptq import kv_ops
+from ptq.ops import kv_ops
 
 __all__ = ["compiled"]  # the fixture
 

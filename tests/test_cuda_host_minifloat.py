@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp6 import fragment_ops, fragments, tiled_ops
 from fp6.element import ELEMENTS, Element, decode
-from ptq import tiles
+from ptq.ops import tiles
 
 __all__ = ["compiled"]  # the fixture
 

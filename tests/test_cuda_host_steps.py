@@ -20,7 +20,7 @@ from test_cuda_host import (
 )  # fmt: skip
 from torch import Tensor
 
-from ptq import activations, hadamard, steps
+from ptq.ops import activations, hadamard, steps
 
 __all__ = ["compiled"]  # the fixture
 

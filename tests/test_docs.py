@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from ptq import formats
-from ptq.families import FAMILIES
-from ptq.family import Family, Mixer
-from ptq.formats import Choice, Codebook, Format, IntegerInput, ScaledCodebook
 from ptq.methods import METHODS
-from ptq.rounding import nearest
+from ptq.models.families import FAMILIES
+from ptq.models.family import Family, Mixer
+from ptq.weights import formats
+from ptq.weights.formats import Choice, Codebook, Format, IntegerInput, ScaledCodebook
+from ptq.weights.rounding import nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README", "architecture", "format", "math", "results", "add-a-family", "add-a-codebook", "add-a-kernel")

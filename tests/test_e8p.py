@@ -6,8 +6,9 @@ import pytest
 import torch
 from conftest import ops_at
 
-from ptq import native, rounding
 from ptq.errors import InputError
+from ptq.ops import native
+from ptq.weights import rounding
 from quip_sharp import e8p, e8p_ops
 from quip_sharp.codebook import CANDIDATES, E8Codebook
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptq import formats, rounding
 from ptq.errors import InputError
+from ptq.weights import formats, rounding
 from quip_sharp import e8p
 from quip_sharp.e8p_format import PLANES, E8PFormat
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import ops_at
 
-from ptq import native
+from ptq.ops import native
 from quip_sharp import e8p, tiled_ops
 
 BITS = (2, 3, 4)

@@ -1,4 +1,4 @@
-"""Embedding and head in few bits (`ptq.embedding`): plan, bytes, loading, and the model around them."""
+"""Embedding and head in few bits (`ptq.layers.embedding`): plan, bytes, loading, and the model around them."""
 
 import copy
 import json
@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import ptq
-from ptq import contents, preflight, report_schema
-from ptq.checkpoint import Checkpoint
-from ptq.embedding import PackedEmbedding, TiedHead
 from ptq.errors import InputError
-from ptq.families import FAMILIES
-from ptq.linear import QuantLinear, swap
+from ptq.files.checkpoint import Checkpoint
+from ptq.layers.embedding import PackedEmbedding, TiedHead
+from ptq.layers.linear import QuantLinear, swap
+from ptq.models.families import FAMILIES
+from ptq.pipeline import preflight
+from ptq.pipeline.work import RECORD
 from ptq.recipe import Recipe
-from ptq.work import RECORD
+from ptq.reporting import contents, report_schema
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 

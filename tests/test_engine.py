@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from conftest import TINY, save_model
 
-from ptq import pipeline, preflight, tasks
 from ptq.engine import ALONE, Workers
 from ptq.errors import InputError, RunError
+from ptq.pipeline import pipeline, preflight, tasks
+from ptq.pipeline.writer import LOG
 from ptq.recipe import Recipe, RunOptions
-from ptq.writer import LOG
 from quarot.plan import QuarotRecipe
 
 QUIET = RunOptions(progress=False)

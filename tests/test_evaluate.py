@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from ptq import source
+from ptq.commands.evaluate import CHUNK, Windows, compare, context_for, perplexity, tokens_per_second, windows_from_text
 from ptq.errors import InputError, RunError
-from ptq.evaluate import CHUNK, Windows, compare, context_for, perplexity, tokens_per_second, windows_from_text
+from ptq.files import source
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"

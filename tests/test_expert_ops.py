@@ -1,4 +1,5 @@
-"""The ops that compute chosen experts (`ptq.expert_ops`) against their references, and experts that go through them."""
+"""The ops that compute chosen experts (`ptq.ops.expert_ops`) against their references, and experts that go through
+them."""
 
 import copy
 import functools
@@ -24,12 +25,14 @@ import quarot.expert_ops
 import quip_sharp.expert_ops
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
-from ptq import fast_steps, hadamard, rounding
-from ptq.activations import Activation
-from ptq.experts import Experts
-from ptq.formats import Rows
-from ptq.linear import QuantLinear
-from ptq.matmul import few_tokens_linear
+from ptq.fast import fast_steps
+from ptq.hf.experts import Experts
+from ptq.layers.linear import QuantLinear
+from ptq.ops import hadamard
+from ptq.ops.activations import Activation
+from ptq.ops.matmul import few_tokens_linear
+from ptq.weights import rounding
+from ptq.weights.formats import Rows
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 from quip_sharp.e8p_format import E8PFormat

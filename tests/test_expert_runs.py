@@ -25,13 +25,16 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 import ptq
-from ptq import console_tables, hessian, pipeline, rewrite, rounding
-from ptq.ends import plain
-from ptq.experts import Experts
-from ptq.hf import PtqConfig
-from ptq.job import Job
-from ptq.linear import QuantLinear
-from ptq.writer import LOG
+from ptq.hf.experts import Experts
+from ptq.hf.plugin import PtqConfig
+from ptq.layers.linear import QuantLinear
+from ptq.pipeline import pipeline, rewrite
+from ptq.pipeline.ends import plain
+from ptq.pipeline.job import Job
+from ptq.pipeline.writer import LOG
+from ptq.reporting import console_tables
+from ptq.statistics import hessian
+from ptq.weights import rounding
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import console_tables, experts, pipeline, preflight
-from ptq.ends import plain
-from ptq.experts import Experts
-from ptq.families import FAMILIES
-from ptq.job import Job
-from ptq.model_shape import shape_of
+from ptq.hf import experts
+from ptq.hf.experts import Experts
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.pipeline import pipeline, preflight
+from ptq.pipeline.ends import plain
+from ptq.pipeline.job import Job
+from ptq.reporting import console_tables
 from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 60).reshape(3, 19)

@@ -12,13 +12,16 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import balance, experts, families, hadamard, pipeline, residual, rewrite
-from ptq.ends import plain
-from ptq.families import FAMILIES
-from ptq.job import Job
-from ptq.model_shape import shape_of
-from ptq.outline import first_row
-from ptq.plan import LinearPlan, Plan, check_claims
+from ptq.hf import experts, residual
+from ptq.models import families
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.ops import hadamard
+from ptq.pipeline import balance, pipeline, rewrite
+from ptq.pipeline.ends import plain
+from ptq.pipeline.job import Job
+from ptq.planning.outline import first_row
+from ptq.planning.plan import LinearPlan, Plan, check_claims
 from quarot.plan import QuarotRecipe, plan
 
 IDS = torch.arange(3, 60).reshape(1, -1)

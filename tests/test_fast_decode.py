@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ptq
-from ptq import fast_attention, fast_decode, fast_layer, fast_steps, matmul
+from ptq.fast import fast_attention, fast_decode, fast_layer, fast_steps
+from ptq.ops import matmul
 from quarot.plan import QuarotRecipe
 
 SHAPES = [(1, 1), (3, 63), (50, 64), (17, 200), (64, 1000)]  # n, k

@@ -1,4 +1,5 @@
-"""Decoding through the few steps of `ptq.fast_layer` and `ptq.fast_attention`: the logits of the models' own code."""
+"""Decoding through the few steps of `ptq.fast.fast_layer` and `ptq.fast.fast_attention`: the logits of the models' own
+code."""
 
 import copy
 import pickle
@@ -17,9 +18,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq import cpu_layer, fast_attention, fast_decode, fast_layer
-from ptq.families import FAMILIES
-from ptq.model_shape import shape_of
+from ptq.fast import cpu_layer, fast_attention, fast_decode, fast_layer
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 

@@ -1,4 +1,4 @@
-"""Mixers that keep a state decode by the ops of `ptq.mixer_ops`: the logits of the models' own code."""
+"""Mixers that keep a state decode by the ops of `ptq.ops.mixer_ops`: the logits of the models' own code."""
 
 import copy
 import types
@@ -14,7 +14,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_update
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
 
-from ptq import fast_decode, fast_mixers
+from ptq.fast import fast_decode, fast_mixers
 
 OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm")
 FAMILIES = {

@@ -7,13 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptq import activations, finetune, formats, hadamard, matmul
-from ptq.activations import Activation
 from ptq.errors import RunError
-from ptq.finetune import Task, Values, fit
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
-from ptq.packed_weight import stored_signs
-from ptq.tuned import Trained, TunedLinear
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
+from ptq.layers.packed_weight import stored_signs
+from ptq.ops import activations, hadamard, matmul
+from ptq.ops.activations import Activation
+from ptq.pipeline import finetune
+from ptq.pipeline.finetune import Task, Values, fit
+from ptq.pipeline.tuned import Trained, TunedLinear
+from ptq.weights import formats
 
 
 def silent(text: str, share: float) -> None:

@@ -16,11 +16,12 @@ from test_resume import QUIET, check_all_continue, contents, photographed
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import pipeline, preflight, report_schema, tasks
 from ptq.demo import demo_path
-from ptq.families import FAMILIES
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.packed_weight import loaded_signs
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS
+from ptq.layers.packed_weight import loaded_signs
+from ptq.models.families import FAMILIES
+from ptq.pipeline import pipeline, preflight, tasks
+from ptq.reporting import report_schema
 from quip_sharp.plan import QuipSharpRecipe
 
 TRAINED = [name for name in DISTINCT if not (FAMILIES[name].experts or FAMILIES[name].layer_inputs)]

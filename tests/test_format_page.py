@@ -16,10 +16,11 @@ from conftest import save_model
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import bitstream, formats, hadamard
-from ptq.header import read_header
-from ptq.rewrite import draw_signs
-from ptq.rounding import nearest
+from ptq.files.header import read_header
+from ptq.ops import bitstream, hadamard
+from ptq.pipeline.rewrite import draw_signs
+from ptq.weights import formats
+from ptq.weights.rounding import nearest
 from quarot.plan import QuarotRecipe
 
 ROOT = Path(__file__).resolve().parent.parent

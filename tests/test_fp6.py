@@ -12,9 +12,10 @@ from fp6 import minifloat_ops as ops
 from fp6.choice import AutoFormat, SearchedFormat
 from fp6.element import ELEMENTS, Element, encode
 from fp6.minifloat import MinifloatFormat, MinifloatGrid, as_bfloat16, as_e8m0
-from ptq import formats, native, rounding
 from ptq.errors import InputError
-from ptq.formats import BlockCodebook, Choice, Codebook, Format, IntegerInput, OnePassCodebook
+from ptq.ops import native
+from ptq.weights import formats, rounding
+from ptq.weights.formats import BlockCodebook, Choice, Codebook, Format, IntegerInput, OnePassCodebook
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "minifloat.json").read_text())
 EVERY = pytest.mark.parametrize("element", ELEMENTS)

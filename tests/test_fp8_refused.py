@@ -1,4 +1,4 @@
-"""Damaged and unknown checkpoints in FP8: one sentence, and nothing is touched (`ptq.fp8_source`)."""
+"""Damaged and unknown checkpoints in FP8: one sentence, and nothing is touched (`ptq.files.fp8_source`)."""
 
 import shutil
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from conftest import TINY, check_refused, edit_config, edit_tensors, listing, qu
 from test_fp8_source import FORMS, FP8, NAME, compressed, fp8_config, published
 from torch import Tensor
 
-from ptq.checkpoint import Checkpoint
-from ptq.fp8_source import dequantised
+from ptq.files.checkpoint import Checkpoint
+from ptq.files.fp8_source import dequantised
 
 pytestmark = pytest.mark.usefixtures("fast")
 SCALE = NAME + "_scale_inv"

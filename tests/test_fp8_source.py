@@ -1,4 +1,4 @@
-"""Models that were published in FP8 as the source of everything (`ptq.fp8_source`).
+"""Models that were published in FP8 as the source of everything (`ptq.files.fp8_source`).
 
 The oracle is the same model as a plain checkpoint: its weights are the products of codes and scales in float64, rounded
 to float32 and then to its dtype.
@@ -20,11 +20,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.checkpoint import Checkpoint, dequantize
-from ptq.fp8_source import dequantised, stated
-from ptq.loading import load_model
-from ptq.pipeline import plan
-from ptq.verify import verify
+from ptq.commands.verify import verify
+from ptq.files.checkpoint import Checkpoint, dequantize
+from ptq.files.fp8_source import dequantised, stated
+from ptq.hf.loading import load_model
+from ptq.pipeline.pipeline import plan
 from quarot.plan import QuarotRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import ptq  # noqa: F401 (the ops)
-from ptq import bitstream, fragments, tiles
+from ptq.ops import bitstream, fragments, tiles
 from quarot import fragment_ops, tiled_ops
 from quarot.integer import IntegerFormat
 

@@ -15,17 +15,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ptq
-from ptq import rewrite
-from ptq.checkpoint import Checkpoint
 from ptq.errors import InputError
-from ptq.families import FAMILIES
-from ptq.hf import PtqConfig
-from ptq.job import Job
-from ptq.linear import QuantLinear
-from ptq.model_shape import shape_of
-from ptq.outline import first_row
-from ptq.packed_cache import PackedCache
-from ptq.plan import Plan
+from ptq.files.checkpoint import Checkpoint
+from ptq.hf.plugin import PtqConfig
+from ptq.kv.packed_cache import PackedCache
+from ptq.layers.linear import QuantLinear
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.pipeline import rewrite
+from ptq.pipeline.job import Job
+from ptq.planning.outline import first_row
+from ptq.planning.plan import Plan
 from quarot.plan import QuarotRecipe, plan
 
 QUIET = ptq.RunOptions(progress=False, report=False)

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditiona
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq import pipeline
-from ptq.embedding import PackedEmbedding
-from ptq.ends import plain
-from ptq.job import Job
-from ptq.linear import QuantLinear
-from ptq.state import Layout
+from ptq.layers.embedding import PackedEmbedding
+from ptq.layers.linear import QuantLinear
+from ptq.models.state import Layout
+from ptq.pipeline import pipeline
+from ptq.pipeline.ends import plain
+from ptq.pipeline.job import Job
 from quarot.plan import QuarotRecipe
 
 IDS = torch.randint(3, 96, (2, 40), generator=torch.Generator().manual_seed(0))

@@ -17,22 +17,13 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
-from ptq import (
-    fast_decode,
-    fast_layer,
-    fast_steps,
-    gpu_layer,
-    hadamard,
-    input_steps,
-    layouts,
-    matmul,
-    prefill_attention,
-    steps,
-)
-from ptq.families import FAMILIES
-from ptq.linear import QuantLinear
-from ptq.merged import merge
-from ptq.shared_input import HERE, Given
+from ptq.fast import fast_decode, fast_layer, fast_steps, gpu_layer
+from ptq.fast.merged import merge
+from ptq.layers.linear import QuantLinear
+from ptq.layers.shared_input import HERE, Given
+from ptq.models.families import FAMILIES
+from ptq.ops import hadamard, input_steps, matmul, prefill_attention, steps
+from ptq.weights import layouts
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
@@ -76,7 +67,7 @@ def logits(model: Any, count: ModuleType, ids: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", RECIPES)
 @torch.no_grad()
 def test_a_model_is_the_same_to_the_bit(name: str, count: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Up to four tokens, both ways use the ops of `ptq.steps`; attention is torch's, as it is on a GPU."""
+    """Up to four tokens, both ways use the ops of `ptq.ops.steps`; attention is torch's, as it is on a GPU."""
     monkeypatch.setattr(prefill_attention, "is_plain", lambda *tensors: False)
     model = count.packed.build(RECIPES[name], count.packed.config_of("tiny"), CPU, torch.float32)
     ids = torch.tensor([[5, 9, 200]])

@@ -8,9 +8,10 @@ import torch
 from conftest import tiny_config, tiny_model
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ptq import fast_decode, growing_cache
 from ptq.errors import InputError
-from ptq.growing_cache import CHUNK, GrowingLayer, GrowingWindowLayer, growing_layer
+from ptq.fast import fast_decode
+from ptq.kv import growing_cache
+from ptq.kv.growing_cache import CHUNK, GrowingLayer, GrowingWindowLayer, growing_layer
 
 
 def draw(t: int, seed: int, b: int = 2, dtype: torch.dtype = torch.float32) -> torch.Tensor:

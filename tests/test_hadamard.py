@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ptq import hadamard, native
 from ptq.errors import InputError
+from ptq.ops import hadamard, native
 
 LEVELS = native.CPU_LEVELS if native.available() else ()
 # no power of two beyond Sylvester's, each dense kind, a prime power, dense times dense, and a transform beyond a line
@@ -245,7 +245,7 @@ def test_compiles_without_a_graph_break():
     """In a process of its own: the compiler cannot trace the run-time shape checks that the tests switch on."""
     program = """
 import torch
-from ptq import hadamard
+from ptq.ops import hadamard
 signs = torch.ones(24); signs[::3] = -1
 x = torch.randn(3, 24)
 compiled = torch.compile(lambda v: hadamard.apply(v * 2, signs, 12) + 1, backend="aot_eager", fullgraph=True)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptq import hessian
-from ptq.blocks import Part
-from ptq.chunks import Chunks
 from ptq.engine import ALONE
-from ptq.hessian import Hessians
+from ptq.hf.blocks import Part
+from ptq.statistics import hessian
+from ptq.statistics.chunks import Chunks
+from ptq.statistics.hessian import Hessians
 
 CPU = torch.device("cpu")
 

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import ptq
-from ptq import blocks, hf, residual
-from ptq.checkpoint import Checkpoint
-from ptq.families import FAMILIES
-from ptq.kv_cache import CacheQuantization
-from ptq.linear import QuantLinear
+from ptq.files.checkpoint import Checkpoint
+from ptq.hf import blocks, residual
+from ptq.hf import plugin as hf
+from ptq.kv.kv_cache import CacheQuantization
+from ptq.layers.linear import QuantLinear
+from ptq.models.families import FAMILIES
 from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 40).reshape(1, -1)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from conftest import ops_at
 
-from ptq import bitstream, formats, native, rounding
 from ptq.errors import InputError
+from ptq.ops import bitstream, native
+from ptq.weights import formats, rounding
 from quarot import integer_ops as ops
 from quarot.integer import IntegerFormat, IntegerGrid
 

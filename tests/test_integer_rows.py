@@ -7,7 +7,7 @@ import torch
 from conftest import Ops, at_level, ops_at
 from test_tiled import draw, random_parts
 
-from ptq import embedding
+from ptq.layers import embedding
 from quarot import row_ops
 from quarot.integer import IntegerFormat
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ptq.errors import InputError
-from ptq.families import FAMILIES
-from ptq.kv_cache import CacheQuantization, attach, key_rotation
-from ptq.packed_cache import PackedCache
-from ptq.packed_layer import PackedLayer
+from ptq.kv.kv_cache import CacheQuantization, attach, key_rotation
+from ptq.kv.packed_cache import PackedCache
+from ptq.kv.packed_layer import PackedLayer
+from ptq.models.families import FAMILIES
 
 FOUR = CacheQuantization(4, 4, hadamard=key_rotation(20))
 MIXED = CacheQuantization(3, 8, 0.9, sinks=3, hadamard=key_rotation(20))

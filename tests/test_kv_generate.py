@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ptq.errors import InputError
-from ptq.kv_cache import CacheQuantization
-from ptq.packed_cache import PackedCache
-from ptq.static_cache import StaticPackedCache
+from ptq.kv.kv_cache import CacheQuantization
+from ptq.kv.packed_cache import PackedCache
+from ptq.kv.static_cache import StaticPackedCache
 
 
 @torch.no_grad()

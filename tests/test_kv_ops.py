@@ -7,7 +7,7 @@ import torch
 from conftest import at_level
 from torch import Tensor
 
-from ptq import kv_ops, native
+from ptq.ops import kv_ops, native
 
 OPS = torch.ops.ptq
 BITS = (2, 3, 4, 6, 8)

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import hadamard, kv_ops, kv_step
-from ptq.packed_layer import PackedLayer
+from ptq.kv.packed_layer import PackedLayer
+from ptq.ops import hadamard, kv_ops, kv_step
 from quarot.plan import QuarotRecipe
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fp6 import layer_ops as minifloat_ops
 from fp6.minifloat import MinifloatFormat
-from ptq import formats, hadamard, kv_ops
-from ptq.rounding import Rounded
+from ptq.ops import hadamard, kv_ops
+from ptq.weights import formats
+from ptq.weights.rounding import Rounded
 from quarot import layer_ops as integer_ops
 from quarot.integer import IntegerFormat
 from quip_sharp import layer_ops as e8p_ops

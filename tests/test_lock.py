@@ -11,7 +11,7 @@ import pytest
 from conftest import listing, quantize
 
 import ptq
-from ptq.lock import exclusive, lock_file
+from ptq.files.lock import exclusive, lock_file
 
 
 def hold(folder: Path, held: Event) -> None:

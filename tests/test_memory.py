@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from ptq import memory
+from ptq.ops import memory
 
 PAGES = (8 << 20) // 4096
 

@@ -15,8 +15,8 @@ from conftest import ops_at
 
 from fp6 import element, minifloat_ops
 from fp6.element import ELEMENTS, Element, element_of
-from ptq import native
 from ptq.errors import InputError
+from ptq.ops import native
 
 ROOT = Path(__file__).resolve().parents[1]
 EVERY = pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)

@@ -8,8 +8,8 @@ import ptq  # noqa: F401 (the ops)
 from fp6 import fragment_ops, fragments, tiled_ops
 from fp6.element import ELEMENTS, Element
 from fp6.minifloat import MinifloatFormat
-from ptq import bitstream
-from ptq.fragments import PLANES
+from ptq.ops import bitstream
+from ptq.ops.fragments import PLANES
 
 EVERY = pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from conftest import spoil_free_memory
 
-import ptq.tiles
+import ptq.ops.tiles
 from fp6 import tiled_ops
 from fp6.element import ELEMENTS, Element
-from ptq import native
+from ptq.ops import native
 
 WHOLE = [name for name, element in ELEMENTS.items() if element.int8_shift is not None]
 # n, k, group size: no multiples of 16 rows and 32 columns, a last group that is not full, groups beyond a panel.
@@ -32,7 +32,7 @@ def weight(element: Element, n: int, k: int, group: int) -> tuple[torch.Tensor, 
     codes[0], codes[-1] = 2 ** (element.bits - 1) + 1, 2 ** (element.bits - 1) - 1
     scale = (torch.randn(n, -(-k // group) if group else 1, generator=generator) * 0.1).bfloat16().view(torch.int16)
     rows = torch.ops.ptq.integer_pack(codes, element.bits)
-    return ptq.tiles.prepack(rows, element.bits, k), ptq.tiles.tile_scales(scale)
+    return ptq.ops.tiles.prepack(rows, element.bits, k), ptq.ops.tiles.tile_scales(scale)
 
 
 def tokens(t: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,10 +57,10 @@ def numbers(element: Element) -> list[float]:
 def exact_product(q, q_scale, tiles, scale, bias, n, element, group) -> torch.Tensor:
     """The definition of W6A8 with integers and float32 steps, one group after the other."""
     k = q.shape[1]
-    codes = ptq.tiles.unpack(tiles, n, element.bits, k).long()
+    codes = ptq.ops.tiles.unpack(tiles, n, element.bits, k).long()
     whole = torch.tensor([int(x * 2**element.int8_shift) for x in numbers(element)])[codes]
     size, y = group or k, torch.zeros(len(q), n)
-    for g, number in enumerate(ptq.tiles.untile_scales(scale, n).view(torch.bfloat16).float().t()):
+    for g, number in enumerate(ptq.ops.tiles.untile_scales(scale, n).view(torch.bfloat16).float().t()):
         columns = slice(g * size, (g + 1) * size)
         y = y + number * (q[:, None, columns].long() * whole[None, :, columns]).sum(2).to(torch.float32)
     return y * (q_scale * 2.0**-element.int8_shift)[:, None] + bias
@@ -123,8 +123,8 @@ def test_more_columns_than_32_bits_hold(t, level):
     element, k = ELEMENTS["e2m3"], 300000
     codes = torch.full((3, k), 31, dtype=torch.uint8)
     codes[1], codes[2, 0] = 63, 0
-    tiles = ptq.tiles.prepack(torch.ops.ptq.integer_pack(codes, 6), 6, k)
-    scale = ptq.tiles.tile_scales(torch.ones(3, 1).bfloat16().view(torch.int16))
+    tiles = ptq.ops.tiles.prepack(torch.ops.ptq.integer_pack(codes, 6), 6, k)
+    scale = ptq.ops.tiles.tile_scales(torch.ones(3, 1).bfloat16().view(torch.int16))
     q, q_scale = torch.full((t, k), -128, dtype=torch.int8), torch.full((t,), 8.0)
     y = quantized(q, q_scale, tiles, scale, None, 3, element, 0)
     assert torch.equal(y, torch.tensor([-128 * 60.0 * k, 128 * 60.0 * k, -128 * 60.0 * (k - 1)]).expand(t, 3))
@@ -154,8 +154,8 @@ def test_floats_against_float64(name, dtype, level):
     element = ELEMENTS[name]
     for n, k, group in SHAPES:
         tiles, bias = weight(element, n, k, group), torch.randn(n, generator=draw(n))
-        codes = ptq.tiles.unpack(tiles[0], n, element.bits, k).long()
-        scale = ptq.tiles.untile_scales(tiles[1], n).view(torch.bfloat16).double()
+        codes = ptq.ops.tiles.unpack(tiles[0], n, element.bits, k).long()
+        scale = ptq.ops.tiles.untile_scales(tiles[1], n).view(torch.bfloat16).double()
         w = torch.tensor(numbers(element), dtype=torch.float64)[codes]
         w = w * scale.repeat_interleave(group or k, 1)[:, :k]
         for t in TOKENS:
@@ -175,11 +175,13 @@ def test_scales_of_any_size(spread, level):
     scale = torch.randn(n, 11, generator=draw(1)) * 0.1
     scale = scale * torch.exp((torch.rand(n, 11, generator=draw(2)) - 0.5) * math.log(spread or 1))
     scale[3, 0] = scale[4, 1:3] = scale[5, 10] = scale[6] = scale[7, :10] = 0
-    w = tiled_ops.dequantize(tiles, ptq.tiles.tile_scales(scale.bfloat16().view(torch.int16)), n, 3, 2, group, k)
+    w = tiled_ops.dequantize(tiles, ptq.ops.tiles.tile_scales(scale.bfloat16().view(torch.int16)), n, 3, 2, group, k)
     for t in (9, 18):
         x = torch.randn(t, k, generator=draw(k)).bfloat16()
-        y = floats(x.float(), tiles, ptq.tiles.tile_scales(scale.bfloat16().view(torch.int16)), None, n, element, group)
-        z = floats(x, tiles, ptq.tiles.tile_scales(scale.bfloat16().view(torch.int16)), None, n, element, group)
+        y = floats(
+            x.float(), tiles, ptq.ops.tiles.tile_scales(scale.bfloat16().view(torch.int16)), None, n, element, group
+        )
+        z = floats(x, tiles, ptq.ops.tiles.tile_scales(scale.bfloat16().view(torch.int16)), None, n, element, group)
         exact, size = x.double() @ w.t().double(), x.double().abs() @ w.t().double().abs()
         assert ((y - exact).abs() <= 4e-6 * size).all()
         assert ((z - exact).abs() <= 4e-6 * size + 2**-8 * exact.abs()).all()
@@ -194,8 +196,8 @@ def test_every_code_alone(name, t, level):
     codes = torch.zeros(n, k, dtype=torch.uint8)
     places = torch.arange(n) % k
     codes[torch.arange(n), places] = torch.arange(n).byte()
-    tiles = ptq.tiles.prepack(torch.ops.ptq.integer_pack(codes, element.bits), element.bits, k)
-    scale = ptq.tiles.tile_scales(torch.ones(n, 1).bfloat16().view(torch.int16))
+    tiles = ptq.ops.tiles.prepack(torch.ops.ptq.integer_pack(codes, element.bits), element.bits, k)
+    scale = ptq.ops.tiles.tile_scales(torch.ones(n, 1).bfloat16().view(torch.int16))
     x = torch.arange(1, k + 1).float().expand(t, k)
     expected = torch.tensor(numbers(element)) * (places + 1)
     for dtype in (torch.bfloat16, torch.float32):

@@ -8,7 +8,7 @@ import torch
 from conftest import at_level
 from torch import Tensor
 
-from ptq import mixer_ops
+from ptq.ops import mixer_ops
 
 DTYPES = (torch.float32, torch.bfloat16)
 ops = torch.ops.ptq

@@ -10,11 +10,12 @@ from conftest import DISTINCT, check_refused, decode, edit_config, edit_tensors,
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import families, pipeline
-from ptq.families import FAMILIES
-from ptq.family import Mixer
-from ptq.hadamard import largest_block
-from ptq.plan import LinearPlan
+from ptq.models import families
+from ptq.models.families import FAMILIES
+from ptq.models.family import Mixer
+from ptq.ops.hadamard import largest_block
+from ptq.pipeline import pipeline
+from ptq.planning.plan import LinearPlan
 from quarot.plan import QuarotRecipe
 
 MIXED = [name for name in DISTINCT if FAMILIES[name].mixers]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ptq import native
 from ptq.methods import METHODS
+from ptq.ops import native
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -79,7 +79,7 @@ def test_unbuilt_source_runs_and_says_so_once(tmp_path: Path):
     program = (
         # An editable install finds the package elsewhere, before the path is asked.
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
-        "import torch, ptq.native as n, ptq.hadamard as h\n"
+        "import torch, ptq.ops.native as n, ptq.ops.hadamard as h\n"
         "n.load(); assert not n.available()\n"
         "x = torch.randn(2, 12); y = h.apply(h.apply(x, None, 12), None, 12, True)\n"
         "assert torch.allclose(x, y, atol=1e-5)\n"

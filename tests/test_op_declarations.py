@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fp6.minifloat import MinifloatFormat
-from ptq import hadamard
-from ptq.op_declarations import call
+from ptq.ops import hadamard
+from ptq.ops.op_declarations import call
 from quarot.integer import IntegerFormat
 from quip_sharp.e8p_format import E8PFormat
 

@@ -10,16 +10,19 @@ import torch
 from conftest import DISTINCT, KEYS_WITHOUT_NORM, PLAIN_ATTENTION, TINY, save_model, separated
 from transformers import AutoModelForCausalLM
 
-from ptq import evaluate, hadamard, outliers, pipeline
-from ptq.activations import Activation, dequantize
-from ptq.ends import plain
-from ptq.experts import module_name
-from ptq.families import FAMILIES
-from ptq.job import Job
-from ptq.model_shape import shape_of
-from ptq.outliers import Input
-from ptq.outline import first_row
-from ptq.work import Record
+from ptq.commands import evaluate
+from ptq.hf.experts import module_name
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.ops import hadamard
+from ptq.ops.activations import Activation, dequantize
+from ptq.pipeline import pipeline
+from ptq.pipeline.ends import plain
+from ptq.pipeline.job import Job
+from ptq.pipeline.work import Record
+from ptq.planning.outline import first_row
+from ptq.statistics import outliers
+from ptq.statistics.outliers import Input
 from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 67).reshape(2, 32)

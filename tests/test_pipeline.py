@@ -19,12 +19,13 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 import ptq
-from ptq import hadamard, pipeline, rewrite
-from ptq.families import FAMILIES
-from ptq.linear import QuantLinear
-from ptq.loading import load_tokenizer
-from ptq.verify import verify
-from ptq.writer import LOG, file_hashes
+from ptq.commands.verify import verify
+from ptq.hf.loading import load_tokenizer
+from ptq.layers.linear import QuantLinear
+from ptq.models.families import FAMILIES
+from ptq.ops import hadamard
+from ptq.pipeline import pipeline, rewrite
+from ptq.pipeline.writer import LOG, file_hashes
 from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 40).reshape(1, -1)

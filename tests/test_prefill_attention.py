@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ptq import prefill_attention
+from ptq.ops import prefill_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 

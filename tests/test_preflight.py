@@ -11,11 +11,12 @@ import torch
 from conftest import check_refused, listing, quantize, save_model, tiny_config
 
 import ptq
-from ptq import clip_search, pipeline, preflight
 from ptq.engine import Workers
-from ptq.families import FAMILIES
-from ptq.model_shape import shape_of
-from ptq.preflight import Estimate
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.pipeline import pipeline, preflight
+from ptq.pipeline.preflight import Estimate
+from ptq.statistics import clip_search
 from quarot.plan import QuarotRecipe, plan
 
 pytestmark = pytest.mark.usefixtures("fast")

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import formats
-from ptq.linear import QuantLinear
-from ptq.lock import exclusive
-from ptq.prepacked import PrepackedFormat
-from ptq.rounding import Rounded, nearest
-from ptq.shards import Shards
+from ptq.files.lock import exclusive
+from ptq.files.shards import Shards
+from ptq.layers.linear import QuantLinear
+from ptq.weights import formats
+from ptq.weights.prepacked import PrepackedFormat
+from ptq.weights.rounding import Rounded, nearest
 
 IDS = torch.arange(3, 40).reshape(1, -1)
 pytestmark = pytest.mark.usefixtures("fast")

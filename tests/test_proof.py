@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import check_refused, edit_tensors, quantize
 
-from ptq import pipeline, rewrite
-from ptq.job import Job
-from ptq.shards import Shards
+from ptq.files.shards import Shards
+from ptq.pipeline import pipeline, rewrite
+from ptq.pipeline.job import Job
 
 pytestmark = pytest.mark.usefixtures("fast")
 NAME = "model.layers.1.mlp.up_proj"

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import hadamard, pipeline, rewrite
-from ptq.experts import module_name
-from ptq.families import FAMILIES
-from ptq.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
-from ptq.model_shape import shape_of
-from ptq.packed_weight import loaded_signs
-from ptq.plan import LinearPlan, Plan, check_claims
+from ptq.hf.experts import module_name
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
+from ptq.layers.packed_weight import loaded_signs
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.ops import hadamard
+from ptq.pipeline import pipeline, rewrite
+from ptq.planning.plan import LinearPlan, Plan, check_claims
 from quip_sharp.plan import QuipSharpRecipe, plan
 
 NEAREST = QuipSharpRecipe(rounding="nearest")

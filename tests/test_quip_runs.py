@@ -17,11 +17,14 @@ from test_resume import check_all_continue, contents, photographed
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ptq
-from ptq import blocks, hessian, hf, preflight, tasks
-from ptq.checkpoint import Checkpoint
-from ptq.families import FAMILIES
-from ptq.linear import QuantLinear
-from ptq.packed_weight import loaded_signs, stored_signs
+from ptq.files.checkpoint import Checkpoint
+from ptq.hf import blocks
+from ptq.hf import plugin as hf
+from ptq.layers.linear import QuantLinear
+from ptq.layers.packed_weight import loaded_signs, stored_signs
+from ptq.models.families import FAMILIES
+from ptq.pipeline import preflight, tasks
+from ptq.statistics import hessian
 from quip_sharp.plan import QuipSharpRecipe
 
 QUIET = ptq.RunOptions(progress=False)

@@ -15,15 +15,16 @@ import torch
 from conftest import quantize, save_model, tiny_config
 
 import ptq
-from ptq import charts, outliers, report, report_page, report_schema
-from ptq.checkpoint import Checkpoint
-from ptq.contents import summary
 from ptq.errors import InputError
-from ptq.families import FAMILIES
-from ptq.model_shape import shape_of
-from ptq.outline import outline
-from ptq.pipeline import plan
-from ptq.report_schema import Report
+from ptq.files.checkpoint import Checkpoint
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.pipeline.pipeline import plan
+from ptq.planning.outline import outline
+from ptq.reporting import charts, report, report_page, report_schema
+from ptq.reporting.contents import summary
+from ptq.reporting.report_schema import Report
+from ptq.statistics import outliers
 from quarot.plan import QuarotRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")

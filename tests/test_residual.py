@@ -1,4 +1,5 @@
-"""R1 at the ends of a model with a tied head (`ptq.residual`): what is stored, what is loaded, and what is refused."""
+"""R1 at the ends of a model with a tied head (`ptq.hf.residual`): what is stored, what is loaded, and what is
+refused."""
 
 import copy
 import json
@@ -14,12 +15,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq import proof, rewrite
-from ptq.checkpoint import Checkpoint
-from ptq.contents import summary
 from ptq.errors import InputError, RunError
-from ptq.packed_weight import stored_signs
+from ptq.files.checkpoint import Checkpoint
+from ptq.layers.packed_weight import stored_signs
+from ptq.pipeline import proof, rewrite
 from ptq.recipe import Recipe
+from ptq.reporting.contents import summary
 from quarot.plan import QuarotRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")

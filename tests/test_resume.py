@@ -14,9 +14,9 @@ import pytest
 from conftest import TINY, save_model
 
 import ptq
-from ptq import pipeline, preflight, tasks
+from ptq.pipeline import pipeline, preflight, tasks
+from ptq.pipeline.work import UNFINISHED
 from ptq.recipe import Recipe
-from ptq.work import UNFINISHED
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 

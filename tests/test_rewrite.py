@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import ptq
-from ptq import hadamard, rewrite
-from ptq.plan import LinearPlan, Rotation
-from ptq.work import Record, read_record
+from ptq.ops import hadamard
+from ptq.pipeline import rewrite
+from ptq.pipeline.work import Record, read_record
+from ptq.planning.plan import LinearPlan, Rotation
 from quarot.plan import QuarotRecipe
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ptq import factor, rounding
 from ptq.errors import InputError
+from ptq.weights import factor, rounding
 from quarot.integer import IntegerGrid
 
 

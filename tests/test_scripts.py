@@ -11,7 +11,7 @@ import typer
 from conftest import listing
 from typer.testing import CliRunner, Result
 
-from ptq.checkpoint import Checkpoint
+from ptq.files.checkpoint import Checkpoint
 
 ROOT = Path(__file__).parents[1]
 SIZES = dict(hidden=8, intermediate=16, heads=2, kv_heads=1, blocks=1, vocab=32)

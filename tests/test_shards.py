@@ -12,10 +12,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import load_file, save, save_file
 
-from ptq.checkpoint import INDEX, SINGLE, Checkpoint
 from ptq.errors import RunError
-from ptq.header import DTYPES
-from ptq.shards import Shards, atomic_file, layout, remove_leftovers, write_bytes, write_json, write_tensors
+from ptq.files.checkpoint import INDEX, SINGLE, Checkpoint
+from ptq.files.header import DTYPES
+from ptq.files.shards import Shards, atomic_file, layout, remove_leftovers, write_bytes, write_json, write_tensors
 
 
 def every_dtype():
@@ -132,7 +132,7 @@ def test_leftovers_are_removed(tmp_path):
 
 KILLED = """
 import os, sys, torch
-from ptq.shards import write_tensors
+from ptq.files.shards import write_tensors
 os.fsync = lambda handle: os.kill(os.getpid(), 9)
 write_tensors(sys.argv[1], {"w": torch.zeros(1000)})
 """

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ptq import shared_input
-from ptq.activations import Activation
-from ptq.linear import Online, QuantLinear
-from ptq.packed_weight import frozen, stored_signs
+from ptq.layers import shared_input
+from ptq.layers.linear import Online, QuantLinear
+from ptq.layers.packed_weight import frozen, stored_signs
+from ptq.ops.activations import Activation
 from quarot.integer import IntegerFormat
 
 K, N = 128, (64, 40, 17)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ptq import shrinkage
-from ptq.shrinkage import shrunk
+from ptq.statistics import shrinkage
+from ptq.statistics.shrinkage import shrunk
 
 
 def tokens(count: int, size: Tensor, seed: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from huggingface_hub import errors
 
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
-from ptq.source import UNWANTED, WANTED, hub_is_known, resolve
+from ptq.files.source import UNWANTED, WANTED, hub_is_known, resolve
 
 
 def hub(monkeypatch, folder=None, error=None):
@@ -72,7 +72,7 @@ def test_a_file_is_not_a_model(tmp_path):
 @pytest.mark.parametrize("known", [True, False])
 def test_download(tmp_path, monkeypatch, known):
     """Where the hub cannot be found, what was downloaded before is taken, without a word to the network."""
-    monkeypatch.setattr("ptq.source.hub_is_known", lambda: known)
+    monkeypatch.setattr("ptq.files.source.hub_is_known", lambda: known)
     (tmp_path / "model.safetensors").write_bytes(b"")
     calls = hub(monkeypatch, folder=tmp_path)
     assert resolve("org/name") == tmp_path
@@ -143,5 +143,5 @@ def test_an_interrupt_passes_through(monkeypatch):
 
 
 def test_importing_the_module_does_not_import_the_hub():
-    source = sys.modules["ptq.source"]
+    source = sys.modules["ptq.files.source"]
     assert not any(hasattr(source, name) for name in ("huggingface_hub", "snapshot_download"))

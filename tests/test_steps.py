@@ -12,8 +12,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ptq import fast_layer, fast_steps, steps
-from ptq.families import FAMILIES
+from ptq.fast import fast_layer, fast_steps
+from ptq.models.families import FAMILIES
+from ptq.ops import steps
 
 DTYPES = [torch.float32, torch.bfloat16]
 

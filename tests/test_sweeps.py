@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from ptq import factor, rounding, sweeps
-from ptq.rounding import ldlq, nearest
+from ptq.weights import factor, rounding, sweeps
+from ptq.weights.rounding import ldlq, nearest
 from quarot.integer import IntegerGrid
 from quip_sharp.codebook import TRIALS, E8Codebook
 

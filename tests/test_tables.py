@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import TINY, save_model
 
-from ptq.evaluate import Windows
-from ptq.pipeline import Result, plan
+from ptq.commands.evaluate import Windows
+from ptq.pipeline.pipeline import Result, plan
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

@@ -1,4 +1,4 @@
-"""The text model of a model that also reads images, quantised alone (`ptq.text_model`)."""
+"""The text model of a model that also reads images, quantised alone (`ptq.hf.text_model`)."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ptq
 from ptq.errors import InputError
-from ptq.pipeline import plan
+from ptq.pipeline.pipeline import plan
 from quarot.plan import QuarotRecipe
 
 TEXT = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

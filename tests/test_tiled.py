@@ -9,9 +9,10 @@ from conftest import ops_at, save_model, spoil_free_memory
 from transformers import AutoModelForCausalLM
 
 import ptq
-import ptq.tiles
-from ptq import bitstream, formats, native, rounding
-from ptq.linear import QuantLinear
+import ptq.ops.tiles
+from ptq.layers.linear import QuantLinear
+from ptq.ops import bitstream, native
+from ptq.weights import formats, rounding
 from quarot import tiled_ops
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
@@ -74,13 +75,13 @@ def test_unpack_inverts_pack(bits, implementation):
         rows = bitstream.pack(torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=draw(k)), bits)
         tiles = implementation["integer_prepack"](rows, bits, k)
         assert tiles.shape == (-(-n // 16), -(-k // 32), 64 * bits)
-        assert torch.equal(tiles, ptq.tiles.prepack(rows, bits, k))
+        assert torch.equal(tiles, ptq.ops.tiles.prepack(rows, bits, k))
         assert torch.equal(implementation["integer_unprepack"](tiles, n, bits, k), rows)
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_every_bit_is_where_the_layout_says(bits, implementation):
-    """Golden bytes from the text of `ptq.tiles`: one code at a time, all ones."""
+    """Golden bytes from the text of `ptq.ops.tiles`: one code at a time, all ones."""
     n, k, top = 20, 40, 2**bits - 1
     for row, column in [(0, 0), (3, 6), (15, 31), (19, 39), (7, 29), (16, 2)]:
         codes = torch.zeros(n, k, dtype=torch.uint8)
@@ -88,7 +89,7 @@ def test_every_bit_is_where_the_layout_says(bits, implementation):
         tiles = implementation["integer_prepack"](bitstream.pack(codes, bits), bits, k)
         expected, start = torch.zeros(2, 2, 64 * bits, dtype=torch.uint8), 0
         quad, j = divmod(column % 32, 4)
-        for width in ptq.tiles.PLANES[bits]:
+        for width in ptq.ops.tiles.PLANES[bits]:
             vector, field = divmod(quad, 8 // width)
             expected[row // 16, column // 32, (start + vector) * 64 + 4 * (row % 16) + j] = (
                 2**width - 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import ptq.tiles
+import ptq.ops.tiles
 from quarot import tiled_ops
 
 BITS = range(2, 9)
@@ -31,8 +31,8 @@ def arguments(n, k, t, bits, group, symmetric, extreme=False):
 def multiply(q, q_scale, parts, bias, bits, group, dtype=torch.float32):
     """The native op, on tiles made by the references."""
     codes, scale, zero = parts
-    tiles = ptq.tiles.prepack(torch.ops.ptq.integer_pack(codes, bits), bits, codes.shape[1])
-    tiled = [None if x is None else ptq.tiles.tile_scales(x) for x in (scale, zero)]
+    tiles = ptq.ops.tiles.prepack(torch.ops.ptq.integer_pack(codes, bits), bits, codes.shape[1])
+    tiled = [None if x is None else ptq.ops.tiles.tile_scales(x) for x in (scale, zero)]
     return torch.ops.ptq.integer_linear_quantized(q, q_scale, tiles, *tiled, bias, codes.shape[0], bits, group, dtype)
 
 
@@ -108,8 +108,15 @@ def test_numbers_are_quantised_as_by_the_single_op(dtype, symmetric, level):
         x = torch.randn(t, 2 * k, generator=torch.Generator().manual_seed(t)).to(dtype)[:, ::2]
         x[t - 1] = 0
         x[t // 2, 3] = torch.nan
-        tiles = ptq.tiles.prepack(torch.ops.ptq.integer_pack(codes, 4), 4, k)
-        weight = (tiles, *[None if part is None else ptq.tiles.tile_scales(part) for part in rest], bias, n, 4, group)
+        tiles = ptq.ops.tiles.prepack(torch.ops.ptq.integer_pack(codes, 4), 4, k)
+        weight = (
+            tiles,
+            *[None if part is None else ptq.ops.tiles.tile_scales(part) for part in rest],
+            bias,
+            n,
+            4,
+            group,
+        )
         try:
             for bits, clip, count in ((8, 1.0, 1), (4, 0.9, 3)):
                 torch.set_num_threads(count)

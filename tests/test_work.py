@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import ptq
-from ptq.families import FAMILIES
-from ptq.model_shape import ModelShape
-from ptq.work import (
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import ModelShape
+from ptq.pipeline.work import (
     UNFINISHED,
     Record,
     _from_hex,
@@ -127,7 +127,7 @@ def test_the_record_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     open_work(tmp_path / "work", RECORD, restart=False)
     (tmp_path / "work" / "probe").mkdir()
     left: list[list[str]] = []
-    real = ptq.work.shutil.rmtree  # type: ignore[attr-defined]
+    real = ptq.pipeline.work.shutil.rmtree  # type: ignore[attr-defined]
     monkeypatch.setattr(
         "shutil.rmtree",
         lambda folder: (left.append(sorted(p.name for p in (tmp_path / "work").iterdir())), real(folder)),

@@ -12,8 +12,8 @@ from conftest import check_refused, quantize, save_model
 from safetensors.torch import load_file
 
 import ptq
-from ptq import writer
-from ptq.job import Job
+from ptq.pipeline import writer
+from ptq.pipeline.job import Job
 from quarot.plan import QuarotRecipe
 
 RECIPE = QuarotRecipe(rounding="nearest")

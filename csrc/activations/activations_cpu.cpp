@@ -1,4 +1,4 @@
-// ptq::quantize_tokens for the CPU. Schema, fake kernel and reference are in ptq/activations.py. (The same after a
+// ptq::quantize_tokens for the CPU. Schema, fake kernel and reference are in ptq/ops/activations.py. (The same after a
 // Hadamard transform is in csrc/hadamard.)
 #include "activations/activations_cpu.h"
 

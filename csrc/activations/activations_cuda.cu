@@ -1,4 +1,4 @@
-// ptq::quantize_tokens for CUDA. Schema, fake kernel and reference are in ptq/activations.py.
+// ptq::quantize_tokens for CUDA. Schema, fake kernel and reference are in ptq/ops/activations.py.
 #include <tuple>
 
 #include "activations/grid8_cuda.h"

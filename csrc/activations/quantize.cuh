@@ -1,4 +1,4 @@
-// Integers and one scale per token on a GPU, to the bit as ptq/activations.py defines them. No torch here.
+// Integers and one scale per token on a GPU, to the bit as ptq/ops/activations.py defines them. No torch here.
 #pragma once
 
 #include "cuda/device.h"

@@ -1,4 +1,4 @@
-// Integers and one scale per token (ptq/activations.py defines them), without torch.
+// Integers and one scale per token (ptq/ops/activations.py defines them), without torch.
 #pragma once
 
 #include <cstdint>

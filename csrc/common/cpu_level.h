@@ -33,6 +33,6 @@ auto& at_level() {
 
 }  // namespace ptq
 
-// For tests, through ctypes (ptq/native.py): use this level from now on, at most what the machine has; a negative
+// For tests, through ctypes (ptq/ops/native.py): use this level from now on, at most what the machine has; a negative
 // level means the best one. Returns the level now in use.
 extern "C" int ptq_set_cpu_level(int level);

@@ -1,4 +1,4 @@
-// ptq::dense_linear for the CPU. Schema, fake kernel and reference are in ptq/matmul.py.
+// ptq::dense_linear for the CPU. Schema, fake kernel and reference are in ptq/ops/matmul.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// What the chosen experts of a block make of few tokens, for weights of any format. See ptq/expert_ops.py.
+// What the chosen experts of a block make of few tokens, for weights of any format. See ptq/ops/expert_ops.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// Weights in fragments (ptq/fragments.py) for the tensor cores' operand A, shared by the formats that have them. A
+// Weights in fragments (ptq/ops/fragments.py) for the tensor cores' operand A, shared by the formats that have them. A
 // block is 16 rows x 64 columns, lane l of a warp owns `bits` words of it, with g = l / 4, t = l % 4: rows g and g + 8,
 // columns 32 h + 8 t + 4 u + 0 .. 3 (h, u in {0, 1}), which are step s = 2 h + u of four mma steps. Pair j of a step:
 // j = 0: row g, its columns 0 and 1; 1: row g + 8; 2: row g, columns 2 and 3; 3: row g + 8. No torch here.

@@ -1,5 +1,5 @@
 // ptq::hadamard for the CPU, and the transform with quantisation behind it. Schemas, fake kernels, references and
-// gradients are in ptq/hadamard.py and ptq/activations.py.
+// gradients are in ptq/ops/hadamard.py and ptq/ops/activations.py.
 #include "hadamard/hadamard_cpu.h"
 
 #include <torch/csrc/stable/library.h>

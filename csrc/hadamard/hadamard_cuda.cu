@@ -1,5 +1,5 @@
 // ptq::hadamard and ptq::hadamard_to for CUDA, and the transform with quantisation behind it. Schemas, fake kernels,
-// references and gradients are in ptq/hadamard.py, ptq/input_steps.py and ptq/activations.py.
+// references and gradients are in ptq/ops/hadamard.py, ptq/ops/input_steps.py and ptq/ops/activations.py.
 #include <cmath>
 
 #include "activations/grid8_cuda.h"

@@ -8,7 +8,7 @@ namespace ptq::hadamard {
 
 enum class Storage { float32, float64, bfloat16, bfloat16_to_float32 };  // bfloat16 computes in float32
 
-constexpr int max_factors = 8;  // 12^8 is far above any order that ptq/hadamard.py allows
+constexpr int max_factors = 8;  // 12^8 is far above any order that ptq/ops/hadamard.py allows
 
 struct Problem {
     const void* in;

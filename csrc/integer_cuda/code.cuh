@@ -1,5 +1,5 @@
 // Numbers from codes of 2 to 8 bits (a Code of fragments_cuda/weights.cuh). A code's bits lie in planes of 4, 2 and 1
-// bits, the widest first (ptq/fragments.py). No torch here.
+// bits, the widest first (ptq/ops/fragments.py). No torch here.
 #pragma once
 
 #include <type_traits>

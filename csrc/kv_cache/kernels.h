@@ -1,4 +1,4 @@
-// The kernels of the packed KV cache as plain C++: no torch here. The layout is described in ptq/kv_ops.py.
+// The kernels of the packed KV cache as plain C++: no torch here. The layout is described in ptq/ops/kv_ops.py.
 // Every level gives the same bits: 16 lanes (tokens of a block) whatever the register width and a fixed order of sums.
 #pragma once
 

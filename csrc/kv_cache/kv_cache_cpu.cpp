@@ -1,4 +1,4 @@
-// ptq::kv_* for the CPU. Schemas, fake kernels and references are in ptq/kv_ops.py and ptq/kv_step.py.
+// ptq::kv_* for the CPU. Schemas, fake kernels and references are in ptq/ops/kv_ops.py and ptq/ops/kv_step.py.
 #include "kv_cache/kv_cache_cpu.h"
 
 #include <torch/csrc/stable/library.h>

@@ -1,4 +1,5 @@
-// ptq::kv_decode_attention as a function, for ops that do several steps at once. ptq/kv_step.py says what it computes.
+// ptq::kv_decode_attention as a function, for ops that do several steps at once. ptq/ops/kv_step.py says what it
+// computes.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// Tokens into the packed KV cache, and out of it as float32: both to the bit as ptq/kv_ops.py defines them. No torch
+// Tokens into the packed KV cache, and out of it as float32: both to the bit as ptq/ops/kv_ops.py defines them. No torch
 // here.
 #pragma once
 

@@ -1,4 +1,4 @@
-// ptq::kv_* for CUDA. Schemas, fake kernels and references are in ptq/kv_ops.py.
+// ptq::kv_* for CUDA. Schemas, fake kernels and references are in ptq/ops/kv_ops.py.
 #include "cuda/torch_cuda.h"
 #include "kv_cache_cuda/launch.cuh"
 

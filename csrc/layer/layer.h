@@ -1,4 +1,4 @@
-// All that a decoder layer does to a decoded token, for weights of any format. See ptq/layer_ops.py.
+// All that a decoder layer does to a decoded token, for weights of any format. See ptq/ops/layer_ops.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

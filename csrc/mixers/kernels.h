@@ -1,5 +1,5 @@
-// The steps of mixers that keep a state in the place of keys and values, as plain C++: no torch here. ptq/mixer_ops.py
-// defines them.
+// The steps of mixers that keep a state in the place of keys and values, as plain C++: no torch here.
+// ptq/ops/mixer_ops.py defines them.
 #pragma once
 
 #include <cstdint>

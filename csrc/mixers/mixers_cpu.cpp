@@ -1,5 +1,5 @@
 // ptq::conv_step, gated_delta_rule and gated_rms_norm for the CPU. Schemas, fake kernels and references are in
-// ptq/mixer_ops.py.
+// ptq/ops/mixer_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 

@@ -1,5 +1,5 @@
 // ptq::prefill_attention for CPUs with AVX-512; others run the reference. Schema, fake kernel and reference are in
-// ptq/prefill_attention.py.
+// ptq/ops/prefill_attention.py.
 #if defined(__x86_64__)
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,4 +1,4 @@
-// The small steps between the products of a decoded token, as plain C++: no torch here. ptq/steps.py defines them.
+// The small steps between the products of a decoded token, as plain C++: no torch here. ptq/ops/steps.py defines them.
 #pragma once
 
 #include <cstdint>

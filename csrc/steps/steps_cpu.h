@@ -1,4 +1,4 @@
-// The small steps as functions, for ops that do several at once. ptq/steps.py says what they compute.
+// The small steps as functions, for ops that do several at once. ptq/ops/steps.py says what they compute.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

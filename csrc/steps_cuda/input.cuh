@@ -1,4 +1,4 @@
-// What a product of a decoder layer is given: the RMSNorm of x, or silu(x) * up, number by number as ptq/steps.py
+// What a product of a decoder layer is given: the RMSNorm of x, or silu(x) * up, number by number as ptq/ops/steps.py
 // rounds them (the sum of squares alone is added in an order of its own). The kernels here (input_kernel.cuh) and the
 // Hadamard transform (hadamard/transform.cuh) begin with it. No torch here.
 #pragma once

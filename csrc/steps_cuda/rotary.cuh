@@ -1,4 +1,4 @@
-// Rotary embedding of queries and keys in one launch, to the bit as ptq/steps.py defines it. No torch here.
+// Rotary embedding of queries and keys in one launch, to the bit as ptq/ops/steps.py defines it. No torch here.
 #pragma once
 
 #include "cuda/device.h"

@@ -7,9 +7,9 @@ import torch
 from test_ops import GPU, HALVES, error, poison, random
 from torch import Tensor
 
-from ptq import hadamard
-from ptq.activations import Activation
-from ptq.linear import Online, QuantLinear
+from ptq.layers.linear import Online, QuantLinear
+from ptq.ops import hadamard
+from ptq.ops.activations import Activation
 from quip_sharp import tiled_ops
 from quip_sharp.e8p_format import E8PFormat
 

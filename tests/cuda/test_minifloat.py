@@ -10,7 +10,7 @@ from torch import Tensor
 from fp6 import tiled_ops
 from fp6.element import ELEMENTS
 from fp6.minifloat import MinifloatFormat
-from ptq import bitstream
+from ptq.ops import bitstream
 
 __all__ = ["poison"]  # the fixture
 

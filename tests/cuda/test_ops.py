@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import ptq  # noqa: F401 (the ops)
-from ptq import activations, bitstream, hadamard, native
-from ptq.activations import Activation
+from ptq.ops import activations, bitstream, hadamard, native
+from ptq.ops.activations import Activation
 from quarot import tiled_ops
 from quarot.integer import IntegerFormat
 

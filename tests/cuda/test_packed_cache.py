@@ -5,7 +5,7 @@ import torch
 from test_ops import GPU, error, poison, random
 from torch import Tensor
 
-from ptq import kv_ops
+from ptq.ops import kv_ops
 
 __all__ = ["poison"]  # the fixture
 

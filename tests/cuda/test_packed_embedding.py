@@ -5,7 +5,7 @@ import torch
 from test_ops import GPU, HALVES
 from torch import nn
 
-from ptq.embedding import PackedEmbedding, TiedHead
+from ptq.layers.embedding import PackedEmbedding, TiedHead
 from quarot.integer import IntegerFormat
 
 

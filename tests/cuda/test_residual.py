@@ -7,7 +7,7 @@ from test_ops import GPU, HALVES
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq import residual
+from ptq.hf import residual
 from quarot.plan import QuarotRecipe
 
 

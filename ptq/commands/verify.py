@@ -1,0 +1,108 @@
+"""`quantize verify`: is a checkpoint what was written, and how close is it to the original?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from ptq.commands import evaluate
+from ptq.errors import InputError
+from ptq.files import source
+from ptq.files.checkpoint import INDEX, Checkpoint, check_finite
+from ptq.hf.loading import load_config, load_model, load_tokenizer
+from ptq.pipeline import writer
+from ptq.pipeline.progress import without_kernel_hints
+from ptq.pipeline.work import RECORD, read_record
+from ptq.reporting.contents import summary
+from ptq.statistics.calibration import read_text
+
+RANDOM_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was checked; an error is raised where something is wrong."""
+
+    tensors: int
+    files: int
+    recorded: bool
+    """Whether the bytes are those that were written. False: other software wrote the files again and left no record."""
+    tokens: int | None = None
+    kl: float | None = None
+    """Mean KL divergence from the original, nats per token."""
+    top1: float | None = None
+    source: bool | None = None
+    """Whether the model that it was compared with is, by the record, the one that was quantised; None: neither asked
+    nor recorded."""
+
+
+def verify(checkpoint: str, against: str | None = None, text: Path | None = None) -> Verification:
+    """Check a checkpoint against its own record and, if asked, against the original model.
+
+    Raises InputError for a checkpoint that is not quantised by ptq, or whose files are not as they were written.
+    Without a record (`save_pretrained` writes none), everything else is checked.
+    """
+    folder = source.resolve(checkpoint)
+    files, tensors = check_integrity(folder)
+    recorded = (folder / RECORD).is_file()
+    if against is None:
+        return Verification(tensors, files, recorded)
+    original = source.resolve(against)
+    ours, theirs = (load_config(model).get_text_config() for model in (folder, original))
+    for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if (own := getattr(ours, size)) != (other := getattr(theirs, size)):
+            raise InputError(f"{original}: is not the original of {folder}: its {size} is {other}, not {own}")
+    is_source = Checkpoint.open(original).identity() == read_record(folder / RECORD).get("source") if recorded else None
+    windows = _windows(original, text)
+    with without_kernel_hints():
+        models = load_model(folder, torch.float32), load_model(original, torch.float32)
+        agreement = evaluate.compare(*models, windows)
+    return Verification(tensors, files, recorded, agreement.model.tokens, agreement.kl, agreement.top1, is_source)
+
+
+def check_integrity(folder: Path) -> tuple[int, int]:
+    """Numbers of files and tensors of a checkpoint that is as it was written. Raises InputError where it is not."""
+    found = Checkpoint.open(folder)
+    groups = summary(found).groups
+    hashes = writer.file_hashes(folder)
+    recorded = (folder / RECORD).is_file()
+    if recorded:
+        _check_hashes(folder, hashes)
+    elif not groups:
+        raise InputError(f"{folder}: has no {RECORD}: it was not made by quantize, or the file is lost")
+    for name in found.tensors:
+        check_finite(name, found.read(name))
+    if not recorded:
+        _check_runs(folder, load_model(folder))  # which checks the shape and dtype of every packed tensor
+    return len(hashes), len(found.tensors)
+
+
+def _check_runs(folder: Path, model: PreTrainedModel) -> None:
+    """Raise InputError where a model gives no numbers: packed scales are bits of numbers, and may be NaN."""
+    with torch.no_grad():
+        logits = model(torch.arange(4)[None] % model.config.get_text_config().vocab_size).logits
+    if logits.isnan().any():
+        raise InputError(f"{folder}: its logits are NaN: some tensor of it is damaged; fetch it again")
+
+
+def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
+    expected = read_record(folder / RECORD).get("files")
+    if not isinstance(expected, dict):
+        raise InputError(f"{folder / RECORD}: lists no files; quantise again")
+    added = {name for name in hashes.keys() - expected.keys() if name.endswith(".safetensors") or name == INDEX}
+    for name in sorted(expected.keys() | added):
+        if expected.get(name) != hashes.get(name):
+            what = "is missing" if name not in hashes else "is not the file that was written (its SHA-256 differs)"
+            raise InputError(f"{folder / name}: {what}; fetch it again")
+
+
+def _windows(original: Path, text: Path | None) -> evaluate.Windows:
+    config = load_config(original)
+    if text is None:
+        context = evaluate.context_for(config, min(RANDOM_TOKENS, evaluate.context_for(config)))
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(config.get_text_config().vocab_size, (1, context), generator=generator)
+        return evaluate.Windows(tokens, context, "random tokens", "none")
+    context = evaluate.context_for(config)
+    return evaluate.windows_from_text(load_tokenizer(original), read_text(text), context, str(text))

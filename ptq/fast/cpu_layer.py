@@ -1,0 +1,162 @@
+"""A decoder layer of one decoded token on the CPU, in one call of an op of `ptq.ops.layer_ops`; or what stands before
+its MLP, where that is of another kind.
+
+The call needs a format that has such an op, linears that treat their input alike, and attention and MLP of the kinds of
+`ptq.fast.fast_attention` and `ptq.fast.fast_steps`. The numbers are those of the single ops to the bit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import ne
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ptq.fast import fast_attention, fast_steps
+from ptq.kv.growing_cache import GrowingLayer
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
+from ptq.layers.packed_weight import version
+from ptq.layers.shared_input import is_alike, is_here
+from ptq.ops import hadamard
+from ptq.weights.formats import LayerOp, Parts
+
+NONE = torch.empty(0, device="cpu")
+"""No gain, or no bias."""
+NO_NORM = (1.0, 0.0, False)
+SITES = ((0, 1, 2), (3,), (4, 5), (6,))
+"""Which of the weights q, k, v, o, gate, up and down share an input."""
+
+
+@runtime_checkable
+class WholeLayer(Protocol):
+    """A format that does all that a decoder layer does in one call."""
+
+    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
+        """The op for the weights q, k, v, o, gate, up and down, or the first four; None where it cannot take them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer as its op takes it."""
+
+    op: Callable[..., Tensor]
+    has_mlp: bool
+    """Whether the op does all, or what stands before the MLP."""
+    attention: nn.Module
+    heads: tuple[int, int]
+    """Number and size of the heads of keys and values."""
+    floats: tuple[Tensor, ...]
+    """Gains and biases."""
+    arguments: tuple[Any, ...]
+    """Norms, biases, what is done to inputs and products."""
+    weights: tuple[Any, ...]
+    """The gate, and what the format says."""
+    signs: tuple[Tensor, ...]
+    """The stored sign vectors that `arguments` were made of, and their versions."""
+    versions: tuple[int, ...]
+
+    def is_over(self) -> bool:
+        """Whether sign vectors have been written to since this was made."""
+        return any(map(ne, map(version, self.signs), self.versions))
+
+
+def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
+    """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, before the
+    MLP, behind attention, behind the MLP."""
+    act = fast_steps.gate_of(mlp)
+    found = None if act is None else _layer(attention, mlp, norms, act == fast_steps.GELU)
+    return found or _layer(attention, None, (norms[0], None, norms[2], None), False)
+
+
+def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Module | None], gelu: bool) -> Layer | None:
+    kind = fast_attention.kind_of(attention)
+    if kind is None:
+        return None
+    of_heads = [attention.get_submodule(name) if kind else None for name in fast_attention.NORMS]
+    normed = [*norms[:2], *of_heads, *norms[2:]]
+    kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in normed]
+    names = (*fast_attention.INPUTS, fast_attention.OUTPUT)
+    found = [attention._modules[name] for name in names]
+    if mlp is not None:
+        found.extend(mlp._modules[name] for name in fast_steps.GATED)
+    if None in kinds or not all(
+        type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in found
+    ):
+        return None
+    linears = cast(list[QuantLinear], found)
+    treatments, op = _treatments(linears), _op_of(linears)
+    if treatments is None or op is None:
+        return None
+    gains = [NONE if norm is None else cast(Tensor, norm._parameters["weight"]) for norm in normed]
+    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, kinds), strict=True))
+    biases = [linear._parameters["bias"] for linear in linears]
+    given = [bias for bias in biases if bias is not None]
+    full = [NONE if bias is None else bias for bias in biases] if given else []
+    d = cast(int, attention.head_dim)
+    stored = tuple(
+        signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
+    )
+    floats = tuple(x for x in (*gains, *given) if x is not NONE)
+    arguments = (gains, eps, offset, round_first, full, *treatments)
+    weights, heads, versions = (gelu, *op[1]), (linears[1].out_features // d, d), tuple(map(version, stored))
+    return Layer(op[0], mlp is not None, attention, heads, floats, arguments, weights, stored, versions)
+
+
+def run(
+    layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any], residual_multiplier: float
+) -> Float[Tensor, "b t k"] | None:
+    """What the layer's op gives for a decoded token of each row; None where it is called with something else."""
+    held = fast_attention.cache_layer(layer.attention, x, floats=layer.floats, **others)
+    if held is None:
+        return None
+    if isinstance(held, GrowingLayer):
+        shape = len(x), layer.heads[0], 1, layer.heads[1]
+        *room, before = held.reserve(shape, shape, x)
+        cache = room, before, [0, 0], 1.0, [], 0
+    elif held.decodes and held.key.batch == len(x):
+        cache = held.room(), held.length, *held.numbers()
+    else:
+        return None
+    turns = others["position_embeddings"]
+    y = layer.op(x, *layer.arguments, *turns, *cache, layer.attention.scaling, residual_multiplier, *layer.weights)
+    held.advance(1)
+    return y
+
+
+def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
+    format = linears[0].format
+    if not isinstance(format, WholeLayer) or any(linear.format != format for linear in linears):
+        return None
+    return format.layer_op([linear.parts() for linear in linears])
+
+
+def _treatments(linears: Sequence[QuantLinear]) -> tuple[Any, ...] | None:
+    """What is done to the inputs and the products; None where linears treat one input in different ways."""
+    sites = [[linears[place] for place in site] for site in SITES if site[0] < len(linears)]
+    if not all(is_alike(first, other) for first, *others in sites for other in others):
+        return None
+    firsts = [site[0] for site in sites]
+    outputs = [linear.online.output for linear in linears]
+    signed = {linear.online.signs for linear in linears}
+    if len({output is None for output in outputs}) > 1 or len(signed) > 1:
+        return None
+    su, factors, orders, bits, clips = zip(*(linear.treatment() for linear in firsts), strict=True)
+    back, back_orders = zip(*map(_factors, outputs), strict=True)
+    both = all(signed)
+    sv = [linear.signs(OUTPUT_SIGNS) for linear in linears] if both else []
+    return (
+        list(bits), list(clips), list(su) if both else [], *_flat(factors), list(orders), sv, *_flat(back),
+        list(back_orders),
+    )  # fmt: skip
+
+
+def _factors(construction: str | None) -> tuple[list[Tensor], int]:
+    return ([], 0) if construction is None else hadamard.dense_factors(construction, torch.device("cpu"))
+
+
+def _flat(factors: Sequence[list[Tensor]]) -> tuple[list[Tensor], list[int]]:
+    """The dense factors of several transforms in one list, and how many each has."""
+    return [factor for each in factors for factor in each], [len(each) for each in factors]

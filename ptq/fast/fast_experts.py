@@ -1,0 +1,205 @@
+"""The chosen experts of a block in one call, for few tokens on the CPU.
+
+One by one, eight experts are some seventy ops, which take longer than their weights take to be read. The call needs a
+format that computes it, experts that treat their inputs alike, and nobody who listens in (hooks); otherwise
+`ptq.hf.experts` goes on one by one. The numbers are the same to the bit.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain, repeat
+from operator import call, is_
+from typing import Any, Protocol, cast, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
+from ptq.layers.shared_input import is_here
+from ptq.ops import hadamard
+from ptq.ops.activations import Activation
+from ptq.ops.matmul import is_few
+from ptq.weights.formats import Parts, Rows
+
+CPU = torch.device("cpu")
+
+
+@runtime_checkable
+class WholeExperts(Protocol):
+    """A format that computes several experts in one call."""
+
+    def experts(
+        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
+    ) -> Float[Tensor, "t k"] | None:
+        """See `ptq.ops.expert_ops`; None where these weights cannot be taken together. `weights`: those of all gates,
+        all ups, all downs. `treatments`: bits (0: not quantised) and clip of the input of gate and up; dense factors
+        and order (0: no transform), bits and clip of that of down."""
+        ...
+
+
+@runtime_checkable
+class TransformedExperts(Protocol):
+    """The same for linears with signs and transforms of their own on both sides (QuIP#)."""
+
+    def transformed_experts(
+        self,
+        x: Float[Tensor, "t k"],
+        rows: Rows,
+        weights: Sequence[Parts],
+        signs: tuple[Sequence[Tensor], Sequence[Tensor]],
+        width: int,
+        treatments: Sequence[Any],
+    ) -> Float[Tensor, "t k"] | None:
+        """`signs`: those of the input of gates and ups, then of each down's; those of all products. `treatments`: bits
+        and clip of the input of gate and up, those of down's; dense factors and order of the transform for x's width,
+        and of that for an expert's."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What experts must have in common."""
+
+    format: WholeExperts | TransformedExperts
+    plain: Online
+    down: Online
+    su: bytes = b""
+    """The signs of the input of gates and ups, where there are any."""
+
+    def compute(
+        self, x: Float[Tensor, "t k"], rows: Rows, roles: Sequence[Sequence[QuantLinear]]
+    ) -> Float[Tensor, "t k"] | None:
+        """What the experts make of x; `roles`: all gates, all ups, all downs."""
+        linears, width = list(chain.from_iterable(roles)), roles[0][0].out_features
+        weights = [linear.parts() for linear in linears]
+        plain, down = _integers(self.plain.activation), _integers(self.down.activation)
+        inside = ([], 0) if self.down.input is None else hadamard.dense_factors(self.down.input, CPU)
+        if isinstance(self.format, TransformedExperts):
+            su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
+            signs = cast(Any, su), cast(Any, [linear.signs(OUTPUT_SIGNS) for linear in linears])
+            outside = hadamard.dense_factors(cast(str, self.plain.input), CPU)
+            return self.format.transformed_experts(x, rows, weights, signs, width, (*plain, *down, *outside, *inside))
+        return self.format.experts(x, rows, weights, width, (*plain, *inside, *down))
+
+
+class _Expert:
+    """An expert as it was found, and what is slow to find out about it."""
+
+    def __init__(self, module: nn.Module, linears: Sequence[QuantLinear], kind: _Kind) -> None:
+        self.module, self.linears = module, tuple(linears)
+        self.kind = kind
+        """The same object for all experts that are alike."""
+        self.owners = [module._modules, *(linear._parameters for linear in linears)]
+        held = chain.from_iterable(map(dict.values, self.owners))
+        self.held = [type(None) if one is None else weakref.ref(one) for one in held]
+        """Calls that give its linears and parameters: replaced ones must not stay in memory."""
+        self.instances = [vars(linear) for linear in linears]
+        self.online = [linear.online for linear in linears]
+        self.hooks = [hooks for linear in linears for hooks in (linear._forward_hooks, linear._forward_pre_hooks)]
+
+
+def _are_same(experts: Sequence[_Expert], modules: Iterable[nn.Module | None]) -> bool:
+    """Whether these modules still hold what was found, and nobody listens to them. (Without a loop in Python, which
+    would take as long as the products of a small expert.)"""
+    if not all(map(is_, modules, [expert.module for expert in experts])):
+        return False
+    owners = chain.from_iterable([expert.owners for expert in experts])
+    now, held = _all(map(dict.values, owners)), _all(expert.held for expert in experts)
+    if len(now) != len(held) or not all(map(is_, now, map(call, held))):
+        return False
+    instances = _all(expert.instances for expert in experts)
+    online = chain.from_iterable([expert.online for expert in experts])
+    if not all(map(is_, map(dict.get, instances, repeat("online")), online)):
+        return False
+    hooks = chain.from_iterable([expert.hooks for expert in experts])
+    return not any(hooks) and not any(map(dict.get, instances, repeat("forward")))
+
+
+def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+class FewTokens:
+    """What is known of the experts of a block."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Expert] = {}
+        self._kinds: dict[_Kind, _Kind] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # copies and pickles find out anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        FewTokens.__init__(self)
+
+    def __call__(
+        self,
+        experts: Any,
+        x: Float[Tensor, "t k"],
+        top_k_index: Int[Tensor, "t chosen"],
+        top_k_weights: Float[Tensor, "t chosen"],
+    ) -> Float[Tensor, "t k"] | None:
+        """What `ptq.hf.experts.Experts` give for few tokens; None where they must go on one by one."""
+        if not is_few(len(x), x) or (torch.is_grad_enabled() and top_k_weights.requires_grad):
+            return None
+        if _global_forward_hooks or _global_forward_pre_hooks:
+            return None
+        chosen, weighed = top_k_index.tolist(), top_k_weights.tolist()
+        numbers = sorted({number for row in chosen for number in row})
+        if not numbers or any(len(set(row)) < len(row) for row in chosen):
+            return None  # nothing to do; or somebody has chosen an expert twice
+        modules = [experts._modules[str(number)] for number in numbers]
+        found = [self._known.get(number) for number in numbers]
+        if None in found or not _are_same(cast(Any, found), modules):
+            found = [self._find(experts.names, *expert) for expert in zip(numbers, modules, strict=True)]
+        first = found[0]
+        if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
+            return None
+        rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))
+        tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
+        count = [number for number, *_ in rows].count
+        alike = cast(list[_Expert], found)
+        roles = [[expert.linears[role] for expert in alike] for role in range(3)]
+        return first.kind.compute(x, (tokens, [count(number) for number in numbers], shares), roles)
+
+    def _find(self, names: Sequence[str], number: int, module: nn.Module) -> _Expert | None:
+        linears: list[Any] = [module._modules[name] for name in names]
+        kind = _kind(linears)
+        if kind is None:
+            self._known.pop(number, None)  # what has been replaced must not stay in memory
+            return None
+        self._known[number] = found = _Expert(module, linears, self._kinds.setdefault(kind, kind))
+        return found
+
+
+def _kind(linears: Sequence[Any]) -> _Kind | None:
+    """None where there is no one call for this expert."""
+    if not all(type(linear) is QuantLinear and is_here(linear) and not _is_heard(linear) for linear in linears):
+        return None
+    gate, up, down = linears
+    format, plain, inside = gate.format, gate.online, down.online
+    if up.format != format or down.format != format or up.online != plain:
+        return None
+    if any(linear._parameters["bias"] is not None for linear in linears):
+        return None
+    if isinstance(format, TransformedExperts):
+        if not (plain.signs and inside.signs) or (plain.input, plain.output) != (inside.output, inside.input):
+            return None
+        su = [linear._parameters[INPUT_SIGNS] for linear in (gate, up)]
+        return _Kind(format, plain, inside, su[0].numpy().tobytes()) if torch.equal(*su) else None
+    if not isinstance(format, WholeExperts) or plain.input is not None:
+        return None
+    if any(online.signs or online.output is not None for online in (plain, inside)):
+        return None
+    return _Kind(format, plain, inside)
+
+
+def _integers(activation: Activation | None) -> tuple[int, float]:
+    return (0, 1.0) if activation is None else (activation.bits, activation.clip)
+
+
+def _is_heard(linear: Any) -> bool:
+    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear))

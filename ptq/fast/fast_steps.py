@@ -1,0 +1,234 @@
+"""RMSNorm, rotary embedding and the gate of the MLP of a loaded model in one op each; for few tokens also its attention
+(`ptq.fast.fast_attention`), its router of experts and the steps of other mixers (`ptq.fast.fast_mixers`).
+
+No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
+`apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
+does not give the same bits as the model's own code (attention: up to rounding, `ptq.fast.fast_attention`), that code is
+left alone. With gradients, other devices or dtypes (`ptq.ops.matmul.has_steps`), or under torch.compile, the model's
+own code runs.
+
+Parts of models that run alone (`ptq.hf.blocks`) get the same, so that proofs may compare bits.
+
+Norms and attention modules get a `forward` of their own in the instance, as accelerate does it. The one of attention is
+the family's own function, with another `apply_rotary_pos_emb` among its globals, that of a router has another
+`F.linear`: nothing in transformers is changed.
+"""
+
+import copy
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ptq.fast import fast_attention, fast_mixers
+from ptq.fast.trials import hollow, trial, with_globals
+from ptq.layers.shared_input import products, stays_on_gpu
+from ptq.ops import steps
+from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_gpu
+
+ROTARY = "apply_rotary_pos_emb"
+EPSILON = ("variance_epsilon", "eps")
+"""What families call the number that RMSNorm adds to the mean."""
+
+
+def install(model: nn.Module) -> None:
+    """Make the norms, rotary embeddings, attention and gates of a model fast where they are what the ops compute."""
+    for module in model.modules():
+        if "forward" in vars(module):
+            continue  # somebody has put another one there
+        kind = norm_kind(module)
+        if kind is not None:
+            module.forward = functools.partial(norm_forward, module, *kind)
+        elif with_fast_rotary(type(module).forward) is not None:
+            module.forward = functools.partial(_attention_forward, module, fast_attention.kind_of(module))
+        elif (act := gate_of(module)) is not None:
+            module.forward = functools.partial(_gated_forward, module, act)
+        elif is_router(module):
+            module.forward = functools.partial(_router_forward, module)
+        elif (forward := fast_mixers.forward_of(module)) is not None:
+            module.forward = forward
+
+
+# --- norms ----------------------------------------------------------------------------------------------------------
+
+
+def norm_forward(module: nn.Module, eps: float, offset: float, round_first: bool, *args: Any, **kwargs: Any) -> Tensor:
+    """That of a norm of this kind."""
+    gain = module._parameters["weight"]
+    if len(args) == 1 and not kwargs and gain is not None:
+        x = args[0]
+        if x.dim() > 2 and x.numel() and has_steps(x, gain):
+            return torch.ops.ptq.rms_norm.default(x, gain, eps, offset, round_first)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
+    """eps, offset and round_first of a module that is an RMSNorm; None for any other."""
+    gain = module._parameters.get("weight")
+    numbers = [tensor for tensor in module._buffers.values() if tensor is not None and tensor.is_floating_point()]
+    alone = len(module._parameters) == 1 and not module._modules and not numbers
+    eps = next((value for name in EPSILON if isinstance(value := getattr(module, name, None), float)), None)
+    if not alone or gain is None or gain.dim() != 1 or eps is None or not eps > 0:
+        return None
+    return _tried(type(module), gain.shape[0], eps, module)
+
+
+_KINDS: dict[tuple[type, int, float], tuple[float, float, bool] | None] = {}
+
+
+def _tried(cls: type[nn.Module], k: int, eps: float, module: nn.Module) -> tuple[float, float, bool] | None:
+    key = (cls, k, eps)
+    if key not in _KINDS:
+        required = [p for p in inspect.signature(cls.forward).parameters.values() if p.default is p.empty]
+        kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if len(required) == 2 else []
+        _KINDS[key] = next((kind for kind in kinds if _gives_its_numbers(module, *kind)), None)
+    return _KINDS[key]
+
+
+@trial()
+def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in FEW_DTYPES:
+        alone = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
+        gain = alone.get_parameter("weight")
+        gain.copy_(torch.randn(gain.shape, generator=generator))
+        x = torch.randn(1, 3, len(gain), generator=generator) * torch.tensor([eps**0.5, 1.0, 30.0])[:, None]
+        x = x.to(dtype)
+        found = type(module).forward(alone, x)
+        if not isinstance(found, Tensor) or not torch.equal(found, steps.rms_norm(x, gain, eps, offset, round_first)):
+            return False
+    return True
+
+
+# --- the gate of the MLP --------------------------------------------------------------------------------------------
+
+GATED, ACTIVATION = ("gate_proj", "up_proj", "down_proj"), "act_fn"
+SILU, GELU = "silu", "gelu_tanh"
+GATES = {SILU: steps.silu_mul, GELU: steps.gelu_mul}
+
+
+def _gated_forward(module: nn.Module, act: str, *args: Any, **kwargs: Any) -> Tensor:
+    if len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
+        x, parts = args[0], module._modules
+        if x.numel() and has_steps(x) and (act == SILU or not is_gpu(x)):
+            gate, up = products([parts["gate_proj"], parts["up_proj"]], x)  # pyright: ignore[reportArgumentType]
+            if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
+                return down(parts["down_proj"], gate, up, act)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], act: str = SILU) -> Float[Tensor, "*t n"]:
+    """What a linear gives for act(gate) * up; on a GPU act is silu."""
+    if is_gpu(gate, up) and stays_on_gpu(linear) and not linear._forward_hooks and not linear._forward_pre_hooks:
+        seen = torch.ops.ptq.gate_input.default(gate, up, *linear.treatment())
+        return linear.finished(linear.product_of(seen, gate.dtype), gate.dtype)
+    op = torch.ops.ptq.silu_mul if act == SILU else torch.ops.ptq.gelu_mul
+    return linear(op.default(gate, up))
+
+
+def gate_of(module: nn.Module) -> str | None:
+    """Which of `GATES` act is where a module computes down(act(gate(x)) * up(x)); None for any other. Each is tried:
+    the same class may have another gate."""
+    return _gate_that_it_gives(module) if module._modules.keys() == {*GATED, ACTIVATION} else None
+
+
+@trial()
+def _gate_that_it_gives(module: nn.Module) -> str | None:
+    generator = torch.Generator().manual_seed(0)
+    alone = hollow(module)
+    for name, n, k in zip(GATED, (12, 12, 8), (8, 8, 12), strict=True):
+        setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
+        for parameter in alone.get_submodule(name).parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    setattr(alone, ACTIVATION, module._modules[ACTIVATION])
+    x = torch.randn(1, 3, 8, generator=generator)
+    gate, up, down = (alone.get_submodule(name) for name in GATED)
+    found = type(module).forward(alone.eval(), x)
+    return next((act for act, step in GATES.items() if torch.equal(found, down(step(gate(x), up(x))))), None)
+
+
+# --- the router of experts ------------------------------------------------------------------------------------------
+
+
+class _Functional:
+    """`torch.nn.functional`, with another product."""
+
+    linear = staticmethod(few_tokens_linear)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.nn.functional, name)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module does something with one product of its input and its only weight, a matrix."""
+    weight = module._parameters.get("weight")
+    if len(module._parameters) != 1 or module._modules or weight is None or weight.dim() != 2:
+        return False
+    return not isinstance(module, nn.Linear | nn.Embedding) and _with_fast_linear(type(module).forward) is not None
+
+
+def _router_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = type(module).forward
+    return (own if torch.compiler.is_compiling() else _with_fast_linear(own) or own)(module, *args, **kwargs)
+
+
+@functools.cache
+def _with_fast_linear(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A forward function whose products of few tokens are taken by `ptq::dense_linear`; None where it has none."""
+    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
+        return None
+    names = forward.__code__.co_names
+    if not {"F", "linear"} <= set(names) or forward.__globals__.get("F") is not torch.nn.functional:
+        return None
+    return with_globals(forward, {"F": _Functional()})
+
+
+# --- rotary embedding -----------------------------------------------------------------------------------------------
+
+
+def _attention_forward(module: nn.Module, kind: str | None, *args: Any, **kwargs: Any) -> Any:
+    if kind is not None and not args:
+        found = fast_attention.decoded(module, kind, **kwargs)
+        if found is not None:
+            return found, None
+    own = type(module).forward
+    fast = None if torch.compiler.is_compiling() else with_fast_rotary(own)
+    return (fast or own)(module, *args, **kwargs)
+
+
+@functools.cache
+def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
+    """A forward function that differs in its rotary embedding alone; None where it has none that the op computes."""
+    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
+        return None
+    own = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
+    if not isinstance(own, types.FunctionType) or not _turns_alike(own):
+        return None
+
+    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
+            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and q.numel() and has_steps(q, k, cos, sin):
+                return torch.ops.ptq.rotary.default(q, k, cos, sin)
+        return own(q, k, cos, sin, *args, **kwargs)
+
+    return with_globals(forward, {ROTARY: rotary})
+
+
+@trial()
+def _turns_alike(own: types.FunctionType) -> bool:
+    required = [p for p in inspect.signature(own).parameters.values() if p.default is p.empty]
+    if len(required) != 4:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for dtype in FEW_DTYPES:
+        shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16))
+        q, k, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        found, wanted = own(q, k, cos, sin), steps.rotary(q, k, cos, sin)
+        if len(found) != 2 or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+            return False
+    return True

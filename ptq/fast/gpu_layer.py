@@ -1,0 +1,95 @@
+"""A decoder layer on a GPU in few launches: what stands before its products is one op each (`ptq.ops.input_steps`).
+
+No family is named: `ptq.fast.fast_layer` tries first whether a layer computes y = x + attention(norm(x)), y +
+mlp(norm(y)). Attention is the module's own code, in which its linears find their products ready; the numbers are those
+of the single ops. Any number of tokens, any cache and mask: what a GPU saves at one token in launches, it saves at many
+in memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ptq.fast import fast_attention, fast_steps
+from ptq.fast.merged import Merged, merge
+from ptq.layers.linear import QuantLinear
+from ptq.layers.shared_input import Given, is_alike, stays_on_gpu
+from ptq.ops import matmul
+
+Norm = tuple[Tensor, float, float, bool]
+"""Gain, eps, offset and round_first of `ptq::rms_norm`."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A layer, cut at its inputs."""
+
+    attention: nn.Module
+    first: tuple[QuantLinear, ...]
+    """What attention multiplies its input with."""
+    gated: tuple[QuantLinear, QuantLinear]
+    down: QuantLinear
+    norms: tuple[Norm, Norm]
+    merged: tuple[Merged | None, Merged | None]
+    """The weights of `first` and `gated`."""
+
+
+MERGED_ROWS = (64, 1)
+"""Up to so many tokens are multiplied with merged weights. Products of several tokens are then slices of rows:
+attention takes these, but the gate would copy them."""
+
+
+def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Steps | None:
+    """The steps of a layer of these parts; None where they are not of the known kinds, or packed on one GPU. `norms`:
+    as in `ptq.fast.cpu_layer.layer_of`; there must be the first two alone."""
+    before = [norm for norm in norms[:2] if norm is not None]
+    kinds = [fast_steps.norm_kind(norm) for norm in before]
+    if len(before) < 2 or None in kinds or any(norm is not None for norm in norms[2:]):
+        return None
+    if fast_attention.kind_of(attention) is None or fast_steps.gate_of(mlp) != fast_steps.SILU:
+        return None
+    first = [attention._modules[name] for name in fast_attention.INPUTS]
+    *gated, down = (mlp._modules[name] for name in fast_steps.GATED)
+    if not all(stays_on_gpu(linear) for linear in (*first, *gated, down)):
+        return None
+    linears = cast(list[QuantLinear], [*first, *gated])
+    if not all(is_alike(linears[0], x) for x in linears[1:3]) or not is_alike(linears[3], linears[4]):
+        return None
+    gains = [cast(Tensor, norm._parameters["weight"]) for norm in before]  # no Parameter under functional_call
+    full = [(gain, *cast(tuple[float, float, bool], kind)) for gain, kind in zip(gains, kinds, strict=True)]
+    merged = merge(linears[:3]), merge(linears[3:])
+    return Steps(
+        attention, tuple(linears[:3]), (linears[3], linears[4]), cast(QuantLinear, down), (full[0], full[1]), merged
+    )
+
+
+def is_whole(steps: Steps) -> bool:
+    """Whether merged weights are still those of the linears: a model that was moved has others."""
+    return all(merged is None or merged.is_whole() for merged in steps.merged)
+
+
+def run(steps: Steps, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor | None:
+    """What the layer makes of x, with what else it was called with; None where its own code must do that."""
+    (first_norm, second_norm), attention = steps.norms, steps.attention
+    if torch.is_grad_enabled() or not matmul.is_gpu(x, first_norm[0], second_norm[0]):
+        return None  # attention alone may have what wants a gradient: a cache, an adapter
+    seen = torch.ops.ptq.norm_input(x, None, *first_norm, *steps.first[0].treatment())
+    with Given(x, dict(zip(steps.first, products(steps.first, steps.merged[0], seen, x, MERGED_ROWS[0]), strict=True))):
+        attended = attention(hidden_states=x, **others)[0]
+    total, *seen = torch.ops.ptq.norm_input(x, attended, *second_norm, *steps.gated[0].treatment())
+    gated = products(steps.gated, steps.merged[1], seen, x, MERGED_ROWS[1])
+    gate, up = (linear.finished(y, x.dtype) for linear, y in zip(steps.gated, gated, strict=True))
+    return total + fast_steps.down(steps.down, gate, up)
+
+
+def products(
+    linears: Sequence[QuantLinear], merged: Merged | None, seen: Sequence[Tensor], x: Tensor, most: int
+) -> Sequence[Tensor]:
+    """`QuantLinear.product_of` of each linear: of up to `most` tokens in one launch, where the weights are merged."""
+    if merged is not None and x.numel() <= most * x.shape[-1]:
+        return merged.products(seen, x.dtype)
+    return [linear.product_of(seen, x.dtype) for linear in linears]

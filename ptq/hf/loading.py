@@ -1,0 +1,105 @@
+"""Load a model to run it, plain or packed, with errors for people."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+import ptq.hf.plugin  # noqa: F401  (registers the plug-in that loads packed checkpoints)
+from ptq.errors import InputError, RunError
+from ptq.files import fp8_source, source
+from ptq.files.checkpoint import Checkpoint, read_config
+from ptq.reporting.contents import transformers_config
+
+TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""What the files of tokenizers are called."""
+
+
+def load_model(
+    model: str | Path, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> PreTrainedModel:
+    """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one; with whatever else
+    there is in the files, where they are those of a model that also sees or hears (`ptq.hf.text_model`). Weights that
+    were published in FP8 are what `quantize` reads them as (`ptq.files.fp8_source`).
+
+    Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
+    code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that is missing, which
+    transformers would fill with random numbers.
+    """
+    folder = source.resolve(str(model))
+    config = load_config(folder)
+    stored = config.dtype
+    if dtype is None and stored == torch.float16 and (device is None or device.type == "cpu"):
+        dtype = torch.float32
+    try:
+        kind, files = _files(folder, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+        loaded: Any = kind.from_pretrained(
+            **files,
+            dtype=dtype or "auto",
+            device_map=None if device is None or device.type == "cpu" else {"": device},  # kernels' layouts differ
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+        raise _error(str(model), error) from error
+    loaded, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise InputError(
+            f"{model}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]!r}"
+        )
+    return loaded
+
+
+def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
+    """The class of a model, which may be a text model `alone`, and what that class is to load: a folder; or config and
+    weights, where they were published in FP8."""
+    if fp8_source.stated(read_config(folder)[0]) is None:
+        kind = AutoModelForCausalLM if alone else AutoModelForMultimodalLM
+        return kind, {"pretrained_model_name_or_path": folder}
+    checkpoint, _ = fp8_source.dequantised(Checkpoint.open(folder))
+    config, weights = transformers_config(checkpoint), {name: checkpoint.read(name) for name in checkpoint.tensors}
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_MULTIMODAL_LM_MAPPING
+    return classes[type(config)], {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
+
+
+def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub name or `demo`. Raises InputError where none is there or loads."""
+    folder = source.resolve(str(model))
+    if not any(path for pattern in TOKENIZER for path in folder.glob(pattern)):
+        raise InputError(
+            f"{folder}: holds no tokenizer, without which a text cannot be read; put the model's tokenizer.json and "
+            "tokenizer_config.json there"
+        )
+    return _from_pretrained(AutoTokenizer, folder, "tokenizer")
+
+
+def load_config(model: str | Path) -> Any:
+    """The transformers config of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
+    read_config(source.resolve(str(model)))  # what is wrong with a folder, in plainer words than transformers'
+    return _from_pretrained(AutoConfig, model, "config")
+
+
+def _from_pretrained(kind: Any, model: str | Path, what: str) -> Any:
+    try:
+        return kind.from_pretrained(source.resolve(str(model)), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise _error(f"the {what} of {model}", error) from error
+
+
+def _error(what: str, error: Exception) -> InputError | RunError:
+    if isinstance(error, InputError | RunError):
+        return error
+    return InputError(f"{what} could not be loaded: {' '.join(str(error).split())}")

@@ -1,0 +1,230 @@
+"""The transformers plug-in: `import ptq`, and `AutoModelForCausalLM.from_pretrained` loads a packed checkpoint."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ptq.errors import InputError
+from ptq.fast import fast_decode
+from ptq.files.header import read_header
+from ptq.hf import experts, residual
+from ptq.kv.kv_cache import CacheQuantization, attach
+from ptq.layers import embedding
+from ptq.layers.linear import describe, swap
+from ptq.layers.packed_weight import PackedWeight
+from ptq.planning.plan import Plan
+
+QUANT_METHOD = "ptq"
+LAYOUT_VERSION = 1
+OPTIONAL = ("kv_cache", "residual_rotation")
+"""Keys of `quantization_config` that may be absent."""
+
+
+class PtqConfig(QuantizationConfigMixin):
+    """`quantization_config` of config.json: every quantised linear, explicitly, and the embedding, where it is.
+
+    `schemes` maps a name to {"format", "version", options..., "hadamard"?, "activation"?}; `linears` maps a module to a
+    scheme; `kv_cache` says how keys and values are cached, and is absent where they are not quantised;
+    `residual_rotation` is there where R1 runs at the ends of the model (`ptq.hf.residual`).
+    """
+
+    def __init__(
+        self,
+        schemes: Any = None,
+        linears: Any = None,
+        version: Any = LAYOUT_VERSION,
+        quant_method: str = QUANT_METHOD,
+        kv_cache: Any = None,
+        residual_rotation: Any = None,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(sorted(unknown))}")
+        if version != LAYOUT_VERSION:
+            raise InputError(
+                f"config.json: quantization_config has version {version!r}, this package reads {LAYOUT_VERSION}; "
+                "install the version of ptq that wrote the checkpoint"
+            )
+        if not isinstance(schemes, dict) or not isinstance(linears, dict):
+            raise InputError("config.json: quantization_config must hold the objects `schemes` and `linears`")
+        for name, scheme in linears.items():
+            if not isinstance(scheme, str) or scheme not in schemes:
+                raise InputError(f"config.json: quantization_config of {name}: no scheme is called {scheme!r}")
+            if not isinstance(schemes[scheme], dict):
+                raise InputError(
+                    f"config.json: quantization_config of {name}: expected an object, found {schemes[scheme]!r}"
+                )
+        self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]  (the enum is of built-in methods)
+        self.version = version
+        self.schemes: dict[str, Any] = schemes
+        self.linears: dict[str, str] = linears
+        self.kv_cache: dict[str, Any] | None = kv_cache
+        self.residual_rotation: dict[str, Any] | None = residual_rotation
+        self.cache()
+        self.residual()
+
+    @classmethod
+    def parse(cls, config: dict[str, Any]) -> "PtqConfig | None":
+        """What a config.json says; None where the model is not quantised. Raises InputError for another method."""
+        found = config.get("quantization_config")
+        if found is None:
+            return None
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if method != QUANT_METHOD:
+            raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq")
+        # Before the call: an entry called `self` would be an argument given twice.
+        known = {"schemes", "linears", "version", "quant_method", *OPTIONAL}
+        unknown = sorted(found.keys() - known)
+        if unknown:
+            raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(unknown)}")
+        return cls(**found)
+
+    @classmethod
+    def of(cls, plan: Plan) -> "PtqConfig":
+        """The config that describes a plan's result."""
+        entries = {linear.name: describe(linear) for linear in plan.rounded()}
+        turned = plan.online_residual
+        return cls.listing(
+            entries, plan.cache.as_dict() if plan.cache else None, residual.describe(turned) if turned else None
+        )
+
+    @classmethod
+    def listing(
+        cls,
+        entries: dict[str, dict[str, Any]],
+        kv_cache: dict[str, Any] | None,
+        residual_rotation: dict[str, Any] | None,
+    ) -> "PtqConfig":
+        """The config with an entry for every linear; equal ones become one scheme."""
+        schemes: dict[str, dict[str, Any]] = {}
+        linears: dict[str, str] = {}
+        for linear, entry in entries.items():
+            name = next((name for name, known in schemes.items() if known == entry), f"scheme{len(schemes)}")
+            schemes[name] = entry
+            linears[linear] = name
+        return cls(schemes, linears, kv_cache=kv_cache, residual_rotation=residual_rotation)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {key: value for key, value in super().to_dict().items() if key not in OPTIONAL or value is not None}
+
+    def cache(self) -> CacheQuantization | None:
+        """How the KV cache is quantised; None: not at all. Raises InputError for what it cannot mean."""
+        return None if self.kv_cache is None else CacheQuantization.parse(self.kv_cache)
+
+    def residual(self) -> str | None:
+        """The Hadamard construction of an R1 that runs at the ends of the model; None: there is none. Raises InputError
+        for what it cannot mean."""
+        return None if self.residual_rotation is None else residual.parse(self.residual_rotation)
+
+    def entries(self) -> dict[str, Any]:
+        """The scheme of every quantised linear, by module name. What a scheme says is checked by `linear.build`."""
+        return {name: self.schemes[scheme] for name, scheme in self.linears.items()}
+
+
+class PtqQuantizer(HfQuantizer):
+    """Puts a `QuantLinear` in the place of every linear that the config lists, and a `PackedEmbedding` in that of the
+    embedding; transformers then loads the bytes."""
+
+    requires_calibration = True  # packed checkpoints are made by `quantize`, never by from_pretrained
+    separated = False
+    """Whether the experts of the model are linears of their own."""
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        assert isinstance(self.quantization_config, PtqConfig)
+        entries = self.quantization_config.entries()
+        self.separated = experts.separate(model, experts.names_in(entries))
+        if self.separated:
+            model._can_compile_fullgraph = False  # which experts there are to run is asked of the tokens
+        replaced = {name: swap(model, own, entries[name]) for name, own in own_names(model, entries).items()}
+        embedding.tie(model)
+        if isinstance(model.get_input_embeddings(), embedding.PackedEmbedding):
+            model.resize_token_embeddings = MethodType(embedding.resize_token_embeddings, model)
+        ends, turned = {}, self.quantization_config.residual()
+        if turned is not None:
+            ends = residual.make_room(model, turned)
+            residual.install(model, turned)  # already, so that accelerate's hooks come around it
+        files = kwargs.get("checkpoint_files")
+        if files:
+            paths = [Path(file) for file in files]
+            check_files(replaced | ends, paths, f"{model.base_model_prefix}.")
+            if turned is None:
+                residual.refuse_unread(paths)
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        assert isinstance(self.quantization_config, PtqConfig)
+        if self.quantization_config.residual() is not None:
+            residual.check_loaded(model)
+        cache = self.quantization_config.cache()
+        if cache is not None:
+            attach(model, cache)
+        fast_decode.install(model)
+        for own in own_names(model, self.quantization_config.linears).values():
+            module = model.get_submodule(own)
+            assert isinstance(module, PackedWeight), own
+            module.prepack()  # one after the other, so that no two copies of the model are ever in memory
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """What transformers does to tensors between files and model: nothing is merged into experts that are apart."""
+        if not self.separated:
+            return weight_conversions
+        return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
+
+    def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+register_quantization_config(QUANT_METHOD)(PtqConfig)
+register_quantizer(QUANT_METHOD)(PtqQuantizer)
+
+
+def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
+    """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
+    "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
+    found, prefix = {name: experts.module_name(name) for name in names}, f"{model.base_model_prefix}."
+    outside = [name for name, own in found.items() if not own.startswith(prefix)]
+    if model.get_output_embeddings() is None and len(outside) == 1:
+        del found[outside[0]]
+    if hasattr(model, model.base_model_prefix):
+        return found
+    return {name: own.removeprefix(prefix) for name, own in found.items()}
+
+
+def check_files(modules: Mapping[str, nn.Module], files: list[Path], prefix: str) -> None:
+    """Check that the files hold every tensor of these modules, by their names there, in its shape and dtype; with
+    or without `prefix`, for transformers adds and removes it.
+
+    transformers would fill a missing tensor with random numbers and go on. Raises InputError.
+    """
+    # A checkpoint that was saved again may have the model's names in the place of the source's.
+    stored = {
+        experts.module_name(name.removeprefix(prefix)): info
+        for file in files
+        for name, info in read_header(file)[0].items()
+    }
+    for owner, module in modules.items():
+        for leaf, parameter in module.state_dict().items():
+            name = f"{owner}.{leaf}"
+            info = stored.get(experts.module_name(name.removeprefix(prefix)))
+            if info is None:
+                raise InputError(f"{files[0].parent}: tensor {name!r} is missing; the checkpoint is damaged")
+            if tuple(info.shape) != tuple(parameter.shape):
+                raise InputError(
+                    f"{files[0].parent}: tensor {name!r} has shape {list(info.shape)}, config.json says "
+                    f"{list(parameter.shape)}; the checkpoint is damaged"
+                )
+            packed = not (parameter.is_floating_point() and info.dtype.is_floating_point)
+            if packed and info.dtype != parameter.dtype:
+                raise InputError(f"{files[0].parent}: tensor {name!r} is {info.dtype}, expected {parameter.dtype}")

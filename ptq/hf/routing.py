@@ -1,0 +1,69 @@
+"""The choice of experts, told by one model to another.
+
+Two experts that a router likes almost equally change places when its input changes in the last bits, and a rotation
+changes these. A proof that compares two models must not stumble over that: the rotated model's routers are compared
+with the original's number by number, and then it is given the original's choices.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from ptq.hf.blocks import Part
+
+Choice = tuple[Tensor, ...] | Tensor
+"""What a router gives: its logits, or these first, then the weights and the numbers of the chosen experts."""
+
+
+class Routes:
+    """What the routers of a block have given, call by call."""
+
+    def __init__(self) -> None:
+        self.made: list[Choice] = []
+        self.again: list[Tensor] = []
+        """The logits of the other model's routers, in the same calls."""
+
+    def logits(self) -> Iterator[tuple[Float[Tensor, "1 t experts"], Float[Tensor, "1 t experts"]]]:
+        """Logits of the routers, call by call: of the model that took the choices, and of the one that made them. Empty
+        where no model has taken them."""
+        return ((found[None], _logits(self.made[call])[None]) for call, found in enumerate(self.again))
+
+
+@contextmanager
+def recorded(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[None]:
+    """Keep what the named routers of a block give."""
+
+    def keep(_: nn.Module, __: Any, choice: Choice) -> None:
+        routes.made.append(choice)
+
+    with _hooked(part, routers, keep):
+        yield
+
+
+@contextmanager
+def replayed(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[None]:
+    """Give what was kept in the place of what the named routers give, call by call; their own logits are kept too."""
+
+    def replace(_: nn.Module, __: Any, choice: Choice) -> Choice:
+        routes.again.append(_logits(choice))
+        return routes.made[len(routes.again) - 1]
+
+    with _hooked(part, routers, replace):
+        yield
+
+
+def _logits(choice: Choice) -> Float[Tensor, "t experts"]:
+    return choice if isinstance(choice, Tensor) else choice[0]
+
+
+@contextmanager
+def _hooked(part: Part, routers: Iterable[str], hook: Any) -> Iterator[None]:
+    handles = [part.module(name).register_forward_hook(hook) for name in routers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,1 @@
+"""Keys and values: the packed cache, attention over it, and room behind transformers' own cache."""

@@ -1,0 +1,233 @@
+"""Attention over quantised keys and values, as an attention function of transformers.
+
+`install` uses transformers' own doors. (1) An attention function of ours, under a name that spells the settings, with
+the masks of "sdpa" (AttentionInterface, AttentionMaskInterface): every model of the table calls it after RoPE. It
+quantises and dequantises plain keys and values (no cache, or somebody else's), and reads a `PackedCache` directly.
+(2) A forward hook in front of the base model makes a `PackedCache` where a cache is wanted and none is given, and
+checks the one that is given. (3) `generate` makes its cache before the first forward: the model object (not its
+class) gets a `_prepare_cache_for_generation` of its own that puts a `PackedCache` in the place of what transformers
+made. If a later transformers should stop calling it, results stay the same and only memory is lost, because of (1).
+
+The same codes are seen on every way: a plain tensor goes through the ops that fill the cache.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ptq.errors import InputError
+from ptq.kv.kv_cache import CacheQuantization
+from ptq.kv.kv_side import Side, rotate, row_starts
+from ptq.kv.packed_cache import PackedCache, Signature
+from ptq.kv.packed_layer import PackedStates
+from ptq.models.families import FAMILIES
+from ptq.models.model_shape import shape_of
+from ptq.ops import hadamard, kv_ops, prefill_attention
+from ptq.ops.op_declarations import refuse_forward_derivative, takes_forward_derivatives
+
+MAX_DECODE = 8
+"""So many query tokens are decoded over the packed cache; for more, it is dequantised once, for attention over
+plain keys and values."""
+
+SETTINGS = "ptq_cache_settings"
+"""Attribute of the base model: its `CacheQuantization`."""
+
+ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+"""What the base models of all families take, in their order."""
+
+
+def install(model: Any, settings: CacheQuantization) -> None:
+    """See `ptq.kv.kv_cache.attach`."""
+    config = model.config
+    check(config, settings)
+    _register(settings)
+    model.set_attn_implementation(implementation(settings))
+    base = model.base_model
+    if not hasattr(base, SETTINGS):
+        base.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    setattr(base, SETTINGS, settings)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = _refuse_continuous_batching
+
+
+def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
+    raise InputError(
+        "continuous batching has a KV cache of its own, in 16 bits, and the model's is quantised: use generate, or a "
+        "checkpoint that was made without --kv-bits, --key-bits and --value-bits"
+    )
+
+
+def _register(settings: CacheQuantization) -> None:
+    """Let transformers know the attention function for these settings."""
+    name = implementation(settings)
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, functools.partial(forward, settings))
+        AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def implementation(settings: CacheQuantization) -> str:
+    """The name of the attention function for these settings."""
+    rotation = "none" if settings.hadamard is None else settings.hadamard.replace(":", "_").replace(",", "_")
+    return f"ptq_k{settings.key_bits}_v{settings.value_bits}_{float(settings.clip)!r}_{settings.sinks}_{rotation}"
+
+
+def check(config: Any, settings: CacheQuantization) -> None:
+    """Raise InputError where the settings do not fit the model of a config."""
+    shape, family = shape_of(config), FAMILIES.get(config.model_type)
+    if settings.hadamard is not None and shape.head_dim % hadamard.order_of(settings.hadamard):
+        raise InputError(f"KV cache: the Hadamard matrix {settings.hadamard} does not divide head_dim {shape.head_dim}")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise InputError("KV cache: the model caps the logits of its attention, which the packed cache cannot do")
+    if family is not None and not family.plain_attention:
+        raise InputError("KV cache: the model's attention has sinks of its own, which the packed cache cannot do")
+    if family is not None and family.mixers:
+        raise InputError(
+            "KV cache: not all blocks of the model have plain attention, and the packed cache can do no other; "
+            "leave --kv-bits, --key-bits and --value-bits out"
+        )
+    for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
+        if getattr(config, name, None) is ahead:  # the former may be "vision": for images alone
+            raise InputError(
+                f"KV cache: {name} {ahead} in config.json: what a cache holds changes with tokens to come; leave "
+                "--kv-bits, --key-bits and --value-bits out"
+            )
+    if settings.sinks and _window(config) is not None:
+        raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window, None where the context never outgrows it."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    window = getattr(config, "sliding_window", None)
+    return None if window is None or window >= config.max_position_embeddings else window
+
+
+def forward(
+    settings: CacheQuantization,
+    module: torch.nn.Module,
+    query: Float[Tensor, "b q_heads t d"],
+    key: Any,
+    value: Any,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "b t q_heads d"], None]:
+    """The attention function. `key` and `value` are tensors, or both the `PackedStates` of a `PackedCache`."""
+    inputs = (query, *(key.new if isinstance(key, PackedStates) else (key, value)))
+    if takes_forward_derivatives():
+        refuse_forward_derivative(*inputs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+        with torch.no_grad():
+            found, _ = forward(settings, module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return _NoGradient.apply(found, *inputs), None  # pyright: ignore[reportReturnType]
+    query = rotate(query, settings)
+    if not isinstance(key, PackedStates):
+        key, value = quantized(key, value, settings, attention_mask)
+    else:
+        layer = key.layer
+        if layer.packed and query.shape[2] <= MAX_DECODE and _is_simple(attention_mask, query.shape[2]):
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            return layer.attend(query, attention_mask, scale), None
+        key, value = layer.read()
+    return prefill_attention.forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+class _NoGradient(torch.autograd.Function):
+    """The result of attention over quantised keys and values. Rounding has no gradient; what would come out without it
+    is a gradient that lacks keys and values, and nobody would notice."""
+
+    @staticmethod
+    def forward(ctx: Any, found: Tensor, *inputs: Tensor) -> Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError("ptq: there is no gradient through a quantised KV cache; take it through the original model")
+
+
+def _is_simple(mask: Tensor | None, tokens: int) -> bool:
+    return tokens == 1 if mask is None else mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1
+
+
+def quantized(
+    key: Float[Tensor, "b h t d"],
+    value: Float[Tensor, "b h t d"],
+    settings: CacheQuantization,
+    mask: Tensor | None,
+) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t d"]]:
+    """Keys, with R3, and values as a cache would give them back."""
+    batch = key.shape[0]
+    starts = key.new_zeros(batch, dtype=torch.long) if mask is None else row_starts(mask).expand(batch)
+    result = []
+    for x, bits, channel_major in (
+        (rotate(key, settings), settings.key_bits, False),
+        (value, settings.value_bits, True),
+    ):
+        seen = x
+        if bits < 16:
+            side = Side(x, bits, settings.clip, channel_major)
+            side.append(x, 0)
+            seen = side.read(x.shape[2])
+            if settings.sinks:
+                column = starts[:, None] + torch.arange(settings.sinks, device=x.device)
+                index = column.clamp(max=x.shape[2] - 1)[:, None, :, None]
+                sinks = x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])).float()
+                seen = kv_ops.place_sinks(seen, starts, sinks)
+        result.append(seen)
+    return result[0], result[1]
+
+
+def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make or check the cache of a forward of the base model."""
+    config, settings = base.config, getattr(base, SETTINGS)
+    if config._attn_implementation != implementation(settings):
+        raise InputError(
+            f"the attention implementation was changed to {config._attn_implementation!r}: the model has a quantised "
+            "KV cache and needs its own; do not call set_attn_implementation"
+        )
+    if not torch.compiler.is_compiling():
+        _register(settings)  # a model that was pickled has come to another process
+    kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+    cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    if cache is None and (config.use_cache if use_cache is None else use_cache):
+        cache = kwargs["past_key_values"] = PackedCache(config, settings)
+    if isinstance(cache, PackedCache):
+        wanted = Signature.of(config, settings)
+        if not torch.compiler.is_compiling() and cache.signature != wanted:
+            raise InputError(f"the PackedCache was made for another model, {cache.signature}; this one is {wanted}")
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, dict):  # by kind of attention, as `generate` makes it for a static cache
+            mask = next(iter(mask.values()))
+        cache.begin_rows(mask)
+    return (), kwargs
+
+
+def _prepare_cache_for_generation(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, batch_size: int, max_cache_length: int
+) -> None:
+    """As transformers does it, then a `PackedCache` in the place of a plain cache that nobody asked for by name."""
+    if generation_config.cache_implementation == "quantized":
+        raise InputError("the model's KV cache is quantised already: leave out cache_implementation='quantized'")
+    own = type(model)._prepare_cache_for_generation
+    own(model, generation_config, model_kwargs, mode, batch_size, max_cache_length)
+    made = model_kwargs.get("past_key_values")
+    if getattr(made, "_is_user_defined", False) or getattr(made, "offloading", False):
+        return
+    settings = getattr(model.base_model, SETTINGS)
+    if type(made) is DynamicCache:
+        model_kwargs["past_key_values"] = PackedCache(model.config, settings)
+    elif type(made) is StaticCache:
+        length = max(made.get_max_length(), max_cache_length)  # the former is a window's where all layers have one
+        model_kwargs["past_key_values"] = PackedCache(model.config, settings, length)

@@ -1,0 +1,92 @@
+"""How a model's KV cache is quantised: the settings, their entry in config.json, and `attach`, which turns it on.
+
+The settings alone are light to import; the cache itself is in `ptq.kv.packed_cache`, its ops are in `ptq.ops.kv_ops`.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ptq.errors import InputError
+from ptq.ops import hadamard
+
+VERSION = 1
+BITS = (2, 3, 4, 6, 8, 16)
+MAX_SINKS = 256
+_KINDS = {
+    "key_bits": (int,),
+    "value_bits": (int,),
+    "clip": (int, float),
+    "sinks": (int,),
+    "hadamard": (str, type(None)),
+}
+
+
+@dataclass(frozen=True)
+class CacheQuantization:
+    """Keys and values are quantised per token and head: unsigned codes, a scale and a minimum (asymmetric).
+
+    `key_bits`, `value_bits`: 2, 3, 4, 6 or 8; 16 leaves that side as it is. `clip` shrinks minimum and maximum
+    (QuaRot, arXiv 2404.00456, section 5: 0.95). The first `sinks` tokens of every row are kept as they are. `hadamard`
+    is the construction (ptq.ops.hadamard) of R3, which acts on every query and key after RoPE, block by block where its
+    order is smaller than the head; None for none. Raises InputError for a value out of range.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    clip: float = 0.95
+    sinks: int = 0
+    hadamard: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("key_bits", "value_bits"):
+            bits = getattr(self, name)
+            if bits not in BITS:
+                raise InputError(f"KV cache: {name} must be one of {', '.join(map(str, BITS))}, found {bits!r}")
+        if not 0 < self.clip <= 1:  # a NaN neither
+            raise InputError(f"KV cache: clip must be above 0 and at most 1, found {self.clip!r}")
+        if not 0 <= self.sinks <= MAX_SINKS:
+            raise InputError(f"KV cache: sinks must be a whole number from 0 to {MAX_SINKS}, found {self.sinks!r}")
+        if self.hadamard is not None:
+            hadamard.parse(self.hadamard)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of config.json: `parse` reads it."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def parse(cls, entry: Any) -> "CacheQuantization":
+        """What an entry of config.json says. Raises InputError for anything that `as_dict` cannot have written."""
+        where = "config.json: quantization_config: kv_cache"
+        if not isinstance(entry, dict):
+            raise InputError(f"{where}: expected an object, found {entry!r}")
+        if entry.get("version") != VERSION:
+            raise InputError(
+                f"{where} has version {entry.get('version')!r}, this package reads version {VERSION}; "
+                "install the version of ptq that wrote the checkpoint"
+            )
+        fields = {key: value for key, value in entry.items() if key != "version"}
+        if set(fields) != set(cls.__dataclass_fields__):
+            raise InputError(f"{where}: expected {', '.join(cls.__dataclass_fields__)}; found {', '.join(fields)}")
+        for name, value in fields.items():
+            if type(value) not in _KINDS[name]:
+                raise InputError(f"{where}: {name}: found {value!r}")
+        try:
+            return cls(**{**fields, "clip": float(fields["clip"])})
+        except (InputError, OverflowError) as error:  # the latter for an integer that no float can hold
+            raise InputError(f"{where}: {error}") from error
+
+
+def key_rotation(head_dim: int) -> str:
+    """The construction of R3 for heads of this size: Hadamard of the largest block that divides it."""
+    return hadamard.construction(hadamard.largest_block(head_dim))
+
+
+def attach(model: Any, settings: CacheQuantization) -> None:
+    """Make a transformers model see quantised keys and values everywhere: with its cache, with another, without any.
+
+    `generate` and `forward(use_cache=True)` then make a `ptq.kv.packed_cache.PackedCache` by themselves. Call it again
+    to change the settings. Raises InputError where the settings do not fit the model.
+    """
+    from ptq.kv import attention  # brings in transformers, which plans do not need
+
+    attention.install(model, settings)

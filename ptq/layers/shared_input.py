@@ -1,0 +1,251 @@
+"""Linears that are given the same tensor: q, k and v, or gate and up. What is done to it is done once, for few tokens.
+
+Nothing says beforehand which linears belong together. `attach` gives those of one parent module that treat their input
+alike a `SharedInput`, which watches them: where several in a row are called with the very same tensor object, the
+first of them from then on transforms, quantises and multiplies for all, in one call if the format can
+(`formats.Together`), and the others find their product ready. Each product is that of the linear alone, to the bit.
+
+Products wait in an entry of their own input: they are gone when they are taken, when the input is freed or changed in
+place, or when the linears are given another. A first linear whose followers do not come is not believed again. Inside
+`torch.inference_mode` tensors have no version: there, changing an input in place between two linears goes unnoticed.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ptq.layers.packed_weight import version
+from ptq.ops import matmul
+from ptq.ops.op_declarations import takes_forward_derivatives
+from ptq.weights.formats import IntegerInput, Together
+
+if TYPE_CHECKING:
+    from ptq.layers.linear import QuantLinear
+
+SOLO = 3
+"""A linear that was called alone so many times is not watched any more."""
+
+
+@dataclass
+class _Call:
+    """The input that was seen last: the linears that were called with it, and the products that wait for those which
+    will be."""
+
+    x: "weakref.ref[Tensor]"
+    version: int
+    called: list["QuantLinear"]
+    ready: dict["QuantLinear", Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Linears that were given the same tensor, in the order of their calls, with facts about them that are slow to find
+    out."""
+
+    members: tuple["QuantLinear", ...]
+    signs: tuple[Any, ...]
+    together: Together | None
+
+    @classmethod
+    def of(cls, members: Sequence["QuantLinear"]) -> "_Group":
+        format = members[0].format
+        one = isinstance(format, Together) and all(linear.format == format for linear in members)
+        return cls(tuple(members), _signs_of(members), format if one else None)  # pyright: ignore[reportArgumentType]
+
+
+class SharedInput:
+    """Watches the linears of one parent that treat their input alike, and shares the work between them."""
+
+    def __init__(self) -> None:
+        self._last: _Call | None = None
+        self._together: dict[QuantLinear, _Group] = {}
+        self._alone: dict[QuantLinear, int] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # copies and pickles learn anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        SharedInput.__init__(self)
+
+    def product(self, linear: "QuantLinear", x: Tensor) -> Tensor | None:
+        """The product of a linear before what it does to its output; None: compute it alone."""
+        last = self._last
+        if last is not None and last.x() is x:
+            found = last.ready.pop(linear, None)
+            if found is not None and last.version == version(x):
+                return found
+            last.called.append(linear)
+            return None
+        if not _is_eligible(x):
+            return None
+        if last is not None:
+            self._learn(last)
+        call = _Call(weakref.ref(x, self._forget), version(x), [linear])
+        group = self._together.get(linear)
+        products = None if group is None else _products(group, x)
+        if group is not None and products is not None:
+            call.ready = dict(zip(group.members, products, strict=True))
+        self._last = call
+        return call.ready.pop(linear, None)
+
+    def group(self, linears: Sequence["QuantLinear"]) -> _Group | None:
+        """What is known of exactly these linears; None where somebody listens to one of them."""
+        found = self._together.get(linears[0])
+        if found is None or len(found.members) != len(linears):
+            return None
+        for linear, member in zip(linears, found.members, strict=True):
+            if linear is not member or linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+                return None
+        return found
+
+    def _forget(self, gone: "weakref.ref[Tensor]", is_over: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_over():  # globals may be gone
+            return
+        last = self._last
+        if last is not None and last.x is gone:
+            self._last = None
+            self._learn(last)
+
+    def _learn(self, last: _Call) -> None:
+        first, *others = last.called
+        if last.ready:
+            self._together.pop(first, None)
+            self._alone[first] = SOLO
+        elif others and first not in self._together and self._alone.get(first, 0) < SOLO:
+            if len(set(last.called)) == len(last.called) and all(is_here(linear) for linear in last.called):
+                self._together[first] = _Group.of(last.called)
+        elif not others and first not in self._together:
+            self._alone[first] = self._alone.get(first, 0) + 1
+            if self._alone[first] >= SOLO:
+                first.shared = None
+
+
+class Given:
+    """Within it, and in this thread, linears that are called with x find their products ready, before what is done to
+    their outputs."""
+
+    def __init__(self, x: Tensor, ready: dict["QuantLinear", Tensor]) -> None:
+        self.x, self.ready, self.before = x, ready, HERE.given
+
+    def product(self, linear: "QuantLinear", x: Tensor) -> Tensor | None:
+        """See `SharedInput.product`."""
+        return self.ready.pop(linear, None) if x is self.x else None
+
+    def __enter__(self) -> None:
+        HERE.given = self
+
+    def __exit__(self, *error: Any) -> None:
+        HERE.given = self.before
+
+
+class _Here(threading.local):
+    given: Given | None = None
+
+
+HERE = _Here()
+"""The `Given` that this thread is in, if any."""
+
+
+def products(linears: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
+    """The products of one input with several linears, in one call if they are known to share it."""
+    shared = vars(linears[0]).get("shared")
+    group = None if shared is None else shared.group(linears)
+    if group is not None and all(linear.online.output is None for linear in linears) and _is_eligible(x):
+        found = _products(group, x)
+        if found is not None:
+            return found
+    return [linear(x) for linear in linears]
+
+
+def attach(model: nn.Module) -> None:
+    """Let the packed linears of a model share their inputs, parent by parent."""
+    from ptq.layers.linear import QuantLinear
+
+    for parent in model.modules():
+        left = [child for child in parent.children() if isinstance(child, QuantLinear) and is_here(child)]
+        while left:
+            first, *others = left
+            alike = [first, *(linear for linear in others if is_alike(first, linear))]
+            left = [linear for linear in others if linear not in alike]
+            if len(alike) > 1:
+                shared = SharedInput()
+                for linear in alike:
+                    linear.shared = shared
+
+
+def is_alike(a: "QuantLinear", b: "QuantLinear") -> bool:
+    """Whether two linears do the same to an input, and both or neither something to their output."""
+    if a.in_features != b.in_features or a.takes_integers != b.takes_integers:
+        return False
+    if (a.online.input, a.online.signs, a.online.activation) != (b.online.input, b.online.signs, b.online.activation):
+        return False
+    if (a.online.output is None) != (b.online.output is None):
+        return False
+    return not a.online.signs or torch.equal(a.get_parameter("weight_su"), b.get_parameter("weight_su"))
+
+
+def _signs_of(members: Sequence["QuantLinear"]) -> tuple[Any, ...]:
+    """What tells whether sign vectors have changed since they were compared."""
+    if not members[0].online.signs:
+        return ()
+    held = [linear._parameters["weight_su"] for linear in members]
+    return tuple((id(signs), version(signs)) for signs in held if signs is not None)
+
+
+def is_here(linear: "QuantLinear") -> bool:
+    """Whether the weight stays on the CPU: nothing brings it here for a call and takes it away after."""
+    parts = linear.parts().values()
+    return all(part.device.type == "cpu" for part in parts) and not hasattr(linear, "_hf_hook")
+
+
+def stays_on_gpu(linear: Any) -> bool:
+    """Whether a linear is packed, stays on a GPU, and takes its input as `ptq.ops.input_steps` gives it."""
+    from ptq.layers.linear import QuantLinear
+
+    if type(linear) is not QuantLinear or "forward" in vars(linear) or hasattr(linear, "_hf_hook"):
+        return False
+    takes = linear.online.activation is None or linear.takes_integers
+    return takes and all(matmul.on_gpu(part) for part in linear.parts().values())
+
+
+def _is_eligible(x: Tensor) -> bool:
+    if not 0 < x.numel() <= matmul.FEW_TOKENS * x.shape[-1] or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    derived = takes_forward_derivatives() or (torch.is_grad_enabled() and x.requires_grad)
+    return not derived and not torch.is_autocast_enabled("cpu")
+
+
+def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:
+    """The product of each linear; None where a weight has left, or signs have changed."""
+    members, together = group.members, group.together
+    first = members[0]
+    if first.online.signs and _signs_of(members) != group.signs:
+        return None
+    parts = [linear.parts() for linear in members]
+    if any(next(iter(part.values())).is_meta for part in parts):
+        return None
+    plain = first.online.output is None
+    dtype = x.dtype if plain else torch.float32
+    biases = [linear._parameters["bias"] if plain else None for linear in members]
+    if first.online.activation is not None and first.takes_integers:
+        q, scale = first.quantized_input(x)
+        found = None if together is None else together.linears_quantized(q, scale, parts, biases, dtype)
+        if found is not None:
+            return found
+        return [
+            cast(IntegerInput, linear.format).linear_quantized(q, scale, part, bias, dtype)
+            for linear, part, bias in zip(members, parts, biases, strict=True)
+        ]
+    seen = first.transform(x)
+    found = None if together is None else together.linears(seen, parts, biases)
+    if found is None:
+        found = [
+            linear.format.linear(seen, part, bias) for linear, part, bias in zip(members, parts, biases, strict=True)
+        ]
+    return found if found[0].dtype == dtype else [y.to(dtype) for y in found]

@@ -1,0 +1,243 @@
+"""The table of model families: one row of tensor names per Hugging Face `model_type`.
+
+A row says which tensor plays which part; how the parts act together (what reads and writes the residual stream, which
+linears share an input) is the same for all of them and is said once, in `ptq.planning.outline` and in the methods'
+planners. To add a family, add a row: docs/add-a-family.md. The tests in tests/test_families.py run over the whole
+table.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from ptq.errors import InputError
+from ptq.models.family import Experts, Family, LayerInputs, Mixer
+
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+
+GATED_SHARED_EXPERT = Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+SHARED_EXPERTS = Experts(shared="mlp.shared_experts", kept=("mlp.gate.e_score_correction_bias",))
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED_ATTENTION = Mixer(QKV, "self_attn.o_proj", kept=HEAD_NORMS)
+"""What attention gives is multiplied with a gate for each channel; the gates are rows of q_proj, too."""
+DELTA_NET = Mixer(
+    readers=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    output="linear_attn.out_proj",
+    gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    kept=tuple(f"linear_attn.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")),
+)
+"""Gated DeltaNet, a linear attention."""
+FUSED_DELTA_NET = replace(DELTA_NET, readers=("linear_attn.in_proj_qkvz",), gates=("linear_attn.in_proj_ba",))
+LATENT_ATTENTION = Mixer(
+    readers=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    output="self_attn.o_proj",
+    inside=("self_attn.q_b_proj", "self_attn.kv_b_proj"),
+    kept=("self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+)
+"""Multi-head latent attention (MLA) with queries of low rank."""
+FULL_QUERIES = Mixer(
+    readers=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+    output="self_attn.o_proj",
+    inside=("self_attn.kv_b_proj",),
+    kept=("self_attn.kv_a_layernorm.weight",),
+)
+"""MLA with queries from one full matrix."""
+MLA = (LATENT_ATTENTION, FULL_QUERIES)
+INDEXED_ATTENTION = replace(
+    LATENT_ATTENTION,
+    gates=("self_attn.indexer.wk", "self_attn.indexer.weights_proj"),
+    kept=(
+        *LATENT_ATTENTION.kept,
+        *(f"self_attn.indexer.{name}" for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")),
+    ),
+)
+"""MLA over the tokens that an indexer chooses. The indexer stays in 16 bits."""
+OWN_KEYS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
+GEMMA_4_ATTENTION = (
+    replace(GATED_ATTENTION, readers=("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj")),
+    replace(GATED_ATTENTION, readers=("self_attn.k_proj", "self_attn.q_proj")),
+    replace(GATED_ATTENTION, readers=("self_attn.q_proj",), kept=("self_attn.q_norm.weight",)),
+)
+"""Values are normed; some blocks take keys for values, others keys and values of an earlier block."""
+MAMBA2 = Mixer(
+    readers=("mamba.in_proj",),
+    output="mamba.out_proj",
+    kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
+)
+
+FAMILIES: dict[str, Family] = {
+    row.model_type: row
+    for row in (
+        *(
+            Family(model_type)
+            for model_type in (
+                "llama",
+                "mistral",
+                "ministral",
+                "ministral3",
+                "qwen2",
+                "smollm3",
+                "granite",
+                "seed_oss",
+                "internlm3",
+                "iquestcoder",
+                "cwm",
+            )
+        ),
+        Family("granite_swa", kept=("self_attn.sinks",), plain_attention=False),
+        *(Family(model_type, rope_interleaved=True) for model_type in ("ernie4_5", "helium")),
+        Family("qwen3", kept=HEAD_NORMS),
+        Family("hunyuan_v1_dense", kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight")),
+        *(
+            Family(
+                model_type,
+                attention_norm=None,
+                mlp_norm=None,
+                kept=(*HEAD_NORMS, *POST_NORMS),
+                rotate_residual=False,
+            )
+            for model_type in ("olmo2", "olmo3", "exaone4")
+        ),
+        Family("hyperclovax", kept=("post_norm1.weight", "post_norm2.weight"), rotate_residual=False),
+        Family(
+            "phi3",
+            query="self_attn.qkv_proj",
+            key="self_attn.qkv_proj",
+            value="self_attn.qkv_proj",
+            gate="mlp.gate_up_proj",
+            up="mlp.gate_up_proj",
+        ),
+        Family("glm", gate="mlp.gate_up_proj", up="mlp.gate_up_proj", rope_interleaved=True),
+        Family(
+            "glm4",
+            gate="mlp.gate_up_proj",
+            up="mlp.gate_up_proj",
+            kept=("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
+            rope_interleaved=True,
+            rotate_residual=False,
+        ),
+        Family("gemma", norm_offset=1.0),
+        Family("vaultgemma", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
+        Family(
+            "gemma2",
+            mlp_norm="pre_feedforward_layernorm",
+            kept=POST_NORMS,
+            norm_offset=1.0,
+            rotate_residual=False,
+        ),
+        Family(
+            "gemma3_text",
+            mlp_norm="pre_feedforward_layernorm",
+            kept=(*HEAD_NORMS, *POST_NORMS),
+            norm_offset=1.0,
+            rotate_residual=False,
+        ),
+        Family(
+            "gemma4_text",
+            mlp_norm="pre_feedforward_layernorm",
+            kept=(*POST_NORMS, "layer_scalar"),
+            rotate_residual=False,
+            mixers=GEMMA_4_ATTENTION,
+            own_keys=OWN_KEYS,
+            layer_inputs=LayerInputs(),
+            experts=Experts(
+                "router.proj",
+                "experts",
+                shared="mlp",
+                kept=(
+                    "router.scale",
+                    "router.per_expert_scale",
+                    "pre_feedforward_layernorm_2.weight",
+                    "post_feedforward_layernorm_1.weight",
+                    "post_feedforward_layernorm_2.weight",
+                ),
+                fused=True,
+            ),
+        ),
+        *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
+        Family(
+            "flex_olmo",
+            attention_norm=None,
+            mlp_norm=None,
+            kept=(*HEAD_NORMS, *POST_NORMS),
+            rotate_residual=False,
+            experts=Experts(),
+        ),
+        Family("qwen2_moe", experts=GATED_SHARED_EXPERT),
+        Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
+        Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
+        Family("solar_open", experts=SHARED_EXPERTS),
+        Family(
+            "mixtral",
+            experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+        ),
+        Family(
+            "minimax_m2",
+            kept=HEAD_NORMS,
+            experts=Experts(
+                "block_sparse_moe.gate",
+                "block_sparse_moe.experts",
+                gate="w1",
+                up="w3",
+                down="w2",
+                kept=("block_sparse_moe.e_score_correction_bias",),
+            ),
+        ),
+        Family(
+            "qwen3_next",
+            norm_offset=1.0,
+            mixers=(FUSED_DELTA_NET, GATED_ATTENTION),
+            experts=GATED_SHARED_EXPERT,
+        ),
+        Family("qwen3_5_text", norm_offset=1.0, mixers=(DELTA_NET, GATED_ATTENTION)),
+        Family(
+            "qwen3_5_moe_text",
+            norm_offset=1.0,
+            mixers=(DELTA_NET, GATED_ATTENTION),
+            experts=GATED_SHARED_EXPERT,
+        ),
+        *(Family(model_type, mixers=MLA) for model_type in ("minicpm3", "youtu")),
+        *(Family(model_type, mixers=MLA, experts=SHARED_EXPERTS) for model_type in ("deepseek_v3", "glm4_moe_lite")),
+        Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
+        Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
+        Family(
+            "lfm2",
+            final_norm="model.embedding_norm",
+            attention_norm="operator_norm",
+            mlp_norm="ffn_norm",
+            gate="feed_forward.w1",
+            up="feed_forward.w3",
+            down="feed_forward.w2",
+            mixers=(
+                Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight", "conv.conv.bias")),
+                Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
+            ),
+        ),
+        Family(
+            "granitemoehybrid",
+            gate="shared_mlp.input_linear",
+            up="shared_mlp.input_linear",
+            down="shared_mlp.output_linear",
+            mixers=(MAMBA2,),
+        ),
+    )
+}
+
+FOR_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
+"""Models that also read images, with text models of types of their own, and what these are for text alone."""
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The row of a model. Raises InputError for a `model_type` that has none, and for a classifier."""
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list) else ():
+        if str(name).endswith(("Classification", "QuestionAnswering")):
+            raise InputError(f"config.json: architectures says {name!r}: only models that generate text are supported")
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise InputError(
+            f"config.json: model_type {model_type!r} is not supported; known are {', '.join(sorted(FAMILIES))}. "
+            "A new one is a row of ptq/models/families.py: see docs/add-a-family.md"
+        )
+    return FAMILIES[model_type]

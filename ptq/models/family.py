@@ -1,0 +1,134 @@
+"""A row of the table of model families: which tensor plays which part (`ptq.models.families`; docs/add-a-family.md)."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
+
+    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. How
+    its product with a token becomes a choice of experts is left to the model's own code.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str | None = None
+    """The gated MLP beside the experts, which every token passes; None where there is none."""
+    shared_gate: str | None = None
+    """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
+    kept: tuple[str, ...] = ()
+    """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
+    fused: bool = False
+    """Whether models are published with all experts of a block in one tensor. That is then the only form in which
+    transformers reads plain experts, so they cannot be written one by one."""
+
+    @property
+    def linears(self) -> tuple[str, str, str]:
+        """What gate, up and down are called inside an expert."""
+        return self.gate, self.up, self.down
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A mixer: what mixes tokens in a block that has no plain attention, such as linear attention, a convolution, or
+    attention over a latent vector or with a gate. The fields name its linears, by what they read and write, and its
+    other tensors. What it computes between its linears is left to the model's own code.
+    """
+
+    readers: tuple[str, ...]
+    """Linears on the output of `Family.attention_norm`. A block that has the first one has this mixer."""
+    output: str
+    """The linear whose product is added to the residual stream."""
+    inside: tuple[str, ...] = ()
+    """Linears on inputs of their own."""
+    gates: tuple[str, ...] = ()
+    """Other linears on the output of that norm, with few rows, each of which decides for a whole head: they stay in
+    16 bits, as a router does."""
+    kept: tuple[str, ...] = ()
+    """Its other tensors, which no rotation touches; a bias (`.bias`) may be there or not."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """Names of what gives every block, beside the hidden states h, an input of its own for each token (Gemma 4). The
+    first three belong to the model, the others to every block: `output(act(gate(h)) * input)`, normed, is added to h.
+    """
+
+    embedding: str = "model.embed_tokens_per_layer"
+    """A table with a row for each token; a row holds one piece for every block."""
+    projection: str = "model.per_layer_model_projection"
+    """The linear that makes pieces of the same sizes from the embedded token, to be added to those of the table. It
+    stays in 16 bits, and so does `norm`, behind it."""
+    norm: str = "model.per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    output: str = "per_layer_projection"
+    kept: tuple[str, ...] = ("post_per_layer_input_norm.weight",)
+
+    @property
+    def made_by(self) -> tuple[str, str]:
+        """The tensors beside the embedding of which the inputs are made."""
+        return f"{self.projection}.weight", f"{self.norm}.weight"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Names of the parts of a decoder-only model: RMSNorm, rotary attention or another mixer, gated MLP.
+
+    Names of parts inside a block are relative to the block. The defaults are those of Llama. Query, key and value, and
+    gate and up, may name the same linear: a fused one, whose rows stand in this order.
+    """
+
+    model_type: str
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+    attention_norm: str | None = "input_layernorm"
+    """The norm whose output query, key and value read; None where they read the residual stream itself."""
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    attention_output: str = "self_attn.o_proj"
+    mlp_norm: str | None = "post_attention_layernorm"
+    """The norm whose output gate and up read; None where they read the residual stream itself."""
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    kept: tuple[str, ...] = ()
+    """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
+    kept_if: str | None = None
+    """A setting of config.json: models in which it is false have none of the tensors `kept`. None: all have them."""
+    norm_offset: float = 0.0
+    """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
+    rope_interleaved: bool = False
+    """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
+    rotate_residual: bool = True
+    """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
+    plain_attention: bool = True
+    """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
+    unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
+    """Tensors of a block that old checkpoints carry and no model reads."""
+    experts: Experts | None = None
+    """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
+    mixers: tuple[Mixer, ...] = ()
+    """What blocks may have in the place of query, key, value and attention_output: no R2 there, no packed KV cache."""
+    own_keys: tuple[str, ...] = ()
+    """Tensors that are not read in blocks which take keys and values over from an earlier block, where a checkpoint
+    holds them all the same."""
+    layer_inputs: LayerInputs | None = None
+    """The inputs that blocks have of their own, in those models of the family that have them
+    (`ModelShape.layer_input`)."""
+
+    def of(self, config: Any) -> "Family":
+        """The row as a model with this transformers config has it."""
+        return self if self.kept_if is None or getattr(config, self.kept_if) else replace(self, kept=())
+
+    @property
+    def norms_keys(self) -> bool:
+        """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
+        return any(name.endswith((".k_norm.weight", ".key_layernorm.weight")) for name in self.kept)

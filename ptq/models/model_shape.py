@@ -1,0 +1,198 @@
+"""The sizes of a model, read from its config.json."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ptq.errors import InputError, refused
+from ptq.models.state import Layout
+
+UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
+"""What configs call the number of blocks for multi-token prediction."""
+SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
+CHOSEN = ("num_experts_per_tok", "top_k_experts")
+"""And that of the experts which a token passes."""
+LARGEST = 2**31 - 1
+"""Of any size: what is searched for the divisors of an absurd one would not end."""
+LARGEST_CHUNK = 4096
+"""Tokens that a state space takes at once, 256 in practice: memory grows with the square of it."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes that a plan needs, read from config.json."""
+
+    hidden: int
+    intermediate: int
+    vocab: int
+    blocks: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: int
+    """Channels of a head that RoPE turns, the first ones."""
+    tied: bool
+    experts: int = 0
+    """Experts in a block that has any; 0: the model has none."""
+    experts_per_token: int = 0
+    expert_width: int = 0
+    """Width of one expert, as `intermediate` is that of an MLP."""
+    shared_width: int = 0
+    """Width of the MLP beside the experts, which every token passes."""
+    dense: frozenset[int] = frozenset()
+    """Blocks without experts, in a model that has some."""
+    without_keys: int = 0
+    """Number of blocks, the last ones, that take keys and values over from earlier blocks."""
+    wider: int = 1
+    """Width of the MLP of the blocks `without_keys`, in units of `intermediate`."""
+    layer_input: int = 0
+    """Channels of the input that every block has of its own (`ptq.models.family.LayerInputs`); 0: blocks have none."""
+    layer_vocab: int = 0
+    """Rows of the table from which `layer_input` is read."""
+    state: int = 0
+    """Channels of what travels between two blocks (`ptq.models.state`)."""
+    unread: int = 0
+    """Blocks behind the last one that a checkpoint may hold and a run leaves out: multi-token prediction."""
+
+    def has_experts(self, index: int) -> bool:
+        """Whether a block has experts in the place of one MLP."""
+        return self.experts > 0 and index not in self.dense
+
+    def has_keys(self, index: int) -> bool:
+        """Whether a block makes keys and values of its own."""
+        return index < self.blocks - self.without_keys
+
+    def width(self, index: int) -> int:
+        """The width of a block's MLP."""
+        return self.intermediate * (1 if self.has_keys(index) else self.wider)
+
+
+@refused("config.json: its sizes make no sense")
+def shape_of(config: Any) -> ModelShape:
+    """Sizes of a model from its transformers config: where blocks differ in the sizes of their attention, those of the
+    first. Raises InputError where they make no sense together."""
+    layout, blocks = Layout.of(config), _size(config, "num_hidden_layers")
+    if getattr(config, "is_heterogeneous", False):
+        config = config.per_layer_config[0]
+    heads = _size(config, "num_attention_heads")
+    kv_heads = heads if getattr(config, "num_key_value_heads", None) is None else _size(config, "num_key_value_heads")
+    hidden = _size(config, "hidden_size")
+    if getattr(config, "head_dim", None) is not None:
+        head_dim = _size(config, "head_dim")
+    elif hidden % heads == 0:
+        head_dim = hidden // heads
+    else:
+        raise InputError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    if heads % kv_heads:
+        raise InputError(f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    _check_settings(config, blocks)
+    layer_input = _size(config, LAYER_INPUT) if getattr(config, LAYER_INPUT, None) else 0
+    experts, without = _experts(config), hasattr(config, "intermediate_size")  # blocks without experts may be none
+    return ModelShape(
+        hidden=hidden,
+        intermediate=_intermediate(config) if without or not experts else experts["expert_width"],
+        vocab=_size(config, "vocab_size"),
+        blocks=blocks,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        rotary=_rotary(config, head_dim),
+        tied=bool(config.tie_word_embeddings),
+        without_keys=getattr(config, SHARED_KEYS, None) or 0,
+        wider=2 if getattr(config, "use_double_wide_mlp", False) else 1,
+        layer_input=layer_input,
+        layer_vocab=_size(config, "vocab_size_per_layer_input") if layer_input else 0,
+        state=layout.width,
+        unread=next((_size(config, key) for key in UNREAD if getattr(config, key, None)), 0),
+        **experts,
+    )
+
+
+def _check_settings(config: Any, blocks: int) -> None:
+    """Raise InputError for settings that no family is supported with, and for some that make no sense."""
+    if getattr(config, "clip_qkv", None) is not None:
+        raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
+    if not getattr(config, "use_post_norm", True):
+        raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
+    if hasattr(config, "mamba_chunk_size") and (chunk := _size(config, "mamba_chunk_size")) > LARGEST_CHUNK:
+        raise InputError(f"config.json: mamba_chunk_size must be {LARGEST_CHUNK} at most, found {chunk}")
+    thetas = getattr(config, "layer_rope_theta", None)
+    if thetas is not None and len(thetas) != blocks:
+        raise InputError(f"config.json: layer_rope_theta lists {len(thetas)} blocks, num_hidden_layers says {blocks}")
+    if getattr(config, SHARED_KEYS, None) and (shared := _size(config, SHARED_KEYS)) >= blocks:
+        raise InputError(f"config.json: {SHARED_KEYS} {shared}, but there are only {blocks} blocks")
+
+
+def _intermediate(config: Any) -> int:
+    """The width of an MLP: of Granite 4, of the one that every token passes; LFM 2 may make another one of it."""
+    width = _size(
+        config, "shared_intermediate_size" if hasattr(config, "shared_intermediate_size") else "intermediate_size"
+    )
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        width = 2 * width // 3
+        if (multiplier := config.block_ffn_dim_multiplier) is not None:
+            multiple = _size(config, "block_multiple_of")
+            width = -(-int(multiplier * width) // multiple) * multiple
+        if not 1 <= width <= LARGEST:
+            raise InputError(f"config.json: block_ffn_dim_multiplier {multiplier!r} makes MLPs of width {width}")
+    return width
+
+
+def _rotary(config: Any, head_dim: int) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("partial_rotary_factor", 1.0)
+    if not isinstance(factor, int | float) or not 0 < factor <= 1:
+        raise InputError(f"config.json: partial_rotary_factor must be above 0 and at most 1, found {factor!r}")
+    rotary = int(head_dim * factor)
+    return rotary + rotary % 2  # transformers has an angle for every two channels or what is left of them
+
+
+def _experts(config: Any) -> dict[str, Any]:
+    """The sizes of a mixture of experts; nothing where the config speaks of none."""
+    count = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    if count is None or not getattr(config, "enable_moe_block", True):
+        return {}
+    blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
+    per_token = next((name for name in CHOSEN if hasattr(config, name)), CHOSEN[0])
+    experts, chosen = _size(config, count), _size(config, per_token)
+    if chosen > experts:
+        raise InputError(f"config.json: {per_token} {chosen}, but there are only {experts} experts")
+    groups, chosen_groups = (getattr(config, key, None) or 1 for key in ("n_group", "topk_group"))
+    if experts % groups or chosen_groups > groups or (groups > 1 and experts // groups < 2):
+        raise InputError(
+            f"config.json: n_group {groups} and topk_group {chosen_groups} do not fit {experts} experts: a router "
+            "chooses groups of equal size, of two experts at least"
+        )
+    found = {
+        "experts": experts,
+        "experts_per_token": chosen,
+        "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
+        "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
+    }
+    if hasattr(config, "enable_moe_block"):  # the MLP that blocks have without experts, too
+        found["shared_width"] = _size(config, "intermediate_size")
+    elif hasattr(config, "shared_expert_intermediate_size"):
+        found["shared_width"] = _size(config, "shared_expert_intermediate_size")
+    elif hasattr(config, "n_shared_experts"):  # one MLP of the width of so many
+        found["shared_width"] = found["expert_width"] * _size(config, "n_shared_experts")
+    return found
+
+
+def has_experts(config: Any, index: int) -> bool:
+    """Whether a config with experts puts them into block `index`: it may list blocks with or without, say how many of
+    the first ones have none, or every how many blocks have them."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None:
+        return kinds[index] == "sparse"
+    if index < (getattr(config, "first_k_dense_replace", None) or 0):
+        return False
+    step = _size(config, "decoder_sparse_step") if hasattr(config, "decoder_sparse_step") else 1
+    return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % step == 0
+
+
+def _size(config: Any, key: str) -> int:
+    value = getattr(config, key, None)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"config.json: {key} must be a positive whole number, found {value!r}")
+    if value > LARGEST:
+        raise InputError(f"config.json: {key} must be {LARGEST} at most, found {value}")
+    return value

@@ -1,0 +1,59 @@
+"""What the ops `ptq::..._experts` of the formats have in common: the chosen experts of a block on up to four tokens.
+
+x [t, k]. `tokens` names a token for every row that is computed, those of one expert one after another: `counts[e]` rows
+for the expert e of the lists, none of which may be 0. Lists of weights hold all gates, then all ups, then all downs;
+`width` is the number of a gate's outputs. Row by row:
+
+    total[tokens[i]] += shares[i] * down_e(silu(gate_e x) * up_e x)
+
+with product and sum rounded to x's dtype each. The input of gate and up is quantised to `input_bits` (0: it is not);
+that of down goes through a Hadamard transform of `order` (0: none), and has bits of its own. All is done by the
+functions of the ops that do one step: the numbers are theirs to the bit.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ptq.ops.input_steps import treated
+from ptq.ops.op_declarations import declare
+
+ROWS = "Tensor x, int[] tokens, int[] counts, float[] shares"
+TREATMENTS = "int input_bits, float clip, Tensor[] factors, int order, int down_bits, float down_clip"
+
+
+def declare_experts(
+    op: str, weights: str, numbers: str, floats: Callable[..., Tensor], integers: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """Declare `ptq::<op>(x, tokens, counts, shares, weights ..., width, numbers ..., treatments ...)`. `weights` and
+    `numbers` are the parts of the schema that name the lists of tensors and the numbers of the format. `floats(x,
+    weight ..., n, numbers ...)` and `integers(q, q_scale, weight ..., n, numbers ..., dtype)` give one product.
+    Returns the reference."""
+    lists, count = weights.count("Tensor[]"), numbers.count(",") + 1
+
+    def reference(x, tokens, counts, shares, *rest):
+        parts, width, format = rest[:lists], rest[lists], rest[lists + 1 : lists + 1 + count]
+        input_bits, clip, factors, order, down_bits, down_clip = rest[lists + 1 + count :]
+        total, row = torch.zeros_like(x), 0
+
+        def product(into: tuple[Tensor, ...], place: int, n: int) -> Tensor:
+            weight = [part[place] if part else None for part in parts]
+            return (
+                floats(*into, *weight, n, *format) if len(into) == 1 else integers(*into, *weight, n, *format, x.dtype)
+            )
+
+        for expert, rows in enumerate(counts):
+            here = tokens[row : row + rows]
+            into = treated(x[here], None, [], 0, input_bits, clip)
+            gate, up = (product(into, place, width) for place in (expert, len(counts) + expert))
+            gated = treated(torch.ops.ptq.silu_mul(gate, up), None, factors, order, down_bits, down_clip)
+            y = product(gated, 2 * len(counts) + expert, x.shape[1])
+            for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
+                total[token] += (each.float() * share).to(x.dtype)
+            row += rows
+        return total
+
+    schema = f"({ROWS}, {weights}, int width, {numbers}, {TREATMENTS}) -> Tensor"
+    declare(op, schema, reference, lambda x, *_: x.new_empty(x.shape))
+    return reference

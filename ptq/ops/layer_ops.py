@@ -1,0 +1,132 @@
+"""Ops that do all that a decoder layer does to a decoded token of each row, one for each format of the weights.
+
+RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys, of each head or of all as one vector; rotary
+embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; times
+`residual_multiplier`; added to the layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`),
+down_proj; an RMSNorm; times the same; added again.
+
+Where lists have four weights and two inputs, the op ends in front of the second part.
+
+Lists:
+
+- `gains` and the numbers of the norms: before attention, before the MLP, of queries, of keys, behind attention, behind
+  the MLP. A gain of no elements is no norm.
+- The seven weights are those of q, k, v, o, gate, up and down. `biases` are empty, or one for each (of no elements:
+  none).
+- Inputs are four: that of q, k and v; of o; of gate and up; of down. Each goes through a Hadamard transform of its
+  order (0: none) behind the signs `su` (empty, or one vector for each), and is quantised to `input_bits` (0: it is
+  not), with its clip. `factors` are the dense factors of all transforms, `counts` how many each has.
+- The product of each weight is transformed back, with the signs `sv` behind; an order of 0 is none.
+- `cache`: keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.ops.kv_ops`), or these, and
+  `starts`, sink keys and sink values, which are only read.
+
+Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the bit. (On
+a decoded token, calling them one by one takes as long as half of the products of a 1 B model in 4 bits, and longer than
+those in 2 bits.)
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ptq.ops import kv_step as _kv_step  # noqa: F401 (registers the ops)
+from ptq.ops.input_steps import treated
+from ptq.ops.op_declarations import declare
+
+SCHEMA = (
+    "Tensor x, Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, "
+    "float[] clips, Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, "
+    "int[] back_counts, int[] back_orders, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
+    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier, bool gelu"
+)
+
+Products = Callable[..., list[Tensor]]
+"""products(input, biases, first, last, dtype, weights ...): those of weights [first, last) with an input of numbers
+(one tensor), or integers and scales; only of these in `dtype`. `biases` are empty, or one for each."""
+
+
+def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Tensor]:
+    """Declare `ptq::<op>`, whose last arguments are the `weights` of a schema. Returns the reference."""
+
+    def reference(*arguments: Any) -> Tensor:
+        return _layer(products, *arguments)
+
+    declare(op, f"({SCHEMA}, {weights}) -> Tensor", reference, lambda x, *rest: x.new_empty(x.shape))
+    return reference
+
+
+def one_by_one(op: str) -> Products:
+    """Products by `ptq::<op>_linear_tiled` and `ptq::<op>_linear_quantized`, where the weights are tiles, scales and n,
+    and then numbers."""
+
+    def products(seen, biases, first, last, dtype, tiles, scale, n, *numbers):
+        found = []
+        for place, i in enumerate(range(first, last)):
+            weight = tiles[i], scale[i], _bias_of(biases, place), n[i], *numbers
+            if len(seen) == 1:
+                found.append(getattr(torch.ops.ptq, f"{op}_linear_tiled")(*seen, *weight))
+            else:
+                found.append(getattr(torch.ops.ptq, f"{op}_linear_quantized")(*seen, *weight, dtype))
+        return found
+
+    return products
+
+
+def _bias_of(biases: list[Tensor], which: int) -> Tensor | None:
+    return biases[which] if biases and biases[which].numel() else None
+
+
+def _split(factors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
+    ends = [0]
+    for count in counts:
+        ends.append(ends[-1] + count)
+    return [factors[start:end] for start, end in pairwise(ends)]
+
+
+def _layer(
+    products, x, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
+    back_factors, back_counts, back_orders, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order,
+    scaling, residual_multiplier, gelu, *weights,
+):  # fmt: skip
+    inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
+
+    def norm(x: Float[Tensor, "b 1 k"], which: int) -> Float[Tensor, "b 1 k"]:
+        if not gains[which].numel():
+            return x
+        by_head = x.unflatten(-1, (-1, len(gains[which])))
+        numbers = eps[which], offset[which], bool(round_first[which])
+        return torch.ops.ptq.rms_norm(by_head, gains[which], *numbers).flatten(-2)
+
+    def added(x: Float[Tensor, "b 1 k"], y: Float[Tensor, "b 1 k"]) -> Float[Tensor, "b 1 k"]:
+        return x + (y if residual_multiplier == 1 else y * residual_multiplier)
+
+    def linears(x: Float[Tensor, "b 1 k"], site: int, first: int, last: int) -> list[Tensor]:
+        signs = su[site] if su else None
+        seen = treated(x, signs, inputs[site], orders[site], input_bits[site], clips[site])
+        if not back_orders[first]:
+            return products(seen, biases[first:last], first, last, x.dtype, *weights)
+        back = []
+        for i, y in enumerate(products(seen, [], first, last, torch.float32, *weights), first):
+            y = torch.ops.ptq.hadamard(y.float(), sv[i] if sv else None, outputs[i], back_orders[i], -1, True)
+            bias = _bias_of(biases, i)
+            back.append((y if bias is None else y + bias).to(x.dtype))
+        return back
+
+    q, k, v = linears(norm(x, 0), 0, 0, 3)
+    q, k = norm(q, 2), norm(k, 3)
+    if len(cache) == 2:
+        attended = torch.ops.ptq.decode_attention(q, k, v, cos, sin, *cache, before, scaling)
+    else:
+        numbers = before, *cache_bits, cache_clip, cache_factors, cache_order, scaling
+        sinks = cache[4:] or (None, None, None)
+        attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks)
+    y = added(x, norm(linears(attended, 1, 3, 4)[0], 4))
+    if len(orders) == 2:
+        return y
+    act = torch.ops.ptq.gelu_mul if gelu else torch.ops.ptq.silu_mul
+    gated = act(*linears(norm(y, 1), 2, 4, 6))
+    return added(y, norm(linears(gated, 3, 6, 7)[0], 5))

@@ -1,0 +1,84 @@
+"""The compiled kernels: found once, loaded once. Without them every op still runs, on its reference in plain torch.
+
+Ops are declared in Python (schema, fake kernel, reference); the libraries built from `csrc/` only register kernels for
+the CPU and CUDA dispatch keys, so loading one overrides the reference and nothing else has to know.
+"""
+
+import ctypes
+import functools
+import importlib.metadata
+import json
+import warnings
+from pathlib import Path
+
+import torch
+
+from ptq.ops import memory
+from ptq.startup import DISTRIBUTION
+
+CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")  # csrc/common/cpu_level.h
+_CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
+
+
+def _editable_folder(source: Path) -> Path | None:
+    """Where `pip install -e` put the libraries, if this very source tree is what was installed."""
+    try:
+        distribution = importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if not origin.get("dir_info", {}).get("editable") or origin.get("url") != source.as_uri():
+        return None
+    return Path(str(distribution.locate_file("ptq")))
+
+
+def _find(name: str) -> Path | None:
+    package = Path(__file__).resolve().parent
+    folders = [package, _editable_folder(package.parent)]
+    return next((f / name for f in folders if f is not None and (f / name).is_file()), None)
+
+
+@functools.cache
+def load() -> bool:
+    """Load the native libraries, once. Returns whether the CPU kernels are there; warns, once, when they are not.
+
+    A library that is there and cannot be loaded is an error (`OSError`): the build does not fit this torch.
+    """
+    cpu, gpu = _find(_CPU), _find(_CUDA)
+    if cpu is None:
+        warnings.warn(
+            "ptq: the native kernels are not built, so everything runs on slow references; "
+            "build them with `pip install --no-build-isolation .` (or `-e .`) in the source folder",
+            stacklevel=2,
+        )
+        return False
+    torch.ops.load_library(str(cpu))
+    memory.settle()
+    if gpu is not None and torch.version.cuda is not None and torch.cuda.is_available():
+        torch.ops.load_library(str(gpu))
+    return True
+
+
+def cuda() -> Path | None:
+    """The library of CUDA kernels, where it is built and torch has CUDA and a device (loads it); else None."""
+    return _find(_CUDA) if load() and torch.version.cuda is not None and torch.cuda.is_available() else None
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether CUDA tensors meet the CUDA kernels."""
+    return cuda() is not None
+
+
+def available() -> bool:
+    """Whether the native CPU kernels are built (loads them)."""
+    return load()
+
+
+def set_cpu_level(level: str | None) -> str:
+    """For tests: run CPU kernels at `level`, one of `CPU_LEVELS`, at most what this machine has; None for the best.
+
+    Returns the level now in use. Needs the native library.
+    """
+    library = ctypes.CDLL(str(_find(_CPU)))
+    return CPU_LEVELS[library.ptq_set_cpu_level(-1 if level is None else CPU_LEVELS.index(level))]

@@ -1,0 +1,86 @@
+"""Attention of a prompt over plain keys and values, on the CPU.
+
+`ptq::prefill_attention`: softmax(scaling q Kᵀ) V for q [b, heads * groups, t, d], keys [b, heads, s, d] and values
+[b, heads, s, value_d]; the result is [b, t, heads * groups, value_d]. `mask` is bool [b or 1, 1, t, s], False for what
+is not seen; `causal`: token i sees keys 0 to i. A row that sees nothing is 0. Scores, softmax and sums are float32;
+with bfloat16 the weights are rounded to it before they meet V, as torch does it. The same for any number of threads.
+torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies bfloat16 as such.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ptq.ops.matmul import is_plain
+from ptq.ops.op_declarations import declare
+
+FEW_ROWS = 32
+"""Query rows of a head of keys. For fewer, in float32, torch's attention is faster."""
+
+
+def prefill_attention(
+    q: Float[Tensor, "b q_heads t d"],
+    keys: Float[Tensor, "b h s d"],
+    values: Float[Tensor, "b h s value_d"],
+    mask: Bool[Tensor, "_ 1 t s"] | None,
+    causal: bool,
+    scaling: float,
+) -> Float[Tensor, "b t q_heads value_d"]:
+    """`ptq::prefill_attention` in plain torch."""
+    groups = q.shape[1] // keys.shape[1]
+    keys, values = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (keys, values))
+    y = torch.nn.functional.scaled_dot_product_attention(q, keys, values, mask, is_causal=causal, scale=scaling)
+    return y.transpose(1, 2).contiguous()
+
+
+def forward(
+    module: nn.Module,
+    query: Float[Tensor, "b q_heads t d"],
+    key: Float[Tensor, "_ h s d"],
+    value: Float[Tensor, "_ h s value_d"],
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Float[Tensor, "b t q_heads value_d"], None]:
+    """The attention function "sdpa" of transformers, through the op where that serves it."""
+    others = dropout or any(kwargs.get(name) is not None for name in ("position_bias", "cache", "softcap"))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if others or scale <= 0 or not _is_served(query, key, value, attention_mask):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, is_causal, **kwargs)
+    tokens = query.shape[2]
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = causal and attention_mask is None and tokens > 1
+    if causal:  # a static cache has room behind the prompt
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+    return torch.ops.ptq.prefill_attention.default(query, key, value, attention_mask, causal, scale), None
+
+
+def _is_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    same = query.shape[0] == key.shape[0] and _is_simple(mask, query.shape[0], query.shape[2], key.shape[2])
+    return same and not _is_slow(query, key) and is_plain(query, key, value)
+
+
+def _is_simple(mask: Tensor | None, batch: int, tokens: int, length: int) -> bool:
+    if mask is None:
+        return True
+    whole = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, tokens, length)
+    return whole and mask.dtype == torch.bool and mask.is_cpu and mask.stride(3) == 1
+
+
+def _is_slow(query: Tensor, key: Tensor) -> bool:
+    """Whether there are too few rows for what it takes to bring keys and values into panels, as floats."""
+    rows = query.shape[2] * query.shape[1] // key.shape[1]
+    return query.dtype == torch.float32 and rows < FEW_ROWS
+
+
+declare(
+    "prefill_attention",
+    "(Tensor q, Tensor keys, Tensor values, Tensor? mask, bool causal, float scaling) -> Tensor",
+    reference=prefill_attention,
+    fake=lambda q, keys, values, *rest: q.new_empty(q.shape[0], q.shape[2], q.shape[1], values.shape[3]),
+)

@@ -1,0 +1,110 @@
+"""The small steps between the products of a decoded token: RMSNorm, rotary embedding, attention over plain keys and
+values, and the gate of the MLP.
+
+Each does the arithmetic of the modules of transformers, which make two to fourteen ops of it:
+
+- `ptq::rms_norm`: x / sqrt(mean(x²) + eps) in float32, times offset + gain. `round_first` rounds to the dtype of x
+  before the gain (Llama and most others), else after it, once (OLMo 2; Gemma with offset 1). The sum of squares may
+  be added in another order than torch's: its last bit differs.
+- `ptq::rotary`: q and k [b, h, t, d] with cos and sin [b or 1, t, d], x cos + (-x₂, x₁) sin for the halves x₁, x₂ of d
+  (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX). Every product and sum is rounded to the dtype: equal to the
+  bit.
+- `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys, and
+  values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
+  its own token and all before it. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
+- `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
+  tanh (Hendrycks and Gimpel, arXiv 1606.08415).
+"""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from ptq.ops.op_declarations import declare_all
+
+SCHEMAS = {
+    "rms_norm": "(Tensor x, Tensor gain, float eps, float offset, bool round_first) -> Tensor",
+    "rotary": "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    "decode_attention": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+    "int before, float scaling) -> Tensor",
+    "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
+    "gelu_mul": "(Tensor gate, Tensor up) -> Tensor",
+}
+
+
+def rms_norm(
+    x: Float[Tensor, "*t k"], gain: Float[Tensor, " k"], eps: float, offset: float, round_first: bool
+) -> Float[Tensor, "*t k"]:
+    """`ptq::rms_norm` in plain torch."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    if round_first:
+        y = y.to(x.dtype).float()
+    return (y * (gain.float() + offset)).to(x.dtype)
+
+
+def rotary(
+    q: Float[Tensor, "b q_heads t d"],
+    k: Float[Tensor, "b h t d"],
+    cos: Float[Tensor, "_ t d"],
+    sin: Float[Tensor, "_ t d"],
+) -> tuple[Float[Tensor, "b q_heads t d"], Float[Tensor, "b h t d"]]:
+    """`ptq::rotary` in plain torch."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    turned = []
+    for x in (q, k):
+        first, second = x.chunk(2, -1)
+        turned.append((x * cos + torch.cat((-second, first), -1) * sin).contiguous())
+    return turned[0], turned[1]
+
+
+def decode_attention(
+    q: Float[Tensor, "b t q_width"],
+    k: Float[Tensor, "b t width"],
+    v: Float[Tensor, "b t width"],
+    cos: Float[Tensor, "_ t d"],
+    sin: Float[Tensor, "_ t d"],
+    keys: Float[Tensor, "b h room d"],
+    values: Float[Tensor, "b h room d"],
+    before: int,
+    scaling: float,
+) -> Float[Tensor, "b t q_width"]:
+    """`ptq::decode_attention` in plain torch."""
+    (b, h, _, d), t = keys.shape, q.shape[1]
+    query, key = rotary(q.view(b, t, -1, d).transpose(1, 2), k.view(b, t, h, d).transpose(1, 2), cos, sin)
+    keys[:, :, before : before + t] = key
+    values[:, :, before : before + t] = v.view(b, t, h, d).transpose(1, 2)
+    groups = query.shape[1] // h
+    seen = [x[:, :, : before + t].float().repeat_interleave(groups, 1) for x in (keys, values)]
+    score = query.float() * scaling @ seen[0].transpose(-1, -2)
+    later = torch.ones(t, before + t, dtype=torch.bool, device=q.device).triu(before + 1)
+    y = score.masked_fill(later, -torch.inf).softmax(-1) @ seen[1]
+    return y.transpose(1, 2).reshape(q.shape).to(q.dtype)
+
+
+def silu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
+    """`ptq::silu_mul` in plain torch."""
+    return torch.nn.functional.silu(gate) * up
+
+
+def gelu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
+    """`ptq::gelu_mul` in plain torch."""
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+REFERENCES = {
+    "rms_norm": rms_norm,
+    "rotary": rotary,
+    "decode_attention": decode_attention,
+    "silu_mul": silu_mul,
+    "gelu_mul": gelu_mul,
+}
+FAKES = {
+    "rms_norm": lambda x, gain, eps, offset, round_first: x.new_empty(x.shape),
+    "rotary": lambda q, k, cos, sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
+    "decode_attention": lambda q, *rest: q.new_empty(q.shape),
+    "silu_mul": lambda gate, up: gate.new_empty(gate.shape),
+    "gelu_mul": lambda gate, up: gate.new_empty(gate.shape),
+}
+
+declare_all(SCHEMAS, REFERENCES, FAKES)

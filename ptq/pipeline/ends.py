@@ -1,0 +1,71 @@
+"""The ends of a model, its embedding and its head: how a plan packs them, and their weights as a run reads them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from ptq.layers.embedding import RowFormat, row_format
+from ptq.layers.packed_weight import GUARD
+from ptq.planning.plan import Plan
+from ptq.weights import formats
+from ptq.weights.formats import Parts
+
+GROUPS = {8: (128, 64, 32), 6: (128, 64, 32), 4: (32,)}
+"""Group sizes by the bits: the first that divides the rows is taken; where none does, rows have one scale each. At 4
+bits smaller groups pay (docs/results.md)."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weight of the embedding or the head, plain or packed."""
+
+    tensors: dict[str, Tensor]
+    """Its tensors, by the last part of their names: `weight`, and `weight_<part>` of a packed one."""
+    entry: dict[str, Any] | None = None
+    """Its entry of `quantization_config`; None: the weight is plain."""
+
+    def rows(self, index: Int64[Tensor, " u"], k: int) -> Float[Tensor, "u k"]:
+        """Some rows of k numbers, as the embedding looks them up."""
+        if self.entry is None:
+            weight = self.tensors["weight"]
+            return weight[index.to(weight.device)]
+        format, parts = self._packed(k)
+        return format.rows(parts, index.to(parts["codes"].device), k)
+
+    def whole(self, k: int) -> Float[Tensor, "n k"]:
+        """All rows."""
+        if self.entry is None:
+            return self.tensors["weight"]
+        format, parts = self._packed(k)
+        return format.dequantize(parts, len(parts["codes"]), k)
+
+    def _packed(self, k: int) -> tuple[RowFormat, Parts]:
+        parts = {leaf.removeprefix("weight_"): t for leaf, t in self.tensors.items() if leaf != GUARD}
+        return row_format(self.entry, "the embedding", len(parts["codes"]), k), parts
+
+
+def plain(weight: Float[Tensor, "v k"]) -> Matrix:
+    """The matrix of a weight that is not packed."""
+    return Matrix({"weight": weight})
+
+
+def packed(plan: Plan, bits: int) -> Plan:
+    """The plan with embedding and head in integers of `bits` bits, rounded to the nearest; 16: the plan as it is."""
+    if bits == 16:
+        return plan
+    ends = {linear.name for linear in plan.ends()}
+
+    def group(k: int) -> int:
+        return next((size for size in GROUPS[bits] if k % size == 0), 0)
+
+    return replace(
+        plan,
+        linears=tuple(
+            replace(linear, format=formats.get("quarot/integer", bits=bits, group_size=group(linear.k)))
+            if linear.name in ends
+            else linear
+            for linear in plan.linears
+        ),
+    )

@@ -1,0 +1,218 @@
+"""Fine-tuning within a block (Tseng et al. 2024, arXiv:2402.04396, section 5): linears are rounded in turns, those that
+share an input together, and after every turn whatever can still move follows the output of the original block.
+
+    tuned/<block>-<turn>.safetensors        the block's tensors after a turn, and the losses of all turns
+    tuned/<block>-<turn>.epoch.safetensors  state of the training in a turn, after each epoch
+    tuned/<block>.json                      the block's tensors are in the shards; the losses
+
+What moves: weights that are not rounded yet, biases, norms, and the sign vectors of what is rounded. The input is what
+has left the packed blocks before, the target what leaves the original ones, so errors of earlier blocks are made up
+for; Hessians are taken anew in every turn (what both are worth: docs/results.md). Rounding and Hessians are shared out
+as ever, training is done by the first process alone; the others read its files.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ptq.files.shards import write_tensors
+from ptq.hf.blocks import Part
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
+from ptq.pipeline import finetune, tuned
+from ptq.pipeline.progress import Progress
+from ptq.pipeline.tuned import Trained, Values
+from ptq.planning.plan import LinearPlan
+
+if TYPE_CHECKING:
+    from ptq.pipeline.tasks import Tasks
+
+LOSSES = "losses."
+"""What losses are called in a turn's file, before the number of the turn and the name of the training."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One turn of a block."""
+
+    tasks: Tasks
+    index: int
+    number: int
+    rounded: list[LinearPlan]
+    """Before this turn."""
+    group: list[LinearPlan]
+    """What is rounded in it."""
+    left: list[LinearPlan]
+    """What is rounded later."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.index}-{self.number}"
+
+    @property
+    def file(self) -> Path:
+        return self.tasks.work / "tuned" / f"{self.key}.safetensors"
+
+
+def teach(tasks: Tasks, index: int, part: Part) -> None:
+    """Send the calibration rows through an original block: what leaves it is what its packed one is trained on."""
+    before = tasks.teacher if index else tasks.hidden
+    if not tasks.teacher.complete(index + 1):
+        chunks = before.files(index)
+        tasks.teacher.write(index + 1, len(chunks), lambda number: part.run(before.read(chunks[number])))
+
+
+def tune(tasks: Tasks, index: int, progress: Progress) -> None:
+    """Round and train a block."""
+    assert tasks.job.residual_rotation() is None and tasks.job.plan.cache is None
+    linears = list(tasks.job.plan.block(index))
+    tasks.round([linear for linear in linears if linear.statistics is None], None, progress, "")
+    if tasks.workers.agree(_mark(tasks, index).exists()):
+        return
+    turns, previous = finetune.turns(linears), None
+    for number, group in enumerate(turns):
+        before, left = ([linear for some in part for linear in some] for part in (turns[:number], turns[number + 1 :]))
+        turn = _Turn(tasks, index, number, before, group, left)
+        if not tasks.workers.agree(turn.file.exists()):
+            _take(turn, _start(turn) if previous is None else _read(previous, tasks.job.device), progress)
+        if tasks.workers.first:
+            tasks.hessians.drop(turn.key)
+            if previous is not None:
+                previous.unlink(missing_ok=True)
+        tasks.workers.wait()
+        previous = turn.file
+    if tasks.workers.first and previous is not None:
+        _settle(tasks, index, previous)
+    tasks.workers.wait()
+
+
+def _take(turn: _Turn, values: Values, progress: Progress) -> None:
+    """Round and train in one turn."""
+    tasks, index = turn.tasks, turn.index
+    block = tasks.job.plan.block(index)
+    part = _rewritten(turn, values)
+    if tasks.job.recipe.rounding != "nearest":
+        with progress.step(f"block {index}: Hessians", sum(linear.n * linear.k for linear in turn.group)):
+            tasks.hessians.take(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
+    tasks.round(turn.group, part, progress, turn.key)
+    del part
+    if tasks.workers.first:
+        with progress.training(sum(linear.n * linear.k for linear in block), tasks.job.plan.finetune_epochs) as tell:
+            _train(turn, values, tell)
+    tasks.workers.wait()
+
+
+def _start(turn: _Turn) -> Values:
+    """The block's tensors as the source has them, in float32, with sign vectors as they were drawn."""
+    job, tensors = turn.tasks.job, Values()
+    for linear in (*turn.rounded, *turn.group, *turn.left):
+        names = [f"{linear.name}.weight", f"{linear.name}.bias"]
+        tensors |= {name: job.tensor(name) for name in names if name in job.checkpoint.tensors}
+        tensors |= job.sign_tensors(linear)
+    tensors |= dict(job.norms_and_kept(f"{job.plan.layers}.{turn.index}."))
+    return tuned.read(job, tensors)
+
+
+def _read(file: Path, device: torch.device | str = "cpu") -> Values:
+    return {name: value.clone().to(device) for name, value in load_file(file).items()}
+
+
+def _rewritten(turn: _Turn, values: Values) -> Part:
+    """The block before the linears of a turn are rounded: those before it packed, its own rewritten, others plain."""
+    job, part = turn.tasks.job, turn.tasks.job.original_block(turn.index)
+    names = [name for name in values if not name.startswith(LOSSES) and part.holds(name)]
+    part.load({name: values[name] for name in names})
+    part.pack({linear.name: describe(linear) for linear in turn.rounded})
+    for linear in turn.rounded:
+        part.load(turn.tasks.written(f"{linear.name}."))
+    for linear in turn.group:
+        job.rotate_weight(linear, part)
+        if linear.activation is not None:
+            part.quantize_input(linear.name, linear.activation)
+    leaves, online = (INPUT_SIGNS, OUTPUT_SIGNS, "bias"), (*turn.rounded, *turn.group)
+    inside = [f"{linear.name}.{leaf}" for linear in online for leaf in leaves]
+    everything = tuned.shared(turn.rounded, values)
+    part.load(tuned.written(job, {name: everything[name] for name in inside if name in everything}))
+    return part
+
+
+def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
+    """Train in a turn whose linears are rounded."""
+    tasks, index, job = turn.tasks, turn.index, turn.tasks.job
+    rounded = [*turn.rounded, *turn.group]
+    part = _trainable(turn, rounded)
+    trained = _trained(turn, rounded, values)
+    chunks, targets = tasks.hidden.files(index), tasks.teacher.files(index + 1)
+    batches = finetune.split(len(chunks))
+    held = range(batches, len(chunks))
+    whole = sum(float(tasks.teacher.read(targets[number]).double().square().sum()) for number in held)
+
+    def loss(tensors: Values, number: int) -> Float[Tensor, ""]:
+        found = part.differentiated(tuned.shared(rounded, tensors), hidden=tasks.hidden.read(chunks[number]))
+        return (found - tasks.teacher.read(targets[number])).square().sum() / whole
+
+    def gradients(tensors: Values, number: int) -> float:
+        found = loss(tensors, number)
+        found.backward()
+        return float(found.detach()) * len(held)  # of one chunk, beside that of those held out
+
+    @torch.no_grad()
+    def held_out(tensors: Values) -> float:
+        return sum(float(loss(tensors, number)) for number in held)
+
+    role = turn.group[0].role
+    task = finetune.Task(
+        f"block {index} after {role}", job.recipe.seed, trained, gradients, held_out, batches, job.plan.finetune_epochs,
+        turn.file.with_name(f"{turn.key}.epoch.safetensors"),
+    )  # fmt: skip
+    best, losses = finetune.fit(task, tell)
+    for linear in turn.group:  # it is in the shards now
+        del values[f"{linear.name}.weight"]
+    found = {**values, **best, f"{LOSSES}{turn.number} {task.name}": torch.tensor(losses, dtype=torch.float64)}
+    write_tensors(turn.file, found, durable=False)
+    task.file.unlink()
+
+
+def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> Part:
+    """The block with its rounded weights frozen; the others are put in their places by `Part.differentiated`."""
+    part = turn.tasks.job.original_block(turn.index)
+    for linear in (*rounded, *turn.left):
+        part.take(f"{linear.name}.weight")
+    for linear in rounded:
+        tuned.freeze(part, [linear], turn.tasks.written(f"{linear.name}."))
+    return part
+
+
+def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str, Trained]:
+    share = finetune.rounding_error(map(turn.tasks.mark, turn.group))
+    found = tuned.vectors(turn.tasks.job, rounded, values, share)
+    for linear in turn.left:
+        name = f"{linear.name}.weight"
+        found[name] = tuned.matrix(values[name], torch.float32, share)
+    return found
+
+
+def _settle(tasks: Tasks, index: int, file: Path) -> None:
+    """Put what has been trained into the shards, and say so."""
+    values = _read(file)
+    found = [[name.partition(" ")[2], finetune.plain(values.pop(name))] for name in sorted(values) if LOSSES in name]
+    values = tuned.shared([linear for linear in tasks.job.plan.block(index) if linear.statistics], values)
+    tasks.place(_mark(tasks, index), tuned.written(tasks.job, values), {"losses": found})
+    file.unlink()
+
+
+def losses(tasks: Tasks, index: int) -> dict[str, list[float | None]]:
+    """The losses on held-out rows in all turns of a block, relative to the mean square of what they were to match."""
+    mark = _mark(tasks, index)
+    return dict(json.loads(mark.read_bytes())["losses"]) if mark.exists() else {}
+
+
+def _mark(tasks: Tasks, index: int) -> Path:
+    return tasks.work / "tuned" / f"{index}.json"

@@ -1,0 +1,293 @@
+"""A job: everything that the tasks of one run share, and the modules and tensors that they build from it."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+
+from ptq.errors import refused
+from ptq.files.checkpoint import Checkpoint, check_finite
+from ptq.hf import residual
+from ptq.hf.blocks import UNRUN, Part
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
+from ptq.layers.packed_weight import guard, stored_signs
+from ptq.models.family import Family
+from ptq.ops import hadamard
+from ptq.ops.matmul import FEW_TOKENS
+from ptq.pipeline import balance, rewrite
+from ptq.pipeline.ends import Matrix
+from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
+from ptq.recipe import Recipe
+from ptq.weights import formats
+
+PIECE_BYTES = 8 << 20
+"""Float64 bytes of a weight that are rewritten at a time, where its rows do not depend on each other: small enough for
+the allocator to use the same memory again. Fresh memory costs more than the rewriting itself."""
+
+
+Model = Literal["original", "rotated", "packed"]
+"""The three models of a run: the source, the source with norms folded and rotations fused, and the result."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to do with which model; pure data but for the open checkpoint."""
+
+    checkpoint: Checkpoint
+    config: Any
+    """The transformers config of the source."""
+    family: Family
+    recipe: Recipe
+    plan: Plan
+    signs: rewrite.Signs
+    device: torch.device
+    scales: dict[Balance | KeyBalance, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """The scale of the balance that was computed last."""
+    row_scales: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    """What `row_scale` has found, by linear."""
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor of the source. Raises InputError where it is not finite."""
+        tensor = self.checkpoint.read(name)
+        check_finite(name, tensor)
+        return tensor
+
+    def rewritten(self, linear: LinearPlan, dtype: torch.dtype) -> Tensor:
+        """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""
+        w = self.tensor(linear.source).to(self.device)
+        return self._rewrite(linear, w, self._gain(linear.norm) if linear.norm else None, dtype)
+
+    def rewritten_rows(self, linear: LinearPlan) -> Iterator[Float[Tensor, "r k"]]:
+        """`rewritten` in float32, some rows at a time: for the embedding and the head, where rows do not mix."""
+        gain = self._gain(linear.norm) if linear.norm else None
+        for piece in self.tensor(linear.source).split(max(1, PIECE_BYTES // (8 * linear.k))):
+            yield self._rewrite(linear, piece.to(self.device), gain, torch.float32)
+
+    def bias(self, linear: LinearPlan) -> Float64[Tensor, " n"] | None:
+        """The rewritten bias of a linear, or None where it has none."""
+        name = f"{linear.name}.bias"
+        if name not in self.checkpoint.tensors:
+            return None
+        parts, bias = linear.parts or (linear,), self.tensor(name).to(self.device)
+        pieces = zip(parts, bias.split([part.n for part in parts]), strict=True)
+        return torch.cat([rewrite.bias(part, piece, self.signs, self._factor(part)) for part, piece in pieces])
+
+    def sign_tensors(self, linear: LinearPlan) -> dict[str, Tensor]:
+        """The stored sign vectors of a linear that transforms its product back; none for others."""
+        if linear.online_output is None:
+            return {}
+        assert linear.online is not None, linear.name
+        sides = {INPUT_SIGNS: linear.online, OUTPUT_SIGNS: linear.online_output}
+        found = {}
+        for leaf, rotation in sides.items():
+            vector = rewrite.signs_of(rotation, self.signs)
+            vector = torch.ones(rotation.size).double() if vector is None else vector
+            if leaf == OUTPUT_SIGNS and linear.even_rows:
+                vector = vector * self.row_scale(linear).to(vector.device)
+            found[f"{linear.name}.{leaf}"] = stored_signs(vector)
+        return found
+
+    def row_scale(self, linear: LinearPlan) -> Float64[Tensor, " n"]:
+        """What the rows of a weight are divided by before they are rotated."""
+        if linear.name not in self.row_scales:
+            self.row_scales[linear.name] = balance.row_scale(self.tensor(linear.source).to(self.device))
+        return self.row_scales[linear.name]
+
+    def original_block(self, index: int, as_stored: bool = False) -> Part:
+        """A decoder block with the source's weights, in float32 or `as_stored`: see `Part.load`."""
+        part = self._part(index)
+        unused = set(self.plan.unused)
+        for name in self.checkpoint.tensors:
+            if name.startswith(part.prefix) and name not in unused:
+                part.load({name: self.tensor(name)}, as_stored)
+        return part
+
+    def rotate_block(self, index: int, part: Part) -> None:
+        """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
+        for linear in self.plan.block(index):
+            if not linear.rewritten and not linear.acts_online:
+                continue
+            bias = self.bias(linear)
+            self.rotate_weight(linear, part)
+            if bias is not None:
+                part.load({f"{linear.name}.bias": bias})
+        part.load(dict(self.norms_and_kept(part.prefix)))
+
+    def rotate_weight(self, linear: LinearPlan, part: Part) -> None:
+        """Rewrite the weight of a linear that a part holds."""
+        gain = self._gain(linear.norm) if linear.norm else None
+        weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
+        if linear.acts_online:
+            exact = replace(linear, format=formats.get("dense"), activation=None)
+            part.pack({linear.name: describe(exact)})
+            part.load({f"{linear.name}.weight": guard(), **self.sign_tensors(linear)})
+        part.load({dense_weight(linear): weight})
+
+    def quantize_inputs(self, index: int, part: Part) -> None:
+        """Quantise what a rewritten block is fed when it runs: the inputs of its linears, and its keys and values. It
+        is no longer equal to the original then; Hessians are taken of what it sees now."""
+        for linear in self.plan.block(index):
+            if linear.activation is not None:
+                part.quantize_input(linear.name, linear.activation)
+        part.quantize_cache(self.plan.cache)
+
+    def packed_block(self, index: int, tensors: dict[str, Tensor]) -> Part:
+        """A decoder block as it is written and runs, from its written tensors."""
+        part = self._part(index)
+        part.pack({linear.name: describe(linear) for linear in self.plan.block(index) if linear.format is not None})
+        part.quantize_cache(self.plan.cache)
+        part.load(tensors)
+        return part
+
+    @property
+    def embedding(self) -> LinearPlan:
+        """The plan of the embedding."""
+        linear = self.plan.linear(self.family.embedding)
+        assert linear is not None
+        return linear
+
+    @property
+    def embeddings(self) -> tuple[LinearPlan, ...]:
+        """The plans of all matrices of which a token has a row: of the embedding, and of what gives blocks inputs of
+        their own."""
+        return self.embedding, *(linear for linear in self.plan.ends() if linear.role == "layer_embedding")
+
+    @property
+    def head(self) -> LinearPlan:
+        """The plan of the head, or of the embedding where they are tied."""
+        return self.plan.linear(self.family.head) or self.embedding
+
+    @property
+    def lm_head(self) -> str:
+        """Name of the weight with which the model makes logits; no tensor of a checkpoint where it is tied."""
+        return f"{self.family.head}.weight"
+
+    @property
+    def final_norm(self) -> str:
+        """Name of the gain of the last norm."""
+        return f"{self.family.final_norm}.weight"
+
+    def embed(
+        self, matrices: Sequence[Matrix], ids: Int[Tensor, "batch t"], model: Model = "packed"
+    ) -> Float[Tensor, "batch t k"]:
+        """The state that enters the first block of a model, from the matrices of its `embeddings`; of the rotated one,
+        from those of the source. Only the rows in use become float32."""
+        used, places = ids.unique(return_inverse=True)
+        part = self._ends(model)
+        for linear, matrix in zip(self.embeddings, matrices, strict=True):
+            rows = matrix.rows(used, linear.k)
+            if model == "rotated":
+                rows = self._rewrite(linear, rows.to(self.device), None, torch.float32)
+            part.load({f"{linear.name}.weight": rows})
+        part.load({name: self.tensor(name) for name in self.layer_inputs})
+        with _running(model):  # row by row, as `probe.row_by_row`: blocks' own inputs are products
+            return torch.cat([part.embed(row) for row in places.to(self.device).split(1)])
+
+    @property
+    def layer_inputs(self) -> tuple[str, ...]:
+        """The other tensors of which a model makes the blocks' own inputs; none in most models."""
+        names = self.family.layer_inputs
+        return names.made_by if names is not None and len(self.embeddings) > 1 else ()
+
+    def logits(
+        self, matrix: Matrix, norm: Float[Tensor, " k"], state: Float[Tensor, "rows t w"], model: Model = "packed"
+    ) -> list[Float[Tensor, "1 t v"]]:
+        """Logits of every row from the state that leaves the last block of a model, its head matrix and the gain of its
+        last norm."""
+        part = self._ends(model)
+        if matrix.entry is not None:
+            part.pack({self.family.head: matrix.entry})
+        tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
+        part.load({**tensors, self.final_norm: norm}, as_stored=state.shape[1] <= FEW_TOKENS)
+        del matrix, tensors  # the largest of the model; the part may have it in float32
+        with _running(model):
+            return [part.logits(row) for row in state.split(1)]
+
+    def rewritten_norm(self) -> Tensor:
+        """The gain of the last norm, as the rotated model has it."""
+        return dict(self.norms_and_kept(self.final_norm))[self.final_norm]
+
+    def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
+        if not linear.rewritten:
+            return w.to(dtype)
+        result = torch.empty(len(w), linear.k, dtype=dtype, device=self.device)
+        sizes = [part.n for part in linear.parts] or len(w)
+        for part, rows, into in zip(linear.parts or (linear,), w.split(sizes), result.split(sizes), strict=True):
+            self._rewrite_into(into, part, rows, gain)
+        return result
+
+    def _rewrite_into(self, result: Tensor, linear: LinearPlan, w: Tensor, gain: Tensor | None) -> None:
+        order = linear.output.order if linear.output is not None else 1  # rows mix within blocks of this size
+        rows = max(1, PIECE_BYTES // (8 * linear.k * order)) * order
+        factor, row_scale = self._factor(linear), self.row_scale(linear) if linear.even_rows else None
+        for start in range(0, len(w), rows):
+            piece = slice(start, start + rows)
+            result[piece] = rewrite.weight(linear, w[piece], gain, self.signs, start, factor, row_scale)
+
+    def _factor(self, linear: LinearPlan) -> Float64[Tensor, " c"] | None:
+        """What the balance of a linear multiplies its rows or columns with."""
+        if linear.balance is None:
+            return None
+        if linear.balance not in self.scales:
+            self.scales.clear()  # two linears want it, one after the other
+            self.scales[linear.balance] = balance.scale_of(linear.balance, self._read, self.plan.norm_offset)
+        return balance.factor(linear, self.scales[linear.balance])
+
+    def _gain(self, norm: str) -> Float64[Tensor, " k"]:
+        """What a norm of the source multiplies with."""
+        return self.tensor(norm).to(self.device).double() + self.plan.norm_offset
+
+    def _read(self, name: str) -> Tensor | None:
+        return self.tensor(name).to(self.device) if name in self.checkpoint.tensors else None
+
+    def residual_rotation(self) -> Rotation | None:
+        """R1, as the embedding applies it."""
+        return self.plan.online_residual or self.embedding.input
+
+    def residual_signs(self) -> dict[str, Tensor]:
+        """The tensors of an R1 that acts when the model runs; none where it is fused, or there is none."""
+        if self.plan.online_residual is None:
+            return {}
+        vector = rewrite.signs_of(self.plan.online_residual, self.signs)
+        assert vector is not None
+        return dict.fromkeys(residual.tensors(self.family), stored_signs(vector))
+
+    def _ends(self, model: Model) -> Part:
+        """A part without a block, for the embedding and the head of a model."""
+        part = self._part(None)
+        if model != "original" and self.plan.online_residual is not None:
+            construction = hadamard.construction(self.plan.online_residual.order)
+            residual.make_room(part.model, construction)
+            residual.install(part.model, construction)
+            part.load(self.residual_signs())
+        return part
+
+    def _part(self, index: int | None) -> Part:
+        return Part(self.config, self.family, index, self.device)
+
+    def _float32(self, name: str) -> Tensor:
+        return self.tensor(name).float().to(self.device)
+
+    def norms_and_kept(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """The tensors with a prefix that are no linear's, as they are written, in float32."""
+        for name in self.plan.unit_norms:
+            if name.startswith(prefix):
+                shape = self.checkpoint.tensors[name].shape
+                yield name, torch.full(shape, 1 - self.plan.norm_offset, device=self.device)
+        for name in self.plan.kept:
+            if name.startswith(prefix):
+                yield name, self._float32(name)
+
+
+def _running(model: Model) -> AbstractContextManager[None]:
+    """Around what transformers makes of a model: of the original, its settings alone are to blame for an error."""
+    return refused(UNRUN) if model == "original" else nullcontext()
+
+
+def dense_weight(linear: LinearPlan) -> str:
+    """Name of the weight of a linear that `Job.rotate_block` has rewritten."""
+    return f"{linear.name}.weight_dense" if linear.acts_online else f"{linear.name}.weight"

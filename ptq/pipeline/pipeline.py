@@ -1,0 +1,276 @@
+"""`quantize`: from a model and a recipe to a checkpoint that is proven, whole and in its place."""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Float64, Int
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ptq import engine, methods
+from ptq.engine import Workers
+from ptq.errors import InputError, RunError
+from ptq.files import fp8_source, source
+from ptq.files.checkpoint import Checkpoint
+from ptq.files.lock import exclusive, lock_file
+from ptq.hf import experts, text_model
+from ptq.kv import attention
+from ptq.models.families import family_of
+from ptq.models.family import Family
+from ptq.models.model_shape import shape_of
+from ptq.ops import memory
+from ptq.pipeline import ends, finetune_full, preflight, proof, token_rows
+from ptq.pipeline.ends import plain
+from ptq.pipeline.job import Job
+from ptq.pipeline.progress import Progress, without_kernel_hints
+from ptq.pipeline.tasks import Tasks
+from ptq.pipeline.work import RECORD, Record, open_work, read_record, remove_finished_work, remove_work, rounded_before
+from ptq.pipeline.writer import (
+    check_folders,
+    complete,
+    file_hashes,
+    is_finished,
+    partial_folder,
+    put_in_place,
+    shards_of,
+    write_record,
+    written_tensors,
+)
+from ptq.planning.plan import Plan, check_claims, check_tensors
+from ptq.recipe import Recipe, RunOptions
+from ptq.reporting import report
+from ptq.reporting.contents import as_turned, check_promised, parameter_shapes, summary, transformers_config
+from ptq.statistics import calibration, outliers
+
+DEFAULTS = RunOptions()
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that can be quantised, and the plan for it."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    family: Family
+    plan: Plan
+
+
+def plan(model: str, recipe: Recipe) -> Target:
+    """The plan for a model, from its config and its headers alone; no weight is read.
+
+    Raises InputError for a model that is missing, damaged, quantised already (FP8 is read), of an unknown family, or
+    with a tensor which the plan does not account for.
+    """
+    checkpoint = Checkpoint.open(source.resolve(model))
+    checkpoint, notes = text_model.alone(checkpoint)
+    checkpoint, more = fp8_source.dequantised(checkpoint)
+    family = family_of(checkpoint.config)
+    checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
+    config = transformers_config(checkpoint)
+    family, shape = family.of(config), shape_of(config)
+    if shape.experts and family.experts is None:
+        raise InputError(
+            f"config.json: {shape.experts} experts in a block: {family.model_type} is supported without experts alone"
+        )
+    if shape.blocks > len(checkpoint.tensors):  # before anything is built that large
+        raise InputError(
+            f"config.json: num_hidden_layers {shape.blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"
+        )
+    if shape.experts * (shape.blocks - len(shape.dense)) > len(checkpoint.tensors):
+        raise InputError(
+            f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
+        )
+    plan = methods.planner(recipe.method)(as_turned(shape, config), family, recipe, checkpoint.tensors)
+    plan = ends.packed(plan, recipe.embedding_bits)
+    experts.check_loadable(plan, family)
+    if plan.cache is not None:
+        attention.check(config, plan.cache)
+    promised = parameter_shapes(config)
+    check_promised(plan, checkpoint.tensors, promised)
+    check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
+    check_tensors(plan, checkpoint.tensors, promised)
+    return Target(checkpoint, config, family, replace(plan, notes=(*notes, *more, *plan.notes)))
+
+
+def estimate(target: Target, model: str, recipe: Recipe) -> preflight.Estimate:
+    """What a run will need on this machine. Raises InputError for rows that are longer than the model's limit."""
+    sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
+    return preflight.estimate(target.plan, shape_of(target.config), _resolved(recipe, model, target.config), sizes)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run has made."""
+
+    out: Path
+    bits_per_weight: float | None
+    """Bits of the quantised linears, scales and padding included, per weight; None where nothing is quantised."""
+    nbytes: int
+    """Bytes of all tensors."""
+    rotation_error: float
+    """Relative difference of the rotated model's logits from the original's, in float32."""
+    kl: float
+    """Mean KL divergence of the packed model from the original over the probe tokens, nats per token. Where there was
+    no text, these are a few random ones, and it only says that the model runs."""
+    top1: float
+    """Share of probe tokens after which both models expect the same token."""
+
+
+def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOptions = DEFAULTS) -> Result:
+    """Quantise `model` into the folder `out`; the same call continues a run that was interrupted. Started by torchrun,
+    processes share the work, and all of them return the result.
+
+    Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
+    """
+    with engine.workers() as workers, without_kernel_hints():
+        return _quantize(
+            plan(str(model), recipe), str(model), Path(out).expanduser().absolute(), recipe, options, workers
+        )
+
+
+def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: RunOptions, workers: Workers) -> Result:
+    work = Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
+    device = _device(options.device, workers)
+    asked, recipe = recipe, _resolved(recipe, model, target.config)
+    rows, probe = token_rows.choose(target.plan, shape_of(target.config).vocab, recipe, target.checkpoint.folder)
+    used = (probe,) if rows is None else (rows, probe)
+    tokens = calibration.fingerprint(*used) if recipe.calibration else None
+    record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)
+    workers.check_same(record.as_dict()["fingerprint"], record.version, limit=len(list(target.plan.block(0))))
+    _check_tied(target)
+    if workers.agree(is_finished(out, record)):
+        if workers.first:
+            _tidy(out, work, record)
+        return read_result(out)
+    check_folders(out, work, target.checkpoint.folder)
+    needs = estimate(target, model, recipe)
+    preflight.check(needs, work, out, workers.local_count)
+    workers.wait()  # the others have looked at the folders too
+    job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
+    calibrated, visible = rows is not None, options.progress and workers.first
+    kept = memory.kept(memory.SMALL_BYTES if calibrated else memory.ALL_BYTES)
+    alone = exclusive(out, work) if workers.first else nullcontext()
+    with alone, kept, Progress(target.plan, calibrated, visible) as progress:
+        if workers.first:
+            open_work(work, record, options.restart and not workers.again)
+        warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows)
+        for note in (*target.plan.notes, *warnings, str(needs)):
+            progress.say(note)
+        if done := rounded_before(work, target.plan):
+            progress.say(done)
+        tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
+        _run(tasks, rows, probe, progress)
+        if workers.first:
+            _finish(tasks, record, out, model if options.report else None)
+            remove_work(work)
+    workers.wait()
+    return read_result(out)
+
+
+def _tidy(out: Path, work: Path, record: Record) -> None:
+    """Remove what a run has left that was killed after its result was in place; unless another run is at work there."""
+    if any(path.exists() for path in (work, lock_file(out), lock_file(work))):
+        with suppress(InputError, RunError), exclusive(out, work):
+            remove_finished_work(work, record)
+
+
+def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows t"], progress: Progress) -> None:
+    """Every task in its order."""
+    tasks.ends(progress)
+    if tasks.workers.first:
+        tasks.probe.start(probe, [tasks.matrix(linear) for linear in tasks.job.embeddings])
+    if rows is not None:
+        tasks.embed(rows)
+    memory.give_back()  # the embedding is by far the largest weight
+    for index in range(tasks.first_block(rows is not None), tasks.job.plan.blocks):
+        tasks.block(index, rows is not None, progress)
+    if tasks.job.plan.finetune == "full":
+        assert rows is not None
+        finetune_full.tune(tasks, rows, progress)
+
+
+def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
+    """Complete, prove and rename the checkpoint; with a report on `model` if that is named."""
+    job, folder = tasks.settled(tasks.job.plan.linears), tasks.shards.folder
+    memory.give_back()
+    ids = tasks.probe.states(0)["ids"]
+    packed, agreement, positions = _agreement(tasks, ids)
+    complete(job, tasks.shards)
+    written = Checkpoint.open(folder)
+    proof.account(written, set(written_tensors(job)))
+    with ThreadPoolExecutor(1) as other:
+        hashes = other.submit(file_hashes, folder)
+        proof.reload(written, job, ids[:1], packed)
+    result = Result(out, summary(written).bits_per_weight, written.nbytes, **asdict(agreement))
+    found = {key: value for key, value in asdict(result).items() if key != "out"}
+    if model is not None:
+        before, after = tasks.probe.outliers()
+        made = report.build(
+            model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
+            source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
+            positions=positions if record.calibration else None,
+            text=f"calibration text {record.recipe['calibration']}", trainings=tasks.trainings(),
+        )  # fmt: skip
+        report.write(made, folder)
+    write_record(folder, record, tasks.log(), tasks.trainings(), found, hashes.result())
+    put_in_place(folder, out)
+
+
+def _agreement(
+    tasks: Tasks, ids: Int[Tensor, "rows t"]
+) -> tuple[Float[Tensor, "1 t v"], proof.Agreement, Float64[Tensor, "3 rows t-1"]]:
+    """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
+    job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
+    gain = job.tensor(job.final_norm)
+    logits = {
+        "original": job.logits(plain(job.tensor(job.head.source)), gain, states["original"], "original"),
+        "rotated": job.logits(
+            plain(job.rewritten(job.head, torch.float32)), job.rewritten_norm(), states["rotated"], "rotated"
+        ),
+        "packed": job.logits(tasks.matrix(job.head), tasks.shards.read(job.final_norm), states["packed"]),
+    }
+    rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))
+    agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
+    positions = torch.cat([outliers.by_position(original, packed, row) for original, _, packed, row in rows], dim=1)
+    return logits["packed"][0], agreement, positions
+
+
+def _check_tied(target: Target) -> None:
+    """Raise InputError for a head that the config ties to the embedding and that is stored with other numbers."""
+    head, embedding = f"{target.family.head}.weight", f"{target.family.embedding}.weight"
+    if head in target.plan.unused and not torch.equal(target.checkpoint.read(head), target.checkpoint.read(embedding)):
+        raise InputError(
+            f"tensor {head!r} differs from the embedding, to which config.json ties it; "
+            "set tie_word_embeddings to false there if the head is the model's own"
+        )
+
+
+def read_result(out: Path) -> Result:
+    """The result of a finished run."""
+    return Result(out, **read_record(out / RECORD)["result"])
+
+
+def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
+    """The recipe with its defaults that depend on the model."""
+    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    length = recipe.sequence_length or min(2048, limit)
+    if length > limit:
+        raise InputError(f"--sequence-length {length}: the model's limit is {limit} positions")
+    text = recipe.calibration
+    if text is None and model == "demo":
+        text = str(source.resolve(model) / "calibration.txt")
+    return replace(recipe, sequence_length=length, calibration=text)
+
+
+def _device(name: str, workers: Workers) -> torch.device:
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device must be auto, cpu or cuda, found {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", workers.local_rank % torch.cuda.device_count())

@@ -1,0 +1,108 @@
+"""Proofs that end every run: what was written is read again, run, and compared with what was measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ptq.errors import InputError, RunError
+from ptq.files.checkpoint import Checkpoint
+from ptq.hf.blocks import Part
+from ptq.hf.plugin import PtqConfig
+from ptq.pipeline.ends import Matrix
+from ptq.pipeline.job import Job
+
+LOGITS_TOLERANCE = 1e-3
+"""Relative float32 difference of logits above which a rotation is called wrong; right ones stay near 1e-6."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How tokens of the probe come out of the three models."""
+
+    rotation_error: float
+    """Largest relative difference of a token's logits, the rotated model's from the original's."""
+    kl: float
+    """Mean KL divergence of the packed model from the original, nats per token."""
+    top1: float
+    """Share of probe tokens whose most likely successor is the same."""
+
+
+def together(rows: Sequence[Agreement]) -> Agreement:
+    """The agreement over rows of the same length."""
+    count = len(rows)
+    kl, top1 = sum(row.kl for row in rows) / count, sum(row.top1 for row in rows) / count
+    return Agreement(max(row.rotation_error for row in rows), kl, top1)
+
+
+def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"]) -> float:
+    """The largest relative difference of a token. Over all tokens at once, one with a massive activation, as the first
+    often has, would hide the others."""
+    found, expected = found.double(), expected.double()
+    difference = (found - expected).norm(dim=-1)
+    relative = difference / expected.norm(dim=-1)
+    return relative.masked_fill(difference == 0, 0.0).max().item()  # zeros leave a block where a token's row is zeros
+
+
+def compare(
+    original: Float[Tensor, "b t v"], rotated: Float[Tensor, "b t v"], packed: Float[Tensor, "b t v"]
+) -> Agreement:
+    """Compare logits. Raises RunError where the rotated model is not the original, or the packed one is not finite;
+    InputError where the original is not."""
+    never = original.isneginf() & rotated.isneginf() & packed.isneginf()  # tokens that the model rules out
+    if not (original.isfinite() | never).all():
+        raise InputError(
+            "the original model's logits are not finite: a number in config.json is wrong, or the weights are damaged"
+        )
+    error = largest_error(rotated.masked_fill(never, 0.0), original.masked_fill(never, 0.0))
+    if not error < LOGITS_TOLERANCE:  # also where it is NaN
+        raise RunError(
+            f"the rotated model's logits differ from the original's by {error:.1e} (relative), so there is no result; "
+            "please report it"
+        )
+    if not (packed.isfinite() | never).all():
+        raise RunError("the packed model's logits are not finite, so there is no result; please report it")
+    p, q = original.double().log_softmax(-1), packed.double().log_softmax(-1)
+    kl = torch.where(never, 0.0, p.exp() * (p - q)).sum(-1).mean().item()
+    return Agreement(error, kl, (original.argmax(-1) == packed.argmax(-1)).double().mean().item())
+
+
+def account(checkpoint: Checkpoint, expected: set[str]) -> None:
+    """Check that a written checkpoint holds exactly the tensors that the plan promises. Raises RunError."""
+    wrong = sorted(expected ^ set(checkpoint.tensors))
+    if wrong:
+        raise RunError(f"{checkpoint.folder}: the written checkpoint lacks, or has one too many of, {wrong[0]!r}")
+
+
+def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Float[Tensor, "b t v"]) -> None:
+    """Run a written checkpoint part by part, from its own files and its own config.json, and compare its logits with
+    those that the run measured, to the bit. Raises RunError."""
+    packed = PtqConfig.parse(checkpoint.config)
+    entries = packed.entries() if packed else {}
+    kept = job.residual_signs() | {name: job.tensor(name) for name in job.layer_inputs}
+    for name, tensor in kept.items():
+        if not torch.equal(checkpoint.read(name), tensor):
+            raise RunError(f"{checkpoint.folder}: the written tensor {name!r} is not that of the run; please report it")
+    hidden = job.embed([_matrix(checkpoint, linear.name, entries) for linear in job.embeddings], ids)
+    for index in range(job.plan.blocks):
+        part = Part(job.config, job.family, index, job.device)
+        part.pack({name: entry for name, entry in entries.items() if name.startswith(part.prefix)})
+        part.quantize_cache(packed.cache() if packed else None)
+        part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
+        hidden = part.run(hidden)
+    gain = checkpoint.read(job.final_norm)
+    found = job.logits(_matrix(checkpoint, job.head.name, entries), gain, hidden)
+    if not torch.equal(torch.cat(found), logits):
+        raise RunError(
+            f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run "
+            "has written to the same OUT meanwhile, --restart begins again, otherwise please report it"
+        )
+
+
+def _matrix(checkpoint: Checkpoint, name: str, entries: dict[str, dict[str, Any]]) -> Matrix:
+    """The embedding or the head of a written checkpoint."""
+    names = (tensor for tensor in checkpoint.tensors if tensor.startswith(f"{name}.weight"))
+    return Matrix({tensor.rpartition(".")[2]: checkpoint.read(tensor) for tensor in names}, entries.get(name))

@@ -1,0 +1,72 @@
+"""The tokens of a run: the calibration rows, and the probe, which passes through the original, the rotated and the
+packed model."""
+
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from ptq.errors import InputError
+from ptq.hf.loading import load_tokenizer
+from ptq.pipeline.preflight import needs_hessians, needs_text
+from ptq.pipeline.tasks import FINETUNE_CHUNKS
+from ptq.planning.plan import Plan
+from ptq.recipe import Recipe
+from ptq.statistics import calibration
+from ptq.statistics.clip_search import is_searched
+
+PROBE_ROWS, PROBE_LENGTH = 4, 256
+"""Rows of text, of at most so many tokens."""
+PROBE_LOGITS = 1 << 23
+"""Most logits of a probe row: rows are shorter where the vocabulary is large."""
+LEAST_TOKENS = 16
+"""Tokens of a probe row of text, however large the vocabulary."""
+RANDOM_TOKENS = 4
+"""The probe where there is no text: so few are multiplied at the speed of memory (`matmul.FEW_TOKENS`)."""
+
+
+def choose(
+    plan: Plan, vocab: int, recipe: Recipe, model: Path
+) -> tuple[Int[Tensor, "samples t"] | None, Int[Tensor, "rows probe"]]:
+    """Token ids: the calibration rows, or None where the recipe needs none, and the probe, which are other rows of the
+    same text if it has any, and random tokens where there is no text. `recipe.sequence_length` must be known.
+
+    Raises InputError where there is no text and it is needed, for too little text, for a tokenizer of another model.
+    """
+    needed = needs_text(plan, recipe)
+    if recipe.calibration is None:
+        if needed:
+            raise InputError(_without_text(plan, recipe))
+        generator = torch.Generator().manual_seed(recipe.seed)
+        return None, torch.randint(vocab, (1, RANDOM_TOKENS), generator=generator)
+    if plan.finetune != "none" and recipe.samples < FINETUNE_CHUNKS:
+        raise InputError(
+            f"--finetune needs at least {FINETUNE_CHUNKS} calibration rows, so that some can be held out; found "
+            f"--samples {recipe.samples}"
+        )
+    assert recipe.sequence_length is not None
+    length = recipe.sequence_length if needed else min(recipe.sequence_length, PROBE_LENGTH)
+    samples = recipe.samples if needed else PROBE_ROWS
+    rows = calibration.load_rows(recipe.calibration, load_tokenizer(model), samples, length, recipe.seed, PROBE_ROWS)
+    if int(rows.max()) >= vocab:
+        raise InputError(f"{model}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
+    probe = rows[samples:] if len(rows) > samples else rows[:PROBE_ROWS]
+    return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
+
+
+def _without_text(plan: Plan, recipe: Recipe) -> str:
+    solved = recipe.rounding != "nearest" and needs_hessians(plan, recipe)
+    readers = {"choose --rounding nearest": recipe.rounding.upper()} if solved else {}
+    readers |= {"leave out --finetune": "fine-tuning"} if plan.finetune != "none" else {}
+    readers |= {"leave out --activation-clip search": "--activation-clip search"} if is_searched(plan) else {}
+    ways, (reader, *_) = list(readers), readers.values()
+    return (
+        f"{reader} needs text: name some with --calibration (a .txt or .jsonl file, wikitext2, c4, or a hub dataset), "
+        f"or {' and '.join(ways)}"
+    )
+
+
+def _probe_length(vocab: int) -> int:
+    """Tokens of a probe row: its logits in three models are compared in float64."""
+    return max(LEAST_TOKENS, min(PROBE_LENGTH, PROBE_LOGITS // vocab))

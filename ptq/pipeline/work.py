@@ -1,0 +1,181 @@
+"""The work folder: which run it belongs to, and the record of that run."""
+
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from ptq.errors import InputError
+from ptq.files.checkpoint import UNFINISHED
+from ptq.files.shards import remove_leftovers, write_json
+from ptq.pipeline import rewrite
+from ptq.planning.plan import Plan
+from ptq.recipe import Recipe
+
+RECORD = "ptq.json"
+"""The record inside a finished checkpoint."""
+ROWS = ("seed", "samples", "sequence_length", "calibration")
+"""What chooses the calibration rows, beside the text."""
+
+
+def package_version() -> str:
+    """Versions of this package and of what computes; part of every fingerprint: another one may round otherwise."""
+    try:
+        own = version("ptq-toolkit")
+    except PackageNotFoundError:  # a source checkout that was never installed
+        own = "unknown"
+    return f"ptq {own}, torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What made a checkpoint. Stored in the work folder and, with the results of the run, in the checkpoint."""
+
+    recipe: dict[str, Any]
+    source: str
+    """`Checkpoint.identity` of the model that was quantised."""
+    calibration: str | None
+    """SHA-256 of the calibration tokens."""
+    version: str
+    signs: dict[str, str]
+    """Every sign vector, as hexadecimal digits of its bits: 1 is -1, least significant bit first."""
+
+    @classmethod
+    def of(cls, recipe: Recipe, plan: Plan, source: str, calibration: str | None) -> "Record":
+        """The record of a new run: draws the signs."""
+        signs = {name: _to_hex(rewrite.draw_signs(name, length, recipe.seed)) for name, length in plan.signs.items()}
+        plain = json.loads(json.dumps(recipe.as_dict()))
+        if plain["calibration"] is not None and Path(plain["calibration"]).is_file():
+            plain["calibration"] = Path(plain["calibration"]).name  # where a file lay is nobody's business
+        return cls(plain, source, calibration, package_version(), signs)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON form, with the fingerprint of everything else."""
+        content = {
+            "recipe": self.recipe,
+            "source": self.source,
+            "calibration": self.calibration,
+            "version": self.version,
+            "signs": self.signs,
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return {**content, "fingerprint": digest}
+
+    def sign_vectors(self, plan: Plan) -> rewrite.Signs:
+        """The sign vectors as int8 tensors of +-1."""
+        return {name: _from_hex(self.signs[name], length) for name, length in plan.signs.items()}
+
+
+def open_work(folder: Path, record: Record, restart: bool) -> None:
+    """Make the work folder of a run, or continue the one that is there.
+
+    Raises InputError where it holds another run (the difference is named) or something that is no run at all.
+    """
+    path = folder / UNFINISHED
+    if restart and path.exists():
+        remove_work(folder)
+    if not path.exists():
+        _check_empty(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, record.as_dict())
+        return
+    differences = compare(record, read_record(path))
+    if differences:
+        raise InputError(
+            f"{folder}: holds unfinished work of another run ({'; '.join(differences)}); "
+            "repeat that command to finish it, or pass --restart to throw it away"
+        )
+    for inside in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
+        remove_leftovers(inside)
+
+
+def _check_empty(folder: Path) -> None:
+    """Raise InputError where a folder holds more than the half-written record of a run that was killed at once."""
+    names = [] if not folder.exists() else [e.name for e in folder.iterdir()] if folder.is_dir() else [folder.name]
+    if any(not name.startswith(f"{UNFINISHED}.") for name in names):
+        raise InputError(
+            f"{folder}: holds something that is not unfinished work of ptq; name another folder with --work"
+        )
+
+
+def rounded_before(folder: Path, plan: Plan) -> str | None:
+    """How many linears of a run are rounded already, in words; None where it begins."""
+    names = [linear.name for linear in plan.rounded()]
+    done = sum((folder / "linears" / f"{name}.json").exists() for name in names)
+    return f"continues: {done} of {len(names)} linears are done" if done else None
+
+
+def remove_contents(folder: Path) -> None:
+    """Remove everything in a work folder but its record."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != UNFINISHED:
+            entry.unlink()
+
+
+def remove_work(folder: Path) -> None:
+    """Remove a work folder, its record last: whatever is left by a crash is still known as ours."""
+    remove_contents(folder)
+    shutil.rmtree(folder)
+
+
+def remove_finished_work(folder: Path, record: Record) -> None:
+    """Remove the work folder of a run that was killed after its result was in place."""
+    path = folder / UNFINISHED
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if empty or path.is_file() and not compare(record, read_record(path)):
+        remove_work(folder)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a run, in its work folder or in its result. Raises InputError for a file that is none."""
+    unfinished = path.name == UNFINISHED
+    way = "pass --restart, or remove the folder" if unfinished else "fetch the checkpoint again, or quantise again"
+    try:
+        record = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: not a record of a ptq run ({error}); {way}") from error
+    if not isinstance(record, dict) or not isinstance(record.get("recipe"), dict):
+        raise InputError(f"{path}: not a record of a ptq run; {way}")
+    return record
+
+
+def compare(new: Record, stored: dict[str, Any]) -> list[str]:
+    """What differs between a run and a stored record, one sentence part each; empty where they are the same run."""
+    mine = new.as_dict()
+    if mine["fingerprint"] == stored.get("fingerprint"):
+        return []
+    theirs = stored["recipe"]
+    if theirs.get("method") != mine["recipe"]["method"]:
+        return [f"another method, {theirs.get('method')}"]
+    keys = sorted(mine["recipe"].keys() | theirs.keys())
+    found = [
+        f"{k}: {theirs.get(k)!r} -> {mine['recipe'].get(k)!r}" for k in keys if theirs.get(k) != mine["recipe"].get(k)
+    ]
+    names = {"source": "the model has changed", "calibration": "the calibration data has changed"}
+    if any(theirs.get(key) != mine["recipe"].get(key) for key in ROWS):
+        del names["calibration"]  # other rows of what may be the same text
+    found += [text for key, text in names.items() if mine[key] != stored.get(key)]
+    if mine["version"] != stored.get("version"):
+        found.append(f"{stored.get('version')} -> {mine['version']}")
+    return found or ["its record has been edited"]
+
+
+def _to_hex(signs: Tensor) -> str:
+    bits = (signs < 0).to(torch.uint8)
+    padded = torch.cat([bits, bits.new_zeros(-len(bits) % 8)]).view(-1, 8)
+    return bytes((padded << torch.arange(8, dtype=torch.uint8)).sum(1).tolist()).hex()
+
+
+def _from_hex(text: str, length: int) -> Tensor:
+    packed = torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    return 1 - 2 * bits.flatten()[:length].to(torch.int8)

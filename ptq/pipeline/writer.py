@@ -1,0 +1,176 @@
+"""The result of a run: made beside its place, completed, proven, and renamed into place."""
+
+import copy
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ptq.errors import InputError, RunError
+from ptq.files.checkpoint import INDEX, Checkpoint
+from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
+from ptq.hf import residual
+from ptq.hf.plugin import PtqConfig
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS
+from ptq.layers.packed_weight import GUARD, guard
+from ptq.models.model_shape import UNREAD
+from ptq.pipeline.job import Job
+from ptq.pipeline.work import RECORD, Record, compare, read_record
+
+MAX_SHARD_BYTES = 50_000_000_000
+"""The default of transformers' `save_pretrained`, so that saving a loaded checkpoint gives the same files."""
+LOG = "ptq_log.jsonl"
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
+"""Files of which a model with a tokenizer has one at least."""
+COPIED = (*TOKENIZERS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
+          "chat_template*", "LICENSE*")  # fmt: skip
+
+
+def partial_folder(out: Path) -> Path:
+    """Where the result is made: beside its place, so that renaming it is atomic."""
+    return out.with_name(f"{out.name}.ptq-partial")
+
+
+def check_folders(out: Path, work: Path, source: Path) -> None:
+    """Raise InputError where the output folder is a file or holds something, where the result could not be renamed to
+    it, or where removing the work folder at the end would remove more than the work."""
+    check_out(out)
+    inside = {other: other.resolve() for other in (out, source)}
+    for other, path in inside.items():
+        if work.resolve() in (path, *path.parents):
+            raise InputError(
+                f"{work}: is removed at the end, so {other} cannot be in it; name another folder with --work"
+            )
+    if inside[out] in work.resolve().parents:
+        raise InputError(f"{work}: lies inside the folder of the result; name another folder with --work")
+
+
+def check_out(out: Path) -> None:
+    """Raise InputError where a finished folder could not be renamed to `out`."""
+    if out.is_symlink():
+        raise InputError(f"{out}: is a link, and a folder takes its place at the end; name {out.resolve()}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
+    if out.is_mount():
+        raise InputError(f"{out}: is where a disk is mounted, which cannot be replaced; name a new folder inside of it")
+
+
+def is_finished(out: Path, record: Record) -> bool:
+    """Whether `out` holds the result of this very run already. Raises InputError where it holds that of another run
+    (the difference is named), or where it is damaged."""
+    path = out / RECORD
+    if not path.is_file():
+        return False
+    stored = read_record(path)
+    differences = compare(record, stored) or ["put into the order of the kernels since"] * ("prepacked" in stored)
+    if differences:
+        raise InputError(
+            f"{out}: holds the result of another run ({'; '.join(differences)}); nothing in it was touched. Name "
+            "another folder or remove it"
+        )
+    Checkpoint.open(out)
+    written, found = stored.get("files", {}), file_hashes(out)
+    for name in written:
+        if found.get(name) != written[name]:
+            what = "is not as it was written (its SHA-256 differs)" if name in found else "is missing"
+            raise InputError(f"{out / name}: {what}; the result was finished before, so remove {out} and run again")
+    return True
+
+
+def shards_of(job: Job, folder: Path) -> Shards:
+    """The shards of a job's result in `folder`, all of their sizes known from the plan."""
+    return Shards(layout(written_tensors(job), MAX_SHARD_BYTES), folder)
+
+
+def written_tensors(job: Job) -> Specs:
+    """Dtype and shape of every tensor of the result."""
+    found: Specs = {}
+    source = job.checkpoint.tensors
+    for linear in job.plan.linears:
+        if linear.format is None:
+            found[f"{linear.name}.weight"] = source[linear.source].dtype, (linear.n, linear.k)
+        else:
+            found[f"{linear.name}.{GUARD}"] = guard().dtype, tuple(guard().shape)
+            for part, (shape, dtype) in linear.format.buffers(linear.n, linear.k).items():
+                found[f"{linear.name}.weight_{part}"] = dtype, shape
+        if linear.online_output is not None:
+            sizes = {INPUT_SIGNS: linear.k, OUTPUT_SIGNS: linear.n}
+            found |= {f"{linear.name}.{leaf}": (torch.int16, (size,)) for leaf, size in sizes.items()}
+        if (bias := f"{linear.name}.bias") in source:
+            found[bias] = source[bias].dtype, (linear.n,)
+    for name in (*job.plan.unit_norms, *job.plan.kept):
+        found[name] = source[name].dtype, tuple(source[name].shape)
+    if job.plan.online_residual is not None:
+        found |= dict.fromkeys(residual.tensors(job.family), (torch.int16, (job.plan.online_residual.size,)))
+    return found
+
+
+def complete(job: Job, shards: Shards) -> None:
+    """Force the shards to disk and put config and tokenizer files beside them, and nothing else."""
+    for path in shards.folder.iterdir():
+        if path.name not in shards.layout.headers:  # left by a run that was killed here
+            path.unlink()
+    shards.finish()
+    write_bytes(shards.folder / "config.json", _config_text(job).encode())
+    for pattern in COPIED:
+        for path in sorted(job.checkpoint.folder.glob(pattern)):
+            if path.is_file():
+                write_bytes(shards.folder / path.name, path.read_bytes())
+
+
+def write_record(
+    folder: Path,
+    record: Record,
+    log: list[dict[str, Any]],
+    trainings: dict[str, list[float | None]],
+    result: dict[str, Any],
+    hashes: dict[str, str],
+) -> None:
+    """Write the run's record with its results, held-out losses and `file_hashes`, and the log with a line per linear.
+
+    The log holds seconds and is the one file that differs from run to run.
+    """
+    linears = {line["name"]: {k: v for k, v in line.items() if k not in ("name", "seconds")} for line in log}
+    write_bytes(folder / LOG, b"".join(json.dumps(line).encode() + b"\n" for line in log))
+    content = {**record.as_dict(), "result": result, "linears": linears, "files": hashes}
+    content |= {"finetuning": trainings} if trainings else {}
+    write_json(folder / RECORD, content)
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """SHA-256 of the files that a model is loaded from: tensors, their index, config.json, tokenizer and the like."""
+    patterns = ("*.safetensors", INDEX, "config.json", *COPIED)
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {path.name: _sha256(path) for path in sorted(paths)}
+
+
+def put_in_place(folder: Path, out: Path) -> None:
+    """Rename the finished folder to `out`."""
+    try:
+        if out.exists():
+            out.rmdir()  # empty, or it fails
+        os.replace(folder, out)
+    except OSError as error:
+        raise RunError(
+            f"{out}: the finished checkpoint could not be put there ({error.strerror}); it is complete in {folder}"
+        ) from error
+
+
+def _config_text(job: Job) -> str:
+    config = copy.deepcopy(job.config)
+    if job.plan.untied:
+        config.tie_word_embeddings = False
+    for key in UNREAD:
+        if getattr(config, key, None):
+            setattr(config, key, 0)  # their tensors are left out
+    if any(job.plan.rounded()) or job.plan.cache or job.plan.online_residual:
+        config.quantization_config = PtqConfig.of(job.plan).to_dict()
+    return config.to_json_string()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

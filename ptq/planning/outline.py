@@ -1,0 +1,295 @@
+"""The outline of a model: the plan in which nothing happens to any tensor. Methods fill it in.
+
+Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
+`attention_output`, `gate`, `up`, `down`, `head`; the linears of an expert, and of the shared MLP beside experts, have
+those of an MLP, `router` chooses among experts, and `shared_gate` weighs the shared MLP. Those of a mixer
+(`ptq.models.family.Mixer`) are `mixer_input`, `mixer_inside`, `mixer_output` and `mixer_gate`; where blocks have inputs
+of their own (`ptq.models.family.LayerInputs`), these come from the `layer_embedding`, and are worked in by two of role
+`layer_input`. The linears of the blocks have `statistics`, so they may be rounded; routers and both kinds of gates have
+none.
+
+Where a family names one fused linear in several fields, the outline has an entry of that name for every role, so that
+whoever puts something onto the plan thinks of roles alone. `chosen` makes one linear of them.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from fnmatch import fnmatch
+from itertools import groupby
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from ptq.errors import InputError
+from ptq.models.family import Experts, Family, LayerInputs, Mixer
+from ptq.models.model_shape import ModelShape
+from ptq.planning.plan import LinearPlan, Plan
+from ptq.weights import formats
+
+
+@runtime_checkable
+class Stored(Protocol):
+    """What a plan must know of a tensor of the source."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+Tensors = Mapping[str, Stored]
+"""The tensors of the source by name."""
+
+MLP = ("gate", "up", "down")
+"""Roles of an MLP."""
+SHARED_INPUTS = {"key": "query", "value": "query", "up": "gate"}
+"""Roles that read the input of another one, under whose name its statistics are taken."""
+
+
+def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) -> Plan:
+    """The plan of a model with these tensors. Raises InputError where a mixer lacks one, or it is no matrix."""
+    blocks = [f"{family.layers}.{index}" for index in range(shape.blocks)]
+    taken = [block for index, block in enumerate(blocks) if not shape.has_keys(index)]
+    unread = {f"{block}.{name}" for block in blocks for name in family.unused}
+    unread |= {f"{block}.{name}" for block in taken for name in family.own_keys}
+    unread |= (behind := _behind(shape, family, tensors))
+    inputs = family.layer_inputs if shape.layer_input else None
+    mixers = {block: mixer for block in blocks if (mixer := _mixer(block, family, tensors.keys() - unread))}
+    linears = [_linear("embedding", family.embedding, shape.vocab, shape.hidden)]
+    if inputs is not None:
+        linears.append(
+            _linear("layer_embedding", inputs.embedding, shape.layer_vocab, shape.blocks * shape.layer_input)
+        )
+    for index, block in enumerate(blocks):
+        if block in mixers:
+            linears += _mixing(block, mixers[block], tensors)
+        linears += _block(index, shape, family, attention=block not in mixers)
+        if inputs is not None:
+            linears += _layer_input(block, inputs, shape)
+    if not shape.tied:
+        linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
+    inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
+    norms = [f"{block}.{norm}.weight" for block in blocks for norm in inside] + [f"{family.final_norm}.weight"]
+    others = family.experts.kept if family.experts else ()
+    sparse = [block for index, block in enumerate(blocks) if shape.has_experts(index)]
+    if shape.tied:
+        unread.add(f"{family.head}.weight")
+    return Plan(
+        method=method,
+        layers=family.layers,
+        blocks=shape.blocks,
+        linears=tuple(linears),
+        unit_norms=(),
+        kept=(
+            *norms,
+            *(f"{block}.{name}" for block in blocks for name in (*family.kept, *(inputs.kept if inputs else ()))),
+            *(inputs.made_by if inputs else ()),
+            *(f"{block}.{name}" for block in sparse for name in others),
+            *(name for block, mixer in mixers.items() for name in _kept(block, mixer, tensors)),
+        ),
+        unused=tuple(sorted(tensors.keys() & unread)),
+        norm_offset=family.norm_offset,
+        notes=(f"{len(behind)} tensors for multi-token prediction are left out: the result cannot generate with it",)
+        if behind
+        else (),
+    )
+
+
+def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:
+    """The tensors of blocks for multi-token prediction: in a place of their own, or behind the last block, where the
+    config speaks of such blocks."""
+    places = ("mtp.", *(f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread)))
+    return {name for name in names if name.startswith(places)}
+
+
+def _sizes(shape: ModelShape, index: int = 0) -> dict[str, tuple[int, int]]:
+    """n and k of the linears of a block without experts, by role; in the order of their rows where they are fused."""
+    queries, values, width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim, shape.width(index)
+    return {
+        "query": (queries, shape.hidden),
+        "key": (values, shape.hidden),
+        "value": (values, shape.hidden),
+        "attention_output": (shape.hidden, queries),
+        "gate": (width, shape.hidden),
+        "up": (width, shape.hidden),
+        "down": (shape.hidden, width),
+    }
+
+
+def first_row(role: str, shape: ModelShape, family: Family) -> int:
+    """Where the rows of a role begin in its linear: behind those of the roles before it that name the same one."""
+    rows, name = 0, getattr(family, role)
+    for other, (n, _) in _sizes(shape).items():
+        if other == role:
+            return rows
+        rows += n if getattr(family, other) == name else 0
+    raise AssertionError(role)
+
+
+def _block(index: int, shape: ModelShape, family: Family, attention: bool) -> Iterator[LinearPlan]:
+    """The linears of a block, with those of plain attention or without."""
+    block, sparse = f"{family.layers}.{index}", family.experts is not None and shape.has_experts(index)
+    for role, (n, k) in _sizes(shape, index).items():
+        if sparse if role in MLP else not attention:
+            continue
+        statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
+        yield replace(_linear(role, f"{block}.{getattr(family, role)}", n, k), statistics=statistics)
+    if sparse and family.experts is not None:
+        yield from _experts(block, shape, family.experts)
+
+
+def _layer_input(block: str, names: LayerInputs, shape: ModelShape) -> Iterator[LinearPlan]:
+    """The linears that work a block's own input in; each has statistics of its own."""
+    for name, n, k in ((names.gate, shape.layer_input, shape.hidden), (names.output, shape.hidden, shape.layer_input)):
+        yield replace(_linear("layer_input", f"{block}.{name}", n, k), statistics=f"{block}.{name}")
+
+
+def _mixer(block: str, family: Family, names: Set[str]) -> Mixer | None:
+    """What a block has in the place of plain attention, by the tensors that are read; None where it has that."""
+    return next((mixer for mixer in family.mixers if f"{block}.{mixer.readers[0]}.weight" in names), None)
+
+
+def _kept(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[str]:
+    """The other tensors of a mixer: of the biases those that are there."""
+    names = (f"{block}.{name}" for name in mixer.kept)
+    return (name for name in names if not name.endswith(".bias") or name in tensors)
+
+
+def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:
+    """The linears of a mixer; those on the norm's output share statistics."""
+
+    def linear(role: str, name: str, statistics: str | None) -> LinearPlan:
+        weight = f"{block}.{name}.weight"
+        if weight not in tensors:
+            raise InputError(f"the checkpoint has no tensor {weight!r}, which its config.json promises")
+        if len(shape := tensors[weight].shape) != 2 or 0 in shape:
+            raise InputError(f"tensor {weight!r} has shape {list(shape)}, but it is the matrix of a linear layer")
+        n, k = shape
+        statistics = None if statistics is None else f"{block}.{statistics}"
+        return replace(_linear(role, f"{block}.{name}", n, k), statistics=statistics)
+
+    yield from (linear("mixer_input", name, mixer.readers[0]) for name in mixer.readers)
+    yield from (linear("mixer_gate", name, None) for name in mixer.gates)
+    yield from (linear("mixer_inside", name, name) for name in mixer.inside)
+    yield linear("mixer_output", mixer.output, mixer.output)
+
+
+def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPlan]:
+    """The router, the linears of the experts one after the other, those of the shared MLP, and what weighs it. Each MLP
+    has statistics of its own, up those of gate, whose input it reads."""
+    yield _linear("router", f"{block}.{names.router}", shape.experts, shape.hidden)
+    into, out = (shape.expert_width, shape.hidden), (shape.hidden, shape.expert_width)
+    for number in range(shape.experts):
+        expert = f"{block}.{names.experts}.{number}"
+        for role, (n, k) in {"gate": into, "up": into, "down": out}.items():
+            linear = _linear(role, f"{expert}.{getattr(names, role)}", n, k)
+            yield replace(linear, statistics=f"{expert}.{getattr(names, SHARED_INPUTS.get(role, role))}", expert=number)
+    if names.shared is not None:
+        shared = f"{block}.{names.shared}"
+        into, out = (shape.shared_width, shape.hidden), (shape.hidden, shape.shared_width)
+        for role, (n, k) in {"gate": into, "up": into, "down": out}.items():
+            linear = _linear(role, f"{shared}.{getattr(names, role)}", n, k)
+            yield replace(linear, statistics=f"{shared}.{getattr(names, SHARED_INPUTS.get(role, role))}")
+    if names.shared_gate is not None:
+        yield _linear("shared_gate", f"{block}.{names.shared_gate}", 1, shape.hidden)
+
+
+def _linear(role: str, name: str, n: int, k: int) -> LinearPlan:
+    return LinearPlan(name=name, n=n, k=k, source=f"{name}.weight", role=role)
+
+
+def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
+    """For a gate or up of an expert: the statistics of all gates and ups of the block's experts, whose inputs are some
+    of the same tokens. Empty for other linears: the input of a down is that of its expert alone."""
+    if linear.expert is None or linear.role == "down":
+        return ()
+    block = (other for other in plan.block(block_of(linear, plan)) if other.expert is not None and other.role != "down")
+    return tuple(dict.fromkeys(other.statistics for other in block if other.statistics))
+
+
+def input_name(linear: LinearPlan) -> str | None:
+    """The name of a linear's input, the same for the linears that share it and for all experts of a block. None for a
+    linear without statistics."""
+    return None if linear.statistics is None else of_any_expert(linear.statistics).replace(".*.", ".")
+
+
+def of_any_expert(text: str) -> str:
+    """A text with names of linears in it, with * for the numbers of experts."""
+    return re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", text)
+
+
+def block_of(linear: LinearPlan, plan: Plan) -> int:
+    """Index of the decoder block that a linear belongs to."""
+    return int(linear.name.removeprefix(f"{plan.layers}.").partition(".")[0])
+
+
+def chosen(
+    plan: Plan, skip: Sequence[str], tensors: Tensors, change: Callable[[LinearPlan], LinearPlan]
+) -> tuple[LinearPlan, ...]:
+    """The linears of a plan, fused ones as one, those that may be rounded as `change` makes them; where it gives no
+    format, and where a pattern of `skip` matches, the weight stays in the source's dtype.
+
+    Raises InputError for a pattern that matches nothing.
+    """
+    linears = fused(plan.linears)
+    names = [linear.name for linear in linears if linear.statistics]
+    for pattern in skip:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise InputError(
+                f"--skip {pattern!r} matches no linear that would be quantised; names look like {names[0]}"
+            )
+    skipped = {name for name in names if any(fnmatch(name, pattern) for pattern in skip)}
+    first: dict[str, str] = {}  # of the linears that share an input, the first that is not skipped
+    for linear in linears:
+        if linear.statistics and linear.name not in skipped:
+            first.setdefault(linear.statistics, linear.name)
+
+    def treated(linear: LinearPlan) -> LinearPlan:
+        if not linear.statistics:
+            return linear
+        if linear.name in skipped:
+            return _or_plain(linear, tensors)
+        return _or_plain(change(replace(linear, statistics=first[linear.statistics])), tensors)
+
+    return tuple(treated(linear) for linear in linears)
+
+
+def fused(linears: Iterable[LinearPlan]) -> tuple[LinearPlan, ...]:
+    """Neighbours of one name as one linear, with `parts` where something happens to the rows of one of them alone. Its
+    role is all of theirs: `gate+up`."""
+    return tuple(_joined(tuple(same)) for _, same in groupby(linears, lambda linear: linear.name))
+
+
+def _joined(parts: tuple[LinearPlan, ...]) -> LinearPlan:
+    if len(parts) == 1:
+        return parts[0]
+    n, role = sum(part.n for part in parts), "+".join(part.role for part in parts)
+    whole = {replace(part, n=n, role=role, output=None, balance=None) for part in parts}
+    assert len(whole) == 1, whole  # what is not a matter of rows is the same for all
+    alike = not any(part.output or part.balance for part in parts)
+    return replace(whole.pop(), parts=() if alike else tuple(replace(part, statistics=None) for part in parts))
+
+
+def _or_plain(linear: LinearPlan, tensors: Tensors) -> LinearPlan:
+    if linear.format is not None:
+        return linear
+    # What happens to the input or the product when the model runs needs our linear layer, also with a plain weight.
+    stored = tensors.get(linear.source)
+    dtype = "float32" if stored is None else str(stored.dtype).removeprefix("torch.")
+    dense = formats.get("dense", dtype=dtype) if linear.acts_online else None
+    return replace(linear, statistics=None, format=dense)
+
+
+def check_groups(linear: LinearPlan, plan: Plan, group_size: int) -> None:
+    """Raise InputError where groups of this size (0: whole rows) do not divide the input channels of a linear."""
+    if group_size and linear.k % group_size:
+        common = math.gcd(*(other.k for other in plan.linears if other.statistics))
+        divisors = [group for group in (128, 64, 32, 16, 8) if common % group == 0]
+        remedy = f"--group-size {divisors[0]}" if divisors else "--group-size 0"
+        raise InputError(
+            f"{linear.name}: its {linear.k} input channels cannot be cut into groups of {group_size}; "
+            f"try {remedy}, or leave the layer out with --skip"
+        )

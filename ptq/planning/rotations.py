@@ -1,0 +1,189 @@
+"""Rotations that leave the model's function as it is (Ashkboos et al. 2024, section 4; R1 to R4 as SpinQuant names
+them), put onto a plan.
+
+- R1 turns the residual stream: fused into the embedding, into every linear that reads the stream (with the norm's gain)
+  and into every linear that writes it. Where the head is the embedding's own weight, that stays as it is, and R1 runs
+  online behind the embedding and, backwards, in front of the last norm.
+- R2 turns each value head: fused into v_proj's output and, per query head, into o_proj's input. One per layer: its
+  signs are the same in every head, so grouped-query attention needs no special case.
+- R3 turns queries and keys after RoPE, when the model runs: nothing of it is in the weights, nor here
+(`ptq.kv.kv_cache`).
+- R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
+  What mixes tokens in the place of plain attention has no R2, but the same in front of its output, without signs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ptq.models.family import Family
+from ptq.models.model_shape import ModelShape
+from ptq.ops import hadamard
+from ptq.planning.outline import block_of, first_row
+from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
+
+READERS = {
+    "query": "attention_norm",
+    "key": "attention_norm",
+    "value": "attention_norm",
+    "gate": "mlp_norm",
+    "up": "mlp_norm",
+    "router": "mlp_norm",
+    "shared_gate": "mlp_norm",
+    "mixer_input": "attention_norm",
+    "mixer_gate": "attention_norm",
+}
+"""Roles that read the residual stream, and the field of `Family` that names the norm in front of them."""
+WRITERS = ("attention_output", "mixer_output", "down")
+
+
+def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep_tied: bool) -> Plan:
+    """The outline `plan` with R1 and R2, and with R4 if `online`. `keep_tied`: a tied head stays tied, which takes R1
+    online; otherwise it becomes a weight of its own."""
+    residual = None
+    if family.rotate_residual:
+        residual = Rotation(shape.hidden, hadamard.largest_block(shape.hidden), "R1")
+    ends = {linear.role: linear for linear in plan.ends()}
+    linears = [_r2(linear, block_of(linear, plan), shape) for linear in plan.linears if linear.role not in ends]
+    if online:
+        linears = list(_r4(linears, plan, shape, family))
+    tied = shape.tied and residual is not None
+    untied, kept_tied = tied and not keep_tied, tied and keep_tied
+    if untied:
+        embedding = ends["embedding"]
+        ends["head"] = replace(embedding, name=family.head, role="head")
+    if residual is not None:
+        linears = [_r1(linear, plan, family, residual) for linear in linears]
+    if residual is not None and not kept_tied:
+        # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
+        ends["embedding"] = replace(ends["embedding"], input=residual)
+        ends["head"] = replace(ends["head"], input=residual, norm=f"{family.final_norm}.weight")
+    norms = _norms(plan, family, last=not kept_tied) if residual else ()
+    return replace(
+        plan,
+        linears=(ends.pop("embedding"), *linears, *ends.values()),
+        unit_norms=norms,
+        kept=tuple(name for name in plan.kept if name not in norms),
+        untied=untied,
+        online_residual=residual if kept_tied else None,
+        signs=_sign_lengths(linears, plan, shape, residual),
+        notes=(*plan.notes, *_notes(shape, family, online, untied)),
+    )
+
+
+def _norms(plan: Plan, family: Family, last: bool) -> tuple[str, ...]:
+    """The norms that R1 folds into their readers; `last`: that of the head too."""
+    inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
+    blocks = [f"{plan.layers}.{index}.{norm}.weight" for index in range(plan.blocks) for norm in inside]
+    return (*blocks, f"{family.final_norm}.weight") if last else tuple(blocks)
+
+
+def _r1(linear: LinearPlan, plan: Plan, family: Family, residual: Rotation) -> LinearPlan:
+    if linear.role in WRITERS:
+        return replace(linear, output=residual)
+    if linear.role not in READERS:
+        return linear
+    norm = getattr(family, READERS[linear.role])
+    gain = f"{plan.layers}.{block_of(linear, plan)}.{norm}.weight" if norm else None
+    return replace(linear, input=residual, norm=gain)
+
+
+def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
+    order = hadamard.largest_block(shape.head_dim)
+    if linear.role == "value":
+        return replace(linear, output=Rotation(shape.kv_heads * shape.head_dim, order, f"R2.{index}"))
+    if linear.role == "attention_output":
+        return replace(linear, input=Rotation(shape.heads * shape.head_dim, order, f"R2.{index}"))
+    return linear
+
+
+def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+    """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them. The MLP
+    beside them, of another width, has signs of its own. Outputs of mixers with R4, but without signs."""
+    sources = {(_mlp(linear), linear.role): linear.source for linear in linears}
+    for linear in linears:
+        if linear.role == "mixer_output":
+            online = Rotation(linear.k, hadamard.largest_block(linear.k))
+            yield replace(linear, input=online, online=online)
+            continue
+        if linear.role not in ("up", "down"):
+            yield linear
+            continue
+        index = block_of(linear, plan)
+        shared = linear.expert is None and shape.has_experts(index)
+        size, signs = linear.n if linear.role == "up" else linear.k, f"R4.{index}.shared" if shared else f"R4.{index}"
+        order = hadamard.largest_block(size)
+        up, down = (sources[_mlp(linear), role] for role in ("up", "down"))
+        balance = Balance(up, down, first_row("up", shape, family) if linear.expert is None else 0)
+        if linear.role == "up":
+            yield replace(linear, output=Rotation(size, 1, signs), balance=balance)
+        else:
+            online = Rotation(size, order)
+            yield replace(linear, input=Rotation(size, order, signs), online=online, balance=balance)
+
+
+def _mlp(linear: LinearPlan) -> str:
+    """The MLP, or the expert, that a linear belongs to."""
+    return linear.name.rpartition(".")[0]
+
+
+def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
+    """The plan with a balance of queries and keys; as it is where the family norms queries and keys, which would undo
+    the balance."""
+    norm = family.attention_norm
+    if norm is None or family.norms_keys:
+        return plan
+
+    def balanced(linear: LinearPlan) -> LinearPlan:
+        if linear.role not in ("query", "key"):
+            return linear
+        block = f"{plan.layers}.{block_of(linear, plan)}"
+        query, key = f"{block}.{family.query}", f"{block}.{family.key}"
+        gain, first = f"{block}.{norm}.weight", first_row("key", shape, family)
+        return replace(linear, balance=KeyBalance(query, key, gain, shape, family.rope_interleaved, first))
+
+    return replace(plan, linears=tuple(balanced(linear) for linear in plan.linears))
+
+
+def _sign_lengths(
+    linears: list[LinearPlan], plan: Plan, shape: ModelShape, residual: Rotation | None
+) -> dict[str, int]:
+    lengths = {"R1": shape.hidden} if residual else {}
+    online = [(block_of(linear, plan), linear.input) for linear in linears if linear.online is not None]
+    for index in range(shape.blocks):
+        if any(linear.role == "value" and block_of(linear, plan) == index for linear in linears):
+            lengths[f"R2.{index}"] = shape.head_dim
+        inside = (rotation for block, rotation in online if block == index)
+        lengths |= {rotation.signs: rotation.size for rotation in inside if rotation and rotation.signs}
+    return lengths
+
+
+def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Iterator[str]:
+    if untied:
+        yield (
+            f"{family.head}: takes the gain of the last norm, so it is no longer the embedding's own weight: "
+            f"{shape.vocab} x {shape.hidden} numbers more than in the source "
+            f"({2e-6 * shape.vocab * shape.hidden:.1f} MB in 16 bits)"
+        )
+    if not family.rotate_residual:
+        yield f"{family.model_type}: its blocks end in a norm, so R1 (the residual rotation) is left out"
+    widths = {"hidden_size": shape.hidden, "head_dim": shape.head_dim}
+    yield from block_notes(widths | (mlp_widths(shape) if online else {}))
+
+
+def mlp_widths(shape: ModelShape) -> dict[str, int]:
+    """The widths of the MLPs of a model, and of its experts, by what to call them."""
+    widths = {
+        "intermediate_size": 0 if shape.experts and not shape.dense else shape.intermediate,
+        "width of an expert": shape.expert_width,
+        "width of the shared MLP": shape.shared_width,
+    }
+    return {name: width for name, width in widths.items() if width}
+
+
+def block_notes(widths: dict[str, int]) -> Iterator[str]:
+    """A sentence for every width that no single Hadamard matrix covers."""
+    for name, width in widths.items():
+        order = hadamard.largest_block(width)
+        if order != width:
+            blocks = f"{width // order} blocks of order {order}"
+            yield f"{name} {width}: no Hadamard matrix of that order can be built; {blocks} mix fewer channels"

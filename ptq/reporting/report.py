@@ -1,0 +1,189 @@
+"""The report of a run: what it did to the model, as numbers (`report.json`) and as one page (`report.html`)."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from jaxtyping import Float64
+from torch import Tensor
+
+from ptq.files.header import TensorInfo
+from ptq.files.shards import write_bytes, write_json
+from ptq.hf import residual
+from ptq.models.family import Family
+from ptq.planning.outline import of_any_expert
+from ptq.planning.plan import LinearPlan, Plan
+from ptq.reporting.report_page import page
+from ptq.reporting.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread, Training
+from ptq.statistics.outliers import Input
+
+CURVE_POINTS = 512
+"""Most points of a curve over channels: each is the largest of its run of neighbours, so no peak is lost."""
+
+
+def build(
+    *,
+    model: str,
+    plan: Plan,
+    family: Family,
+    record: Mapping[str, Any],
+    result: Mapping[str, Any],
+    source: Mapping[str, TensorInfo],
+    written: Mapping[str, TensorInfo],
+    log: Sequence[Mapping[str, Any]],
+    before: Mapping[str, Input],
+    after: Mapping[str, Input],
+    positions: Float64[Tensor, "3 rows t"] | None = None,
+    text: str = "",
+    trainings: Mapping[str, Sequence[float | None]] = MappingProxyType({}),
+) -> Report:
+    """The report of a run that is done.
+
+    `record` is `Record.as_dict()`; `result` the fields of `pipeline.Result` without `out`; `source` and `written` the
+    tensors of the two checkpoints; `log` is `Tasks.log()`; `before` and `after` the observed inputs of the original
+    and of the rotated blocks, by linear; `positions` what `outliers.by_position` found on rows of `text`; `trainings`
+    is `Tasks.trainings()`.
+    """
+    drawn = _drawn(plan)
+    quantised = [linear for linear in plan.rounded() if linear.format and linear.format.codebook]
+    return Report(
+        version=VERSION,
+        model=Path(model).name if Path(model).exists() else model,  # where a folder lies is nobody's business
+        family=family.model_type,
+        made_with=str(record["version"]),
+        fingerprint=str(record["fingerprint"]),
+        recipe=dict(record["recipe"]),
+        notes=tuple(plan.notes),
+        bits_per_weight=_six(result["bits_per_weight"]),
+        quantised_weights=sum(linear.n * linear.k for linear in quantised),
+        bytes_before=sum(info.stored_bytes for name, info in source.items() if name not in plan.unused),
+        bytes_after=sum(info.nbytes for info in written.values()),
+        **{key: _six(result[key]) for key in ("rotation_error", "kl", "top1")},
+        shares=_shares(plan, source, written),
+        layers=tuple(_layers(plan, log, written)),
+        inputs=tuple(
+            _observed(plan, name, before[name], after[name], name in drawn) for name in before if name in after
+        ),
+        positions=None if positions is None or not positions.numel() else _positions(positions, text),
+        trainings=tuple(Training(name, tuple(losses)) for name, losses in trainings.items()),
+    )
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write `report.json` and `report.html` into a folder, each atomically. Raises RunError."""
+    write_json(folder / JSON, asdict(report))
+    write_bytes(folder / PAGE, page(report).encode(errors="replace"))  # file names can be no Unicode
+
+
+def _block(plan: Plan, name: str) -> int | None:
+    inside = name.removeprefix(f"{plan.layers}.")
+    return None if inside == name else int(inside.partition(".")[0])
+
+
+def _drawn(plan: Plan) -> set[str]:
+    """The linears whose channels are drawn: attention and MLP inputs of the first, the middle and the last block."""
+    blocks = {0, plan.blocks // 2, plan.blocks - 1}
+    roles = {"query", "mixer_input", "down"}
+    return {linear.name for block in blocks for linear in plan.block(block) if roles & set(linear.role.split("+"))}
+
+
+def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, TensorInfo]) -> Iterator[Layer]:
+    lines, nbytes = {line["name"]: line for line in log}, Counter()
+    for name, info in written.items():
+        owner, _, leaf = name.rpartition(".")
+        nbytes[owner] += info.nbytes if leaf.startswith("weight") else 0
+    for linear in plan.linears:
+        dtype = written[f"{linear.name}.weight"].dtype
+        yield _layer(plan, linear, lines.get(linear.name, {}), dtype, nbytes[linear.name])
+
+
+def _layer(plan: Plan, linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> Layer:
+    if linear.format is None:
+        storage = str(dtype).removeprefix("torch.")
+    else:
+        options = (f"{key}={value}" for key, value in linear.format.options().items())
+        storage = " ".join([linear.format.name, *options])
+    parts = {f"out ({part.role})": part.output for part in linear.parts}
+    sides = {"in": linear.input, "out": linear.output, **parts, "online": linear.online}
+    rotations = (f"{side}: {found.signs or ''} H{found.order}" for side, found in sides.items() if found)
+    return Layer(
+        name=linear.name,
+        block=_block(plan, linear.name),
+        n=linear.n,
+        k=linear.k,
+        storage=storage,
+        rotation=", ".join(" ".join(rotation.split()) for rotation in rotations),
+        activation_bits=None if linear.activation is None else linear.activation.bits,
+        nbytes=nbytes,
+        activation_clip=None if linear.activation is None else linear.activation.clip,
+        **{key: _six(line.get(key)) for key in ("error", "loss", "nearest_loss", "clip_error", "default_clip_error")},
+    )
+
+
+def _shares(plan: Plan, source: Mapping[str, TensorInfo], written: Mapping[str, TensorInfo]) -> tuple[Share, ...]:
+    """Bytes by kind of tensor, the kinds in the order in which they first appear in the result."""
+    linears = {linear.name for linear in plan.linears}
+    ends = {linear.name: "head" if linear.role == "head" else "embedding" for linear in plan.ends()}
+
+    def part(name: str) -> str:
+        owner, _, leaf = name.rpartition(".")
+        if owner in ends and leaf.startswith("weight"):
+            return ends[owner]
+        if leaf == residual.SIGNS:
+            return leaf
+        if owner not in linears:
+            return "norms"
+        if leaf == "bias":
+            return "biases"
+        return "weights" if leaf in ("weight", "weight_dense") else leaf.removeprefix("weight_")
+
+    found: dict[str, list[int]] = {}
+    for side, tensors in enumerate((source, written)):
+        for name, info in tensors.items():
+            if side == 1 or name not in plan.unused:
+                found.setdefault(part(name), [0, 0])[side] += info.stored_bytes
+    return tuple(Share(name, *sizes) for name, sizes in sorted(found.items(), key=lambda item: -max(item[1])))
+
+
+def _observed(plan: Plan, name: str, before: Input, after: Input, drawn: bool) -> Observed:
+    block = _block(plan, name)
+    assert block is not None, name
+    linear = plan.linear(name)
+    alike = [] if linear is None else [other for other in plan.block(block) if other.role == linear.role]  # experts too
+    rounded = any(other.activation is not None for other in alike)
+    kind = of_any_expert(name.removeprefix(f"{plan.layers}.{block}."))
+    spreads = (_spread(found, drawn, rounded) for found in (before, after))
+    return Observed(name, block, kind, len(before.peak), *spreads)
+
+
+def _spread(found: Input, drawn: bool, rounded: bool) -> Spread:
+    curve = None
+    if drawn:
+        runs = torch.tensor_split(found.peak, min(CURVE_POINTS, len(found.peak)))
+        curve = tuple(_six(float(run.max()) / found.rms) if found.rms > 0 else None for run in runs)
+    median = float(found.peak.median())
+    return Spread(
+        rms=_six(found.rms),
+        kurtosis=_six(found.kurtosis),
+        peak_to_rms=_six(found.peak_to_rms),
+        peak_to_median=_six(float(found.peak.max()) / median) if median > 0 else None,
+        rounding_error=_six(found.rounding_error) if rounded else None,
+        curve=curve,
+    )
+
+
+def _positions(found: Float64[Tensor, "3 rows t"], text: str) -> Positions:
+    curves = (tuple(_six(value) for value in curve) for curve in found.mean(1).tolist())
+    return Positions(text, found.shape[1], *curves)
+
+
+def _six(value: Any) -> Any:
+    """Six digits, or None for what is no finite number: sums differ in the last ones with the number of threads."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{float(value):.6g}")

@@ -1,0 +1,52 @@
+"""The calibration rows as they enter a block, in files: `<folder>/<block>/<chunk>`, and `complete` behind them."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ptq.engine import Workers
+from ptq.files.shards import write_tensors
+
+
+class Chunks:
+    """The hidden states of one model, made by all processes together."""
+
+    def __init__(self, folder: Path, device: torch.device, workers: Workers) -> None:
+        self.folder, self.device, self.workers = folder, device, workers
+
+    def complete(self, index: int) -> bool:
+        """Whether the rows have come to a block."""
+        return self.workers.agree(self._mark(index).exists())
+
+    def write(self, index: int, count: int, chunk: Callable[[int], Float[Tensor, "batch t k"]]) -> None:
+        """`count` chunks as they enter a block, this process's share of them made here."""
+        folder = self.folder / str(index)
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in sorted(self.workers.share(range(count))):
+            path = folder / f"{number:05d}.safetensors"
+            if not path.exists():
+                write_tensors(path, {"hidden": chunk(number)}, durable=False)
+        self.workers.wait()
+        if self.workers.first:
+            self._mark(index).touch()
+        self.workers.wait()
+
+    def files(self, index: int) -> list[Path]:
+        """The chunks as they enter a block."""
+        return sorted((self.folder / str(index)).glob("*.safetensors"))
+
+    def read(self, path: Path) -> Float[Tensor, "batch t k"]:
+        """One chunk."""
+        return load_file(path)["hidden"].clone().to(self.device)
+
+    def drop(self, index: int) -> None:
+        """Remove the chunks of a block that is done with."""
+        shutil.rmtree(self.folder / str(index), ignore_errors=True)
+
+    def _mark(self, index: int) -> Path:
+        return self.folder / str(index) / "complete"

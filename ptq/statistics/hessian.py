@@ -1,0 +1,224 @@
+"""Hessians of the layer-wise proxy loss: H = sum of x xᵀ over the inputs x of a linear layer."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor, nn
+
+from ptq.engine import Workers
+from ptq.files.checkpoint import read_tensor
+from ptq.files.header import read_header
+from ptq.files.shards import write_tensors
+from ptq.hf.blocks import Part
+from ptq.layers.linear import QuantLinear
+from ptq.ops import memory
+from ptq.ops.matmul import product
+from ptq.planning.outline import alike
+from ptq.planning.plan import LinearPlan, Plan
+from ptq.statistics.chunks import Chunks
+from ptq.statistics.shrinkage import shrunk
+
+MAX_PARTS, PART_CHUNKS = 8, 4
+"""Hessians are summed in up to 8 parts of at least 4 chunks each, by one process or by several: sums of floating-point
+numbers depend on their order, and the result must not depend on the number of processes."""
+NO_TOKEN = "no token of the calibration text was routed to this expert: rounded to nearest"
+TOKENS = "tokens"
+"""What the number of tokens is called in the files, behind the name of the linear."""
+PANEL = 1024
+"""Rows of H that are summed together. What lies right of a panel's block on the diagonal is left to symmetry, in memory
+and in the files."""
+
+
+class Hessians:
+    """The Hessians of a run, in files of a folder: a file, called `key`, for the linears that are rounded together."""
+
+    def __init__(self, folder: Path, device: torch.device, workers: Workers) -> None:
+        self.folder, self.device, self.workers = folder, device, workers
+        self._pool: tuple[str, Tensor, int] | None = None
+
+    def take(self, key: str, part: Part, names: Iterable[str], hidden: Chunks, index: int) -> None:
+        """Sum the Hessians of the named inputs of a rewritten block, as its weights will see them, into the file `key`;
+        all processes share the work."""
+        if self.there(key):
+            return
+        names, chunks = list(names), hidden.files(index)
+        count = max(1, min(MAX_PARTS, len(chunks) // PART_CHUNKS))
+        bounds = [len(chunks) * number // count for number in range(count + 1)]
+        files = [self.folder / f"{key}.{number}.safetensors" for number in range(count)]
+        for number in sorted(self.workers.share(range(count))):
+            if not files[number].exists():
+                memory.give_back()
+                some = (hidden.read(chunk) for chunk in chunks[bounds[number] : bounds[number + 1]])
+                sums, counts = observe(part, names, some)
+                panels = {f"{name}.{i}": panel for name in names for i, panel in enumerate(sums[name])}
+                panels |= {f"{name}.{TOKENS}": torch.tensor([count]) for name, count in counts.items()}
+                write_tensors(files[number], panels, durable=False)
+                del sums, panels
+        self.workers.wait()
+        memory.give_back()
+        if self.workers.first:
+            write_tensors(self._file(key), merged(files), durable=False)
+            for file in files:
+                file.unlink()
+        self.workers.wait()
+
+    def there(self, key: str) -> bool:
+        """Whether the file `key` is complete."""
+        return self.workers.agree(self._file(key).exists())
+
+    def read(self, key: str, name: str) -> Float32[Tensor, "k k"]:
+        """The Hessian of one input, as a full matrix."""
+        return whole(self._panels(key, [name]))
+
+    def tokens(self, key: str, names: Iterable[str]) -> int:
+        """How many tokens were seen at these inputs."""
+        infos = read_header(self._file(key))[0]
+        return sum(int(read_tensor(self._file(key), infos[f"{name}.{TOKENS}"])) for name in names)
+
+    def of(self, key: str, linear: LinearPlan, plan: Plan) -> tuple[Float32[Tensor, "k k"] | None, dict[str, Any]]:
+        """The Hessian that a linear is rounded with, and what the record says of it. An expert's is drawn towards the
+        mean of the block's experts (`ptq.statistics.shrinkage`); None where neither it nor they have seen a token.
+        """
+        name = linear.statistics
+        assert name is not None, linear.name
+        if linear.expert is None:
+            return self.read(key, name), {}
+        tokens, others = self.tokens(key, [name]), alike(linear, plan)
+        h, share = shrunk(self.read(key, name), tokens, *(self._together(key, others) if others else (None, 0)))
+        return h, {"tokens": tokens, "shrinkage": share, **({"note": NO_TOKEN} if h is None else {})}
+
+    def _together(self, key: str, names: Sequence[str]) -> tuple[Float32[Tensor, "k k"], int]:
+        """The sum of several Hessians, and their tokens; kept for the next call, which asks for the same."""
+        if self._pool is None or self._pool[0] != key:
+            self._pool = None
+            self._pool = key, whole(self._panels(key, names)), self.tokens(key, names)
+        return self._pool[1:]
+
+    def _panels(self, key: str, names: Sequence[str]) -> list[Float32[Tensor, "_ _"]]:
+        """The panels of the sum of some Hessians."""
+        # Read, not mapped: a map would count as memory beside the copy that solvers work on.
+        path = self._file(key)
+        infos = read_header(path)[0]
+        count = next(number for number in itertools.count() if f"{names[0]}.{number}" not in infos)
+        sums = [read_tensor(path, infos[f"{names[0]}.{number}"]).to(self.device) for number in range(count)]
+        for name in names[1:]:
+            for number, panel in enumerate(sums):
+                panel += read_tensor(path, infos[f"{name}.{number}"]).to(self.device)
+        return sums
+
+    def drop(self, key: str) -> None:
+        """Remove the file `key`, which nobody reads any more."""
+        self._pool = None
+        for file in (*self.folder.glob(f"{key}.*.safetensors"), self._file(key)):  # parts, left by a crash; all
+            file.unlink(missing_ok=True)
+
+    def _file(self, key: str) -> Path:
+        return self.folder / f"{key}.safetensors"
+
+
+def observe(
+    part: Part, names: Iterable[str], chunks: Iterable[Float[Tensor, "batch t k"]]
+) -> tuple[dict[str, list[Float32[Tensor, "_ _"]]], dict[str, int]]:
+    """Run a block on hidden states and sum x xᵀ over the inputs of the named linears, in the order of the chunks; the
+    sums, and of how many tokens they are.
+
+    Where a linear transforms its input online, x is taken after the transform, as its weight sees it. The sums are
+    float32, on the block's device, and in panels: see `whole`.
+    """
+    names = set(names)
+    sums = {name: _zeros(cast(int, part.module(name).in_features), part.device) for name in sorted(names)}
+    missing: set[str] = set()
+    counts = dict.fromkeys(sorted(names), 0)
+    handles = [_watch(part.module(name), name, sums[name], counts, missing) for name in names]
+    try:
+        for hidden in chunks:
+            missing |= names
+            with suppress(_Seen):  # what comes after the last input is not needed
+                part.run(hidden)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums, counts
+
+
+def panel_shapes(k: int) -> list[tuple[int, int]]:
+    """Rows and columns of the panels of one H."""
+    ends = [min(start + PANEL, k) for start in range(0, k, PANEL)]
+    return [(end - start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _zeros(k: int, device: torch.device) -> list[Float32[Tensor, "_ _"]]:
+    """The panels of a sum of nothing. They share one piece of memory, made before the block runs: many small ones among
+    its activations would leave holes."""
+    shapes = panel_shapes(k)
+    sizes = [rows * columns for rows, columns in shapes]
+    flat = torch.zeros(sum(sizes), device=device)
+    return [panel.view(shape) for panel, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def whole(panels: list[Float32[Tensor, "_ _"]]) -> Float32[Tensor, "k k"]:
+    """H from its panels: each has `PANEL` rows (the last one fewer), from the left up to the block on the diagonal.
+    The list is used up: panels and H together would be half as much again."""
+    k = panels[-1].shape[1]
+    h = panels[-1].new_empty(k, k)
+    while panels:
+        panel = panels.pop()
+        rows, columns = panel.shape
+        start = columns - rows
+        h[start:columns, :columns] = panel
+        h[:start, start:columns] = panel[:, :start].T
+    return h
+
+
+def unseen(hessians: Hessians, plan: Plan, index: int) -> Iterator[str]:
+    """A sentence where experts of a block saw no token: what is done then."""
+    names = [linear.statistics for linear in plan.block(index) if linear.expert is not None and linear.role == "down"]
+    found = [name for name in names if name and hessians.tokens(str(index), [name]) == 0]
+    if found:
+        yield (
+            f"block {index}: {len(found)} of {len(names)} experts were given no calibration token: gate and up are "
+            "rounded with what the others saw, down is rounded to nearest; more text helps (--samples)"
+        )
+
+
+class _Seen(Exception):
+    """Every input of the block has been seen."""
+
+
+def merged(files: Sequence[Path]) -> dict[str, Tensor]:
+    """The sums of what is in several files, in the files' order."""
+    sums = {name: read_tensor(files[0], info) for name, info in read_header(files[0])[0].items()}
+    for file in files[1:]:
+        for name, info in read_header(file)[0].items():
+            sums[name] += read_tensor(file, info)
+    return sums
+
+
+def _watch(
+    module: nn.Module, name: str, panels: list[Tensor], counts: dict[str, int], missing: set[str]
+) -> torch.utils.hooks.RemovableHandle:
+    def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
+        xt = x.flatten(0, -2).float().T.contiguous()
+        del x
+        _accumulate(panels, xt)
+        counts[name] += xt.shape[1]
+        missing.discard(name)
+        if not missing:
+            raise _Seen
+
+    return module.register_forward_pre_hook(add)
+
+
+def _accumulate(panels: list[Float32[Tensor, "_ _"]], xt: Float32[Tensor, "k t"]) -> None:
+    """Add xt xtᵀ, in pieces that bound the memory of a product."""
+    for panel in panels:
+        size, end = panel.shape
+        for left in range(0, end, PANEL):
+            columns = slice(left, min(left + PANEL, end))
+            panel[:, columns] += product(xt[end - size : end], xt[columns].T)

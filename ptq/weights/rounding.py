@@ -1,0 +1,300 @@
+"""The two solvers: `nearest`, and `ldlq` with feedback. GPTQ is `ldlq` with a codebook of dimension 1.
+
+LDLQ (Chee et al. 2023, arXiv:2307.13304, section 3; block form: Tseng et al. 2024, arXiv:2402.04396, section 4.3)
+minimises tr((W - Ŵ) H (W - Ŵ)ᵀ) one column, or one block of d columns, after the other. With H = L D Lᵀ, L unit lower
+(block) triangular, columns are rounded from the last to the first,
+
+    Ŵ_j = Q(W_j + sum_{i > j} (W_i - Ŵ_i) L_ij),
+
+so that (W - Ŵ) L is exactly the matrix of rounding errors of Q, and the loss is the sum of its squares times D. GPTQ's
+updates are the same numbers (same paper, section 5.1), but it takes them from the inverse, with four times the work.
+
+Before, a codebook with one scale for the whole weight (`ScaledCodebook`) has it chosen by the loss of LDLQ itself on
+some rows; behind, sweeps of coordinate descent and a refit of such a scale may lower the loss (`ptq.weights.sweeps`).
+
+Columns are taken in the order of descending diag(H): the heavy ones are rounded first, while the others can still make
+up for their errors. Groups stay what they are, and no order is stored.
+"""
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float32, Int64, Shaped
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ptq.errors import InputError
+from ptq.ops.matmul import product
+from ptq.weights.factor import factor, squares
+from ptq.weights.formats import BlockCodebook, Codebook, OnePassCodebook, ScaledCodebook, Scales
+from ptq.weights.sweeps import COLUMN_BLOCK, Problem, refit, sweep
+
+ROW_CHUNK = 1 << 20
+"""Weights that `nearest` works on at a time: they stay in the cache."""
+LOSS_ROWS = 256
+"""Rows, evenly spread, that the proxy loss is measured on: all would cost as much as the rounding itself."""
+WORTHWHILE = 1e-3
+"""Sweeps end when one lowers the loss by less than this share of it."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """One weight in a codebook, and how well it went."""
+
+    codes: Shaped[Tensor, "n m"]
+    scales: Scales
+    solver: str = "nearest"
+    """`nearest` or `ldlq`; `nearest` from `ldlq` too, where feedback would have been worse."""
+    error: float = 0.0
+    """Squared error relative to the weight's: |W - Ŵ|² / |W|²."""
+    loss: float | None = None
+    """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ), over at most LOSS_ROWS rows; None without a Hessian."""
+    nearest_loss: float | None = None
+    """The same for nearest rounding with the scales that the codebook fits to the weight alone."""
+    damping: float | None = None
+    """What was added to the diagonal of H, relative to its mean."""
+    dead: int = 0
+    """Input channels that calibration never saw: diag(H) = 0."""
+    sweeps: int | None = None
+    """Sweeps of coordinate descent that were done; None where none were asked for."""
+    note: str | None = None
+    """Why `nearest` took the place of `ldlq`, if that is not what was asked for."""
+    tokens: int | None = None
+    """Of a linear of an expert: how many tokens of the calibration text it was given."""
+    shrinkage: float | None = None
+    """Likewise: the share of its Hessian that is not its own (`ptq.statistics.shrinkage`)."""
+
+    def statistics(self) -> dict[str, object]:
+        """Everything but the tensors, as JSON values; of floating-point scales the least, mean and largest size.
+
+        Six digits: the last ones of a sum depend on the number of threads, and the record of a run must not.
+        """
+        found = {key: x for key, x in vars(self).items() if key not in ("codes", "scales") and x is not None}
+        for part, tensor in self.scales.items():
+            if tensor.is_floating_point():
+                size = tensor.abs()
+                found[part] = [float(size.min()), float(size.mean(dtype=torch.float64)), float(size.max())]
+        return {key: _six_digits(value) for key, value in found.items()}
+
+
+def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight") -> Rounded:
+    """Every weight to its nearest code; columns that fill the last code count as zeros. Raises InputError, naming
+    `name`, for NaN or infinity."""
+    if isinstance(codebook, OnePassCodebook):
+        found, scales, error, energy = codebook.nearest(w, name=name)
+        return Rounded(found, scales, error=_ratio(error, energy))
+    scales = None if codebook.per_row else codebook.fit(w.float(), name=name)
+    return nearest_rows(w.split(max(1, ROW_CHUNK // max(1, w.shape[1]))), codebook, scales, name=name)
+
+
+def nearest_rows(
+    pieces: Iterable[Float[Tensor, "r k"]], codebook: Codebook, scales: Scales | None = None, *, name: str = "weight"
+) -> Rounded:
+    """`nearest` of a weight that comes in pieces of whole rows; `scales`: of all rows, where they share them."""
+    codes, fitted, error, energy = [], [], 0.0, 0.0
+    for piece in pieces:
+        x = piece.float().contiguous()
+        fitted.append(codebook.fit(x, name=name) if scales is None else scales)
+        codes.append(codebook.round(_filled(x, codebook), fitted[-1]))
+        error += squares(codebook.decode(codes[-1], fitted[-1])[:, : x.shape[1]].sub_(x))
+        energy += squares(x)
+    if scales is None:
+        scales = {part: torch.cat([piece[part] for piece in fitted]) for part in fitted[0]}
+    return Rounded(torch.cat(codes), scales, error=_ratio(error, energy))
+
+
+def ldlq(
+    w: Float[Tensor, "n k"],
+    h: Float[Tensor, "k k"],
+    codebook: Codebook,
+    *,
+    damping: float = 0.01,
+    order: str = "descending",
+    sweeps: int = 0,
+    name: str = "weight",
+) -> Rounded:
+    """LDLQ of W under the Hessian H = sum x xᵀ (any positive factor of it), float32 inside.
+
+    `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
+    factor. `order`: `descending` diag(H), or `given`. Channels with diag(H) = 0 neither give nor receive feedback.
+    `sweeps`: the most sweeps of coordinate descent that follow (`ptq.weights.sweeps`).
+    The result is that of nearest rounding where this has the smaller loss and, with a warning and a note, where H has
+    NaN or infinity. A float32 `h` is overwritten by its factor, since H may be as large as everything else together.
+    Needs memory for two more [n, k].
+    Raises InputError, naming `name`, where W is not finite, H does not fit W or is far from positive semidefinite.
+    """
+    w, h, k = w.float().contiguous(), h.float(), w.shape[1]
+    diagonal = _checked_diagonal(h, k, name)
+    if diagonal is None:
+        note = "the Hessian has NaN or infinity (the calibration activations overflowed): rounded to nearest"
+        warnings.warn(f"{name}: {note}", stacklevel=2)
+        return replace(nearest(w, codebook, name=name), note=note)
+    scales = codebook.fit(w, name=name)
+    problem, plain, used = _problem(w, h, diagonal, codebook, scales, damping, order, name)
+    del w, h
+    every = -(-problem.wt.shape[1] // LOSS_ROWS)
+    part = problem.rows(every)
+    total, nearest_loss = part.loss(part.wt), part.loss(plain)
+    if isinstance(codebook, ScaledCodebook):
+        scales = _best_scales(part, codebook, scales)
+    codes, error = _feedback(problem, scales)
+    scales, done = _improve(problem, codes, error, scales, sweeps, every)
+    loss = part.loss(error[:, ::every])
+    statistics = {"nearest_loss": _ratio(nearest_loss, total), "damping": used, "dead": int((diagonal == 0).sum())}
+    wt, columns, d = problem.wt, problem.columns, codebook.dim
+    del problem, part
+    inverse = torch.empty_like(columns).scatter_(0, columns, torch.arange(len(columns), device=columns.device))
+    if loss > nearest_loss:
+        kept = nearest(wt[inverse[:k]].t().contiguous(), codebook, name=name)
+        return replace(kept, loss=_ratio(nearest_loss, total), **statistics)
+    codes = codes[inverse[::d] // d].t().contiguous()
+    real = columns < k
+    share = _ratio(squares(error if len(real) == k else error[real]), squares(wt))
+    return Rounded(codes, scales, "ldlq", share, _ratio(loss, total), sweeps=done if sweeps else None, **statistics)
+
+
+def _filled(w: Float32[Tensor, "n k"], codebook: Codebook) -> Float32[Tensor, "n c"]:
+    """W with columns of zeros that fill the last code of a row."""
+    missing = -w.shape[1] % codebook.dim
+    return pad(w, (0, missing)) if missing else w
+
+
+def _checked_diagonal(h: Tensor, k: int, name: str) -> Float32[Tensor, " k"] | None:
+    """diag(H); None where H is not finite."""
+    if h.shape != (k, k):
+        raise InputError(f"{name}: the Hessian is {list(h.shape)}, the weight has {k} columns")
+    diagonal = h.diagonal().clone()
+    if not bool(h.sum(1).isfinite().all()):
+        return None
+    if bool((diagonal < 0).any()):
+        raise InputError(f"{name}: the Hessian has a negative diagonal entry, so it is no sum of x xT")
+    return diagonal
+
+
+def _problem(
+    w: Float32[Tensor, "n k"],
+    h: Float32[Tensor, "k k"],
+    diagonal: Float32[Tensor, " k"],
+    codebook: Codebook,
+    scales: Scales,
+    damping: float,
+    order: str,
+    name: str,
+) -> tuple[Problem, Float32[Tensor, "c r"], float]:
+    """Everything in rounding order, the errors of nearest rounding of some rows in it, and the damping used. Memory is
+    tight: the factor lies in h's place. Columns that fill the last code are dead channels."""
+    missing = -w.shape[1] % codebook.dim
+    if missing:
+        w, h, diagonal = _filled(w, codebook), pad(h, (0, missing, 0, missing)), pad(diagonal, (0, missing))
+    columns = _columns(diagonal, codebook.dim, order)
+    lower, added, used = factor(h, diagonal, columns, damping, name)
+    every = -(-len(w) // LOSS_ROWS)
+    plain = _nearest_error(w[::every].contiguous(), codebook, scales, every).t()[columns]
+    wt = w.index_select(1, columns).t().contiguous()
+    return Problem(wt, lower, added, diagonal[columns] + added, columns, codebook), plain, used
+
+
+def _nearest_error(w: Float32[Tensor, "r k"], codebook: Codebook, scales: Scales, every: int) -> Float32[Tensor, "r k"]:
+    """Errors of nearest rounding of every `every`-th row of a weight: those in `w`; `scales` are those of all rows."""
+    if codebook.per_row:
+        scales = {part: tensor[::every].contiguous() for part, tensor in scales.items()}
+    return w - codebook.decode(codebook.round(w, scales), scales)
+
+
+def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tensor, " k"]:
+    """Where each column comes from. Rounding goes from the last to the first, so the heavy ones go to the end."""
+    assert order in ("descending", "given"), order
+    blocks = torch.arange(len(diagonal) // d, device=diagonal.device)
+    blocks = diagonal.view(-1, d).sum(1).argsort(stable=True) if order == "descending" else blocks.flip(0)
+    return (blocks[:, None] * d + torch.arange(d, device=diagonal.device)).flatten()
+
+
+def _best_scales(part: Problem, codebook: ScaledCodebook, scales: Scales) -> Scales:
+    """Of the scales that the codebook proposes, those with which LDLQ of some rows has the least loss."""
+    return min(codebook.trials(scales), key=lambda trial: part.loss(_feedback(part, trial)[1]))
+
+
+def _improve(
+    problem: Problem,
+    codes: Shaped[Tensor, "m n"],
+    error: Float32[Tensor, "k n"],
+    scales: Scales,
+    sweeps: int,
+    every: int,
+) -> tuple[Scales, int]:
+    """Sweeps, and scales fitted to the codes: `codes` and `error` change in place. Returns the scales, and how many
+    sweeps there were."""
+    done, whole = 0, float(problem.loss(error[:, ::every])) * every if sweeps else 0.0
+    while done < sweeps:
+        done += 1
+        if sweep(problem, codes, error, scales) < WORTHWHILE * whole:
+            break
+    if isinstance(problem.codebook, ScaledCodebook):
+        fitted, d = refit(problem, codes, scales, every), problem.codebook.dim
+        for i in range(0, len(error) if fitted is not scales else 0, COLUMN_BLOCK):
+            part = codes[i // d : (i + COLUMN_BLOCK) // d]
+            error[i : i + COLUMN_BLOCK] = problem.wt[i : i + COLUMN_BLOCK] - problem.decode(part, fitted, i)
+        scales = fitted
+    return scales, done
+
+
+def _feedback(problem: Problem, scales: Scales) -> tuple[Shaped[Tensor, "m n"], Float32[Tensor, "k n"]]:
+    """Codes, and errors W - Ŵ; the feedback into a block is one product with the errors of all columns behind it."""
+    wt, factor, codebook = problem.wt, problem.factor, problem.codebook
+    d, k = codebook.dim, len(wt)
+    assert COLUMN_BLOCK % d == 0 and k % d == 0, (d, k)
+    error, codes = torch.empty_like(wt), []
+    for i in reversed(range(0, k, COLUMN_BLOCK)):
+        j = min(i + COLUMN_BLOCK, k)
+        block = factor[i:j, i:j].tril()
+        inverse = _inverse_diagonal(block, d)
+        behind = product(factor[j:, i:j].t(), error[j:]) if j < k else torch.zeros_like(wt[i:j])
+        target = torch.addmm(wt[i:j], inverse.t(), behind) if d > 1 else wt[i:j] + behind * inverse.diagonal()[:, None]
+        run = codebook.round_block if isinstance(codebook, BlockCodebook) else None
+        arguments = target, wt[i:j], block @ inverse, scales, problem.columns[i:j]
+        found, error[i:j] = run(*arguments) if run else round_block(codebook, *arguments)
+        codes.append(found)
+    return torch.cat(codes[::-1]), error
+
+
+def _inverse_diagonal(block: Float[Tensor, "c c"], d: int) -> Float[Tensor, "c c"]:
+    """The inverse of the d x d blocks on the diagonal, zero elsewhere: a factor times it is unit (block) triangular."""
+    if d == 1:
+        return torch.diag(1 / block.diagonal())
+    corners = torch.stack([block[s : s + d, s : s + d] for s in range(0, len(block), d)])
+    return torch.block_diag(
+        *torch.linalg.solve_triangular(corners, torch.eye(d).to(corners).expand_as(corners), upper=False)
+    )
+
+
+def round_block(
+    codebook: Codebook,
+    target: Float[Tensor, "c n"],
+    w: Float[Tensor, "c n"],
+    factor: Float[Tensor, "c c"],
+    scales: Scales,
+    columns: Int64[Tensor, " c"],
+) -> tuple[Shaped[Tensor, "m n"], Float[Tensor, "c n"]]:
+    """The inner loop of LDLQ for any codebook: `target` is W plus the feedback from behind the block, `factor` the unit
+    lower (block) triangular factor. Returns codes and errors W - Ŵ."""
+    d, target, error, codes = codebook.dim, target.clone(), torch.empty_like(w), []
+    for s in reversed(range(0, len(w), d)):
+        here = slice(s, s + d)
+        code = codebook.round(target[here].t().contiguous(), scales, columns[here])
+        error[here] = w[here] - codebook.decode(code, scales, columns[here]).t()
+        target[:s] += factor[here, :s].t() @ error[here]
+        codes.append(code.t())
+    return torch.cat(codes[::-1]), error
+
+
+def _six_digits(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_six_digits(item) for item in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _ratio(part: float, whole: float) -> float:
+    return max(part, 0.0) / whole if whole > 0 else 0.0
