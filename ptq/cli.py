@@ -206,7 +206,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
-    from ptq.files import fp8_source
+    from ptq.files import published
     from ptq.files.checkpoint import Checkpoint
     from ptq.reporting import console_tables, contents
 
@@ -221,8 +221,8 @@ def inspect(
     typer.echo(console_tables.contents_table(found))
     if not (found.groups or found.cache or found.residual):
         typer.echo("not quantised: every tensor is a plain one")
-    if fp8_source.stated(opened.config) is not None:
-        typer.echo("published in FP8: `quantize` reads such weights as 16-bit numbers")
+    if (form := published.form(opened.config)) is not None:
+        typer.echo(f"published in {form}: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:
         typer.echo(f"report: {found.report}")
     if found.residual is not None:

@@ -9,21 +9,21 @@ expert, each with its dense factors.
 import torch
 from torch import Tensor
 
-from ptq.ops.expert_ops import ROWS
+from ptq.ops.expert_ops import INSIDE, ROWS, gated
 from ptq.ops.input_steps import treated
 from ptq.ops.op_declarations import declare
 from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
 
 SCHEMA = (
     f"({ROWS}, Tensor[] tiles, Tensor[] scale, Tensor[] su, Tensor[] sv, int width, int bits, int input_bits, "
-    "float clip, int down_bits, float down_clip, Tensor[] factors, int order, Tensor[] width_factors, int width_order) "
-    "-> Tensor"
+    "float clip, int down_bits, float down_clip, Tensor[] factors, int order, Tensor[] width_factors, int width_order, "
+    f"{INSIDE}) -> Tensor"
 )
 
 
 def experts(
     x, tokens, counts, shares, tiles, scale, su, sv, width, bits, input_bits, clip, down_bits, down_clip,
-    factors, order, width_factors, width_order,
+    factors, order, width_factors, width_order, biases, clamped,
 ):  # fmt: skip
     """The op step by step."""
     total, row, count = torch.zeros_like(x), 0, len(counts)
@@ -34,14 +34,14 @@ def experts(
             y = torch.ops.ptq.e8p_linear_tiled(*into, *weight)
         else:
             y = torch.ops.ptq.e8p_linear_quantized(*into, *weight, torch.float32)
-        return torch.ops.ptq.hadamard(y.float(), sv[place], back, back_order, -1, True).to(x.dtype)
+        y = torch.ops.ptq.hadamard(y.float(), sv[place], back, back_order, -1, True)
+        return (y + biases[place] if biases else y).to(x.dtype)
 
     for expert, rows in enumerate(counts):
         here = tokens[row : row + rows]
         into = treated(x[here], su[0], factors, order, input_bits, clip)
         gate, up = (linear(into, place, width, width_factors, width_order) for place in (expert, count + expert))
-        gated = torch.ops.ptq.silu_mul(gate, up)
-        into = treated(gated, su[1 + expert], width_factors, width_order, down_bits, down_clip)
+        into = treated(gated(gate, up, clamped), su[1 + expert], width_factors, width_order, down_bits, down_clip)
         y = linear(into, 2 * count + expert, x.shape[1], factors, order)
         for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
             total[token] += (each.float() * share).to(x.dtype)

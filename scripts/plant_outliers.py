@@ -24,13 +24,13 @@ from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.header import read_header
 from ptq.files.shards import write_tensors
+from ptq.hf.described import transformers_config
 from ptq.models.families import family_of
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape, shape_of
 from ptq.pipeline import balance
 from ptq.planning.outline import Tensors, first_row, outline
 from ptq.planning.rotations import READERS
-from ptq.reporting.contents import transformers_config
 
 FACTORS = (32.0, 64.0)
 """Between 30 and 100, as outliers of large models are, and exact in any dtype."""
@@ -47,6 +47,8 @@ def edits(
 ) -> Iterator[Edit]:
     """What to scale. Where a family has no norm in front of its readers, they have nothing that could be scaled; nor
     where gains are stored less 1, which would have to be rounded."""
+    if family.experts is not None and family.experts.fused and shape.experts:
+        raise typer.BadParameter(f"{family.model_type} has all experts of a block in one tensor, which is not scaled")
     generator = torch.Generator().manual_seed(seed)
     residual = _scale(shape.hidden, channels, factors, generator)
     plan = outline("", shape, family, tensors)

@@ -20,8 +20,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner, Result
 
 from ptq.cli import app
-from ptq.hf import experts
+from ptq.hf import experts, fused
 from ptq.models.families import FAMILIES
+from ptq.models.family import Experts as Names
 from ptq.ops import native
 from ptq.pipeline import preflight
 from ptq.planning.plan import LinearPlan, Plan
@@ -83,6 +84,13 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
     "granite_swa": dict(layer_rope_theta=[500.0, 0]),
+    "gpt_oss": dict(
+        sliding_window=16, swiglu_limit=0.7, layer_types=["sliding_attention", "full_attention"],
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=500.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
+            beta_slow=1.0, truncate=False,
+        ),
+    ),
     "ministral3": dict(
         rope_parameters=dict(
             rope_type="yarn", rope_theta=500.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
@@ -116,6 +124,11 @@ SPARSE_FAMILIES = [
     name for name, family in FAMILIES.items() if family.experts and OWN.get(name, {}).get("enable_moe_block", True)
 ]  # fmt: skip
 """Those whose tiny models have experts."""
+WRITTEN_PLAIN = [
+    name for name, family in FAMILIES.items()
+    if name not in SPARSE_FAMILIES or family.experts is None or not family.experts.fused
+]  # fmt: skip
+"""Those of which transformers reads plain weights as a run writes them."""
 KEYS_WITHOUT_NORM = [name for name in CACHED if not FAMILIES[name].norms_keys]
 
 
@@ -181,21 +194,30 @@ def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
 
 
 def stored(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model as transformers writes them to files, without the head."""
+    """The tensors of a model as transformers writes them to files, without the head; with a matrix for each linear of
+    an expert."""
     state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    return revert_weight_conversion(model, state)
+    return apart(revert_weight_conversion(model, state), FAMILIES[model.config.model_type].experts)
+
+
+def apart(tensors: Mapping[str, torch.Tensor], names: Names | None) -> dict[str, torch.Tensor]:
+    """Tensors of a model, of fused experts those of the single ones."""
+    found = {}
+    for name, tensor in tensors.items():
+        owner, _, leaf = name.rpartition(".")
+        if names is None or not fused.is_fused_parameter(name):
+            found[name] = tensor
+            continue
+        inside = fused.take_apart({leaf: tensor}, fused.Layout.of(names), names.linears)
+        found |= {f"{owner}.{part}": one for part, one in inside.items()}
+    return found
 
 
 def separated(model: Any, names: tuple[str, str, str] | None) -> Any:
     """The same model with experts of linears of these names, where it has fused ones."""
-    state, fused = {}, model.state_dict()
-    for name in fused if names else ():
-        owner, _, leaf = name.rpartition(".")
-        if leaf == experts.FUSED[0]:
-            apart = experts.take_apart(fused[name], fused[f"{owner}.{experts.FUSED[1]}"], names)
-            state |= {f"{owner}.{inside}": weight for inside, weight in apart.items()}
+    state = apart(model.state_dict(), FAMILIES[model.config.model_type].experts) if names else {}
     if experts.separate(model, names):
-        model.load_state_dict(state, strict=False, assign=True)
+        model.load_state_dict(state, strict=True, assign=True)
     return model
 
 
@@ -264,7 +286,7 @@ def listing(folder: Path) -> dict[str, bytes | None]:
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
-NOTES = ("estimate: ", "lm_head: ", "published in FP8: ")
+NOTES = ("estimate: ", "lm_head: ", "published in FP8: ", "published in MXFP4: ")
 
 
 def check_refused(result: Result, message: str, code: int = 2) -> None:

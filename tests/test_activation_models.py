@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ptq
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import blocks, residual
-from ptq.hf import plugin as hf
+from ptq.hf.plugin import PtqConfig
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
 from ptq.ops import activations
 from ptq.ops.activations import Activation
 from ptq.pipeline import proof
-from ptq.pipeline.job import Job, dense_weight
+from ptq.pipeline.job import Job
 from ptq.statistics.hessian import observe, whole
 from quarot.plan import QuarotRecipe
 
@@ -70,7 +70,7 @@ def test_the_plan(source: Path) -> None:
 
 def test_config_round_trip(packed: Path) -> None:
     content = json.loads((packed / "config.json").read_text())["quantization_config"]
-    found = hf.PtqConfig(**content)
+    found = PtqConfig(**content)
     assert found.to_dict() == content and found.cache() is None
     assert found.entries()[DOWN]["activation"] == {"bits": 8, "clip": 1.0}
     assert "model.layers.1.mlp.gate_proj" not in found.entries()
@@ -79,7 +79,7 @@ def test_config_round_trip(packed: Path) -> None:
 def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
     checkpoint = Checkpoint.open(packed)
     config, family = AutoConfig.from_pretrained(packed), FAMILIES["llama"]
-    found = hf.PtqConfig.parse(checkpoint.config)
+    found = PtqConfig.parse(checkpoint.config)
     assert found is not None and (construction := found.residual()) is not None
 
     def part(index: int | None, *prefixes: str) -> blocks.Part:
@@ -177,7 +177,7 @@ def test_hessians_are_of_the_quantised_input(source: Path) -> None:
     job = Job(recipe=recipe, signs=drawn, device=torch.device("cpu"), **vars(target))
     part = job.original_block(0)
     job.rotate_block(0, part)
-    assert all(part.parameter(dense_weight(linear)).shape == (linear.n, linear.k) for linear in job.plan.block(0))
+    assert all(part.parameter(linear.dense_weight).shape == (linear.n, linear.k) for linear in job.plan.block(0))
     hidden, inputs = torch.randn(2, 9, 72, generator=torch.Generator().manual_seed(0)), []
     exact = part.run(hidden)
     job.quantize_inputs(0, part)

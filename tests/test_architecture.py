@@ -1,6 +1,7 @@
 """Rules of the house that a reader can rely on, checked on the sources."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,37 @@ def test_imports_point_from_methods_to_ptq(path: Path) -> None:
     found = {module.partition(".")[0] for module in imports(path)}
     assert not found & (set(METHODS) - {package})
     assert "scripts" not in found and "tests" not in found
+
+
+FOLDERS = re.findall(
+    r"^\| `ptq/(\w+)/` ", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE
+)
+"""Of ptq/, in the order of the page: each stands on those before it."""
+FOR_ALL = {"errors", "recipe", "engine", "startup", "methods", "demo"}
+"""What every folder may import, and what imports no folder."""
+
+
+def test_every_folder_has_a_place():
+    assert {*FOLDERS, "demo"} == {path.parent.name for path in (ROOT / "ptq").glob("*/__init__.py")}
+
+
+def parts_of_ptq(path: Path) -> Iterator[str]:
+    """What a file imports of ptq, wherever in the file, and for types alone, too: folders, and files beside them."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module == "ptq":
+            yield from (alias.name for alias in node.names)
+    for module in imports(path):
+        if module.startswith("ptq."):
+            yield module.split(".")[1]
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if name_of(path).startswith("ptq/")], ids=name_of)
+def test_a_folder_imports_only_those_before_it(path: Path) -> None:
+    room = path.relative_to(ROOT / "ptq").parts[0].removesuffix(".py")
+    if room in ("__init__", "__main__", "cli", "run"):
+        return  # the package and its commands: they may import everything
+    before = {*FOLDERS[: FOLDERS.index(room) + 1]} if room in FOLDERS else set()
+    assert {*parts_of_ptq(path)} <= before | FOR_ALL
 
 
 @pytest.mark.parametrize("path", PACKAGED, ids=name_of)

@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq.layers.linear import QuantLinear
-from ptq.pipeline import preflight, proof
-from ptq.pipeline.job import Job, dense_weight
-from ptq.pipeline.pipeline import plan
+from ptq.pipeline.job import Job
+from ptq.pipeline.pipeline import plan, preflight, proof
 from ptq.pipeline.tasks import Tasks
 from ptq.reporting import report_schema
 from ptq.statistics.clip_search import GRID, Errors, inputs_of, losses, measure
@@ -124,7 +123,7 @@ def test_what_is_measured_of_a_block(tiny: Path) -> None:
         module.register_forward_pre_hook(lambda m, x, to=seen[one.name]: to.append(m.turned(x[0]).flatten(0, 1)[1::2]))
     found = measure(part, inputs, chunks, 10)
     for one in inputs:
-        weights = [part.parameter(dense_weight(linear)) for linear in one.readers]
+        weights = [part.parameter(linear.dense_weight) for linear in one.readers]
         wanted = brute_force(torch.cat(seen[one.name]), weights, 4)
         torch.testing.assert_close(found[one.name].sums / 30, wanted, rtol=1e-3, atol=1e-7)
         assert found[one.name].tokens == 30

@@ -11,7 +11,7 @@ import torch
 
 from ptq.methods import METHODS
 from ptq.models.families import FAMILIES
-from ptq.models.family import Family, Mixer
+from ptq.models.family import Experts, Family, Mixer
 from ptq.weights import formats
 from ptq.weights.formats import Choice, Codebook, Format, IntegerInput, ScaledCodebook
 from ptq.weights.rounding import nearest
@@ -72,26 +72,35 @@ def headings(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_dotted_names_exist(name: str):
-    for module, member in re.findall(r"`((?:ptq|quarot|quip_sharp|fp6)\.\w+)\.(\w+)", page(name)):
-        path = ROOT / f"{module.replace('.', '/')}.py"
-        assert path.is_file() and re.search(rf"\b{member}\b", path.read_text()), f"{name}.md: {module}.{member}"
+    for dotted in re.findall(r"`((?:ptq|quarot|quip_sharp|fp6)(?:\.\w+)+)", page(name).replace("ptq.json", "")):
+        path, members = ROOT, dotted.split(".")
+        while members and (path / members[0]).is_dir():
+            path /= members.pop(0)
+        is_file = members and (path / f"{members[0]}.py").is_file()
+        path /= f"{members.pop(0)}.py" if is_file else "__init__.py"
+        assert not members or re.search(rf"\b{members[0]}\b", path.read_text()), f"{name}.md: {dotted}"
 
 
 def test_every_module_has_a_room():
-    rows = page("architecture").partition("\n## 2.")[2].partition("\n## ")[0].splitlines()
     named = set()
-    for room in (row.split("|")[1] for row in rows if row.startswith("|")):
-        folders, alone = re.findall(r"`(\w+)/", room), re.findall(r"`(\w+\.py)`", room)
-        named |= {*re.findall(r"`(\w+/\w+\.py)`", room), *(f"{folder}/{path}" for folder in folders for path in alone)}
-    modules = {f"{folder}/{path.name}" for folder in ("ptq", *METHODS) for path in ROOT.glob(f"{folder}/[!_]*.py")}
-    assert len(modules) > 90 and not sorted(modules - named)
+    for table in page("architecture").partition("\n## 2.")[2].partition("\n## ")[0].split("\n\n"):
+        rows = [row.split("|")[1] for row in table.splitlines() if row.startswith("| ")]
+        here = re.findall(r"`([\w/]+)/`", rows[0]) if rows else []
+        for room in rows[1:]:
+            folders, alone = [*here, *re.findall(r"`(\w+)/`", room)], re.findall(r"`(\w+\.py)`", room)
+            found = [f"{folder}/{path}" for folder in folders for path in alone if (ROOT / folder / path).is_file()]
+            assert {path.rpartition("/")[2] for path in found} == {*alone}, room
+            named |= {*re.findall(r"`(\w+/\w+\.py)`", room), *found}
+    sources = (path for folder in ("ptq", *METHODS) for path in (ROOT / folder).rglob("[!_]*.py"))
+    modules = {str(path.relative_to(ROOT)) for path in sources}
+    assert len(modules) > 120 and not sorted(modules - named)
 
 
 # --- everything is explained -----------------------------------------------------------------------------------------
 
 
 def test_every_field_of_a_family_is_explained():
-    for field in (*Family.__dataclass_fields__, *Mixer.__dataclass_fields__):
+    for field in (*Family.__dataclass_fields__, *Mixer.__dataclass_fields__, *Experts.__dataclass_fields__):
         assert f"`{field}`" in page("add-a-family"), field
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, edit_config, edit_tensors, listing, quantize, save_model
+from conftest import WRITTEN_PLAIN, check_refused, edit_config, edit_tensors, listing, quantize, save_model
 from safetensors.torch import load_file, save_file
 from test_finetune_models import TINY, recipe
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
 from ptq.layers.embedding import PackedEmbedding, TiedHead
 from ptq.layers.linear import QuantLinear, swap
-from ptq.models.families import FAMILIES
 from ptq.pipeline import preflight
 from ptq.pipeline.work import RECORD
 from ptq.recipe import Recipe
@@ -61,7 +60,7 @@ def matrix(folder: Path, name: str, k: int | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", WRITTEN_PLAIN)
 def test_every_family_is_the_original_with_other_numbers(model_type: str, tied: bool, tmp_path: Path) -> None:
     """Scaled embeddings, multipliers of logits, caps: whatever a family does, it does with the decoded rows."""
     source = save_model(tmp_path / "model", model_type, tie_word_embeddings=tied)

@@ -11,6 +11,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -237,13 +238,17 @@ def test_tokens_per_second_generates_past_the_end_of_text_token():
 
 @pytest.fixture(scope="module")
 def run_script():
-    """Runs scripts/perplexity.py in this process: a new one would spend seconds on its imports."""
+    """Runs scripts/perplexity.py in this process: a new one would spend seconds on its imports. It silences
+    transformers, which other tests listen to."""
+    verbosity = transformers.logging.get_verbosity()
     spec = importlib.util.spec_from_file_location("perplexity_script", ROOT / "scripts" / "perplexity.py")
     assert spec and spec.loader
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # dataclasses look their module up
     spec.loader.exec_module(script)
-    return lambda *arguments, charset="utf-8": CliRunner(charset=charset).invoke(script.app, arguments)
+    yield lambda *arguments, charset="utf-8": CliRunner(charset=charset).invoke(script.app, arguments)
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(scope="module")

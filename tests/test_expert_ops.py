@@ -27,7 +27,9 @@ from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
 from ptq.fast import fast_steps
 from ptq.hf.experts import Experts
+from ptq.hf.fused import module_name
 from ptq.layers.linear import QuantLinear
+from ptq.models.families import FAMILIES
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
 from ptq.ops.matmul import few_tokens_linear
@@ -59,6 +61,7 @@ CASES: list[dict[str, Any]] = [
     )
 ]  # fmt: skip
 ASYMMETRIC, FLOATS, LATTICE = CASES[2], CASES[7], CASES[10]
+CASES += [{**CASES[place], "clamped": (1.7, 0.5)} for place in (0, 1, 3, 6, 7, 10, 12, 14)]
 INT4 = QuarotRecipe(rounding="nearest")
 RECIPES = {
     "W4A16": INT4,
@@ -87,9 +90,18 @@ def op_of(case: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def arguments(
-    dtype: torch.dtype, rows: str, format: Any, hidden: int, width: int, input_bits: int, down_bits: int, order: int
+    dtype: torch.dtype,
+    rows: str,
+    format: Any,
+    hidden: int,
+    width: int,
+    input_bits: int,
+    down_bits: int,
+    order: int,
+    clamped: tuple[float, ...] = (),
 ) -> list[Any]:
-    """Those of the op, for four tokens. Where linears have signs, these are any numbers."""
+    """Those of the op, for four tokens; with biases where gates are clamped. Where linears have signs, these are any
+    numbers."""
     generator = torch.Generator().manual_seed(0)
     tokens, counts = ROWS[rows]
     weights = []
@@ -101,15 +113,18 @@ def arguments(
     lists = [[part[name] for part in weights if name in part] for name in names]
     x = torch.randn(4, hidden, generator=generator).to(dtype)
     shares = torch.rand(len(tokens), generator=generator).tolist()
+    outputs = [width] * (2 * len(counts)) + [hidden] * len(counts)
+    between = [torch.randn(n, generator=generator).to(dtype) for n in outputs] if clamped else [], clamped
     if isinstance(format, E8PFormat):
-        inputs, outputs = [hidden] + [width] * len(counts), [width] * (2 * len(counts)) + [hidden] * len(counts)
+        inputs = [hidden] + [width] * len(counts)
         su, sv = ([torch.randn(n, generator=generator) for n in sizes] for sizes in (inputs, outputs))
         outside, inside = (hadamard.dense_factors(size, x.device) for size in (hadamard.largest_block(hidden), order))
         numbers = width, format.bits, input_bits, 0.95, down_bits, 0.9
-        return [x, tokens, counts, shares, *lists, su, sv, *numbers, *outside, *inside]
+        return [x, tokens, counts, shares, *lists, su, sv, *numbers, *outside, *inside, *between]
     numbers = [format.bits] if isinstance(format, IntegerFormat) else [format.code.exponent, format.code.mantissa]
     down = [*hadamard.dense_factors(order, x.device), down_bits, 0.9] if order else [[], 0, down_bits, 0.9]
-    return [x, tokens, counts, shares, *lists, width, *numbers, format.group_size, input_bits, 0.95, *down]
+    numbers = [width, *numbers, format.group_size, input_bits, 0.95]
+    return [x, tokens, counts, shares, *lists, *numbers, *down, *between]
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -155,6 +170,7 @@ def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
         ("scale", good[5][:-1]), ("zero", good[5][:-1]), ("width", 145), ("bits", 9), ("exponent", 5),
         ("group_size", 32), ("su", [torch.ones(64)] * 3), ("su", [torch.ones(96)] * 4), ("sv", [torch.ones(64)] * 9),
         ("sv", [torch.ones(64).double()] * 9), ("sv", []), ("width_order", 0), ("width_order", 64),
+        ("biases", [torch.ones(64)] * 8), ("biases", [torch.ones(65)] * 9), ("clamped", [1.7]),
     ]  # fmt: skip
     wrapped = list(good)  # a sum of counts that comes to five again
     wrapped[1:4] = [0, 1, 3, 1, 0], [2**62, 2**62, 2**62, 2**62 + 5], [0.5] * 5
@@ -251,6 +267,18 @@ def test_experts_that_were_changed_or_are_listened_to(tmp_path: Path, seen: list
 
 
 @torch.no_grad()
+def test_a_bias_that_is_gone(tmp_path: Path, seen: list[list[int]]) -> None:
+    model = packed(tmp_path, "gpt_oss")
+    experts = model.model.layers[1].mlp.experts
+    given = torch.randn(2, 72), torch.tensor([[0, 1]] * 2), torch.rand(2, 2)
+    before = experts(*given)
+    assert seen
+    experts.get_submodule("1").get_submodule("up_proj").bias = None
+    after, single = experts(*given), one_by_one(model).model.layers[1].mlp.experts(*given)
+    assert not torch.equal(after, before) and torch.equal(after, single)
+
+
+@torch.no_grad()
 def test_choices_of_any_kind(tmp_path: Path, seen: list[list[int]]) -> None:
     model = packed(tmp_path)
     experts, single = (
@@ -292,6 +320,18 @@ def test_gradients_go_the_own_way(tmp_path: Path, seen: list[list[int]]) -> None
     assert router.grad is not None and router.grad.abs().sum() > 0 and not seen
 
 
+def test_a_bias_that_learns_goes_the_own_way(tmp_path: Path, seen: list[list[int]]) -> None:
+    experts = packed(tmp_path, "gpt_oss").requires_grad_(False).model.layers[1].mlp.experts
+    given = torch.randn(2, 72), torch.tensor([[0, 1]] * 2), torch.rand(2, 2)
+    seen.clear()
+    assert not experts(*given).requires_grad and len(seen) == 1
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        bias = experts.get_submodule("1").get_submodule(name).bias.requires_grad_()
+        experts(*given).sum().backward()
+        assert bias.grad is not None and bias.grad.abs().sum() > 0
+        bias.requires_grad_(False)
+
+
 # --- the router -----------------------------------------------------------------------------------------------------
 
 
@@ -299,8 +339,11 @@ def test_gradients_go_the_own_way(tmp_path: Path, seen: list[list[int]]) -> None
 @torch.no_grad()
 def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
-    router = model.model.layers[1].mlp.gate
-    router.weight.normal_()
+    names = FAMILIES[model_type].experts
+    assert names is not None
+    router = model.model.layers[1].get_submodule(module_name(f".{names.router}")[1:])
+    for parameter in router.parameters():
+        parameter.normal_()
     assert fast_steps.is_router(router) and not any(
         fast_steps.is_router(module) for module in model.modules() if type(module) is not type(router)
     )
@@ -319,20 +362,19 @@ def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypat
         for found, wanted in zip(router(*given), plain(*given), strict=True):
             assert found.dtype == wanted.dtype
             torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-    assert [len(x) for x, _ in calls] == [5, 4, 1]
-    weight = router.weight
-    router.weight = nn.Parameter(2 * weight)
-    torch.testing.assert_close(router(*given)[0], 2 * plain(*given)[0], rtol=1e-5, atol=1e-5)
+    assert [len(x) for x, *_ in calls] == [5, 4, 1]
+    router.weight = plain.weight = nn.Parameter(2 * router.weight)
+    torch.testing.assert_close(router(*given)[0], plain(*given)[0], rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_no_router() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight, self.bias = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
+            self.weight, self.scale = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.weight, self.bias)
+            return F.linear(x, self.weight) * self.scale
 
     assert not fast_steps.is_router(Two()) and not fast_steps.is_router(nn.Linear(4, 3, bias=False))
     assert not fast_steps.is_router(nn.Embedding(4, 3))

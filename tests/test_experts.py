@@ -1,6 +1,9 @@
 """Experts as linears of their own: the module, against transformers' own, and the plan."""
 
+import copy
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,11 @@ from conftest import (
 from conftest import tiny_model as random_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import ptq
-from ptq.hf import experts
+from ptq.hf import experts, fused
+from ptq.hf.blocks import Part
 from ptq.hf.experts import Experts
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
@@ -74,11 +79,11 @@ def test_experts_are_those_of_transformers(model_type: str, chosen: list[list[in
     """Also those that no token wants."""
     generator, index = torch.Generator().manual_seed(0), torch.tensor(chosen)
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-        fused, ours = pair(model_type, dtype)
-        x = torch.randn(len(index), fused.hidden_dim, generator=generator).to(dtype)
+        theirs, ours = pair(model_type, dtype)
+        x = torch.randn(len(index), tiny_config(model_type).hidden_size, generator=generator).to(dtype)
         shares = torch.rand(index.shape, generator=generator).to(dtype)
         found = ours(x, index, shares)
-        assert found.dtype == dtype and close(found.double(), fused(x, index, shares).double(), tolerance)
+        assert found.dtype == dtype and close(found.double(), theirs(x, index, shares).double(), tolerance)
 
 
 @pytest.mark.parametrize("model_type", SPARSE)
@@ -100,11 +105,11 @@ def test_whole_models_in_float64(model_type: str) -> None:
 
 
 def test_gradients_pass() -> None:
-    fused, ours = pair("qwen3_moe", torch.float64)
+    theirs, ours = pair("qwen3_moe", torch.float64)
     x, index = torch.randn(5, 72).double(), torch.tensor([[0, 1], [1, 3], [3, 0], [3, 1], [1, 0]])
     shares = torch.rand(5, 2).double()
     gradients = []
-    for module in (fused, ours):
+    for module in (theirs, ours):
         seen = [tensor.clone().requires_grad_() for tensor in (x, shares)]
         module(seen[0], index, seen[1]).square().sum().backward()
         gradients.append([tensor.grad for tensor in seen])
@@ -128,6 +133,79 @@ class Clamped(nn.Module):
             product = (self.act_fn(gate) * up.clamp(-1, 1)) @ self.down_proj[number].T
             y.index_add_(0, tokens, product * shares[tokens, places, None])
         return y
+
+
+class InTurn(nn.Module):
+    """Fused experts whose channels of gate and up take turns, with a gate of their own, taken apart in some way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 4, 12, generator=generator))
+        self.down_proj = nn.Parameter(torch.randn(2, 6, 4, generator=generator))
+        self.num_experts = 2
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        return both[..., ::2].sigmoid() * both[..., 1::2].clamp(-0.5, 0.5)
+
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        for number in range(self.num_experts):
+            tokens, places = torch.where(chosen == number)
+            product = self._apply_gate(x[tokens] @ self.gate_up_proj[number]) @ self.down_proj[number]
+            y.index_add_(0, tokens, product * shares[tokens, places, None])
+        return y
+
+
+class Unflattened(InTurn):
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        gate, up = both.unflatten(-1, (-1, 2)).unbind(-1)
+        return gate.sigmoid() * up.clamp(-0.5, 0.5)
+
+
+class Mixed(InTurn):
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        return both[..., ::2].softmax(-1) * both[..., 1::2]
+
+
+@pytest.mark.parametrize("kind", [InTurn, Unflattened])
+@torch.no_grad()
+def test_a_gate_of_the_class_itself(kind: type[InTurn]) -> None:
+    """Which row is one of gate is not what the sums tell: they are the same for any order."""
+    theirs, x = kind(), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    model = nn.Sequential(copy.deepcopy(theirs))
+    assert experts.separate(model, experts.NAMES[0])
+    apart = fused.take_apart(dict(theirs.named_parameters()), fused.Layout(True, True), experts.NAMES[0])
+    model[0].load_state_dict(apart, assign=True)
+    for ours in (model[0], copy.deepcopy(model[0]), pickle.loads(pickle.dumps(model[0]))):
+        for tokens in (1, 5):
+            given = x[:tokens], torch.tensor([[0, 1]] * tokens), torch.tensor([[0.3, 0.9]] * tokens)
+            torch.testing.assert_close(ours(*given), theirs(*given))
+
+
+def test_a_gate_that_mixes_channels_is_refused() -> None:
+    with pytest.raises(ptq.InputError, match="0: Mixed are experts of a kind that ptq does not know"):
+        experts.separate(nn.Sequential(Mixed()), experts.NAMES[0])
+
+
+def test_a_limit_that_lets_nothing_through_says_nothing_of_others() -> None:
+    for limit in (0.0, 0.7, 7.0):
+        model = nn.Sequential(GptOssExperts(tiny_config("gpt_oss", swiglu_limit=limit)))
+        if limit:
+            assert experts.separate(model, experts.NAMES[0])
+            continue
+        with pytest.raises(ptq.InputError, match="GptOssExperts are experts of a kind that ptq does not know"):
+            experts.separate(model, experts.NAMES[0])
+
+
+@pytest.mark.parametrize("flag", ["transposed", "interleaved"])
+def test_a_row_with_another_layout_is_refused(flag: str, tmp_path: Path) -> None:
+    """Files would be read as other weights, by the original as by the rotated model."""
+    target = pipeline.plan(str(save_model(tmp_path / "model", "gpt_oss")), QuarotRecipe(rounding="nearest"))
+    assert target.family.experts is not None
+    wrong = replace(target.family, experts=replace(target.family.experts, **{flag: False}))
+    with pytest.raises(ptq.InputError, match="GptOssExperts holds its experts as .*, but the family's row says"):
+        Part(target.config, wrong, 0, torch.device("cpu"))
 
 
 def test_experts_of_another_kind_are_refused() -> None:
@@ -258,8 +336,8 @@ def test_norms_that_a_setting_turns_off(tmp_path: Path) -> None:
 
 
 def test_names_of_files_and_of_modules() -> None:
-    assert experts.module_name("model.layers.0.block_sparse_moe.experts.3.w1") == "model.layers.0.mlp.experts.3.w1"
-    assert experts.module_name("model.layers.0.mlp.gate_proj") == "model.layers.0.mlp.gate_proj"
+    assert fused.module_name("model.layers.0.block_sparse_moe.experts.3.w1") == "model.layers.0.mlp.experts.3.w1"
+    assert fused.module_name("model.layers.0.mlp.gate_proj") == "model.layers.0.mlp.gate_proj"
     assert experts.names_in(["lm_head", "a.mlp.gate_proj"]) is None
     assert experts.names_in(["a.mlp.gate_proj", "a.experts.12.w2"]) == ("w1", "w3", "w2")
     assert experts.names_in(["a.experts.12.up_proj"]) == ("gate_proj", "up_proj", "down_proj")

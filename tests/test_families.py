@@ -6,13 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DISTINCT, check_refused, edit_config, quantize, save_model, stored, tiny_config, tiny_model
+from conftest import (
+    DISTINCT,
+    WRITTEN_PLAIN,
+    check_refused,
+    edit_config,
+    quantize,
+    save_model,
+    stored,
+    tiny_config,
+    tiny_model,
+)
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf import experts, residual
+from ptq.hf import experts, fused, residual
 from ptq.models import families
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
@@ -52,7 +62,7 @@ def exact(config: Any, tensors: dict[str, Tensor], experts_apart: tuple[str, str
     names."""
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
     experts.separate(model, experts_apart)
-    state = {experts.module_name(name): tensor.double() for name, tensor in tensors.items()}
+    state = {fused.module_name(name): tensor.double() for name, tensor in tensors.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -104,7 +114,7 @@ def add_online(model: Any, plan: Plan) -> None:
     for linear in plan.linears:
         if linear.online is not None:
             order = linear.online.order
-            model.get_submodule(experts.module_name(linear.name)).register_forward_pre_hook(
+            model.get_submodule(fused.module_name(linear.name)).register_forward_pre_hook(
                 lambda _, inputs, order=order: (hadamard.apply(inputs[0], None, order),)
             )
     if plan.online_residual is not None:
@@ -156,6 +166,10 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
 def test_rotations_keep_the_function_through_save_and_load(model_type: str, online: bool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", model_type)
     recipe = dataclasses.replace(WITHOUT_DATA, online=online)
+    if not online and model_type not in WRITTEN_PLAIN:
+        with pytest.raises(ptq.InputError, match="the experts of .* must be quantised"):
+            ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
+        return
     result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
     assert result.rotation_error < 1e-5
     original = AutoModelForCausalLM.from_pretrained(model)
@@ -174,6 +188,8 @@ def test_untied_heads_and_plain_widths(model_type: str, tmp_path: Path) -> None:
     changes = dict(tie_word_embeddings=False, hidden_size=64, intermediate_size=128, head_dim=16)
     if hasattr(tiny_config(model_type), "qk_rope_head_dim"):
         changes["qk_rope_head_dim"] = 16
+    if model_type == "gpt_oss":
+        changes["num_experts_per_tok"] = 4  # with two, one token changes one of them, which is no error of rounding
     model = save_model(tmp_path / "model", model_type, torch.bfloat16, **changes)
     recipe = QuarotRecipe(rounding="nearest", weight_bits=8)
     result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))

@@ -4,6 +4,7 @@ code."""
 import copy
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,6 @@ import ptq
 from fp6.plan import Fp6Recipe
 from ptq.fast import cpu_layer, fast_attention, fast_decode, fast_layer
 from ptq.models.families import FAMILIES
-from ptq.models.model_shape import shape_of
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 
@@ -30,18 +30,17 @@ KINDS = {
     "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
-    "phi3", "glm", "glm4", "ernie4_5", "helium", "hunyuan_v1_dense", "ministral3", "gemma2", "vaultgemma",
-    "granite_swa",
+    "glm", "glm4", "ernie4_5", "helium", "hunyuan_v1_dense", "ministral3", "gemma2", "vaultgemma",
+    "granite_swa", "gpt_oss",
 }  # fmt: skip
-"""Families whose projections are fused, whose rotary embedding is another one, that do more to queries and keys, or
-attend in another way."""
+"""Families whose rotary embedding is another one, that do more to queries and keys, or attend in another way."""
 OTHERS = (
-    dict.fromkeys(("olmo2", "olmo3", "glm4_moe", *sorted(OWN_ATTENTION)), [])
+    dict.fromkeys(("olmo2", "olmo3", *sorted(OWN_ATTENTION)), [])
     | dict.fromkeys(("mixtral", "olmoe", "minimax_m2"), ["attention"] * 2)
-    | dict.fromkeys(("qwen3_moe", "qwen2_moe"), ["all", "attention"])
+    | dict.fromkeys(("qwen3_moe", "qwen2_moe", "glm4_moe"), ["all", "attention"])
 )
-"""Families whose attention is another one, whose rotary embedding is in float32 (OLMo) or turns a part of every head,
-or which have experts: what one call does of two layers."""
+"""Families whose attention is another one, whose rotary embedding is in float32 (OLMo), or which have experts: what
+one call does of two layers."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -55,15 +54,16 @@ RECIPES = {
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """A packed llama by recipe."""
-    folder, made = tmp_path_factory.mktemp("packed"), {}
+    """A packed model by recipe."""
+    folder, made = tmp_path_factory.mktemp("packed"), set()
 
-    def load(name: str) -> Any:
-        if name not in made:
-            source = save_model(folder / f"{name}-source")
-            ptq.quantize(source, folder / name, RECIPES[name], ptq.RunOptions(report=False))
-            made[name] = folder / name
-        return AutoModelForCausalLM.from_pretrained(made[name], dtype=torch.float32)
+    def load(name: str, family: str = "llama") -> Any:
+        packed = folder / f"{family} {name}"
+        if packed not in made:
+            source = save_model(folder / f"{family} {name} source", family)
+            ptq.quantize(source, packed, RECIPES[name], ptq.RunOptions(report=False))
+            made.add(packed)
+        return AutoModelForCausalLM.from_pretrained(packed, dtype=torch.float32)
 
     return load
 
@@ -107,35 +107,44 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     if family not in PLAIN_ATTENTION:
         return
     kinds = [fast_attention.kind_of(layer.self_attn) for layer in plain.model.layers]
-    assert kinds[0] == (None if family in OWN_ATTENTION else KINDS.get(family, ""))
-    shape = shape_of(plain.config)
-    fast = [shape.rotary == shape.head_dim for kind in kinds if kind is not None]
-    assert calls == [bool(step) and does for _ in range(2) for step in range(5) for does in fast]
+    in_part = family in ("phi3", "glm4_moe", "minimax_m2")
+    assert kinds[0] == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part))
+    fast = [kind for kind in kinds if kind is not None]
+    assert calls == [bool(step) for _ in range(2) for step in range(5) for _ in fast]
 
 
+@pytest.mark.parametrize("family", ["llama", "glm4_moe"])
 @torch.no_grad()
-def test_heads_that_are_turned_in_part_are_left_alone() -> None:
-    model = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+def test_heads_are_turned_in_part_where_the_family_does_it(family: str) -> None:
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast_decode.install(model)
     attention, cache = model.model.layers[0].self_attn, model(torch.arange(3, 9)[None]).past_key_values
-    for d, wanted in ((20, True), (10, False)):
+    kind = fast_attention.kind_of(attention)
+    assert kind is not None
+    for d, wanted in ((20, True), (10, family == "glm4_moe"), (22, False)):
         turns = torch.ones(1, 1, d), torch.ones(1, 1, d)
         found = fast_attention.cache_layer(
-            attention, torch.ones(1, 1, 72), position_embeddings=turns, past_key_values=cache
+            attention, kind, torch.ones(1, 1, 72), position_embeddings=turns, past_key_values=cache
         )
         assert (found is not None) == wanted
 
 
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_whole_layers_give_the_bits_of_single_ops(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = packed(recipe)
-    calls = counted(monkeypatch, fast_layer, "_decoded")
+def test_whole_layers_give_the_bits_of_single_ops(
+    recipe: str, family: str, packed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of Phi-3 have fused projections, and turn a half of every head."""
+    model = packed(recipe, family)
+    calls, rows = counted(monkeypatch, fast_layer, "_decoded"), (1, 2, 4)
     for dtype in (torch.float32, torch.bfloat16):
         model = model.to(dtype)
-        found = [decode(model, batch) for batch in (1, 2)]
-        assert any(calls)
+        calls.clear()
+        found = [decode(model, batch) for batch in rows]
+        assert calls == ([False] * 2 + [True] * 8) * 3
+        assert {in_one_call(layer) for layer in model.get_decoder().layers} == {"all"}
         single = without(copy.deepcopy(model), "DecoderLayer")
-        for batch, logits in zip((1, 2), found, strict=True):
+        for batch, logits in zip(rows, found, strict=True):
             for a, b in zip(logits, decode(single, batch), strict=True):
                 assert torch.equal(a, b)
 
@@ -321,6 +330,33 @@ def test_signs_that_are_written_to_are_seen(name: str, packed, monkeypatch: pyte
     assert calls.count(True) == 4 * (1 if name[0] == "k" else 2)  # of q, k and v, only k has other signs
 
 
+def test_a_dropout_that_drops_is_asked(packed) -> None:
+    model, calls = packed("W4A8", "phi3"), []
+    wanted = decode(model)
+    dropout = model.get_decoder().layers[1].resid_mlp_dropout
+    dropout.p = 1.0
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    for each in (model, single):
+        each.get_decoder().layers[1].resid_mlp_dropout.train()
+    dropped = decode(model)
+    assert not torch.equal(dropped[-1], wanted[-1])
+    assert all(torch.equal(a, b) for a, b in zip(dropped, decode(single), strict=True))
+    dropout.eval().register_forward_hook(lambda *_: calls.append(1))
+    decode(model)
+    assert len(calls) == 5
+
+
+@torch.no_grad()
+def test_what_stands_in_the_place_of_a_dropout_is_asked(packed) -> None:
+    model = packed("W4A8", "phi3")
+    wanted = decode(model)
+    model.get_decoder().layers[1].resid_mlp_dropout = torch.nn.Tanh()
+    found, single = decode(model), decode(without(copy.deepcopy(model), "DecoderLayer"))
+    assert not torch.equal(found[-1], wanted[-1])
+    assert all(torch.equal(a, b) for a, b in zip(found, single, strict=True))
+
+
 def test_padding_and_given_caches(packed) -> None:
     model = packed("W4A8")
     plain: Any = without(copy.deepcopy(model), "DecoderLayer", "Attention")
@@ -347,7 +383,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ""
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False)
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 
@@ -375,6 +411,19 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
         config.residual_multiplier = multiplier
         assert fast_layer._layout_of(GraniteDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
         assert fast_layer._layout_of(Twice(config, 0)) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_autocast_where_some_linears_are_plain(family: str, tmp_path: Path) -> None:
+    """These give another dtype then."""
+    source = save_model(tmp_path / "source", family)
+    recipe = QuarotRecipe(rounding="nearest", skip=("*gate_proj", "*k_proj"))
+    ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = decode(model)
+    for a, b in zip(found, decode(model), strict=True):
+        assert (a - b).norm() < 0.05 * b.norm()
 
 
 def test_autocast_of_plain_linears() -> None:
@@ -416,9 +465,13 @@ def test_layers_with_a_window_among_others(size: int, tmp_path, monkeypatch: pyt
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-def test_a_bias_that_learns_goes_the_own_way(packed) -> None:
-    model = packed("W4A16")
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "o_proj.bias"), ("llama", "q_proj.bias"), ("qwen3", "q_norm.weight")],
+)
+def test_what_learns_alone_goes_the_own_way(family: str, name: str, packed) -> None:
+    model = packed("W4A16", family).requires_grad_(False)
     cache = model(torch.full((1, 4), 5), use_cache=True).past_key_values
-    bias = model.get_decoder().layers[1].self_attn.o_proj.bias.requires_grad_()
+    learned = model.get_decoder().layers[1].self_attn.get_parameter(name).requires_grad_()
     model(torch.tensor([[3]]), past_key_values=cache).logits.sum().backward()
-    assert bias.grad is not None and bias.grad.abs().sum() > 0
+    assert learned.grad is not None and learned.grad.abs().sum() > 0

@@ -67,7 +67,7 @@ BAD: dict[str, tuple[Callable[[Path], None], str]] = {
         f"not FP8: {number}": (edit_config(quantization_config=config), "quantised already")
         for number, config in enumerate(
             (
-                "fp8", [], 3, {}, {"quant_method": ["fp8"]}, {"quant_method": "fbgemm_fp8"}, {"quant_method": "mxfp4"},
+                "fp8", [], 3, {}, {"quant_method": ["fp8"]}, {"quant_method": "fbgemm_fp8"},
                 {"quant_method": "compressed-tensors"}, compressed("channel", num_bits=4),
                 compressed("channel", type="int"),
                 compressed("channel") | {"format": "pack-quantized"}, compressed("channel") | {"format": None},

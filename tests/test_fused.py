@@ -1,21 +1,25 @@
 """Fused projections: one linear of the checkpoint, whose rows play several roles. The oracle is a Llama with the same
 numbers in separate linears."""
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, by_role, check_refused, quantize, save_model, tiny_config
+from conftest import TINY, by_role, check_refused, decode, quantize, save_model, tiny_config
 from safetensors.torch import load_file, save_file
 from test_resume import check_all_continue, photographed
 from test_resume import recipe as gptq
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.glm4.modeling_glm4 import Glm4MLP
+from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import ptq
 from ptq.errors import InputError
+from ptq.fast import cpu_layer, fast_steps
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf.plugin import PtqConfig
 from ptq.kv.packed_cache import PackedCache
@@ -120,7 +124,9 @@ def logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("recipe", [FOUR, dataclasses.replace(FOUR, online=False, rotate=False)], ids=["W4A8KV4", "no"])
-def test_codes_are_those_of_separate_linears(recipe: QuarotRecipe, tmp_path: Path) -> None:
+def test_codes_are_those_of_separate_linears(
+    recipe: QuarotRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows are rounded one by one, so every stored number is the same."""
     models = pair(tmp_path)
     torch.testing.assert_close(logits(models[0]), logits(models[1]), rtol=1e-5, atol=1e-5)
@@ -137,6 +143,35 @@ def test_codes_are_those_of_separate_linears(recipe: QuarotRecipe, tmp_path: Pat
             pieces = [separate[name.replace(linear, f"{parent}.{part}")] for part in FUSED[linear]]
             assert torch.equal(tensor, torch.cat(pieces)), name
     torch.testing.assert_close(logits(outs[0]), logits(outs[1]), rtol=1e-4, atol=1e-4)
+    calls, run = [], cpu_layer.run
+    monkeypatch.setattr(cpu_layer, "run", lambda layer, *rest: calls.append(len(layer.weights[2])) or run(layer, *rest))
+    for batch in (1, 3):
+        found, wanted = (decode(AutoModelForCausalLM.from_pretrained(out), batch) for out in outs)
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], wanted[1:], strict=True))
+    assert calls == [*[4] * 8, *[7] * 8] * 2  # weights of a layer in one call
+
+
+class Swapped(Phi3MLP):
+    """Its gate stands behind up."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        up, gate = self.gate_up_proj(hidden_states).chunk(2, -1)
+        return self.down_proj(up * self.activation_fn(gate))
+
+
+@torch.no_grad()
+def test_a_fused_gate_of_few_tokens_is_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, calls, down = tiny_config("phi3"), [], fast_steps.down
+    assert fast_steps.gate_of(Swapped(config)) is None
+    monkeypatch.setattr(fast_steps, "down", lambda *given: calls.append(1) or down(*given))
+    for mlp in (Phi3MLP(config).eval(), Glm4MLP(config).eval()):
+        assert fast_steps.gate_of(mlp) == fast_steps.SILU
+        fast = copy.deepcopy(mlp)
+        fast_steps.install(fast)
+        for tokens in (1, 4, 5):
+            x = torch.randn(1, tokens, 72, generator=torch.Generator().manual_seed(tokens))
+            torch.testing.assert_close(fast(x), mlp(x), rtol=1e-5, atol=1e-6)
+    assert len(calls) == 4
 
 
 # --- through the command --------------------------------------------------------------------------------------------

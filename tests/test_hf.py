@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import ptq
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import blocks, residual
-from ptq.hf import plugin as hf
+from ptq.hf.plugin import PtqConfig
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
@@ -125,7 +125,7 @@ def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
     """`from_pretrained` gives the very numbers that the run measured on its parts."""
     checkpoint = Checkpoint.open(packed)
     config, family = AutoConfig.from_pretrained(packed), FAMILIES["llama"]
-    found = hf.PtqConfig.parse(checkpoint.config)
+    found = PtqConfig.parse(checkpoint.config)
     assert found is not None
     entries, construction = found.entries(), found.residual()
     assert construction is not None
@@ -170,7 +170,7 @@ def test_save_pretrained_round_trips_shards(packed: Path, tmp_path: Path) -> Non
 
 def test_a_random_model_cannot_be_quantised_by_transformers(packed: Path) -> None:
     """`from_pretrained(plain, quantization_config=...)` would pack random numbers; packing is done by `quantize`."""
-    config = hf.PtqConfig(schemes={}, linears={})
+    config = PtqConfig(schemes={}, linears={})
     with pytest.raises(ValueError, match="not pre-quantized|pre-quantized"):
         load(packed.parent / "model", quantization_config=config)
 

@@ -25,12 +25,12 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def arguments(
-    batch: int, heads: int, groups: int, d: int, before: int, bits: tuple[int, int], dtype: torch.dtype
+    batch: int, heads: int, groups: int, d: int, before: int, bits: tuple[int, int], dtype: torch.dtype, part: float = 1
 ) -> list[Any]:
     """Those of the op, with `before` tokens in the cache and queries that are a slice of something longer."""
     q = draw(batch, 1, heads * groups * d + 8, dtype=dtype)[:, :, 3:-5]
     k, v = (draw(batch, 1, heads * d, dtype=dtype, seed=seed) for seed in (1, 2))
-    cos, sin = (draw(1, 1, d, dtype=dtype, seed=seed) for seed in (3, 4))
+    cos, sin = (draw(1, 1, int(d * part) // 2 * 2, dtype=dtype, seed=seed) for seed in (3, 4))
     sides = []
     for width, channel_major in zip(bits, (False, True), strict=True):
         codes, scales = kv_ops.empty_chunks(before // 256 + 1, batch, heads, d, width, q.device)
@@ -47,10 +47,11 @@ CASES = [  # batch, heads, groups, head_dim, tokens before
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("part", [1, 0.75, 0.4])
 @pytest.mark.parametrize("case", CASES)
-def test_the_bits_of_single_ops(case: tuple[int, ...], dtype: torch.dtype, level: str) -> None:
+def test_the_bits_of_single_ops(case: tuple[int, ...], part: float, dtype: torch.dtype, level: str) -> None:
     for bits in ((4, 4), (3, 8)):
-        mine, theirs = (arguments(*case, bits, dtype) for _ in range(2))
+        mine, theirs = (arguments(*case, bits, dtype, part) for _ in range(2))
         found = torch.ops.ptq.kv_decode_attention(*mine)
         wanted = kv_step.decode_attention(*theirs)
         assert found.dtype == dtype and torch.equal(found, wanted)

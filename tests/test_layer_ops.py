@@ -20,9 +20,7 @@ from quip_sharp.e8p_format import E8PFormat
 
 HIDDEN, FEATURES, HEADS, KV_HEADS, D = 64, 96, 6, 2, 16
 WIDTH, KV_WIDTH = HEADS * D, KV_HEADS * D
-SHAPES = [
-    (WIDTH, HIDDEN), *[(KV_WIDTH, HIDDEN)] * 2, (HIDDEN, WIDTH), *[(FEATURES, HIDDEN)] * 2, (HIDDEN, FEATURES),
-]  # fmt: skip
+ROWS = dict(q=WIDTH, k=KV_WIDTH, v=KV_WIDTH, o=HIDDEN, g=FEATURES, u=FEATURES, d=HIDDEN)
 SITES = [HIDDEN, WIDTH, HIDDEN, FEATURES]
 FORMATS: dict[str, Any] = {
     "integer": (IntegerFormat(4, 0), integer_ops.layer),
@@ -68,21 +66,26 @@ def arguments(
     batch: int = 2,
     multiplier: float = 1.0,
     mlp: bool = True,
+    fused: str = "",
+    turned: int = D,
 ) -> tuple[Any, list[Any]]:
     """The op and its arguments, with seven tokens before. `norms`: before attention and MLP, of queries and keys (by
-    heads or whole), behind both; `biases`: the first letters of the linears that have one; `mlp`: whether there is one.
+    heads or whole), behind both; `biases`: the first letters of the linears that have one; `mlp`: whether there is one;
+    `fused`: the first letters of linears that are one with those of the same input; `turned`: channels of each head.
     """
     torch.manual_seed(0)
-    draw, before = torch.randn, 7
-    shapes, sites = (SHAPES, SITES) if mlp else (SHAPES[:4], SITES[:2])
+    draw, before, sites, roles = torch.randn, 7, *((SITES, "qkvogud") if mlp else (SITES[:2], "qkvo"))
+    linears = [linear for site, k in zip(("qkv", "o", "gu", "d"), sites, strict=False)
+               for linear in [(site, k)] * (site[0] in fused) or [(role, k) for role in site]]  # fmt: skip
+    shapes = [(sum(ROWS[role] for role in name), k) for name, k in linears]
     parts = [packed(FORMATS[format][0], draw(n, k) / k**0.5) for n, k in shapes]
     found = FORMATS[format][0].layer_op(parts)
     assert found is not None
     sizes = {"a": HIDDEN, "m": HIDDEN, "q": D, "k": KV_WIDTH, "A": HIDDEN, "M": HIDDEN}
     gains = [torch.rand(size, dtype=dtype) + 0.5 if name in norms else torch.empty(0) for name, size in sizes.items()]
     offset = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
-    given = [draw(n, dtype=dtype) if name in biases else torch.empty(0)
-             for name, (n, _) in zip("qkvogud", shapes, strict=False)] if biases else []  # fmt: skip
+    given = [draw(n, dtype=dtype) if name[0] in biases else torch.empty(0)
+             for (name, _), (n, _) in zip(linears, shapes, strict=True)] if biases else []  # fmt: skip
     held: list[Tensor] = []
     states = draw(2, batch, KV_HEADS, before, D)
     if cache == "plain":
@@ -99,11 +102,11 @@ def arguments(
     sides, count = [n for n, _ in shapes], len(sites)
     inputs = [[bits] * count, [0.9, 0.8, 0.7, 0.9][:count], *transforms(sites, list(orders[:count]), signed)]
     outputs = transforms(sides, [n if back else 0 for n in sides], signed and back)
-    turns = [draw(1, 1, D, dtype=dtype) for _ in range(2)]
+    turns = [draw(1, 1, turned, dtype=dtype) for _ in range(2)]
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, 1, HIDDEN, dtype=dtype)
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
-    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, gelu]
+    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, gelu, [ROWS[role] for role in roles]]
     return found[0], [x, *norm, given, *inputs, *outputs, *rest, *found[1]]
 
 
@@ -118,6 +121,10 @@ CASES: list[dict[str, Any]] = [
     {"multiplier": 0.3, "norms": "amqkAM"}, TWO_SIDED | {"multiplier": -1.7},
     {"mlp": False, "norms": "aqkA", "orders": (0, 32)}, {"mlp": False, "bits": 0, "cache": "packed", "multiplier": 0.3},
     TWO_SIDED | {"mlp": False, "biases": "qkvo", "cache": "sinks"},
+    {"fused": "qg", "norms": "amqk", "biases": "qog"}, {"fused": "q", "turned": 12, "cache": "packed", "batch": 1},
+    {"fused": "g", "turned": 6, "cache": "sinks", "gelu": True, "batch": 3}, {"mlp": False, "fused": "q", "turned": 2},
+    TWO_SIDED | {"fused": "qg", "biases": "qogd", "norms": "amqkAM", "batch": 4},
+    TWO_SIDED | {"fused": "qg", "bits": 0, "cache": "packed", "turned": 8, "biases": ""},
 ]  # fmt: skip
 
 
@@ -177,15 +184,18 @@ def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> No
     op, good = arguments(torch.float32, format, norms="amqkAM", cache=cache, **TWO_SIDED)
     names = [argument.name for argument in op._schema.arguments]
     x, at = good[0], names.index("cache")
-    gains = good[1]
+    gains, rows = good[1], good[names.index("rows")]
     wrongs = [
         ("x", x.expand(2, 2, -1)), ("x", x[0]), ("x", x[..., :-1]), ("x", x[:1]), ("gains", gains[:-1]),
         ("gains", [*gains[:3], torch.ones(5), *gains[4:]]), ("gains", [*gains[:5], torch.ones(5)]), ("eps", [1e-5] * 3),
         ("round_first", [1]), ("cache", good[at][:-1]), ("cache_bits", [4]), ("before", 256), ("before", -1),
         ("cos", good[names.index("cos")][..., :-2]), ("counts", [0] * 3), ("counts", [9] * 4), ("counts", [-1] * 4),
+        ("rows", [1, *rows[1:]]), ("rows", [*rows[:-1], 1]), ("rows", rows[:-1]), ("rows", []),
         ("orders", [64, 96, 64, 5]), ("back_orders", [96, 32, 32, 64, 96, 96, 5]), ("input_bits", [8] * 3),
         ("biases", [*good[names.index("biases")][:3], torch.ones(5), *[torch.empty(0)] * 3]),
     ]  # fmt: skip
+    for name in ("cos", "sin"):
+        wrongs.extend((name, wrong) for wrong in (torch.ones(1, 1, 2 * D), torch.ones(1, 1, 3)))
     lists = ("tiles", "scale", "n", "biases", "clips", "su", "sv", "orders", "back_orders", "back_counts")
     wrongs.extend((name, good[names.index(name)][:-1]) for name in lists)
     wrongs.extend((name, [value[:-1] for value in good[names.index(name)]]) for name in ("su", "sv"))
@@ -202,3 +212,13 @@ def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> No
         with pytest.raises(RuntimeError):
             op(*given)
             pytest.fail(f"{name}: {wrong}")
+
+
+@pytest.mark.parametrize("rows", ([224, -64, 0], [-32, 96, 96], [2**63 - 1, 2**63 - 1, 162]), ids=str)
+def test_rows_that_a_fused_weight_does_not_have(rows: list[int], level: str) -> None:
+    """Norms of queries would read them."""
+    op, given = arguments(torch.float32, norms="amqk", fused="q")
+    at = [argument.name for argument in op._schema.arguments].index("rows")
+    given[at] = [*rows, *given[at][3:]]
+    with pytest.raises(RuntimeError, match="the weights of input 0 do not have the rows of what they are for"):
+        op(*given)

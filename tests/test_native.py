@@ -52,8 +52,8 @@ def test_every_op_has_a_cpu_kernel():
 def declared() -> set[str]:
     """Ops that any module declares."""
     for package in ("ptq", *METHODS):
-        for path in ROOT.glob(f"{package}/[!_]*.py"):
-            import_module(f"{package}.{path.stem}")
+        for path in (ROOT / package).rglob("[!_]*.py"):
+            import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
     names = (name.split("::") for name in torch._C._dispatch_get_all_op_names())
     return {name for library, name in names if library == "ptq"}
 
@@ -71,11 +71,11 @@ def test_cpu_levels():
 
 def test_unbuilt_source_runs_and_says_so_once(tmp_path: Path):
     """A copy of the Python files alone: one warning that names the remedy, and right results."""
-    source = Path(native.__file__).parent
-    (tmp_path / "ptq").mkdir()
+    (tmp_path / "ptq" / "ops").mkdir(parents=True)
     (tmp_path / "ptq" / "__init__.py").touch()
-    for name in ("errors.py", "memory.py", "native.py", "op_declarations.py", "paley.py", "hadamard.py", "startup.py"):
-        (tmp_path / "ptq" / name).write_text((source / name).read_text())
+    ops = (f"ops/{name}" for name in ("__init__", "memory", "native", "op_declarations", "paley", "hadamard"))
+    for name in ("errors", "startup", *ops):
+        (tmp_path / "ptq" / f"{name}.py").write_text((ROOT / "ptq" / f"{name}.py").read_text())
     program = (
         # An editable install finds the package elsewhere, before the path is asked.
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"

@@ -252,6 +252,8 @@ def test_runs_are_silent_about_kernels_that_are_not_here(tmp_path: Path) -> None
     logger = logging.getLogger("transformers")
     (catch := logging.Handler()).emit = lambda record: heard.append(record.getMessage())
     logger.addHandler(catch)
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_warning()
     try:
         transformers_logging.warning_once.cache_clear()
         AutoModelForCausalLM.from_pretrained(model)(IDS)
@@ -262,6 +264,7 @@ def test_runs_are_silent_about_kernels_that_are_not_here(tmp_path: Path) -> None
         verify(str(tmp_path / "out"), str(model))
     finally:
         logger.removeHandler(catch)
+        transformers_logging.set_verbosity(verbosity)
     assert not heard
 
 

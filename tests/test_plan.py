@@ -8,13 +8,13 @@ import torch
 from conftest import PLAIN_ATTENTION, by_role, tiny_config
 
 import ptq
+from ptq.hf.described import check_promised
 from ptq.hf.plugin import PtqConfig
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import ModelShape, shape_of
 from ptq.pipeline import rewrite
 from ptq.planning.plan import LinearPlan, Plan, Rotation, check_claims
-from ptq.reporting.contents import check_promised
 from quarot.plan import QuarotRecipe, plan
 
 SHAPE = shape_of(tiny_config("llama"))

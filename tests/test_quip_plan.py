@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf.experts import module_name
+from ptq.hf.fused import module_name
 from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
 from ptq.layers.packed_weight import loaded_signs
 from ptq.models.families import FAMILIES

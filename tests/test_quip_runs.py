@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ptq
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import blocks
-from ptq.hf import plugin as hf
+from ptq.hf.plugin import PtqConfig
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import loaded_signs, stored_signs
 from ptq.models.families import FAMILIES
@@ -85,7 +85,7 @@ def test_loaded_logits_are_those_of_the_run(bits: int, activation_bits: int, mod
     out = tmp_path / "out"
     ptq.quantize(model, out, recipe(model, bits=bits, activation_bits=activation_bits, rounding="nearest"), QUIET)
     checkpoint, config = Checkpoint.open(out), AutoConfig.from_pretrained(out)
-    found = hf.PtqConfig.parse(checkpoint.config)
+    found = PtqConfig.parse(checkpoint.config)
     assert found is not None
 
     def part(index: int | None, *prefixes: str) -> blocks.Part:

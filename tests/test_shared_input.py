@@ -197,6 +197,19 @@ def test_gradients_go_the_plain_way() -> None:
     assert x.grad is not None and x.grad.abs().sum() > 0
 
 
+def test_a_bias_that_learns_goes_the_plain_way() -> None:
+    module = parent(None)
+    with torch.no_grad():
+        step(module)
+        step(module)
+    bias = module.get_submodule("b").get_parameter("bias").requires_grad_()
+    x = tokens()
+    total = sum(module.get_submodule(name)(x).sum() for name in "abc")
+    assert isinstance(total, Tensor)
+    total.backward()
+    assert bias.grad is not None and bias.grad.abs().sum() > 0
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @torch.no_grad()
 def test_forward_derivatives_are_refused() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as turned_in_part
 
 from ptq.fast import fast_layer, fast_steps
 from ptq.models.families import FAMILIES
@@ -51,14 +52,27 @@ def test_rotary_is_that_of_transformers_to_the_bit(d: int, dtype: torch.dtype, l
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("b, h, groups, t, d, before", [
-    (1, 8, 4, 1, 64, 96), (2, 2, 3, 3, 24, 130), (1, 1, 1, 1, 2, 0), (3, 2, 5, 2, 130, 300), (1, 2, 1, 4, 128, 600),
+@pytest.mark.parametrize("d, r", [(4, 2), (128, 96), (20, 6), (130, 34), (7, 4)])
+def test_heads_that_are_turned_in_part(d: int, r: int, dtype: torch.dtype, level: str) -> None:
+    q, k = draw(2, 3, 5, d, dtype=dtype).transpose(1, 2), draw(2, 3, 1, d, dtype=dtype, seed=1).transpose(1, 2)
+    for rows in (1, 2):
+        cos, sin = draw(rows, 3, r, dtype=dtype, seed=2), draw(rows, 3, r, dtype=dtype, seed=3)
+        found = torch.ops.ptq.rotary(q, k, cos, sin), steps.rotary(q, k, cos, sin)
+        for ours in found:
+            for a, b in zip(ours, turned_in_part(q, k, cos, sin), strict=True):
+                assert torch.equal(a, b) and a.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("b, h, groups, t, d, before, r", [
+    (1, 8, 4, 1, 64, 96, 64), (2, 2, 3, 3, 24, 130, 24), (1, 1, 1, 1, 2, 0, 2), (3, 2, 5, 2, 130, 300, 130),
+    (1, 2, 1, 4, 128, 600, 128), (2, 2, 3, 1, 128, 40, 96), (1, 3, 1, 3, 24, 9, 2),
 ])  # fmt: skip
 def test_attention_against_float64(
-    b: int, h: int, groups: int, t: int, d: int, before: int, dtype: torch.dtype, level: str
+    b: int, h: int, groups: int, t: int, d: int, before: int, r: int, dtype: torch.dtype, level: str
 ) -> None:
     q, k, v = (draw(b, t, n * d, dtype=dtype, seed=n) for n in (h * groups, h, h))
-    cos, sin = draw(1, t, d, dtype=dtype, seed=2), draw(1, t, d, dtype=dtype, seed=3)
+    cos, sin = draw(1, t, r, dtype=dtype, seed=2), draw(1, t, r, dtype=dtype, seed=3)
     keys, values = (draw(b, h, before + t + 3, d, dtype=dtype, seed=seed) for seed in (4, 5))
     mine = keys.clone(), values.clone()
     found = torch.ops.ptq.decode_attention(q, k, v, cos, sin, keys, values, before, d**-0.5)
@@ -124,6 +138,14 @@ def test_gate_of_the_mlp(dtype: torch.dtype, level: str) -> None:
         wanted = torch.nn.functional.gelu(gate.double(), approximate="tanh").to(dtype) * up
         torch.testing.assert_close(found, wanted, rtol=2**-19 if dtype == torch.float32 else 2**-6, atol=1e-12)
         assert shape[0] == 0 or (found == wanted).double().mean() > (0.2 if dtype == torch.float32 else 0.9)
+        gate, up = 3 * gate, 10 * up  # some beyond the limit on either side
+        found, wanted = torch.ops.ptq.clamped_swiglu(gate, up, 1.7, 7.0), steps.clamped_swiglu(gate, up, 1.7, 7.0)
+        torch.testing.assert_close(found, wanted, rtol=2**-20 if dtype == torch.float32 else 2**-6, atol=1e-30)
+        assert shape[0] == 0 or (found == wanted).double().mean() > (0.5 if dtype == torch.float32 else 0.99)
+    ends = torch.tensor([[torch.nan, 1.0], [1.0, torch.nan], [3e38, 3e38], [-3e38, 1.0], [0.0, -3e38]], dtype=dtype)
+    found = torch.ops.ptq.clamped_swiglu(*ends.t(), 1.7, 7.0)
+    torch.testing.assert_close(found, steps.clamped_swiglu(*ends.t(), 1.7, 7.0), equal_nan=True)
+    assert found.isnan().tolist() == [True, True, False, False, False]
     for op in (torch.ops.ptq.silu_mul, torch.ops.ptq.gelu_mul):
         assert op(torch.full((4,), torch.nan), torch.ones(4)).isnan().all()
         far = torch.tensor([-3e38, -1e13, -200.0, 0.0, 200.0, 1e13, 3e38])
@@ -137,13 +159,16 @@ def test_ops_and_refusals(level: str) -> None:
     torch.library.opcheck(torch.ops.ptq.rotary.default, (q, q.clone(), cos, cos.clone()))
     torch.library.opcheck(torch.ops.ptq.silu_mul.default, (x, x.clone()))
     torch.library.opcheck(torch.ops.ptq.gelu_mul.default, (x, x.clone()))
+    torch.library.opcheck(torch.ops.ptq.clamped_swiglu.default, (x, x.clone(), 1.7, 7.0))
     heads = draw(1, 1, 16, dtype=torch.float32)
     room = [draw(1, 2, 5, 8, dtype=torch.float32) for _ in "kv"]
     arguments = (heads, heads.clone(), heads.clone(), cos[:, :1], cos[:, 1:2], *room, 3, 0.3)
     torch.library.opcheck(torch.ops.ptq.decode_attention.default, arguments)
     assert torch.ops.ptq.rms_norm(x[:, :0], gain, 1e-5, 0.0, True).shape == (1, 0, 8)
     for bad in (lambda: torch.ops.ptq.rms_norm(x, gain[:5], 1e-5, 0.0, True),
-                lambda: torch.ops.ptq.rotary(q, q, cos[..., :4], cos[..., :4])):  # fmt: skip
+                lambda: torch.ops.ptq.rotary(q, q, cos[..., :3], cos[..., :3]),
+                lambda: torch.ops.ptq.rotary(q, q, cos[..., :4], cos[..., :2]),
+                lambda: torch.ops.ptq.rotary(q[..., :6], q, cos, cos)):  # fmt: skip
         with pytest.raises(RuntimeError):
             bad()
 
@@ -178,7 +203,7 @@ def test_a_model_of_every_family(family: str) -> None:
     fast_steps.install(fast)
     norms = [m for m in fast.modules() if type(m).__name__.endswith("RMSNorm") and m._parameters]
     attention = [m for m in fast.modules() if type(m).__name__.endswith("Attention")]
-    others = "deepseek_v2", "deepseek_v32", "gemma4_text"
+    others = "deepseek_v2", "deepseek_v32", "gemma4_text", "gpt_oss"
     turned = not FAMILIES[family].rope_interleaved and family not in others  # as the op does it
     assert norms and all("forward" in vars(m) for m in norms)
     assert attention and all(("forward" in vars(m)) == turned for m in attention)

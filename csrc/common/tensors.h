@@ -42,6 +42,15 @@ inline torch::stable::Tensor compact(const torch::stable::Tensor& x) {
     return x.is_contiguous() ? x : torch::stable::contiguous(x);
 }
 
+// Other sizes and strides for the memory of x, from an element on.
+inline torch::stable::Tensor seen_as(const torch::stable::Tensor& x, const std::vector<int64_t>& sizes,
+                                     const std::vector<int64_t>& strides, int64_t from) {
+    AtenTensorHandle made;
+    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                          strides.data(), from, &made));
+    return torch::stable::Tensor(made);
+}
+
 // The memory of a contiguous x in another shape of as many elements.
 template <class Sizes>
 torch::stable::Tensor reshaped(const torch::stable::Tensor& x, const Sizes& sizes) {
@@ -50,18 +59,12 @@ torch::stable::Tensor reshaped(const torch::stable::Tensor& x, const Sizes& size
                     "a tensor of ", x.numel(), " elements does not have the shape that is asked for");
     std::vector<int64_t> stride(size.size());
     for (int64_t i = static_cast<int64_t>(size.size()) - 1, step = 1; i >= 0; step *= size[i--]) stride[i] = step;
-    AtenTensorHandle made;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), static_cast<int64_t>(size.size()), size.data(),
-                                                          stride.data(), 0, &made));
-    return torch::stable::Tensor(made);
+    return seen_as(x, size, stride, 0);
 }
 
 // Rows [from, from + count) of an x [t, k] that `fresh` has made, in its memory.
 inline torch::stable::Tensor rows_of(const torch::stable::Tensor& x, int64_t from, int64_t count) {
-    const int64_t size[] = {count, x.size(1)}, stride[] = {x.size(1), 1};
-    AtenTensorHandle made;
-    TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(x.get(), 2, size, stride, from * x.size(1), &made));
-    return torch::stable::Tensor(made);
+    return seen_as(x, {count, x.size(1)}, {x.size(1), 1}, from * x.size(1));
 }
 
 constexpr int64_t few_numbers = 1 << 14;  // are converted here

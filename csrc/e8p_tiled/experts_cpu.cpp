@@ -31,6 +31,22 @@ Tensor of_rows(const Tensors& vectors, size_t first, const Ints& counts, int64_t
     return found;
 }
 
+// y [rows, n] += the bias of each row's expert, float32.
+void add_biases(const Tensor& y, const experts::Inside& inside, size_t first, const Ints& counts) {
+    const int64_t n = y.size(1);
+    auto* to = static_cast<float*>(y.mutable_data_ptr());
+    for (const int64_t count : counts) {
+        const std::optional<Tensor> bias = inside.bias(first++);
+        if (bias) {
+            STD_TORCH_CHECK(bias->numel() == n, "e8p_experts: bias must have ", n, " elements");
+            const Tensor held = as_float(*bias);
+            const auto* from = static_cast<const float*>(held.const_data_ptr());
+            for (int64_t i = 0; i < count * n; i++) to[i] += from[i % n];
+        }
+        to += count * n;
+    }
+}
+
 // What `count` weights of every expert make of the same input, before their products are transformed back: float32
 // [count * rows, n], one weight of all experts after the other.
 Tensor multiplied(const Weights& weights, const Seen& in, const Ints& counts, size_t count, int64_t n,
@@ -55,8 +71,10 @@ Tensor multiplied(const Weights& weights, const Seen& in, const Ints& counts, si
 Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const experts::Shares& shares,
                const Tensors& tiles, const Tensors& scale, const Tensors& su, const Tensors& sv, int64_t width,
                int64_t bits, int64_t input_bits, double clip, int64_t down_bits, double down_clip,
-               const Tensors& factors, int64_t order, const Tensors& width_factors, int64_t width_order) {
-    experts::check(x, {tokens, counts, shares}, tiles.size());
+               const Tensors& factors, int64_t order, const Tensors& width_factors, int64_t width_order,
+               const Tensors& biases, const experts::Shares& clamped) {
+    const experts::Inside inside{biases, clamped};
+    experts::check(x, {tokens, counts, shares}, tiles.size(), inside);
     const size_t count = counts.size();
     STD_TORCH_CHECK(scale.size() == tiles.size() && su.size() == count + 1 && sv.size() == 3 * count,
                     "e8p_experts: lists of weights or signs do not fit together");
@@ -78,12 +96,14 @@ Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const ex
     twice.insert(twice.end(), counts.begin(), counts.end());
     Tensor y = multiplied(weights(0, 2 * count, width, k), in, counts, 2, width, dtype);
     y = hadamard::hadamard(y, of_rows(sv, 0, twice, width), width_factors, width_order, -1, true);
+    add_biases(y, inside, 0, twice);
     y = from_float(y, dtype);
     const auto rows = static_cast<int64_t>(tokens.size());
-    const Tensor gated = steps::silu_mul(rows_of(y, 0, rows), rows_of(y, rows, rows));
+    const Tensor gated = inside.gated(rows_of(y, 0, rows), rows_of(y, rows, rows));
     in = seen(gated, {down_bits, down_clip, width_factors, width_order, of_rows(su, 1, counts, width)});
     y = multiplied(weights(2 * count, 3 * count, k, width), in, counts, 1, k, dtype);
     y = hadamard::hadamard(y, of_rows(sv, 2 * count, counts, k), factors, order, -1, true);
+    add_biases(y, inside, 2 * count, counts);
     return experts::weighed(from_float(y, dtype), {tokens, counts, shares}, x);
 }
 

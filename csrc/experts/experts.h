@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "common/input.h"
@@ -94,7 +95,20 @@ void add_rows(const Tensor& y, const Shares& shares, const Ints& tokens, const T
     }
 }
 
-inline void check(const Tensor& x, const Rows& r, size_t weights) {
+// What comes between the products.
+struct Inside {
+    const Tensors& biases;  // of all weights: empty, or one for each
+    const Shares& clamped;  // alpha and limit of ptq::clamped_swiglu; empty: silu(gate) * up
+
+    std::optional<Tensor> bias(size_t weight) const {
+        return biases.empty() ? std::nullopt : std::optional(biases[weight]);
+    }
+    Tensor gated(const Tensor& gate, const Tensor& up) const {
+        return clamped.empty() ? steps::silu_mul(gate, up) : steps::clamped_swiglu(gate, up, clamped[0], clamped[1]);
+    }
+};
+
+inline void check(const Tensor& x, const Rows& r, size_t weights, const Inside& inside) {
     const auto& [tokens, counts, shares] = r;
     const bool floats = x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16;
     STD_TORCH_CHECK(x.dim() == 2 && floats, "experts: expected x [t, k], float32 or bfloat16");
@@ -105,6 +119,8 @@ inline void check(const Tensor& x, const Rows& r, size_t weights) {
         left -= fits ? count : 0;
     }
     STD_TORCH_CHECK(fits && left == 0, "experts: tokens, counts, shares and weights do not fit together");
+    STD_TORCH_CHECK(inside.biases.empty() || inside.biases.size() == weights, "experts: expected ", weights, " biases");
+    STD_TORCH_CHECK(inside.clamped.empty() || inside.clamped.size() == 2, "experts: expected alpha and limit");
     for (const int64_t token : tokens)
         STD_TORCH_CHECK(token >= 0 && token < x.size(0), "experts: there is no token ", token);
 }
@@ -123,10 +139,10 @@ inline Tensor weighed(const Tensor& y, const Rows& rows, const Tensor& x) {
 }
 
 // `gate_up`: the weights of all gates, then of all ups; `last`: those of all downs. Each has
-// multiply(const Seen&, const std::vector<Product>&).
+// multiply(const Seen&, const std::vector<Product>&), and adds its own bias.
 template <class Weights>
 Tensor compute(const Tensor& x, const Rows& rows, int64_t width, const Weights& gate_up, const Weights& last,
-               const Input& plain, const Input& down) {
+               const Input& plain, const Inside& inside, const Input& down) {
     const auto count = static_cast<int64_t>(rows.tokens.size());
     const ScalarType dtype = x.scalar_type();
     Seen in = seen(x, plain);
@@ -149,7 +165,7 @@ Tensor compute(const Tensor& x, const Rows& rows, int64_t width, const Weights& 
     const Tensor y = fresh(Ints{count, x.size(1)}, dtype);
     products.clear();
     add(0, y);
-    last.multiply(seen(steps::silu_mul(gate, up), down), products);
+    last.multiply(seen(inside.gated(gate, up), down), products);
     return weighed(y, rows, x);
 }
 

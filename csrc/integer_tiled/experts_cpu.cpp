@@ -33,7 +33,8 @@ struct Weights {
         for (const experts::Product& p : products)
             problems.push_back({held[p.weight].w, padded + p.from * width, width,
                                 static_cast<const float*>(scale.const_data_ptr()) + p.from,
-                                sums.get() + p.from * groups, nullptr, p.to(), number_of(p.out.scalar_type()), p.rows});
+                                sums.get() + p.from * groups, held[p.weight].bias_data(), p.to(),
+                                number_of(p.out.scalar_type()), p.rows});
         run_rows(kernels().quantized, problems);
     }
 
@@ -46,7 +47,8 @@ struct Weights {
         for (const experts::Product& p : products)
             problems.push_back({held[p.weight].w, static_cast<const uint8_t*>(x.const_data_ptr()) + p.from * size,
                                 number_of(x.scalar_type()), spread.get() + p.from * bytes, bytes,
-                                sums.get() + p.from * groups, nullptr, p.to(), number_of(p.out.scalar_type()), p.rows});
+                                sums.get() + p.from * groups, held[p.weight].bias_data(), p.to(),
+                                number_of(p.out.scalar_type()), p.rows});
         Floats all = problems.front();
         all.x = x.const_data_ptr(), all.spread = spread.get(), all.sums = sums.get(), all.t = rows;
         run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
@@ -57,20 +59,21 @@ struct Weights {
 Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints& counts, const experts::Shares& shares,
                const Tensors& tiles, const Tensors& scale, const Tensors& zero, int64_t width, int64_t bits,
                int64_t group_size, int64_t input_bits, double clip, const Tensors& factors, int64_t order,
-               int64_t down_bits, double down_clip) {
+               int64_t down_bits, double down_clip, const Tensors& biases, const experts::Shares& clamped) {
     const experts::Rows rows{tokens, counts, shares};
-    experts::check(x, rows, tiles.size());
+    const experts::Inside inside{biases, clamped};
+    experts::check(x, rows, tiles.size(), inside);
     STD_TORCH_CHECK(scale.size() == tiles.size() && (zero.empty() || zero.size() == tiles.size()),
                     "integer tiles: lists of different lengths");
     const size_t count = counts.size();
     const auto weights = [&](size_t first, size_t last, int64_t n, int64_t k) {
         const auto part = [&](const Tensors& all) { return experts::some(all, first, last); };
-        return Weights{
-            hold_all(part(tiles), part(scale), part(zero), {}, experts::Ints(last - first, n), k, bits, group_size)};
+        return Weights{hold_all(part(tiles), part(scale), part(zero), part(biases), experts::Ints(last - first, n), k,
+                                bits, group_size)};
     };
     const Tensors none;
     return experts::compute(x, rows, width, weights(0, 2 * count, width, x.size(1)),
-                            weights(2 * count, 3 * count, x.size(1), width), {input_bits, clip, none, 0},
+                            weights(2 * count, 3 * count, x.size(1), width), {input_bits, clip, none, 0}, inside,
                             {down_bits, down_clip, factors, order});
 }
 

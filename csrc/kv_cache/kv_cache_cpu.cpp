@@ -140,14 +140,14 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         int64_t before, int64_t k_bits, int64_t v_bits, double clip, const std::vector<Tensor>& factors,
                         int64_t order, double scaling, const std::optional<Tensor>& starts,
                         const std::optional<Tensor>& sink_keys, const std::optional<Tensor>& sink_values) {
-    STD_TORCH_CHECK(cos.dim() == 3 && cos.size(2) > 0 && q.dim() == 3 && k_codes.dim() == 4 && v_codes.dim() == 4,
-                    "kv_decode_attention: expected q [b, 1, heads * d] and cos [b or 1, 1, d]");
-    const int64_t d = cos.size(2), heads = k_codes.size(2);
+    STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && k_codes.dim() == 4 && v_codes.dim() == 4 && k_codes.size(2) > 0,
+                    "kv_decode_attention: expected q and k [b, 1, heads * d] and codes of heads");
+    const int64_t heads = k_codes.size(2), d = k.size(2) / heads;
     // All that could be refused comes before anything is stored.
     for (const Tensor* x : {&q, &k, &v})
         STD_TORCH_CHECK(x->size(0) == k_codes.size(1) && x->size(0) == v_codes.size(1) && v_codes.size(2) == heads,
                         "kv_decode_attention: q, k and v do not fit the cache");
-    STD_TORCH_CHECK(heads > 0 && q.size(2) % (heads * d) == 0, "kv_decode_attention: q does not fit the cache");
+    STD_TORCH_CHECK(d > 0 && q.size(2) % (heads * d) == 0, "kv_decode_attention: q does not fit the cache");
     const int64_t room = k_codes.size(0) * chunk;
     STD_TORCH_CHECK(before >= 0 && before < room, "kv_decode_attention: a token behind ", before, " in room for ",
                     room);

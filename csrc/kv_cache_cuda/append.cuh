@@ -1,5 +1,5 @@
-// Tokens into the packed KV cache, and out of it as float32: both to the bit as ptq/ops/kv_ops.py defines them. No torch
-// here.
+// Tokens into the packed KV cache, and out of it as float32: both to the bit as ptq/ops/kv_ops.py defines them. No
+// torch here.
 #pragma once
 
 #include "kv_cache_cuda/layout.cuh"

@@ -1,4 +1,5 @@
-// The packed KV cache in memory (ptq/ops/kv_ops.py), and its codes as bfloat16 operands of the tensor cores. No torch here.
+// The packed KV cache in memory (ptq/ops/kv_ops.py), and its codes as bfloat16 operands of the tensor cores. No torch
+// here.
 //
 // A code's bits are in a wide plane (the lowest ones) and, with 3 and 6 bits, a narrow one above it. A word of the wide
 // plane has 32 / width channels of one token; its channels in the narrow plane are one half of a word there.

@@ -3,8 +3,11 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "common/input.h"
@@ -22,9 +25,49 @@ using Ints = std::vector<int64_t>;
 
 enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, after_mlp, norm_count };
 enum Site { to_qkv, to_o, to_gate_up, to_down, site_count };
-constexpr size_t q = 0, k = 1, v = 2, o = 3, gate = 4, up = 5, down = 6, weight_count = 7;
+enum Role { q, k, v, o, gate, up, down, role_count };
+constexpr size_t first_role[] = {q, o, gate, down, role_count};  // of each site
 // Of attention alone:
-constexpr size_t attention_sites = to_gate_up, attention_weights = gate;
+constexpr size_t attention_sites = to_gate_up, attention_roles = gate;
+
+// Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn.
+class Sites {
+  public:
+    // The rows of the weights, and of the roles.
+    Sites(const Ints& n, const Ints& rows) : rows_(rows) {
+        STD_TORCH_CHECK(rows.size() == role_count || rows.size() == attention_roles, "layer: expected rows of ",
+                        int{role_count}, " roles, or of ", attention_roles);
+        for (size_t site = 0; first_role[site] < rows.size(); site++) {
+            const auto from = rows.begin() + first_role[site], to = rows.begin() + first_role[site + 1];
+            const size_t at = starts_.back(), left = n.size() - at, roles = to - from;
+            const bool inside = left && std::all_of(from, to, [&](int64_t r) { return 0 <= r && r <= n[at]; });
+            const bool fused = inside && n[at] == std::accumulate(from, to, int64_t{0});
+            STD_TORCH_CHECK(fused || (left >= roles && std::equal(from, to, n.begin() + at)),
+                            "layer: the weights of input ", site, " do not have the rows of what they are for");
+            starts_.push_back(at + (fused ? 1 : roles));
+        }
+        STD_TORCH_CHECK(starts_.back() == n.size(), "layer: expected ", starts_.back(), " weights");
+    }
+    size_t size() const { return starts_.size() - 1; }
+    size_t first(size_t site) const { return starts_[site]; }
+    size_t last(size_t site) const { return starts_[site + 1]; }
+    // [b, 1, rows] of each role
+    Tensors by_role(Tensors products, size_t site) const {
+        const size_t from = first_role[site], count = first_role[site + 1] - from;
+        if (products.size() == count) return products;
+        const Tensor whole = products.front();
+        const int64_t b = whole.size(0), n = whole.size(2);
+        int64_t at = 0;
+        products.clear();
+        for (size_t role = from; role < from + count; at += rows_[role++])
+            products.push_back(seen_as(whole, Ints{b, 1, rows_[role]}, Ints{n, n, 1}, at));
+        return products;
+    }
+
+  private:
+    const Ints& rows_;
+    std::vector<size_t> starts_{0};
+};
 
 // A gain of no elements is no norm.
 struct Norms {
@@ -41,7 +84,7 @@ struct Norms {
         const int64_t d = gains[which].numel();
         if (!d || d == x.size(2)) return (*this)(x, which);
         STD_TORCH_CHECK(x.size(2) % d == 0, "layer: a norm of ", d, " for heads of ", x.size(2));
-        return reshaped((*this)(reshaped(x, Ints{x.size(0), 1, x.size(2) / d, d}), which), x.sizes());
+        return reshaped((*this)(reshaped(compact(x), Ints{x.size(0), 1, x.size(2) / d, d}), which), x.sizes());
     }
     void check() const {
         STD_TORCH_CHECK(gains.size() == norm_count && eps.size() == norm_count && offset.size() == norm_count &&
@@ -117,29 +160,31 @@ inline Tensor sum(const Tensor& x, const Tensor& y, double multiplier) {
 template <class Weights>
 struct Linears {
     const Weights& weights;
+    const Sites& sites;
     const Tensors& biases;  // empty, or one for each
     const Ints& bits;       // of the integers of each input
     const Floats& clips;
     const Transforms &inputs, &outputs;
 
-    bool has_mlp() const { return inputs.size() == site_count; }
+    bool has_mlp() const { return sites.size() == site_count; }
 
     void check() const {
-        const size_t sites = inputs.size(), count = has_mlp() ? weight_count : attention_weights;
-        STD_TORCH_CHECK(has_mlp() || sites == attention_sites, "layer: expected 4 inputs, or 2 of attention alone");
-        STD_TORCH_CHECK(bits.size() == sites && clips.size() == sites, "layer: expected ", sites, " inputs");
-        STD_TORCH_CHECK(weights.n.size() == count && outputs.size() == count, "layer: expected ", count, " weights");
+        const size_t count = weights.n.size();
+        STD_TORCH_CHECK(inputs.size() == sites.size() && bits.size() == sites.size() && clips.size() == sites.size(),
+                        "layer: expected ", sites.size(), " inputs");
+        STD_TORCH_CHECK(outputs.size() == count, "layer: expected ", count, " weights");
         STD_TORCH_CHECK(biases.empty() || biases.size() == count, "layer: expected ", count, " biases");
     }
 
-    // Of weights [first, last).
-    Tensors operator()(const Tensor& x, Site site, size_t first, size_t last) const {
+    // Of each role.
+    Tensors operator()(const Tensor& x, Site site) const {
+        const size_t first = sites.first(site), last = sites.last(site);
         const Seen in =
             seen(x, {bits[site], clips[site], inputs.factors(site), inputs.order(site), inputs.signs(site)});
         const ScalarType dtype = x.scalar_type();
         if (!outputs.order(first)) {
             const Tensors some = biases.empty() ? biases : Tensors(biases.begin() + first, biases.begin() + last);
-            return weights(in, first, last, some, dtype);
+            return sites.by_role(weights(in, first, last, some, dtype), site);
         }
         Tensors products = weights(in, first, last, {}, in.scale ? ScalarType::Float : dtype);
         for (size_t i = first; i < last; i++) {
@@ -148,7 +193,7 @@ struct Linears {
             if (!biases.empty() && biases[i].numel()) y = added(y, biases[i]);
             products[i - first] = from_float(y, dtype);
         }
-        return products;
+        return sites.by_role(std::move(products), site);
     }
 
     // y [b, 1, n] + bias [n]
@@ -187,14 +232,14 @@ Tensor compute(const Tensor& x, const Norms& norm, const Linears<Weights>& linea
                const Tensor& sin, const Cache& cache, double scaling, double multiplier, bool gelu) {
     norm.check(), linears.check(), cache.check();
     STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "layer: expected x [b, 1, k]");
-    const Tensors qkv = linears(norm(x, before_attention), to_qkv, q, o);
+    const Tensors qkv = linears(norm(x, before_attention), to_qkv);
     const Tensor attended =
         cache.attend(norm.of_heads(qkv[q], of_queries), norm.of_heads(qkv[k], of_keys), qkv[v], cos, sin, scaling);
-    const Tensor y = sum(x, norm(linears(attended, to_o, o, gate).front(), after_attention), multiplier);
+    const Tensor y = sum(x, norm(linears(attended, to_o).front(), after_attention), multiplier);
     if (!linears.has_mlp()) return y;
-    const Tensors gated = linears(norm(y, before_mlp), to_gate_up, gate, down);
+    const Tensors gated = linears(norm(y, before_mlp), to_gate_up);
     const Tensor inner = (gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
-    const Tensor last = linears(inner, to_down, down, weight_count).front();
+    const Tensor last = linears(inner, to_down).front();
     return sum(y, norm(last, after_mlp), multiplier);
 }
 
@@ -205,11 +250,12 @@ Tensor op(const Tensor& x, const Tensors& gains, const Floats& eps, const Floats
           const Ints& counts, const Ints& orders, const Tensors& sv, const Tensors& back_factors,
           const Ints& back_counts, const Ints& back_orders, const Tensor& cos, const Tensor& sin, const Tensors& parts,
           int64_t before, const Ints& cache_bits, double cache_clip, const Tensors& cache_factors, int64_t cache_order,
-          double scaling, double multiplier, bool gelu, Arguments... weights) {
+          double scaling, double multiplier, bool gelu, const Ints& rows, Arguments... weights) {
     const Transforms inputs(su, factors, counts, orders), outputs(sv, back_factors, back_counts, back_orders);
     const Held held{weights...};
+    const Sites sites(held.n, rows);
     return compute(x, {gains, eps, offset, round_first},
-                   Linears<Held>{held, biases, input_bits, clips, inputs, outputs}, cos, sin,
+                   Linears<Held>{held, sites, biases, input_bits, clips, inputs, outputs}, cos, sin,
                    {parts, before, cache_bits, cache_clip, cache_factors, cache_order}, scaling, multiplier, gelu);
 }
 

@@ -12,21 +12,22 @@ namespace {
 Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints& counts, const experts::Shares& shares,
                const Tensors& tiles, const Tensors& scale, int64_t width, int64_t exponent, int64_t mantissa,
                int64_t group_size, int64_t input_bits, double clip, const Tensors& factors, int64_t order,
-               int64_t down_bits, double down_clip) {
+               int64_t down_bits, double down_clip, const Tensors& biases, const experts::Shares& clamped) {
     const experts::Rows rows{tokens, counts, shares};
-    experts::check(x, rows, tiles.size());
+    const experts::Inside inside{biases, clamped};
+    experts::check(x, rows, tiles.size(), inside);
     STD_TORCH_CHECK(scale.size() == tiles.size(), "minifloat tiles: lists of different lengths");
     const size_t count = counts.size();
     const Element element = element_of(exponent, mantissa);
     const auto weights = [&](size_t first, size_t last, int64_t n, int64_t k) {
         Weights found;
         for (size_t i = first; i < last; i++)
-            found.held.push_back(hold(tiles[i], scale[i], std::nullopt, n, k, element, group_size));
+            found.held.push_back(hold(tiles[i], scale[i], inside.bias(i), n, k, element, group_size));
         return found;
     };
     const Tensors none;
     return experts::compute(x, rows, width, weights(0, 2 * count, width, x.size(1)),
-                            weights(2 * count, 3 * count, x.size(1), width), {input_bits, clip, none, 0},
+                            weights(2 * count, 3 * count, x.size(1), width), {input_bits, clip, none, 0}, inside,
                             {down_bits, down_clip, factors, order});
 }
 

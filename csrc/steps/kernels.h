@@ -17,19 +17,23 @@ struct Norm {
     bool round_first;  // to the type, before the gain is multiplied
 };
 
-// One head of one token, d even: y = x * cos + (-second half of x, first half) * sin, each product and the sum rounded.
+// The first d channels of one head of one token, d even: y = x * cos + (-second half of x, first half) * sin, each
+// product and the sum rounded.
 struct Rotary {
     Number type;  // of all four
     int64_t d;
 };
 
-// y = act(gate) * up, both rounded: act is silu, or the approximation of GELU by a tanh.
+// y = act(gate) * up, both rounded: act is silu, or the approximation of GELU by a tanh. Or, with g at most `limit` and
+// u within +-limit, (u + 1) * (g * sigmoid(alpha * g)), every step rounded.
+enum class Gate { silu, gelu, clamped };
 struct Gated {
     Number type;  // of all three
     const void *gate, *up;
     void* y;
     int64_t size;
-    bool gelu;
+    Gate kind;
+    float alpha, limit;
 };
 
 // y = a + b, rounded.

@@ -66,11 +66,22 @@ inline Lanes activated(Lanes x, bool gelu) {
 }
 
 template <Number type>
+inline Lanes clamped(Lanes gate, Lanes up, float alpha, Lanes limit) {
+    gate = gate > limit ? limit : gate;  // a NaN stays
+    up = up > limit ? limit : up < -limit ? -limit : up;
+    const Lanes share = rounded<type>(integer::times_sigmoid(Lanes{} + 1.0f, rounded<type>(gate * alpha)));
+    return rounded<type>(up + 1.0f) * rounded<type>(gate * share);
+}
+
+template <Number type>
 void gated_of(const Gated& p, int64_t first, int64_t last) {
+    const Lanes limit = rounded<type>(integer::fill(p.limit));
     for (int64_t i = first * lanes; i < std::min(p.size, last * lanes); i += lanes) {
         const int64_t count = std::min(lanes, p.size - i);
-        const Lanes gate = rounded<type>(activated(read<type>(p.gate, i, count), p.gelu));
-        write<type>(p.y, i, rounded<type>(gate * read<type>(p.up, i, count)), count);
+        const Lanes gate = read<type>(p.gate, i, count), up = read<type>(p.up, i, count);
+        const Lanes y = p.kind == Gate::clamped ? clamped<type>(gate, up, p.alpha, limit)
+                                                : rounded<type>(activated(gate, p.kind == Gate::gelu)) * up;
+        write<type>(p.y, i, rounded<type>(y), count);
     }
 }
 

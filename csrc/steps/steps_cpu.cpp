@@ -35,6 +35,24 @@ int64_t size_of(Number type) {
     return type == Number::float32 ? 4 : 2;
 }
 
+// Heads of d channels, the first `turned` of them by the rotary embedding; the others stay as they are.
+struct Turn {
+    Number type;
+    int64_t d, turned;
+    decltype(Kernels::rotary) kernel = kernels().rotary;
+
+    // One head of one token.
+    void operator()(const char* x, const char* cos, const char* sin, char* y) const {
+        kernel({type, turned}, x, cos, sin, y);
+        const int64_t size = size_of(type);
+        std::memcpy(y + turned * size, x + turned * size, (d - turned) * size);
+    }
+};
+
+bool fits(const Tensor& cos, int64_t d) {
+    return cos.size(2) % 2 == 0 && cos.size(2) <= d;
+}
+
 }  // namespace
 
 Tensor rms_norm(const Tensor& x, const Tensor& gain, double eps, double offset, bool round_first) {
@@ -52,11 +70,11 @@ Tensor rms_norm(const Tensor& x, const Tensor& gain, double eps, double offset, 
 
 namespace {
 
-// x [b, h, t, d], in rows of d neighbours, with cos and sin [b or 1, t, d].
+// x [b, h, t, d], in rows of d neighbours, with cos and sin [b or 1, t, r].
 Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, Number type) {
-    STD_TORCH_CHECK(given.dim() == 4 && given.size(3) % 2 == 0 && cos.size(0) > 0 && cos.size(1) == given.size(2) &&
-                        cos.size(2) == given.size(3) && (cos.size(0) == 1 || cos.size(0) == given.size(0)),
-                    "rotary: expected x [b, h, t, d] with even d, cos and sin [b or 1, t, d]");
+    STD_TORCH_CHECK(given.dim() == 4 && cos.size(0) > 0 && cos.size(1) == given.size(2) && fits(cos, given.size(3)) &&
+                        (cos.size(0) == 1 || cos.size(0) == given.size(0)),
+                    "rotary: expected x [b, h, t, d], cos and sin [b or 1, t, r] with even r, d at most");
     const Tensor x = given.stride(3) == 1 ? given : compact(given);
     const Tensor out = fresh(x.sizes(), x.scalar_type());
     const int64_t size = size_of(type), heads = x.size(1), tokens = x.size(2), d = x.size(3);
@@ -64,14 +82,14 @@ Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, Number
     const auto* c = static_cast<const char*>(cos.const_data_ptr());
     const auto* s = static_cast<const char*>(sin.const_data_ptr());
     auto* to = static_cast<char*>(out.mutable_data_ptr());
-    const auto kernel = kernels().rotary;
+    const Turn turn{type, d, cos.size(2)};
     const int64_t tables = cos.size(0), strides[] = {x.stride(0), x.stride(1), x.stride(2)};
     run_codes(x.size(0) * heads * tokens, d, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; i++) {
             const int64_t b = i / (heads * tokens), h = i / tokens % heads, t = i % tokens;
             const int64_t at = b * strides[0] + h * strides[1] + t * strides[2];
-            const int64_t row = ((tables == 1 ? 0 : b) * tokens + t) * d;
-            kernel({type, d}, from + at * size, c + row * size, s + row * size, to + i * d * size);
+            const int64_t row = ((tables == 1 ? 0 : b) * tokens + t) * turn.turned;
+            turn(from + at * size, c + row * size, s + row * size, to + i * d * size);
         }
     });
     return out;
@@ -83,7 +101,7 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor
     const Number type = number_of(q, "rotary");
     for (const Tensor* x : {&k, &cos, &sin})
         STD_TORCH_CHECK(x->scalar_type() == q.scalar_type(), "rotary: all tensors must have one dtype");
-    STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3, "rotary: cos and sin must be [b or 1, t, d]");
+    STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3, "rotary: cos and sin must be [b or 1, t, r]");
     for (int64_t i = 0; i < 3; i++) STD_TORCH_CHECK(cos.size(i) == sin.size(i), "rotary: cos and sin differ in shape");
     const Tensor c = compact(cos), s = compact(sin);
     return {rotated(q, c, s, type), rotated(k, c, s, type)};
@@ -91,13 +109,14 @@ std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor
 
 namespace {
 
-Tensor gated(const Tensor& gate, const Tensor& up, bool gelu, const char* op) {
+Tensor gated(const char* op, const Tensor& gate, const Tensor& up, Gate kind, double alpha = 0, double limit = 0) {
     const Number type = number_of(gate, op);
     const auto a = gate.sizes(), b = up.sizes();
     STD_TORCH_CHECK(up.scalar_type() == gate.scalar_type() && std::equal(a.begin(), a.end(), b.begin(), b.end()), op,
                     ": expected two tensors of one shape and dtype");
     const Tensor x = compact(gate), y = compact(up), out = fresh(a, gate.scalar_type());
-    const Gated p{type, x.const_data_ptr(), y.const_data_ptr(), out.mutable_data_ptr(), x.numel(), gelu};
+    const Gated p{type, x.const_data_ptr(),        y.const_data_ptr(),       out.mutable_data_ptr(), x.numel(),
+                  kind, static_cast<float>(alpha), static_cast<float>(limit)};
     run(kernels().gated, p, (p.size + 15) / 16, 16);
     return out;
 }
@@ -105,11 +124,15 @@ Tensor gated(const Tensor& gate, const Tensor& up, bool gelu, const char* op) {
 }  // namespace
 
 Tensor silu_mul(const Tensor& gate, const Tensor& up) {
-    return gated(gate, up, false, "silu_mul");
+    return gated("silu_mul", gate, up, Gate::silu);
 }
 
 Tensor gelu_mul(const Tensor& gate, const Tensor& up) {
-    return gated(gate, up, true, "gelu_mul");
+    return gated("gelu_mul", gate, up, Gate::gelu);
+}
+
+Tensor clamped_swiglu(const Tensor& gate, const Tensor& up, double alpha, double limit) {
+    return gated("clamped_swiglu", gate, up, Gate::clamped, alpha, limit);
 }
 
 Tensor sum(const Tensor& a, const Tensor& b) {
@@ -166,8 +189,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     const Rows from_q = rows_of(q, b, t, heads * groups, d, type), from_k = rows_of(k, b, t, heads, d, type),
                from_v = rows_of(v, b, t, heads, d, type);
     STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3 && (cos.size(0) == 1 || cos.size(0) == b) && cos.size(1) == t &&
-                        cos.size(2) == d && number_of(cos, "decode_attention") == type,
-                    "decode_attention: cos and sin must be [b or 1, t, d]");
+                        fits(cos, d) && number_of(cos, "decode_attention") == type,
+                    "decode_attention: cos and sin must be [b or 1, t, r] with even r, d at most");
     for (int64_t i = 0; i < 3; i++)
         STD_TORCH_CHECK(sin.size(i) == cos.size(i) && sin.scalar_type() == cos.scalar_type(),
                         "decode_attention: cos and sin differ");
@@ -176,12 +199,12 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     const auto* s_data = static_cast<const char*>(s.const_data_ptr());
     auto *to_k = static_cast<char*>(keys.mutable_data_ptr()), *to_v = static_cast<char*>(values.mutable_data_ptr());
     std::vector<char> turned(b * t * heads * groups * d * size);
-    const auto rotary = kernels().rotary;
+    const Turn turn_head{type, d, cos.size(2)};
     for (int64_t i = 0; i < b; i++)
         for (int64_t j = 0; j < t; j++) {
-            const int64_t row = ((cos.size(0) == 1 ? 0 : i) * t + j) * d * size;
+            const int64_t row = ((cos.size(0) == 1 ? 0 : i) * t + j) * turn_head.turned * size;
             const auto turn = [&](const Rows& x, int64_t head, char* to) {
-                rotary({type, d}, x.data + i * x.batch + j * x.token + head * x.head, c_data + row, s_data + row, to);
+                turn_head(x.data + i * x.batch + j * x.token + head * x.head, c_data + row, s_data + row, to);
             };
             for (int64_t h = 0; h < heads * groups; h++)
                 turn(from_q, h, turned.data() + ((i * heads * groups + h) * t + j) * d * size);
@@ -214,5 +237,6 @@ STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("rotary", TORCH_BOX(&ptq::steps::rotary));
     m.impl("silu_mul", TORCH_BOX(&ptq::steps::silu_mul));
     m.impl("gelu_mul", TORCH_BOX(&ptq::steps::gelu_mul));
+    m.impl("clamped_swiglu", TORCH_BOX(&ptq::steps::clamped_swiglu));
     m.impl("decode_attention", TORCH_BOX(&ptq::steps::decode_attention));
 }

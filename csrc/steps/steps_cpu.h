@@ -20,6 +20,8 @@ torch::stable::Tensor decode_attention(const torch::stable::Tensor& q, const tor
                                        const torch::stable::Tensor& values, int64_t before, double scaling);
 torch::stable::Tensor silu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor gelu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
+torch::stable::Tensor clamped_swiglu(const torch::stable::Tensor& gate, const torch::stable::Tensor& up, double alpha,
+                                     double limit);
 torch::stable::Tensor sum(const torch::stable::Tensor& a, const torch::stable::Tensor& b);
 
 }  // namespace ptq::steps

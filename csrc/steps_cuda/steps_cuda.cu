@@ -1,5 +1,5 @@
-// The small steps between the products of a layer for CUDA. Schemas, fake kernels and references are in ptq/ops/steps.py
-// and ptq/ops/input_steps.py.
+// The small steps between the products of a layer for CUDA. Schemas, fake kernels and references are in
+// ptq/ops/steps.py and ptq/ops/input_steps.py.
 #include <tuple>
 
 #include "activations/grid8_cuda.h"

@@ -234,7 +234,7 @@ def _compare_window(
     return _Compared(
         loss=_finite(loss / count, index),
         original_loss=_finite(original_loss / count, index),
-        kl=kl / count,
+        kl=max(kl / count, 0.0),  # rounding of equal models gives -1e-9
         top1=same / count,
     )
 

@@ -15,12 +15,12 @@ from ptq.errors import InputError, RunError
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive
 from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
+from ptq.hf.described import packed_modules, transformers_config
 from ptq.hf.plugin import OPTIONAL, PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
 from ptq.pipeline.work import RECORD, read_record
 from ptq.pipeline.writer import COPIED, LOG, MAX_SHARD_BYTES, check_out, file_hashes, partial_folder, put_in_place
-from ptq.reporting.contents import packed_modules, transformers_config
 from ptq.weights.prepacked import PrepackedFormat, target_of
 
 KEPT = (*COPIED, LOG, "report.html", "report.json")

@@ -25,8 +25,6 @@ from ptq.weights.formats import LayerOp, Parts
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
 NO_NORM = (1.0, 0.0, False)
-SITES = ((0, 1, 2), (3,), (4, 5), (6,))
-"""Which of the weights q, k, v, o, gate, up and down share an input."""
 
 
 @runtime_checkable
@@ -34,7 +32,7 @@ class WholeLayer(Protocol):
     """A format that does all that a decoder layer does in one call."""
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """The op for the weights q, k, v, o, gate, up and down, or the first four; None where it cannot take them."""
+        """The op for the weights of a layer, or of its attention; None where it cannot take them."""
         ...
 
 
@@ -46,6 +44,7 @@ class Layer:
     has_mlp: bool
     """Whether the op does all, or what stands before the MLP."""
     attention: nn.Module
+    kind: fast_attention.Kind
     heads: tuple[int, int]
     """Number and size of the heads of keys and values."""
     floats: tuple[Tensor, ...]
@@ -53,7 +52,7 @@ class Layer:
     arguments: tuple[Any, ...]
     """Norms, biases, what is done to inputs and products."""
     weights: tuple[Any, ...]
-    """The gate, and what the format says."""
+    """The gate, the rows, and what the format says."""
     signs: tuple[Tensor, ...]
     """The stored sign vectors that `arguments` were made of, and their versions."""
     versions: tuple[int, ...]
@@ -75,19 +74,20 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
     kind = fast_attention.kind_of(attention)
     if kind is None:
         return None
-    of_heads = [attention.get_submodule(name) if kind else None for name in fast_attention.NORMS]
+    of_heads = [attention.get_submodule(name) if kind.normed else None for name in fast_attention.NORMS]
     normed = [*norms[:2], *of_heads, *norms[2:]]
     kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in normed]
-    names = (*fast_attention.INPUTS, fast_attention.OUTPUT)
-    found = [attention._modules[name] for name in names]
+    *first, output = fast_attention.linears_of(attention)
+    sites = [first, [output]]
     if mlp is not None:
-        found.extend(mlp._modules[name] for name in fast_steps.GATED)
+        *gated, last = fast_steps.linears_of(mlp)
+        sites.extend((gated, [last]))
+    linears = [linear for site in sites for linear in site]
     if None in kinds or not all(
-        type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in found
+        type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in linears
     ):
         return None
-    linears = cast(list[QuantLinear], found)
-    treatments, op = _treatments(linears), _op_of(linears)
+    treatments, op, rows = _treatments(sites), _op_of(linears), _rows(attention, sites)
     if treatments is None or op is None:
         return None
     gains = [NONE if norm is None else cast(Tensor, norm._parameters["weight"]) for norm in normed]
@@ -101,15 +101,15 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
     )
     floats = tuple(x for x in (*gains, *given) if x is not NONE)
     arguments = (gains, eps, offset, round_first, full, *treatments)
-    weights, heads, versions = (gelu, *op[1]), (linears[1].out_features // d, d), tuple(map(version, stored))
-    return Layer(op[0], mlp is not None, attention, heads, floats, arguments, weights, stored, versions)
+    weights, heads, versions = (gelu, rows, *op[1]), (rows[1] // d, d), tuple(map(version, stored))
+    return Layer(op[0], mlp is not None, attention, kind, heads, floats, arguments, weights, stored, versions)
 
 
 def run(
     layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any], residual_multiplier: float
 ) -> Float[Tensor, "b t k"] | None:
     """What the layer's op gives for a decoded token of each row; None where it is called with something else."""
-    held = fast_attention.cache_layer(layer.attention, x, floats=layer.floats, **others)
+    held = fast_attention.cache_layer(layer.attention, layer.kind, x, floats=layer.floats, **others)
     if held is None:
         return None
     if isinstance(held, GrowingLayer):
@@ -126,6 +126,16 @@ def run(
     return y
 
 
+def _rows(attention: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
+    """Those of q, k, v, o, gate, up and down, or the first four."""
+    first, (output,), *mlp = sites
+    rows = fast_attention.rows_of(attention) if len(first) == 1 else [linear.out_features for linear in first]
+    rows.append(output.out_features)
+    for down in mlp[1:]:
+        rows.extend((down[0].in_features, down[0].in_features, down[0].out_features))
+    return rows
+
+
 def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
     format = linears[0].format
     if not isinstance(format, WholeLayer) or any(linear.format != format for linear in linears):
@@ -133,12 +143,12 @@ def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
     return format.layer_op([linear.parts() for linear in linears])
 
 
-def _treatments(linears: Sequence[QuantLinear]) -> tuple[Any, ...] | None:
-    """What is done to the inputs and the products; None where linears treat one input in different ways."""
-    sites = [[linears[place] for place in site] for site in SITES if site[0] < len(linears)]
+def _treatments(sites: Sequence[Sequence[QuantLinear]]) -> tuple[Any, ...] | None:
+    """What is done to the inputs and the products; None where linears treat one input in different ways. A site is the
+    linears of one input."""
     if not all(is_alike(first, other) for first, *others in sites for other in others):
         return None
-    firsts = [site[0] for site in sites]
+    firsts, linears = [site[0] for site in sites], [linear for site in sites for linear in site]
     outputs = [linear.online.output for linear in linears]
     signed = {linear.online.signs for linear in linears}
     if len({output is None for output in outputs}) > 1 or len(signed) > 1:

@@ -6,7 +6,7 @@ plain or packed cache, without a mask. Everything else goes through the module's
 """
 
 import copy
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from jaxtyping import Float
@@ -24,26 +24,49 @@ from ptq.ops.matmul import is_few
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa" (`ptq.fast.fast_decode`)."""
 
-INPUTS, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "o_proj", ("q_norm", "k_norm")
-
-KINDS = ("", "heads", "whole")
-"""What is normed before the rotary embedding: nothing, each head of queries and keys, or all heads as one vector."""
+INPUTS, FUSED, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", "o_proj", ("q_norm", "k_norm")
+NORMED = ("", "heads", "whole")
 
 
-def decoded(module: Any, kind: str, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+class Kind(NamedTuple):
+    """What a module does."""
+
+    normed: str
+    """What is normed before the rotary embedding: nothing, each head of queries and keys, or all as one vector."""
+    in_part: bool
+    """Whether it may turn the first channels of every head, and leave the others as they are."""
+
+
+def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of a decoded token, as a module of this kind computes it; None where it must do so itself."""
-    layer = cache_layer(module, hidden_states, **others)
-    if layer is None:
+    layer = cache_layer(module, kind, hidden_states, **others)
+    if layer is None or (torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())):
         return None
+    *first, output = linears_of(module)
+    if len(first) == 1:
+        q, k, v = first[0](hidden_states).split(rows_of(module), -1)
+    else:
+        q, k, v = products(first, hidden_states)
+    if any(y.dtype != hidden_states.dtype for y in (q, k, v)):  # autocast
+        return None
+    return output(attend(module, kind.normed, q, k, v, others["position_embeddings"], layer))
+
+
+def linears_of(module: nn.Module) -> list[Any]:
+    """Those of queries, keys and values, or one whose rows are theirs, and that of the output."""
     parts = module._modules
-    q, k, v = products([parts[name] for name in INPUTS], hidden_states)
-    if q.dtype != hidden_states.dtype:  # autocast
-        return None
-    return parts[OUTPUT](attend(module, kind, q, k, v, others["position_embeddings"], layer))
+    return [parts[name] for name in ((FUSED,) if FUSED in parts else INPUTS) + (OUTPUT,)]
+
+
+def rows_of(module: Any) -> list[int]:
+    """How many rows of its weights are of queries, of keys and of values."""
+    config, d = module.config, module.head_dim
+    return [config.num_attention_heads * d, *(config.num_key_value_heads * d,) * 2]
 
 
 def cache_layer(
     module: Any,
+    kind: Kind,
     hidden_states: Float[Tensor, "b t k"],
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
@@ -57,7 +80,8 @@ def cache_layer(
         return None
     if hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
         return None
-    if position_embeddings[0].shape[2] != module.head_dim:  # a part of every head is not turned
+    turned = position_embeddings[0].shape[2]
+    if turned != module.head_dim and not (kind.in_part and turned < module.head_dim):
         return None
     if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings, *floats):
         return None
@@ -79,7 +103,7 @@ def _implementation(config: Any) -> str | None:
 
 def attend(
     module: Any,
-    kind: str,
+    normed: str,
     q: Float[Tensor, "b 1 q_width"],
     k: Float[Tensor, "b 1 width"],
     v: Float[Tensor, "b 1 width"],
@@ -88,9 +112,9 @@ def attend(
 ) -> Float[Tensor, "b 1 q_width"]:
     """Attention of the products of a decoded token, whose key and value go to the cache. `turns`: cos and sin."""
     d = module.head_dim
-    if kind:
+    if normed:
         norms = (module._modules[name] for name in NORMS)
-        q, k = (_normed(norm, y, d if kind == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
+        q, k = (_normed(norm, y, d if normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
     if isinstance(layer, GrowingLayer):
         shape = k.shape[0], k.shape[2] // d, 1, d
         keys, values, before = layer.reserve(shape, shape, k)
@@ -111,28 +135,33 @@ def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Ten
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
-_KINDS: dict[Any, str | None] = {}
+_KINDS: dict[Any, Kind | None] = {}
 
 
-def kind_of(module: nn.Module) -> str | None:
-    """Which of KINDS an attention module is; None for any other module."""
-    if not {*INPUTS, OUTPUT} <= module._modules.keys() or not {"config", "head_dim", "scaling"} <= vars(module).keys():
+def kind_of(module: nn.Module) -> Kind | None:
+    """What an attention module does; None for any other module."""
+    names = module._modules.keys()
+    known = {*INPUTS, OUTPUT} <= names or {FUSED, OUTPUT} <= names
+    if not known or not {"config", "head_dim", "scaling"} <= vars(module).keys():
         return None
     key = numbers_of(module)
     if key not in _KINDS:
-        _KINDS[key] = next((kind for kind in KINDS if _gives_its_numbers(module, kind)), None)
+        d = cast(int, module.head_dim)
+        normed = next((normed for normed in NORMED if _gives_its_numbers(module, normed, d)), None)
+        part = d // 4 * 2
+        _KINDS[key] = None if normed is None else Kind(normed, part > 0 and _gives_its_numbers(module, normed, part))
     return _KINDS[key]
 
 
 @trial()
-def _gives_its_numbers(module: Any, kind: str) -> bool:
-    if bool(kind) != all(name in module._modules for name in NORMS):
+def _gives_its_numbers(module: Any, normed: str, turned: int) -> bool:
+    if bool(normed) != all(name in module._modules for name in NORMS):
         return False
     generator, hidden, d = torch.Generator().manual_seed(0), 24, module.head_dim
-    heads, kv_heads = module.config.num_attention_heads, module.config.num_key_value_heads
-    alone = _small_copy(module, hidden, heads * d, kv_heads * d, generator)
-    before = [torch.randn(2, kv_heads, 5, d, generator=generator) for _ in range(2)]
-    x, cos, sin = (torch.randn(shape, generator=generator) for shape in ((2, 1, hidden), (2, 1, d), (2, 1, d)))
+    alone, rows = _small_copy(module, hidden, generator), rows_of(module)
+    before = [torch.randn(2, rows[1] // d, 5, d, generator=generator) for _ in range(2)]
+    shapes = (2, 1, hidden), (2, 1, turned), (2, 1, turned)
+    x, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
     results = []
     for own in (True, False):
         cache = DynamicCache()
@@ -144,8 +173,9 @@ def _gives_its_numbers(module: Any, kind: str) -> bool:
             else:
                 layer = growing_layer(cache, 0)
                 assert layer is not None
-                q, k, v = (alone.get_submodule(name)(x) for name in INPUTS)
-                results.append(alone.o_proj(attend(alone, kind, q, k, v, (cos, sin), layer)))
+                *first, output = linears_of(alone)
+                q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
+                results.append(output(attend(alone, normed, q, k, v, (cos, sin), layer)))
         except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):
             return False  # it wants something else
         layer = cast(DynamicLayer, cache.layers[0])
@@ -154,15 +184,17 @@ def _gives_its_numbers(module: Any, kind: str) -> bool:
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
-def _small_copy(module: Any, hidden: int, width: int, kv_width: int, generator: torch.Generator) -> Any:
+def _small_copy(module: Any, hidden: int, generator: torch.Generator) -> Any:
     """The module with all its numbers, but with small linears of random weights."""
     alone = hollow(module)
     alone.config = copy.copy(module.config)
     alone.config._attn_implementation = "sdpa"
     alone.layer_idx = 0
-    for name, n, k in zip(
-        (*INPUTS, OUTPUT), (width, kv_width, kv_width, hidden), (hidden,) * 3 + (width,), strict=True
-    ):
+    rows = rows_of(module)
+    shapes = dict(zip(INPUTS, ((n, hidden) for n in rows), strict=True)) | {OUTPUT: (hidden, rows[0])}
+    if FUSED in module._modules:
+        shapes = {FUSED: (sum(rows), hidden), OUTPUT: shapes[OUTPUT]}
+    for name, (n, k) in shapes.items():
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n, bias=False))
         getattr(alone, name).weight.copy_(torch.randn(n, k, generator=generator) / k**0.5)
     for name in NORMS:

@@ -36,7 +36,7 @@ class WholeExperts(Protocol):
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.ops.expert_ops`; None where these weights cannot be taken together. `weights`: those of all gates,
         all ups, all downs. `treatments`: bits (0: not quantised) and clip of the input of gate and up; dense factors
-        and order (0: no transform), bits and clip of that of down."""
+        and order (0: no transform), bits and clip of that of down; biases, and what stands between the products."""
         ...
 
 
@@ -55,7 +55,7 @@ class TransformedExperts(Protocol):
     ) -> Float[Tensor, "t k"] | None:
         """`signs`: those of the input of gates and ups, then of each down's; those of all products. `treatments`: bits
         and clip of the input of gate and up, those of down's; dense factors and order of the transform for x's width,
-        and of that for an expert's."""
+        and of that for an expert's; biases, and what stands between the products."""
         ...
 
 
@@ -66,23 +66,32 @@ class _Kind:
     format: WholeExperts | TransformedExperts
     plain: Online
     down: Online
+    has_biases: bool
+    clamped: tuple[float, ...]
+    """Alpha and limit of `ptq::clamped_swiglu`; empty: silu(gate) * up."""
     su: bytes = b""
     """The signs of the input of gates and ups, where there are any."""
 
     def compute(
         self, x: Float[Tensor, "t k"], rows: Rows, roles: Sequence[Sequence[QuantLinear]]
     ) -> Float[Tensor, "t k"] | None:
-        """What the experts make of x; `roles`: all gates, all ups, all downs."""
+        """What the experts make of x; `roles`: all gates, all ups, all downs. None where a bias wants a gradient, or
+        is gone: `_are_same` takes a weak reference that died for None."""
         linears, width = list(chain.from_iterable(roles)), roles[0][0].out_features
         weights = [linear.parts() for linear in linears]
         plain, down = _integers(self.plain.activation), _integers(self.down.activation)
+        biases = [linear._parameters["bias"] for linear in linears] if self.has_biases else []
+        learns = torch.is_grad_enabled()
+        if any(bias is None or (learns and bias.requires_grad) for bias in biases):
+            return None
         inside = ([], 0) if self.down.input is None else hadamard.dense_factors(self.down.input, CPU)
         if isinstance(self.format, TransformedExperts):
             su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
             signs = cast(Any, su), cast(Any, [linear.signs(OUTPUT_SIGNS) for linear in linears])
             outside = hadamard.dense_factors(cast(str, self.plain.input), CPU)
-            return self.format.transformed_experts(x, rows, weights, signs, width, (*plain, *down, *outside, *inside))
-        return self.format.experts(x, rows, weights, width, (*plain, *inside, *down))
+            treatments = *plain, *down, *outside, *inside, biases, self.clamped
+            return self.format.transformed_experts(x, rows, weights, signs, width, treatments)
+        return self.format.experts(x, rows, weights, width, (*plain, *inside, *down, biases, self.clamped))
 
 
 class _Expert:
@@ -154,7 +163,7 @@ class FewTokens:
         modules = [experts._modules[str(number)] for number in numbers]
         found = [self._known.get(number) for number in numbers]
         if None in found or not _are_same(cast(Any, found), modules):
-            found = [self._find(experts.names, *expert) for expert in zip(numbers, modules, strict=True)]
+            found = [self._find(experts, *expert) for expert in zip(numbers, modules, strict=True)]
         first = found[0]
         if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
             return None
@@ -165,9 +174,9 @@ class FewTokens:
         roles = [[expert.linears[role] for expert in alike] for role in range(3)]
         return first.kind.compute(x, (tokens, [count(number) for number in numbers], shares), roles)
 
-    def _find(self, names: Sequence[str], number: int, module: nn.Module) -> _Expert | None:
-        linears: list[Any] = [module._modules[name] for name in names]
-        kind = _kind(linears)
+    def _find(self, experts: Any, number: int, module: nn.Module) -> _Expert | None:
+        linears: list[Any] = [module._modules[name] for name in experts.names]
+        kind = _kind(linears, experts.clamped)
         if kind is None:
             self._known.pop(number, None)  # what has been replaced must not stay in memory
             return None
@@ -175,7 +184,7 @@ class FewTokens:
         return found
 
 
-def _kind(linears: Sequence[Any]) -> _Kind | None:
+def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     """None where there is no one call for this expert."""
     if not all(type(linear) is QuantLinear and is_here(linear) and not _is_heard(linear) for linear in linears):
         return None
@@ -183,18 +192,20 @@ def _kind(linears: Sequence[Any]) -> _Kind | None:
     format, plain, inside = gate.format, gate.online, down.online
     if up.format != format or down.format != format or up.online != plain:
         return None
-    if any(linear._parameters["bias"] is not None for linear in linears):
+    has_bias, *others = (linear._parameters["bias"] is not None for linear in linears)
+    if others != [has_bias, has_bias]:
         return None
     if isinstance(format, TransformedExperts):
         if not (plain.signs and inside.signs) or (plain.input, plain.output) != (inside.output, inside.input):
             return None
         su = [linear._parameters[INPUT_SIGNS] for linear in (gate, up)]
-        return _Kind(format, plain, inside, su[0].numpy().tobytes()) if torch.equal(*su) else None
+        alike = torch.equal(*su)
+        return _Kind(format, plain, inside, has_bias, clamped, su[0].numpy().tobytes()) if alike else None
     if not isinstance(format, WholeExperts) or plain.input is not None:
         return None
     if any(online.signs or online.output is not None for online in (plain, inside)):
         return None
-    return _Kind(format, plain, inside)
+    return _Kind(format, plain, inside, has_bias, clamped)
 
 
 def _integers(activation: Activation | None) -> tuple[int, float]:

@@ -6,9 +6,9 @@ No family is named. `install` tries decoder layers with stand-ins for attention 
     y = x + m norm(attention(norm(x))),    result = y + m norm(mlp(norm(y))),
 
 where two of the four norms may be missing, and m is mostly 1. The call needs what `ptq.fast.cpu_layer` or
-`ptq.fast.gpu_layer` asks for, and nobody who listens in (hooks). Otherwise the layer's own code runs. Where an MLP is
-of another kind (experts), the call gives y, and the MLP's own code runs behind it. The numbers are those of the single
-ops to the bit.
+`ptq.fast.gpu_layer` asks for, and nobody who listens in (hooks), or who trains a dropout. Otherwise the layer's own
+code runs. Where an MLP is of another kind (experts), the call gives y, and the MLP's own code runs behind it. The
+numbers are those of the single ops to the bit.
 """
 
 import copy
@@ -56,6 +56,7 @@ class _Known:
         self.hooks: list[dict[int, Any]] = []
         self.instances: list[dict[str, Any]] = []
         self.forwards: list[Any] = []
+        self.dropouts: list[nn.Module] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {"find": self.find, "layout": self.layout}  # copies and pickles find out anew
@@ -69,15 +70,19 @@ class _Known:
         same = sum(map(len, self.owners)) == len(self.held) and all(map(is_, now, self.held))
         if not self.held or not same or not all(map(is_, _forwards(self.instances), self.forwards)):
             parts = _parts(self.layout, layer)
-            modules = [layer, *_watched(*parts)]
+            others = [layer._modules[name] for name in layer._modules.keys() - {ATTENTION, MLP, *self.layout}]
+            self.dropouts = [module for module in others if type(module) is nn.Dropout]
+            modules = [layer, *self.dropouts, *_watched(*parts)]
             self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
             self.held = [held for owner in self.owners for held in owner.values()]
             self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
             self.hooks.extend((_global_forward_hooks, _global_forward_pre_hooks))
             self.instances = [vars(module) for module in modules]
             self.forwards = list(_forwards(self.instances))
-            self.found = self.find(*parts) if all(map(_is_ours, self.forwards)) else None
-        return None if any(self.hooks) and not all(map(_is_idle, self.hooks)) else self.found
+            known = len(self.dropouts) == len(others) and all(map(_is_ours, self.forwards))
+            self.found = self.find(*parts) if known else None
+        heard = any(self.hooks) and not all(map(_is_idle, self.hooks))
+        return None if heard or any(dropout.training for dropout in self.dropouts) else self.found
 
 
 def _watched(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
@@ -177,7 +182,7 @@ _LAYOUTS: dict[Any, Layout | None] = {}
 
 def _layout_of(module: nn.Module) -> Layout | None:
     """Where the norms of a decoder layer are; None for what is none as the docstring of this file has it."""
-    names = {*module._modules}
+    names = {name for name, part in module._modules.items() if type(part) is not nn.Dropout}
     layouts = [layout for layout in LAYOUTS if names == {ATTENTION, MLP, *layout} - {None}]
     if not layouts:
         return None
@@ -194,6 +199,8 @@ def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
     attention, mlp = _StandIn(True), _StandIn(False)
     setattr(alone, ATTENTION, attention)
     setattr(alone, MLP, mlp)
+    for name in module._modules.keys() - {ATTENTION, MLP, *layout}:
+        setattr(alone, name, nn.Dropout())
     norms, width = [], 0
     for name in layout:
         norm = (

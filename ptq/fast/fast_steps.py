@@ -29,7 +29,7 @@ from ptq.fast import fast_attention, fast_mixers
 from ptq.fast.trials import hollow, trial, with_globals
 from ptq.layers.shared_input import products, stays_on_gpu
 from ptq.ops import steps
-from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_gpu
+from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_few, is_gpu
 
 ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
@@ -107,18 +107,23 @@ def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first
 
 # --- the gate of the MLP --------------------------------------------------------------------------------------------
 
-GATED, ACTIVATION = ("gate_proj", "up_proj", "down_proj"), "act_fn"
+GATED, FUSED, DOWN = ("gate_proj", "up_proj"), "gate_up_proj", "down_proj"
+ACTIVATIONS = ("act_fn", "activation_fn")
 SILU, GELU = "silu", "gelu_tanh"
 GATES = {SILU: steps.silu_mul, GELU: steps.gelu_mul}
 
 
 def _gated_forward(module: nn.Module, act: str, *args: Any, **kwargs: Any) -> Tensor:
     if len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
-        x, parts = args[0], module._modules
-        if x.numel() and has_steps(x) and (act == SILU or not is_gpu(x)):
-            gate, up = products([parts["gate_proj"], parts["up_proj"]], x)  # pyright: ignore[reportArgumentType]
-            if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
-                return down(parts["down_proj"], gate, up, act)
+        x, fused = args[0], FUSED in module._modules
+        # halves of many tokens would be copied
+        served = is_few(x.numel() // max(1, x.shape[-1]), x) if fused else has_steps(x)
+        if x.numel() and served and (act == SILU or not is_gpu(x)):
+            linears = linears_of(module)
+            gate, up = linears[0](x).chunk(2, -1) if fused else products(linears[:-1], x)
+            learns = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+            if gate.dtype == up.dtype and not learns:  # under autocast a plain linear gives another dtype
+                return down(linears[-1], gate, up, act)
     return type(module).forward(module, *args, **kwargs)
 
 
@@ -134,22 +139,34 @@ def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], ac
 def gate_of(module: nn.Module) -> str | None:
     """Which of `GATES` act is where a module computes down(act(gate(x)) * up(x)); None for any other. Each is tried:
     the same class may have another gate."""
-    return _gate_that_it_gives(module) if module._modules.keys() == {*GATED, ACTIVATION} else None
+    for act_fn in ACTIVATIONS:
+        if module._modules.keys() in ({*GATED, DOWN, act_fn}, {FUSED, DOWN, act_fn}):
+            return _gate_that_it_gives(module, act_fn)
+    return None
+
+
+def linears_of(module: nn.Module) -> list[Any]:
+    """Those of a gated MLP: gate, up and down, or one whose rows are those of gate and up, and down."""
+    parts = module._modules
+    return [parts[name] for name in ((FUSED,) if FUSED in parts else GATED) + (DOWN,)]
 
 
 @trial()
-def _gate_that_it_gives(module: nn.Module) -> str | None:
+def _gate_that_it_gives(module: nn.Module, act_fn: str) -> str | None:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)
-    for name, n, k in zip(GATED, (12, 12, 8), (8, 8, 12), strict=True):
+    for name, (n, k) in {**dict.fromkeys(GATED, (12, 8)), FUSED: (24, 8), DOWN: (8, 12)}.items():
+        if name not in module._modules:
+            continue
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
         for parameter in alone.get_submodule(name).parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    setattr(alone, ACTIVATION, module._modules[ACTIVATION])
+    setattr(alone, act_fn, module._modules[act_fn])
     x = torch.randn(1, 3, 8, generator=generator)
-    gate, up, down = (alone.get_submodule(name) for name in GATED)
+    *gated, down = linears_of(alone)
+    gate, up = (linear(x) for linear in gated) if len(gated) == 2 else gated[0](x).chunk(2, -1)
     found = type(module).forward(alone.eval(), x)
-    return next((act for act, step in GATES.items() if torch.equal(found, down(step(gate(x), up(x))))), None)
+    return next((act for act, step in GATES.items() if torch.equal(found, down(step(gate, up)))), None)
 
 
 # --- the router of experts ------------------------------------------------------------------------------------------
@@ -165,9 +182,9 @@ class _Functional:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module does something with one product of its input and its only weight, a matrix."""
+    """Whether a module does something with one product of its input and its only matrix; with a bias or not."""
     weight = module._parameters.get("weight")
-    if len(module._parameters) != 1 or module._modules or weight is None or weight.dim() != 2:
+    if module._parameters.keys() - {"weight", "bias"} or module._modules or weight is None or weight.dim() != 2:
         return False
     return not isinstance(module, nn.Linear | nn.Embedding) and _with_fast_linear(type(module).forward) is not None
 
@@ -191,7 +208,7 @@ def _with_fast_linear(forward: Callable[..., Any]) -> Callable[..., Any] | None:
 # --- rotary embedding -----------------------------------------------------------------------------------------------
 
 
-def _attention_forward(module: nn.Module, kind: str | None, *args: Any, **kwargs: Any) -> Any:
+def _attention_forward(module: nn.Module, kind: fast_attention.Kind | None, *args: Any, **kwargs: Any) -> Any:
     if kind is not None and not args:
         found = fast_attention.decoded(module, kind, **kwargs)
         if found is not None:
@@ -207,12 +224,14 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
         return None
     own = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
-    if not isinstance(own, types.FunctionType) or not _turns_alike(own):
+    if not isinstance(own, types.FunctionType) or not _turns_alike(own, 16):
         return None
+    in_part = _turns_alike(own, 10)
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
-            if cos.shape[2] == q.shape[3] and cos.shape[1] == q.shape[2] and q.numel() and has_steps(q, k, cos, sin):
+            served = cos.shape[2] == q.shape[3] or (in_part and cos.shape[2] < q.shape[3] and q.is_cpu)
+            if served and cos.shape[1] == q.shape[2] and q.numel() and has_steps(q, k, cos, sin):
                 return torch.ops.ptq.rotary.default(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)
 
@@ -220,15 +239,18 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
 
 
 @trial()
-def _turns_alike(own: types.FunctionType) -> bool:
+def _turns_alike(own: types.FunctionType, turned: int) -> bool:
     required = [p for p in inspect.signature(own).parameters.values() if p.default is p.empty]
     if len(required) != 4:
         return False
     generator = torch.Generator().manual_seed(0)
     for dtype in FEW_DTYPES:
-        shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, 16), (2, 3, 16))
+        shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, turned), (2, 3, turned))
         q, k, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-        found, wanted = own(q, k, cos, sin), steps.rotary(q, k, cos, sin)
+        try:
+            found, wanted = own(q, k, cos, sin), steps.rotary(q, k, cos, sin)
+        except RuntimeError:
+            return False  # it turns whole heads, or wants other tables, such as one angle for two channels
         if len(found) != 2 or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return False
     return True

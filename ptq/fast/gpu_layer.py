@@ -1,9 +1,9 @@
 """A decoder layer on a GPU in few launches: what stands before its products is one op each (`ptq.ops.input_steps`).
 
-No family is named: `ptq.fast.fast_layer` tries first whether a layer computes y = x + attention(norm(x)), y +
-mlp(norm(y)). Attention is the module's own code, in which its linears find their products ready; the numbers are those
-of the single ops. Any number of tokens, any cache and mask: what a GPU saves at one token in launches, it saves at many
-in memory.
+No family is named: `ptq.fast.fast_layer` tries first whether a layer computes y = x + attention(norm(x)), and then
+y + mlp(norm(y)). Attention is the module's own code, in which its linears find their products ready; the numbers are
+those of the single ops. Any number of tokens, any cache and mask: what a GPU saves at one token in launches, it saves
+at many in memory.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,9 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
         return None
     if fast_attention.kind_of(attention) is None or fast_steps.gate_of(mlp) != fast_steps.SILU:
         return None
-    first = [attention._modules[name] for name in fast_attention.INPUTS]
-    *gated, down = (mlp._modules[name] for name in fast_steps.GATED)
+    (*first, _), (*gated, down) = fast_attention.linears_of(attention), fast_steps.linears_of(mlp)
+    if len(first) == 1 or len(gated) == 1:  # fused: halves of several tokens would be copied
+        return None
     if not all(stays_on_gpu(linear) for linear in (*first, *gated, down)):
         return None
     linears = cast(list[QuantLinear], [*first, *gated])

@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 PLAIN_NAME = re.compile(r"[^/\\\0]{1,255}")
 SAMPLES, SAMPLE_BYTES = 64, 4096
 DEQUANTIZED_ROWS = 128
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.cat([E2M1, -E2M1])
+PAIRS = torch.stack([E2M1.repeat(16), E2M1.repeat_interleave(16)], dim=1)
+"""The two numbers of a byte that holds two e2m1 codes, the first one in its low bits."""
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
@@ -64,8 +68,8 @@ def refuse_quantised(config: Mapping[str, Any]) -> None:
             method = found.get("quant_method", "unknown") if isinstance(found, Mapping) else "unknown"
             raise InputError(
                 f"config.json: the model is quantised already ({key}: {str(method)[:80]!r}); "
-                "quantising twice only loses quality, so pass the original model (one that was published in FP8 can be "
-                "read: quant_method fp8, or compressed-tensors with 8-bit floats)"
+                "quantising twice only loses quality, so pass the original model (one that was published in FP8 or "
+                "MXFP4 can be read: quant_method fp8, mxfp4, or compressed-tensors with 8-bit floats)"
             )
 
 
@@ -160,7 +164,7 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def read(self, name: str) -> Shaped[Tensor, "..."]:
-        """Read one tensor into fresh memory; of an FP8 weight, the weight times its scales.
+        """Read one tensor into fresh memory; of a weight in FP8 or MXFP4, its codes times their scales.
 
         Fresh and not a view of a mapped file: torch aligns its own memory to 64 bytes, and the last bit of a matrix
         product may depend on alignment. Raises InputError for an unknown name and for scales that cannot be, RunError
@@ -171,10 +175,10 @@ class Checkpoint:
             raise InputError(f"{self.folder}: holds no tensor {name!r}; is it the model that was planned?")
         if info.scale is None:
             return read_tensor(self.folder / info.shard, info)
-        stored = replace(info, dtype=torch.float8_e4m3fn, nbytes=math.prod(info.shape))
         factors = read_tensor(self.folder / info.scale.info.shard, info.scale.info).float()
         check_scale(info.scale.name, factors)
-        return dequantize(read_tensor(self.folder / info.shard, stored), factors, info.scale.block, info.dtype)
+        codes = read_tensor(self.folder / info.scale.codes.shard, info.scale.codes).flatten(0, -2)
+        return dequantize(codes, factors, info.scale.block, info.dtype).view(info.shape)
 
     def identity(self) -> str:
         """SHA-256 that tells one checkpoint from another without reading all of it.
@@ -205,27 +209,34 @@ class Checkpoint:
 
 def read_tensor(path: Path, info: TensorInfo) -> Shaped[Tensor, "..."]:
     """Read the tensor that `info` describes from `path`. Raises RunError if the file shrank or the disk fails."""
-    data = torch.empty(info.nbytes, dtype=torch.uint8)
-    if info.nbytes:
+    count = math.prod(info.shape)
+    if info.stride is not None and count:  # what lies between its elements is read along
+        count = 1 + sum((size - 1) * step for size, step in zip(info.shape, info.stride, strict=True))
+    data = torch.empty(count * info.dtype.itemsize, dtype=torch.uint8)
+    if count:
         read_range(path, info.offset, data.numpy().data)
-    return data.view(info.dtype).view(info.shape)
+    found = data.view(info.dtype)
+    return found.view(info.shape) if info.stride is None else found.as_strided(info.shape, info.stride).contiguous()
 
 
 def dequantize(
-    codes: Float[Tensor, "n k"], scale: Float32[Tensor, "..."], block: tuple[int, int], dtype: torch.dtype
+    codes: Shaped[Tensor, "n c"], scale: Float32[Tensor, "..."], block: tuple[int, int], dtype: torch.dtype
 ) -> Float[Tensor, "n k"]:
-    """A weight from its FP8 codes and one factor for each `block`: the product in float32, cast once to `dtype`."""
-    (n, k), (rows, columns) = codes.shape, block
+    """A weight from its codes, FP8 or two of 4 bits in a byte, and one factor for each `block`: the product in float32,
+    cast once to `dtype`."""
+    pairs = codes.dtype == torch.uint8
+    n, k, (rows, columns) = len(codes), codes.shape[1] * (2 if pairs else 1), block
     grid = scale.view(-(-n // rows), -(-k // columns))
     result = torch.empty(n, k, dtype=dtype)
     for some in torch.arange(n).split(DEQUANTIZED_ROWS):  # the float32 numbers of few rows stay in the cache
         piece = slice(int(some[0]), int(some[-1]) + 1)
-        result[piece] = codes[piece].float() * grid[some // rows].repeat_interleave(columns, dim=1)[:, :k]
+        numbers = PAIRS[codes[piece].int()].flatten(1) if pairs else codes[piece].float()
+        result[piece] = numbers * grid[some // rows].repeat_interleave(columns, dim=1)[:, :k]
     return result
 
 
 def check_scale(name: str, scale: Float32[Tensor, "..."]) -> None:
-    """Raise InputError for factors of FP8 weights of which one is NaN, Inf or negative."""
+    """Raise InputError for factors of weights of which one is NaN, Inf or negative."""
     wrong = scale[~(scale.isfinite() & (scale >= 0))]
     if wrong.numel():
         raise InputError(

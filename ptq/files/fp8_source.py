@@ -22,6 +22,7 @@ import torch
 
 from ptq.errors import InputError
 from ptq.files.checkpoint import QUANTISATION, Checkpoint, refuse_quantised
+from ptq.files.dtypes import levels, plain, read_as, short
 from ptq.files.header import Scale, TensorInfo
 
 FP8 = torch.float8_e4m3fn
@@ -34,7 +35,6 @@ BLOCK = (128, 128)
 """What `quant_method: fp8` means where it does not say `weight_block_size`, as in transformers."""
 FORMATS = ("float-quantized", "naive-quantized")
 """Of compressed-tensors: one FP8 number for each weight, under its own name."""
-TEXT = "text_config"
 
 Block = tuple[int, int]
 
@@ -50,7 +50,7 @@ def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         refuse_quantised(checkpoint.config)
         _refuse_unexplained(checkpoint.tensors)
         return checkpoint, ()
-    dtype = _read_as(checkpoint.config)
+    dtype = read_as(checkpoint.config)
     scales = {name: _scale(name, checkpoint.tensors, blocks) for name, _ in _fp8(checkpoint.tensors)}
     if not scales:
         raise InputError(
@@ -71,16 +71,16 @@ def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         elif name.endswith(tuple(f".weight{suffix}" for suffix in SCALES)):
             raise InputError(f"tensor {name!r} is a scale, but beside it is no weight that is float8_e4m3fn")
         tensors[name] = info
-    note = f"published in FP8: {len(scales)} weights are read as {_short(dtype)}, each times its scale"
+    note = f"published in FP8: {len(scales)} weights are read as {short(dtype)}, each times its scale"
     if left:
         note += f"; {left} scales of activations are left out"
-    return replace(checkpoint, config=_plain(checkpoint.config, dtype), tensors=tensors), (note,)
+    return replace(checkpoint, config=plain(checkpoint.config, dtype), tensors=tensors), (note,)
 
 
 def stated(config: Mapping[str, Any]) -> tuple[Block, ...] | None:
     """The size of the blocks that share a scale, none or one, if a config says that its weights are FP8; None if it
     says nothing, or something else. Raises InputError where what it says of FP8 makes no sense."""
-    found = [level[key] for level in _levels(config) for key in QUANTISATION if level.get(key) is not None]
+    found = [level[key] for level in levels(config) for key in QUANTISATION if level.get(key) is not None]
     blocks: set[Block] = set()
     for entry in found:
         some = _blocks(entry)
@@ -90,13 +90,6 @@ def stated(config: Mapping[str, Any]) -> tuple[Block, ...] | None:
     if len(blocks) > 1:
         raise InputError(f"config.json: FP8 scales of several block sizes, {sorted(blocks)}; expected one")
     return tuple(blocks) if found else None
-
-
-def _levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The config, and that of the text model inside of it."""
-    yield config
-    if isinstance(text := config.get(TEXT), Mapping):
-        yield text
 
 
 def _blocks(entry: Any) -> set[Block] | None:
@@ -126,24 +119,6 @@ def _block(size: Any, key: str) -> Block:
     raise InputError(f"config.json: {key} of FP8 weights is {str(size)[:80]}, expected two positive whole numbers")
 
 
-def _read_as(config: Mapping[str, Any]) -> torch.dtype:
-    """What the config says, if that is a dtype of weights."""
-    names = [level.get(key) for level in _levels(config) for key in ("dtype", "torch_dtype")]
-    known = {_short(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-    return next((known[name] for name in names if isinstance(name, str) and name in known), torch.bfloat16)
-
-
-def _plain(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The config of the same model in this dtype, not quantised."""
-    found = {key: value for key, value in config.items() if key not in QUANTISATION}
-    for key in ("dtype", "torch_dtype"):
-        if found.get(key) is not None:  # some say float8_e4m3fn
-            found[key] = _short(dtype)
-    if isinstance(found.get(TEXT), dict):
-        found[TEXT] = _plain(found[TEXT], dtype)
-    return found
-
-
 def _fp8(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, TensorInfo]]:
     return ((name, info) for name, info in tensors.items() if info.dtype == FP8)
 
@@ -162,9 +137,9 @@ def _scale(name: str, tensors: Mapping[str, TensorInfo], blocks: tuple[Block, ..
         raise InputError(f"tensor {name!r} is float8_e4m3fn, so its scales {wanted} are needed; found {len(found)}")
     info = tensors[found[0]]
     if info.dtype not in SCALE_DTYPES:
-        wanted = ", ".join(map(_short, SCALE_DTYPES))
-        raise InputError(f"tensor {found[0]!r} is {_short(info.dtype)}: scales of FP8 weights must be one of {wanted}")
-    return Scale(found[0], info, _fitting(found[0], info.shape, shape, blocks))
+        wanted = ", ".join(map(short, SCALE_DTYPES))
+        raise InputError(f"tensor {found[0]!r} is {short(info.dtype)}: scales of FP8 weights must be one of {wanted}")
+    return Scale(found[0], info, _fitting(found[0], info.shape, shape, blocks), tensors[name])
 
 
 def _fitting(name: str, found: tuple[int, ...], shape: tuple[int, ...], blocks: tuple[Block, ...]) -> Block:
@@ -193,7 +168,3 @@ def _refuse_unexplained(tensors: Mapping[str, TensorInfo]) -> None:
                 f"tensor {name!r} is float8_e4m3fn with scales {scale!r}, but config.json has no quantization_config "
                 "that says how to read them; fetch config.json again"
             )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -7,7 +7,7 @@ strangers: nothing is allocated, and no tensor read, before every length, name, 
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -61,23 +61,34 @@ class TensorInfo:
     offset: int
     nbytes: int
     scale: "Scale | None" = None
-    """Of a weight [n, k] that the file holds as float8_e4m3fn, one byte each; `dtype` and `nbytes` are then of what is
-    read (see `ptq.files.fp8_source`). None: the file holds the tensor itself."""
+    """Of a weight that the file holds as codes of 8 or 4 bits; `dtype` and `nbytes` are then of what is read (see
+    `ptq.files.published`). None: the file holds the tensor itself."""
+    stride: tuple[int, ...] | None = None
+    """Elements from one to the next along each axis, of a tensor that is part of a larger one in the file; `offset` is
+    that of its first element. None: its elements follow one another."""
 
     @property
     def stored_bytes(self) -> int:
         """Bytes in the files, scales included."""
-        return self.nbytes if self.scale is None else prod(self.shape) + self.scale.info.nbytes
+        return self.nbytes if self.scale is None else self.scale.codes.nbytes + self.scale.info.nbytes
+
+    def part(self, first: int, shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> "TensorInfo":
+        """Some of its elements, from number `first` on, as a tensor of their own."""
+        assert self.scale is None and self.stride is None, self
+        size = self.dtype.itemsize
+        return replace(self, shape=shape, stride=stride, offset=self.offset + first * size, nbytes=prod(shape) * size)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The factors of an FP8 weight: `info` has one for every block of r x c weights, row after row; blocks at the edges
-    may be smaller."""
+    """The factors of a weight: `info` has one for every block of r x c weights, row after row; blocks at the edges may
+    be smaller."""
 
     name: str
     info: TensorInfo
     block: tuple[int, int]
+    codes: TensorInfo
+    """What is multiplied: float8_e4m3fn, or uint8 where a byte holds two codes (`ptq.files.mxfp4_source`)."""
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq.errors import refused
 from ptq.fast import fast_decode, fast_steps
-from ptq.hf import experts
+from ptq.hf import experts, fused
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
@@ -99,7 +99,7 @@ class Part:
         """Put tensors, named as in the whole model, into the part; floating ones in float32, in which it computes.
         `as_stored`: plain linears keep their weight's dtype, which saves memory and time where tokens are few."""
         for name, tensor in tensors.items():
-            owner, _, leaf = experts.module_name(name).rpartition(".")
+            owner, _, leaf = fused.module_name(name).rpartition(".")
             module = self.module(owner)
             if leaf in module._buffers:
                 module._buffers[leaf] = (tensor.float() if tensor.is_floating_point() else tensor).to(self.device)
@@ -110,7 +110,7 @@ class Part:
             if tensor.shape[:1] == (1,):
                 tensor = tensor.clone()  # the last bits of a product with one row depend on where in memory it lies
             module._parameters[leaf] = frozen(tensor.to(self.device))
-        for owner in {experts.module_name(name).rpartition(".")[0] for name in tensors}:
+        for owner in {fused.module_name(name).rpartition(".")[0] for name in tensors}:
             if isinstance(module := self.module(owner), PackedWeight):
                 module.prepack()  # as it is after loading, so that numbers are the same to the bit
 
@@ -162,7 +162,7 @@ class Part:
 
     def _inside(self, name: str) -> str:
         """What the block calls what has `name` in the whole model's files; of itself, nothing."""
-        return f"{experts.module_name(name)}.".removeprefix(self.prefix)[:-1]
+        return f"{fused.module_name(name)}.".removeprefix(self.prefix)[:-1]
 
     @torch.no_grad()
     def embed(self, ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
@@ -244,7 +244,8 @@ def _meta_model(
     if layer is not None:
         splice.block = getattr(body, name)[layer]
     setattr(body, name, nn.ModuleList([*(_Pass() for _ in range(layer or 0)), splice]))
-    experts.separate(model, family.experts.linears if family.experts else None)
+    if family.experts is not None:
+        experts.separate(model, family.experts.linears, fused.Layout.of(family.experts))
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear:
             fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")

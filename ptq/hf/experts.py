@@ -1,4 +1,5 @@
-"""Experts as linears of their own, in the place of the two 3-D parameters in which transformers holds them.
+"""Experts as linears of their own, in the place of the fused parameters (`ptq.hf.fused`) in which transformers holds
+them.
 
 While a run quantises a block, and in a packed model that is loaded, every expert is three `nn.Linear`: to the plan, the
 rewriter, the Hessians, `QuantLinear` and the files they are linears like any other. No family is named: a module of
@@ -8,9 +9,9 @@ fused experts is known by its parameters, and tried on random numbers before ano
 import inspect
 import itertools
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import cast
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,53 +20,47 @@ from torch import Tensor, nn
 from ptq.errors import InputError
 from ptq.fast import fast_steps
 from ptq.fast.fast_experts import FewTokens
-from ptq.fast.trials import hollow, trial
-from ptq.files.header import TensorInfo
+from ptq.fast.trials import hollow, numbers_of, trial
+from ptq.hf.fused import BIASES, FUSED, Layout, take_apart
 from ptq.layers.shared_input import products
-from ptq.models.family import Experts as Names
 from ptq.models.family import Family
-from ptq.ops import steps
+from ptq.ops import expert_ops, steps
 from ptq.ops.matmul import has_steps
 from ptq.planning.plan import Plan
 
-FUSED = ("gate_up_proj", "down_proj")
-"""Parameters of a module of fused experts: [experts, 2 width, hidden], gate above up; [experts, hidden, width]."""
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """What the files of a checkpoint may call gate, up and down of an expert."""
+ACTIVATION, OWN_GATE = "act_fn", "_apply_gate"
+"""What fused experts call the activation inside the gate, and a function of both products in the place of that."""
 EXPERT_LINEAR = re.compile(r"\.experts\.\d+\.([^.]+)$")
-IN_FILES, IN_MODEL = ".block_sparse_moe.", ".mlp."
-"""Mixtral's files have the first where its modules have the second; transformers renames tensors when it loads them."""
-
-
-def module_name(name: str) -> str:
-    """What a model calls a linear of its checkpoint's files."""
-    return name.replace(IN_FILES, IN_MODEL)
-
-
-def is_fused_parameter(name: str) -> bool:
-    """Whether this is a tensor in which transformers holds all experts of a block."""
-    owner, _, leaf = name.rpartition(".")
-    return leaf in FUSED and owner.endswith(".experts")
 
 
 class Experts(nn.Module):
     """The experts 0, 1, ... of a block, each with linears of the given `names`: y = sum_e p_e down_e(act(gate_e x) *
-    up_e x) over the experts e that were chosen for a token x. Sums are taken in the order of the experts.
+    up_e x) over the experts e that were chosen for a token x, or with `gated` of both products in the place of
+    act(gate) * up. Sums are taken in the order of the experts.
     """
 
     def __init__(
-        self, names: tuple[str, str, str], count: int, hidden: int, width: int, act_fn: nn.Module, dtype: torch.dtype
+        self,
+        names: tuple[str, str, str],
+        count: int,
+        hidden: int,
+        width: int,
+        act_fn: nn.Module | None,
+        dtype: torch.dtype,
+        gated: Callable[[Tensor, Tensor], Tensor] | None = None,
+        bias: bool = False,
     ) -> None:
         super().__init__()
         self.names = names
         shapes = dict(zip(names, ((hidden, width), (hidden, width), (width, hidden)), strict=True))
         for number in range(count):
-            linears = {
-                name: nn.Linear(*shape, bias=False, device="meta", dtype=dtype) for name, shape in shapes.items()
-            }
+            linears = {name: nn.Linear(*shape, bias=bias, device="meta", dtype=dtype) for name, shape in shapes.items()}
             self.add_module(str(number), nn.ModuleDict(linears))
-        self.act_fn = act_fn
-        self.is_silu = _is_silu(act_fn)
+        self.act_fn, self.gated = act_fn, gated
+        self.clamped = _clamped(gated) if gated is not None else () if act_fn is not None and _is_silu(act_fn) else None
+        """What an op of ours needs to know of the gate, as `ptq.ops.expert_ops.gated` takes it; None: there is none."""
         self.few_tokens = FewTokens()
 
     def forward(
@@ -75,7 +70,8 @@ class Experts(nn.Module):
         top_k_weights: Float[Tensor, "t chosen"],
     ) -> Float[Tensor, "t k"]:
         """The weighted sum over the chosen experts of every token."""
-        found = self.few_tokens(self, hidden_states, top_k_index, top_k_weights) if self.is_silu else None
+        is_known = self.clamped is not None
+        found = self.few_tokens(self, hidden_states, top_k_index, top_k_weights) if is_known else None
         if found is not None:
             return found
         if len(hidden_states) == 1:
@@ -98,35 +94,19 @@ class Experts(nn.Module):
         expert = cast(nn.ModuleDict, self._modules[str(number)])
         gate_linear, up_linear, down_linear = (expert._modules[name] for name in self.names)
         assert gate_linear is not None and up_linear is not None and down_linear is not None
-        if self.is_silu and len(x) and has_steps(x):
+        if self.clamped is not None and len(x) and has_steps(x):
             gate, up = products([gate_linear, up_linear], x)
-            if not (torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)):
+            learns = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+            if gate.dtype == up.dtype and not learns:  # under autocast a plain linear gives another dtype
+                if self.clamped:
+                    return down_linear(expert_ops.gated(gate, up, self.clamped))
                 return fast_steps.down(down_linear, gate, up)
         else:
             gate, up = gate_linear(x), up_linear(x)
+        if self.gated is not None:
+            return down_linear(self.gated(gate, up))
+        assert self.act_fn is not None
         return down_linear(self.act_fn(gate) * up)
-
-
-def as_published(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
-    """The tensors of files with one matrix for each linear of an expert, as models are published. Where files hold all
-    experts of a block in one tensor, as `save_pretrained(save_original_format=False)` writes it, that is the same bytes
-    under names of their own."""
-    names, found = family.experts, {}
-    if names is None:
-        return dict(tensors)
-    inside = module_name(f".{names.experts}")
-    for name, info in tensors.items():
-        owner, _, leaf = name.rpartition(".")
-        if not (owner.endswith(inside) and leaf in FUSED and len(info.shape) == 3 and info.nbytes):
-            found[_in_files(name, names)] = info
-            continue
-        parts = names.linears[:2] if leaf == FUSED[0] else names.linears[2:]
-        count, rows, columns = info.shape[0], info.shape[1] // len(parts), info.shape[2]
-        block, nbytes = owner.removesuffix(inside), rows * columns * info.dtype.itemsize
-        for place, (number, part) in enumerate(itertools.product(range(count), parts)):
-            piece = replace(info, shape=(rows, columns), offset=info.offset + place * nbytes, nbytes=nbytes)
-            found[f"{block}.{names.experts}.{number}.{part}.weight"] = piece
-    return found
 
 
 def check_loadable(plan: Plan, family: Family) -> None:
@@ -139,88 +119,144 @@ def check_loadable(plan: Plan, family: Family) -> None:
         )
 
 
-def _in_files(name: str, names: Names) -> str:
-    """What published files call a tensor, which may have the name that the model gives it."""
-    for own in (f".{names.router}.weight", *(f".{kept}" for kept in names.kept)):
-        name = name.replace(module_name(own), own) if name.endswith(module_name(own)) else name
-    return name
-
-
 def names_in(linears: Iterable[str]) -> tuple[str, str, str] | None:
     """What these linears of a checkpoint call gate, up and down of an expert; None where none belongs to an expert."""
     leaves = {found[1] for name in linears if (found := EXPERT_LINEAR.search(name))}
     return next((names for names in NAMES if leaves & set(names)), None)
 
 
-def separate(model: nn.Module, names: tuple[str, str, str] | None) -> bool:
+def separate(model: nn.Module, names: tuple[str, str, str] | None, layout: Layout | None = None) -> bool:
     """Put `Experts` without weights, whose linears have these names, in the place of all fused experts of a model;
-    nothing with None. Whether there were any. Raises InputError for experts that compute something else."""
+    nothing with None. Whether there were any. Raises InputError for experts that compute something else, or whose
+    layout is not the one by which files were read."""
     if names is None:
         return False
     found = [(name, module) for name, module in model.named_modules() if _is_fused(module)]
     for name, module in found:
-        kind = type(module), type(module.act_fn)
-        if kind not in _KINDS:
-            _KINDS[kind] = _gives_its_numbers(module)
-        if not _KINDS[kind]:
-            raise InputError(f"{name}: {kind[0].__name__} are experts of a kind that ptq does not know")
+        key = numbers_of(module), type(module._modules.get(ACTIVATION)), frozenset(module._parameters)
+        if key not in _KINDS:
+            _KINDS[key] = _kind_of(module)
+        kind, cls = _KINDS[key], type(module).__name__
+        if kind is None:
+            raise InputError(f"{name}: {cls} are experts of a kind that ptq does not know")
+        if layout not in (None, kind.layout):
+            raise InputError(
+                f"{name}: {cls} holds its experts as {kind.layout}, but the family's row says {layout}; "
+                "see docs/add-a-family.md"
+            )
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _separated(module, names))
+        setattr(model.get_submodule(parent), leaf, _separated(module, names, kind))
     return bool(found)
 
 
 def _is_fused(module: nn.Module) -> bool:
     parameters = module._parameters
     return (
-        parameters.keys() == set(FUSED)
-        and "act_fn" in module._modules
-        and all(parameter is not None and parameter.dim() == 3 for parameter in parameters.values())
+        parameters.keys() in ({*FUSED}, {*FUSED, *BIASES})
+        and (ACTIVATION in module._modules or hasattr(module, OWN_GATE))
+        and all(
+            parameter is not None and parameter.dim() == (3 if name in FUSED else 2)
+            for name, parameter in parameters.items()
+        )
     )
 
 
-def _separated(module: nn.Module, names: tuple[str, str, str]) -> Experts:
+@dataclass(frozen=True)
+class _Kind:
+    """How fused experts are taken apart."""
+
+    layout: Layout
+    own_gate: bool
+    """Whether their class has a function of its own in the place of act(gate) * up."""
+
+
+def _separated(module: nn.Module, names: tuple[str, str, str], kind: _Kind) -> Experts:
     down = module.get_parameter(FUSED[1])
-    count, hidden, width = down.shape
-    return Experts(names, count, hidden, width, cast(nn.Module, module.act_fn), down.dtype)
+    count, hidden, width = (down.transpose(1, 2) if kind.layout.transposed else down).shape
+    gated = _OwnGate(hollow(module), kind.layout.interleaved) if kind.own_gate else None
+    act_fn = cast(nn.Module | None, module._modules.get(ACTIVATION))
+    return Experts(names, count, hidden, width, act_fn, down.dtype, gated, BIASES[0] in module._parameters)
 
 
-def take_apart(
-    gate_up: Float[Tensor, "e m k"], down: Float[Tensor, "e k n"], names: tuple[str, str, str]
-) -> dict[str, Tensor]:
-    """The weights of `Experts` from the fused ones."""
-    found = {}
-    for number, (both, last) in enumerate(zip(gate_up, down, strict=True)):
-        parts = (*both.chunk(2), last)
-        found |= {f"{number}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
-    return found
+class _OwnGate:
+    """The function of a class of fused experts that makes one of the products of gate and up; no module, as the hollow
+    one that it belongs to has no parameters to fill."""
+
+    def __init__(self, owner: Any, interleaved: bool) -> None:
+        self.owner, self.interleaved = owner, interleaved
+
+    def __call__(self, gate: Float[Tensor, "t n"], up: Float[Tensor, "t n"]) -> Float[Tensor, "t n"]:
+        both = torch.stack((gate, up), dim=-1).flatten(-2) if self.interleaved else torch.cat((gate, up), dim=-1)
+        return getattr(self.owner, OWN_GATE)(both)
 
 
 # --- trials ---------------------------------------------------------------------------------------------------------
 
-_KINDS: dict[tuple[type, type], bool] = {}
+_KINDS: dict[tuple[Any, type, frozenset[str]], _Kind | None] = {}
 _SILU: dict[type, bool] = {}
 
 
 @trial()
-def _gives_its_numbers(module: nn.Module) -> bool:
-    """Whether fused experts compute what `Experts` do."""
+def _kind_of(module: nn.Module) -> _Kind | None:
+    """The first kind of `Experts` that compute what fused ones do; None where there is none."""
+    gates = [own for own, there in ((False, ACTIVATION in module._modules), (True, hasattr(module, OWN_GATE))) if there]
+    layouts = [Layout(*flags) for flags in itertools.product((False, True), repeat=2)]
+    kinds = (_Kind(layout, own) for layout in layouts for own in gates)
+    return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
+
+
+def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
     generator = torch.Generator().manual_seed(0)
-    gate_up = torch.randn(3, 24, 8, generator=generator, dtype=torch.float64)
-    last = torch.randn(3, 8, 12, generator=generator, dtype=torch.float64)
+    fused: dict[str, Tensor] = {}
+    for name, (outputs, inputs) in zip(FUSED, ((24, 8), (8, 12)), strict=True):
+        shape = (3, inputs, outputs) if kind.layout.transposed else (3, outputs, inputs)
+        fused[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if (bias := f"{name}_bias") in module._parameters:
+            fused[bias] = torch.randn(3, outputs, generator=generator, dtype=torch.float64)
     alone = hollow(module)
-    alone.act_fn, alone.num_experts = module.act_fn, 3
-    for name, weight in zip(FUSED, (gate_up, last), strict=True):
-        alone.register_parameter(name, nn.Parameter(weight, requires_grad=False))
-    ours = _separated(alone, NAMES[0])
-    ours.load_state_dict(take_apart(gate_up, last, NAMES[0]), assign=True)
+    alone.num_experts = 3
+    if ACTIVATION in module._modules:
+        alone.act_fn = module.act_fn
+    for name, tensor in fused.items():
+        alone.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    ours = _separated(alone, NAMES[0], kind)
+    ours.load_state_dict(take_apart(fused, kind.layout, NAMES[0]), assign=True)
     x = torch.randn(5, 8, generator=generator, dtype=torch.float64)
     chosen = torch.tensor([[0, 2], [2, 0], [2, 1], [0, 1], [0, 2]])
     shares = torch.rand(5, 2, generator=generator, dtype=torch.float64)
     try:
+        if ours.gated is not None and not _keeps_channels_apart(ours.gated):
+            return False
         found = inspect.unwrap(type(module).forward)(alone, x, chosen, shares)
+        wanted = ours(x, chosen, shares)
     except (RuntimeError, TypeError, AttributeError):
         return False  # it wants something else
-    return isinstance(found, Tensor) and torch.allclose(found, ours(x, chosen, shares), rtol=1e-9)
+    return isinstance(found, Tensor) and torch.allclose(found, wanted, rtol=1e-9)
+
+
+def _keeps_channels_apart(gated: Callable[[Tensor, Tensor], Tensor]) -> bool:
+    """Whether a channel of what is gated comes of the same one of gate and up, and of no other: wherever they lie in
+    the fused product, expert by expert the sums are the same."""
+    gate, up = 0.1 * torch.randn(2, 1, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    before = gated(gate, up)
+    gate[0, 3] += 0.1
+    up[0, 3] += 0.1
+    return (gated(gate, up) != before).nonzero().tolist() == [[0, 3]]
+
+
+@trial()
+def _clamped(gated: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float] | None:
+    """Alpha and limit, where a gate of a class is what `ptq.ops.steps.clamped_swiglu` computes, to the bit."""
+    numbers = tuple(getattr(getattr(gated, "owner", None), name, None) for name in ("alpha", "limit"))
+    if not all(isinstance(number, int | float) for number in numbers):
+        return None
+    alpha, limit = cast(tuple[float, float], numbers)
+    gate, up = 2 * limit * torch.randn(2, 3, 32, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        given = gate.to(dtype), up.to(dtype)
+        if not torch.equal(gated(*given), steps.clamped_swiglu(*given, alpha, limit)):
+            return None
+    return alpha, limit
 
 
 @trial()

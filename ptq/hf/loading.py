@@ -1,10 +1,12 @@
 """Load a model to run it, plain or packed, with errors for people."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -18,9 +20,9 @@ from transformers import (
 
 import ptq.hf.plugin  # noqa: F401  (registers the plug-in that loads packed checkpoints)
 from ptq.errors import InputError, RunError
-from ptq.files import fp8_source, source
+from ptq.files import published, source
 from ptq.files.checkpoint import Checkpoint, read_config
-from ptq.reporting.contents import transformers_config
+from ptq.hf.described import transformers_config
 
 TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 """What the files of tokenizers are called."""
@@ -31,7 +33,7 @@ def load_model(
 ) -> PreTrainedModel:
     """A causal language model from a folder, a hub name or `demo`, in `dtype` or the stored one; with whatever else
     there is in the files, where they are those of a model that also sees or hears (`ptq.hf.text_model`). Weights that
-    were published in FP8 are what `quantize` reads them as (`ptq.files.fp8_source`).
+    were published in FP8 or MXFP4 are what `quantize` reads them as (`ptq.files.published`).
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
     code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that is missing, which
@@ -65,14 +67,22 @@ def load_model(
 
 def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
     """The class of a model, which may be a text model `alone`, and what that class is to load: a folder; or config and
-    weights, where they were published in FP8."""
-    if fp8_source.stated(read_config(folder)[0]) is None:
+    weights, where they were published in few bits."""
+    if published.form(read_config(folder)[0]) is None:
         kind = AutoModelForCausalLM if alone else AutoModelForMultimodalLM
         return kind, {"pretrained_model_name_or_path": folder}
-    checkpoint, _ = fp8_source.dequantised(Checkpoint.open(folder))
-    config, weights = transformers_config(checkpoint), {name: checkpoint.read(name) for name in checkpoint.tensors}
+    checkpoint, _ = published.dequantised(Checkpoint.open(folder))
+    config, weights = transformers_config(checkpoint), dict(_as_held(checkpoint))
     classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_MULTIMODAL_LM_MAPPING
     return classes[type(config)], {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
+
+
+def _as_held(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a checkpoint as transformers holds them. One for all experts of a block is published in MXFP4
+    alone, and there it is transposed."""
+    for name, info in checkpoint.tensors.items():
+        tensor = checkpoint.read(name)
+        yield name, tensor.transpose(1, 2) if info.scale is not None and tensor.dim() == 3 else tensor
 
 
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:

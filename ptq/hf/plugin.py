@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ptq.errors import InputError
 from ptq.fast import fast_decode
 from ptq.files.header import read_header
-from ptq.hf import experts, residual
+from ptq.hf import experts, fused, residual
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers import embedding
 from ptq.layers.linear import describe, swap
@@ -193,7 +193,7 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
     "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
-    found, prefix = {name: experts.module_name(name) for name in names}, f"{model.base_model_prefix}."
+    found, prefix = {name: fused.module_name(name) for name in names}, f"{model.base_model_prefix}."
     outside = [name for name, own in found.items() if not own.startswith(prefix)]
     if model.get_output_embeddings() is None and len(outside) == 1:
         del found[outside[0]]
@@ -210,14 +210,14 @@ def check_files(modules: Mapping[str, nn.Module], files: list[Path], prefix: str
     """
     # A checkpoint that was saved again may have the model's names in the place of the source's.
     stored = {
-        experts.module_name(name.removeprefix(prefix)): info
+        fused.module_name(name.removeprefix(prefix)): info
         for file in files
         for name, info in read_header(file)[0].items()
     }
     for owner, module in modules.items():
         for leaf, parameter in module.state_dict().items():
             name = f"{owner}.{leaf}"
-            info = stored.get(experts.module_name(name.removeprefix(prefix)))
+            info = stored.get(fused.module_name(name.removeprefix(prefix)))
             if info is None:
                 raise InputError(f"{files[0].parent}: tensor {name!r} is missing; the checkpoint is damaged")
             if tuple(info.shape) != tuple(parameter.shape):

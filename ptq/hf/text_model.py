@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ptq.errors import InputError, refused
 from ptq.files.checkpoint import QUANTISATION, Checkpoint
+from ptq.hf.described import transformers_config
 from ptq.models.families import FAMILIES, FOR_TEXT
-from ptq.reporting.contents import transformers_config
 
 CONFIG = "text_config"
 PREFIXES = {

@@ -222,7 +222,7 @@ def _is_eligible(x: Tensor) -> bool:
 
 
 def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:
-    """The product of each linear; None where a weight has left, or signs have changed."""
+    """The product of each linear; None where a weight has left, signs have changed, or a bias wants a gradient."""
     members, together = group.members, group.together
     first = members[0]
     if first.online.signs and _signs_of(members) != group.signs:
@@ -233,6 +233,8 @@ def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:
     plain = first.online.output is None
     dtype = x.dtype if plain else torch.float32
     biases = [linear._parameters["bias"] if plain else None for linear in members]
+    if torch.is_grad_enabled() and any(bias is not None and bias.requires_grad for bias in biases):
+        return None
     if first.online.activation is not None and first.takes_integers:
         q, scale = first.quantized_input(x)
         found = None if together is None else together.linears_quantized(q, scale, parts, biases, dtype)

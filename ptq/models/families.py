@@ -173,6 +173,12 @@ FAMILIES: dict[str, Family] = {
             experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
         ),
         Family(
+            "gpt_oss",
+            kept=("self_attn.sinks",),
+            plain_attention=False,
+            experts=Experts("mlp.router", fused=True, transposed=True, interleaved=True, plain_gate=False),
+        ),
+        Family(
             "minimax_m2",
             kept=HEAD_NORMS,
             experts=Experts(

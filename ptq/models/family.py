@@ -26,6 +26,14 @@ class Experts:
     fused: bool = False
     """Whether models are published with all experts of a block in one tensor. That is then the only form in which
     transformers reads plain experts, so they cannot be written one by one."""
+    transposed: bool = False
+    """Whether matrices in transformers' fused tensors are [inputs, outputs]; False: [outputs, inputs]."""
+    interleaved: bool = False
+    """Whether outputs of gate and of up take turns in a fused tensor, gate first; False: all of gate, then all of up.
+    """
+    plain_gate: bool = True
+    """False where an expert makes more of the products of gate and up than act(gate) * up, such as a clamp: signs and
+    scales of up would not come out at down."""
 
     @property
     def linears(self) -> tuple[str, str, str]:

@@ -6,12 +6,13 @@ for the expert e of the lists, none of which may be 0. Lists of weights hold all
 
     total[tokens[i]] += shares[i] * down_e(silu(gate_e x) * up_e x)
 
-with product and sum rounded to x's dtype each. The input of gate and up is quantised to `input_bits` (0: it is not);
-that of down goes through a Hadamard transform of `order` (0: none), and has bits of its own. All is done by the
-functions of the ops that do one step: the numbers are theirs to the bit.
+with product and sum rounded to x's dtype each. `biases` are empty, or one for each weight. `clamped`, where it is not
+empty, is alpha and limit of `ptq::clamped_swiglu`, which then stands in the place of silu(gate) * up. The input of gate
+and up is quantised to `input_bits` (0: it is not); that of down goes through a Hadamard transform of `order` (0: none),
+and has bits of its own. All is done by the functions of the ops that do one step: the numbers are theirs to the bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,24 +22,30 @@ from ptq.ops.op_declarations import declare
 
 ROWS = "Tensor x, int[] tokens, int[] counts, float[] shares"
 TREATMENTS = "int input_bits, float clip, Tensor[] factors, int order, int down_bits, float down_clip"
+INSIDE = "Tensor[] biases, float[] clamped"
+
+
+def gated(gate: Tensor, up: Tensor, clamped: Sequence[float]) -> Tensor:
+    """What is between the products of an expert."""
+    return torch.ops.ptq.clamped_swiglu(gate, up, *clamped) if clamped else torch.ops.ptq.silu_mul(gate, up)
 
 
 def declare_experts(
     op: str, weights: str, numbers: str, floats: Callable[..., Tensor], integers: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """Declare `ptq::<op>(x, tokens, counts, shares, weights ..., width, numbers ..., treatments ...)`. `weights` and
-    `numbers` are the parts of the schema that name the lists of tensors and the numbers of the format. `floats(x,
-    weight ..., n, numbers ...)` and `integers(q, q_scale, weight ..., n, numbers ..., dtype)` give one product.
-    Returns the reference."""
+    """Declare `ptq::<op>(x, tokens, counts, shares, weights ..., width, numbers ..., treatments ..., biases, clamped)`.
+    `weights` and `numbers` are the parts of the schema that name the lists of tensors and the numbers of the format.
+    `floats(x, weight ..., bias, n, numbers ...)` and `integers(q, q_scale, weight ..., bias, n, numbers ..., dtype)`
+    give one product. Returns the reference."""
     lists, count = weights.count("Tensor[]"), numbers.count(",") + 1
 
     def reference(x, tokens, counts, shares, *rest):
         parts, width, format = rest[:lists], rest[lists], rest[lists + 1 : lists + 1 + count]
-        input_bits, clip, factors, order, down_bits, down_clip = rest[lists + 1 + count :]
+        input_bits, clip, factors, order, down_bits, down_clip, biases, clamped = rest[lists + 1 + count :]
         total, row = torch.zeros_like(x), 0
 
         def product(into: tuple[Tensor, ...], place: int, n: int) -> Tensor:
-            weight = [part[place] if part else None for part in parts]
+            weight = [part[place] if part else None for part in (*parts, biases)]
             return (
                 floats(*into, *weight, n, *format) if len(into) == 1 else integers(*into, *weight, n, *format, x.dtype)
             )
@@ -47,13 +54,13 @@ def declare_experts(
             here = tokens[row : row + rows]
             into = treated(x[here], None, [], 0, input_bits, clip)
             gate, up = (product(into, place, width) for place in (expert, len(counts) + expert))
-            gated = treated(torch.ops.ptq.silu_mul(gate, up), None, factors, order, down_bits, down_clip)
-            y = product(gated, 2 * len(counts) + expert, x.shape[1])
+            into = treated(gated(gate, up, clamped), None, factors, order, down_bits, down_clip)
+            y = product(into, 2 * len(counts) + expert, x.shape[1])
             for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
                 total[token] += (each.float() * share).to(x.dtype)
             row += rows
         return total
 
-    schema = f"({ROWS}, {weights}, int width, {numbers}, {TREATMENTS}) -> Tensor"
+    schema = f"({ROWS}, {weights}, int width, {numbers}, {TREATMENTS}, {INSIDE}) -> Tensor"
     declare(op, schema, reference, lambda x, *_: x.new_empty(x.shape))
     return reference

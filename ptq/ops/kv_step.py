@@ -25,8 +25,8 @@ def decode_attention(
     q: Float[Tensor, "b 1 q_width"],
     k: Float[Tensor, "b 1 width"],
     v: Float[Tensor, "b 1 width"],
-    cos: Float[Tensor, "_ 1 d"],
-    sin: Float[Tensor, "_ 1 d"],
+    cos: Float[Tensor, "_ 1 r"],
+    sin: Float[Tensor, "_ 1 r"],
     k_codes: UInt8[Tensor, "chunks b h k_bytes"],
     k_scales: BFloat16[Tensor, "chunks b h 2 256"],
     v_codes: UInt8[Tensor, "chunks b h v_bytes"],
@@ -43,7 +43,7 @@ def decode_attention(
     sink_values: Float32[Tensor, "b h s d"] | None = None,
 ) -> Float[Tensor, "b 1 q_width"]:
     """`ptq::kv_decode_attention` step by step."""
-    ops, d = torch.ops.ptq, cos.shape[2]
+    ops, d = torch.ops.ptq, k.shape[2] // k_codes.shape[2]
     query, key, value = (x.unflatten(2, (-1, d)).transpose(1, 2) for x in (q, k, v))
     query, key = ops.rotary(query, key, cos, sin)
     if order:

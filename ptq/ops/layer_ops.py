@@ -5,14 +5,15 @@ embedding and attention, with key and value stored behind the first `before` tok
 `residual_multiplier`; added to the layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`),
 down_proj; an RMSNorm; times the same; added again.
 
-Where lists have four weights and two inputs, the op ends in front of the second part.
+Where `rows` are four and inputs two, the op ends in front of the second part.
 
 Lists:
 
 - `gains` and the numbers of the norms: before attention, before the MLP, of queries, of keys, behind attention, behind
   the MLP. A gain of no elements is no norm.
-- The seven weights are those of q, k, v, o, gate, up and down. `biases` are empty, or one for each (of no elements:
-  none).
+- The seven weights are those of q, k, v, o, gate, up and down. q, k and v may be one weight, whose rows are theirs in
+  turn, and so may gate and up; lists of weights are then shorter. `rows` are those of the seven, in any case. `biases`
+  are empty, or one for each weight (of no elements: none).
 - Inputs are four: that of q, k and v; of o; of gate and up; of down. Each goes through a Hadamard transform of its
   order (0: none) behind the signs `su` (empty, or one vector for each), and is quantised to `input_bits` (0: it is
   not), with its clip. `factors` are the dense factors of all transforms, `counts` how many each has.
@@ -25,7 +26,7 @@ a decoded token, calling them one by one takes as long as half of the products o
 those in 2 bits.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -41,8 +42,12 @@ SCHEMA = (
     "Tensor x, Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, "
     "float[] clips, Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, "
     "int[] back_counts, int[] back_orders, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
-    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier, bool gelu"
+    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier, bool gelu, "
+    "int[] rows"
 )
+
+FIRST_ROLES = (0, 3, 4, 6, 7)
+"""Of q, k, v, o, gate, up and down, that with which each input starts."""
 
 Products = Callable[..., list[Tensor]]
 """products(input, biases, first, last, dtype, weights ...): those of weights [first, last) with an input of numbers
@@ -52,8 +57,10 @@ Products = Callable[..., list[Tensor]]
 def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Tensor]:
     """Declare `ptq::<op>`, whose last arguments are the `weights` of a schema. Returns the reference."""
 
+    of_rows = [argument.split()[1] for argument in weights.split(", ")].index("n")
+
     def reference(*arguments: Any) -> Tensor:
-        return _layer(products, *arguments)
+        return _layer(products, of_rows, *arguments)
 
     declare(op, f"({SCHEMA}, {weights}) -> Tensor", reference, lambda x, *rest: x.new_empty(x.shape))
     return reference
@@ -87,12 +94,25 @@ def _split(factors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
     return [factors[start:end] for start, end in pairwise(ends)]
 
 
+def _sites(n: list[int], rows: list[int]) -> list[tuple[int, int, list[int]]]:
+    """The first weight of each input, the one behind its last, and the rows of what they are for."""
+    sites, at = [], 0
+    for first, last in pairwise(FIRST_ROLES):
+        if first < len(rows):
+            each = rows[first:last]
+            count = 1 if n[at] == sum(each) else len(each)
+            sites.append((at, at + count, each))
+            at += count
+    return sites
+
+
 def _layer(
-    products, x, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
+    products, of_rows, x, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
     back_factors, back_counts, back_orders, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order,
-    scaling, residual_multiplier, gelu, *weights,
+    scaling, residual_multiplier, gelu, rows, *weights,
 ):  # fmt: skip
     inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
+    sites = _sites(weights[of_rows], rows)
 
     def norm(x: Float[Tensor, "b 1 k"], which: int) -> Float[Tensor, "b 1 k"]:
         if not gains[which].numel():
@@ -104,19 +124,21 @@ def _layer(
     def added(x: Float[Tensor, "b 1 k"], y: Float[Tensor, "b 1 k"]) -> Float[Tensor, "b 1 k"]:
         return x + (y if residual_multiplier == 1 else y * residual_multiplier)
 
-    def linears(x: Float[Tensor, "b 1 k"], site: int, first: int, last: int) -> list[Tensor]:
+    def linears(x: Float[Tensor, "b 1 k"], site: int) -> Sequence[Tensor]:
+        first, last, each = sites[site]
         signs = su[site] if su else None
         seen = treated(x, signs, inputs[site], orders[site], input_bits[site], clips[site])
         if not back_orders[first]:
-            return products(seen, biases[first:last], first, last, x.dtype, *weights)
+            found = products(seen, biases[first:last], first, last, x.dtype, *weights)
+            return found if len(found) == len(each) else found[0].split(each, -1)
         back = []
         for i, y in enumerate(products(seen, [], first, last, torch.float32, *weights), first):
             y = torch.ops.ptq.hadamard(y.float(), sv[i] if sv else None, outputs[i], back_orders[i], -1, True)
             bias = _bias_of(biases, i)
             back.append((y if bias is None else y + bias).to(x.dtype))
-        return back
+        return back if len(back) == len(each) else back[0].split(each, -1)
 
-    q, k, v = linears(norm(x, 0), 0, 0, 3)
+    q, k, v = linears(norm(x, 0), 0)
     q, k = norm(q, 2), norm(k, 3)
     if len(cache) == 2:
         attended = torch.ops.ptq.decode_attention(q, k, v, cos, sin, *cache, before, scaling)
@@ -124,9 +146,9 @@ def _layer(
         numbers = before, *cache_bits, cache_clip, cache_factors, cache_order, scaling
         sinks = cache[4:] or (None, None, None)
         attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks)
-    y = added(x, norm(linears(attended, 1, 3, 4)[0], 4))
+    y = added(x, norm(linears(attended, 1)[0], 4))
     if len(orders) == 2:
         return y
     act = torch.ops.ptq.gelu_mul if gelu else torch.ops.ptq.silu_mul
-    gated = act(*linears(norm(y, 1), 2, 4, 6))
-    return added(y, norm(linears(gated, 3, 6, 7)[0], 5))
+    gated = act(*linears(norm(y, 1), 2))
+    return added(y, norm(linears(gated, 3)[0], 5))

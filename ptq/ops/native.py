@@ -33,7 +33,7 @@ def _editable_folder(source: Path) -> Path | None:
 
 
 def _find(name: str) -> Path | None:
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     folders = [package, _editable_folder(package.parent)]
     return next((f / name for f in folders if f is not None and (f / name).is_file()), None)
 

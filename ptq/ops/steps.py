@@ -6,14 +6,16 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
 - `ptq::rms_norm`: x / sqrt(mean(x²) + eps) in float32, times offset + gain. `round_first` rounds to the dtype of x
   before the gain (Llama and most others), else after it, once (OLMo 2; Gemma with offset 1). The sum of squares may
   be added in another order than torch's: its last bit differs.
-- `ptq::rotary`: q and k [b, h, t, d] with cos and sin [b or 1, t, d], x cos + (-x₂, x₁) sin for the halves x₁, x₂ of d
-  (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX). Every product and sum is rounded to the dtype: equal to the
-  bit.
+- `ptq::rotary`: q and k [b, h, t, d] with cos and sin [b or 1, t, r], x cos + (-x₂, x₁) sin for the halves x₁, x₂ of
+  the first r channels (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX); the others stay as they are (on a GPU: r
+  is d). Every product and sum is rounded to the dtype: equal to the bit.
 - `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys, and
   values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
   its own token and all before it. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
 - `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
   tanh (Hendrycks and Gimpel, arXiv 1606.08415).
+- `ptq::clamped_swiglu`: (u + 1) (g sigmoid(alpha g)), where g is the gate, at most `limit`, and u is up, within
+  +-limit; every step is rounded to the dtype (the experts of GPT-OSS, arXiv 2508.10925).
 """
 
 import torch
@@ -29,6 +31,7 @@ SCHEMAS = {
     "int before, float scaling) -> Tensor",
     "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
     "gelu_mul": "(Tensor gate, Tensor up) -> Tensor",
+    "clamped_swiglu": "(Tensor gate, Tensor up, float alpha, float limit) -> Tensor",
 }
 
 
@@ -46,15 +49,16 @@ def rms_norm(
 def rotary(
     q: Float[Tensor, "b q_heads t d"],
     k: Float[Tensor, "b h t d"],
-    cos: Float[Tensor, "_ t d"],
-    sin: Float[Tensor, "_ t d"],
+    cos: Float[Tensor, "_ t r"],
+    sin: Float[Tensor, "_ t r"],
 ) -> tuple[Float[Tensor, "b q_heads t d"], Float[Tensor, "b h t d"]]:
     """`ptq::rotary` in plain torch."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
     turned = []
     for x in (q, k):
+        x, rest = x[..., :r], x[..., r:]
         first, second = x.chunk(2, -1)
-        turned.append((x * cos + torch.cat((-second, first), -1) * sin).contiguous())
+        turned.append(torch.cat((x * cos + torch.cat((-second, first), -1) * sin, rest), -1))
     return turned[0], turned[1]
 
 
@@ -62,8 +66,8 @@ def decode_attention(
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
     v: Float[Tensor, "b t width"],
-    cos: Float[Tensor, "_ t d"],
-    sin: Float[Tensor, "_ t d"],
+    cos: Float[Tensor, "_ t r"],
+    sin: Float[Tensor, "_ t r"],
     keys: Float[Tensor, "b h room d"],
     values: Float[Tensor, "b h room d"],
     before: int,
@@ -92,12 +96,21 @@ def gelu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Te
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+def clamped_swiglu(
+    gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], alpha: float, limit: float
+) -> Float[Tensor, "*t k"]:
+    """`ptq::clamped_swiglu` in plain torch."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
 REFERENCES = {
     "rms_norm": rms_norm,
     "rotary": rotary,
     "decode_attention": decode_attention,
     "silu_mul": silu_mul,
     "gelu_mul": gelu_mul,
+    "clamped_swiglu": clamped_swiglu,
 }
 FAKES = {
     "rms_norm": lambda x, gain, eps, offset, round_first: x.new_empty(x.shape),
@@ -105,6 +118,7 @@ FAKES = {
     "decode_attention": lambda q, *rest: q.new_empty(q.shape),
     "silu_mul": lambda gate, up: gate.new_empty(gate.shape),
     "gelu_mul": lambda gate, up: gate.new_empty(gate.shape),
+    "clamped_swiglu": lambda gate, up, alpha, limit: gate.new_empty(gate.shape),
 }
 
 declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -125,7 +125,7 @@ class Job:
             exact = replace(linear, format=formats.get("dense"), activation=None)
             part.pack({linear.name: describe(exact)})
             part.load({f"{linear.name}.weight": guard(), **self.sign_tensors(linear)})
-        part.load({dense_weight(linear): weight})
+        part.load({linear.dense_weight: weight})
 
     def quantize_inputs(self, index: int, part: Part) -> None:
         """Quantise what a rewritten block is fed when it runs: the inputs of its linears, and its keys and values. It
@@ -286,8 +286,3 @@ class Job:
 def _running(model: Model) -> AbstractContextManager[None]:
     """Around what transformers makes of a model: of the original, its settings alone are to blame for an error."""
     return refused(UNRUN) if model == "original" else nullcontext()
-
-
-def dense_weight(linear: LinearPlan) -> str:
-    """Name of the weight of a linear that `Job.rotate_block` has rewritten."""
-    return f"{linear.name}.weight_dense" if linear.acts_online else f"{linear.name}.weight"

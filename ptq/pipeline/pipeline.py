@@ -14,10 +14,11 @@ from transformers import PreTrainedConfig
 from ptq import engine, methods
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
-from ptq.files import fp8_source, source
+from ptq.files import published, source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
-from ptq.hf import experts, text_model
+from ptq.hf import experts, fused, text_model
+from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
 from ptq.kv import attention
 from ptq.models.families import family_of
 from ptq.models.family import Family
@@ -43,7 +44,7 @@ from ptq.pipeline.writer import (
 from ptq.planning.plan import Plan, check_claims, check_tensors
 from ptq.recipe import Recipe, RunOptions
 from ptq.reporting import report
-from ptq.reporting.contents import as_turned, check_promised, parameter_shapes, summary, transformers_config
+from ptq.reporting.contents import summary
 from ptq.statistics import calibration, outliers
 
 DEFAULTS = RunOptions()
@@ -62,16 +63,15 @@ class Target:
 def plan(model: str, recipe: Recipe) -> Target:
     """The plan for a model, from its config and its headers alone; no weight is read.
 
-    Raises InputError for a model that is missing, damaged, quantised already (FP8 is read), of an unknown family, or
-    with a tensor which the plan does not account for.
+    Raises InputError for a model that is missing, damaged, quantised already (FP8 and MXFP4 are read), of an unknown
+    family, or with a tensor which the plan does not account for.
     """
     checkpoint = Checkpoint.open(source.resolve(model))
     checkpoint, notes = text_model.alone(checkpoint)
-    checkpoint, more = fp8_source.dequantised(checkpoint)
-    family = family_of(checkpoint.config)
-    checkpoint = replace(checkpoint, tensors=experts.as_published(checkpoint.tensors, family))
-    config = transformers_config(checkpoint)
+    checkpoint, more = published.dequantised(checkpoint)
+    family, config = family_of(checkpoint.config), transformers_config(checkpoint)
     family, shape = family.of(config), shape_of(config)
+    checkpoint = replace(checkpoint, tensors=fused.as_published(checkpoint.tensors, family, shape.experts))
     if shape.experts and family.experts is None:
         raise InputError(
             f"config.json: {shape.experts} experts in a block: {family.model_type} is supported without experts alone"

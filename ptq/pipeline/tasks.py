@@ -34,7 +34,7 @@ from ptq.layers.packed_weight import guard
 from ptq.ops import matmul, memory
 from ptq.pipeline import finetune_blocks, finetune_full
 from ptq.pipeline.ends import Matrix
-from ptq.pipeline.job import Job, dense_weight
+from ptq.pipeline.job import Job
 from ptq.pipeline.probe import Probe, row_by_row
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.work import remove_contents
@@ -42,8 +42,8 @@ from ptq.planning.plan import LinearPlan
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.clip_search import CLIP, Clips
 from ptq.statistics.hessian import Hessians, unseen
-from ptq.weights import rounding
 from ptq.weights.formats import Choice, Codebook
+from ptq.weights.rounding import Rounded, ldlq, nearest, nearest_rows
 
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
@@ -177,29 +177,29 @@ class Tasks:
         format, recipe = linear.format, self.job.recipe
         assert format is not None
         if format.codebook is None:
-            return format.pack(rounding.Rounded(self._cast(linear), {})), {}
+            return format.pack(Rounded(self._cast(linear), {})), {}
         if part is None:  # the embedding or the head
-            rounded = rounding.nearest_rows(self.job.rewritten_rows(linear), format.codebook, name=linear.name)
+            rounded = nearest_rows(self.job.rewritten_rows(linear), format.codebook, name=linear.name)
             return format.pack(rounded), rounded.statistics()
         chosen = {}
         if isinstance(format, Choice):
-            format = format.choose(self._dense(linear, part.parameter(dense_weight(linear))), name=linear.name)
+            format = format.choose(self._dense(linear, part.parameter(linear.dense_weight)), name=linear.name)
             chosen = {CHOSEN: format.options()}
         codebook = format.codebook
         assert codebook is not None
         if recipe.rounding == "nearest":
-            rounded = rounding.nearest(self._weight(linear, part), codebook, name=linear.name)
+            rounded = nearest(self._weight(linear, part), codebook, name=linear.name)
         else:
             rounded = self._solved(linear, part, key, codebook)
         return format.pack(rounded), rounded.statistics() | chosen
 
-    def _solved(self, linear: LinearPlan, part: Part, key: str, codebook: Codebook) -> rounding.Rounded:
+    def _solved(self, linear: LinearPlan, part: Part, key: str, codebook: Codebook) -> Rounded:
         """A weight rounded with the Hessian of its input; to nearest, where no token of the text says what that is."""
         memory.give_back()
         recipe, (hessian, found) = self.job.recipe, self.hessians.of(key, linear, self.job.plan)
         if hessian is None:
-            return replace(rounding.nearest(self._weight(linear, part), codebook, name=linear.name), **found)
-        rounded = rounding.ldlq(  # the weight is handed over, not kept: the solver frees it when it can
+            return replace(nearest(self._weight(linear, part), codebook, name=linear.name), **found)
+        rounded = ldlq(  # the weight is handed over, not kept: the solver frees it when it can
             self._weight(linear, part), hessian, codebook,
             damping=recipe.damping, sweeps=recipe.sweeps, name=linear.name,
         )  # fmt: skip
@@ -207,7 +207,7 @@ class Tasks:
 
     def _weight(self, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
         """The rewritten weight of a linear, which the block then does not hold any more."""
-        return self._dense(linear, part.take(dense_weight(linear)))
+        return self._dense(linear, part.take(linear.dense_weight))
 
     def _dense(self, linear: LinearPlan, weight: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
         """A rewritten weight as a block held it, or made again where the block holds it no more."""
@@ -260,7 +260,7 @@ class Tasks:
         if names and calibrated and not self.hessians.there(str(index)):
             block = tuple(self.job.plan.block(index))
             if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
-                part.take(dense_weight(block[-1]))  # the pass ends at its input: it is made again for rounding
+                part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
             self.hessians.take(str(index), part, names, self.hidden, index)
             for note in unseen(self.hessians, self.job.plan, index):
                 progress.say(note)

@@ -136,6 +136,11 @@ class LinearPlan:
         """Whether something happens to its input or its product when the model runs."""
         return any((self.online, self.online_output, self.activation))
 
+    @property
+    def dense_weight(self) -> str:
+        """Name of its weight in the model between rewriting and rounding."""
+        return f"{self.name}.weight_dense" if self.acts_online else f"{self.name}.weight"
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -211,7 +216,7 @@ def check_tensors(plan: Plan, tensors: Mapping[str, TensorInfo], promised: Mappi
         if info.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise InputError(
                 f"tensor {name!r} is {str(info.dtype).removeprefix('torch.')}: weights must be float32, float16 or "
-                "bfloat16, or FP8 (float8_e4m3fn) that config.json describes; convert the model first"
+                "bfloat16, or FP8 (float8_e4m3fn) or MXFP4 that config.json describes; convert the model first"
             )
         if tuple(info.shape) != promised.get(name, tuple(info.shape)):
             raise InputError(

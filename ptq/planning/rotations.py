@@ -7,9 +7,10 @@ them), put onto a plan.
 - R2 turns each value head: fused into v_proj's output and, per query head, into o_proj's input. One per layer: its
   signs are the same in every head, so grouped-query attention needs no special case.
 - R3 turns queries and keys after RoPE, when the model runs: nothing of it is in the weights, nor here
-(`ptq.kv.kv_cache`).
+  (`ptq.kv.kv_cache`).
 - R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
-  What mixes tokens in the place of plain attention has no R2, but the same in front of its output, without signs.
+  Experts with another gate have it without signs. What mixes tokens in the place of plain attention has no R2, but the
+  same in front of its output, without signs.
 """
 
 from collections.abc import Iterator
@@ -98,14 +99,17 @@ def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
 
 def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
     """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them. The MLP
-    beside them, of another width, has signs of its own. Outputs of mixers with R4, but without signs."""
+    beside them, of another width, has signs of its own. Without signs: outputs of mixers, and experts that would not
+    pass them on."""
+    plain_gate = family.experts is None or family.experts.plain_gate
     sources = {(_mlp(linear), linear.role): linear.source for linear in linears}
     for linear in linears:
-        if linear.role == "mixer_output":
+        without_signs = linear.expert is not None and not plain_gate
+        if linear.role == "mixer_output" or (linear.role == "down" and without_signs):
             online = Rotation(linear.k, hadamard.largest_block(linear.k))
             yield replace(linear, input=online, online=online)
             continue
-        if linear.role not in ("up", "down"):
+        if linear.role not in ("up", "down") or without_signs:
             yield linear
             continue
         index = block_of(linear, plan)

@@ -1,24 +1,13 @@
 """What is inside a checkpoint: formats, rotations and true sizes, read from its headers alone."""
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from ptq.errors import InputError, refused
-from ptq.files import fp8_source
+from ptq.errors import InputError
+from ptq.files import published
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf import experts
-from ptq.hf.blocks import UNBUILT
+from ptq.hf.described import packed_modules, transformers_config
 from ptq.hf.plugin import PtqConfig
-from ptq.layers import embedding
-from ptq.layers.linear import swap
-from ptq.layers.packed_weight import PackedWeight
-from ptq.models.model_shape import ModelShape
-from ptq.planning.plan import OF_ANOTHER, Plan
 from ptq.reporting.report_schema import PAGE
 
 
@@ -62,9 +51,9 @@ class Contents:
 
 
 def summary(checkpoint: Checkpoint) -> Contents:
-    """Summarise a checkpoint; one that was published in FP8 as plain. Raises InputError where it is quantised by
+    """Summarise a checkpoint; one that was published in few bits as plain. Raises InputError where it is quantised by
     another package."""
-    packed = None if fp8_source.stated(checkpoint.config) is not None else PtqConfig.parse(checkpoint.config)
+    packed = None if published.form(checkpoint.config) is not None else PtqConfig.parse(checkpoint.config)
     page = checkpoint.folder / PAGE
     report = str(page) if page.is_file() else None
     if packed is None:
@@ -87,79 +76,7 @@ def summary(checkpoint: Checkpoint) -> Contents:
     return Contents(tuple(groups), plain_bytes, checkpoint.nbytes, packed.kv_cache, packed.residual(), report)
 
 
-def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
-    content = {key: _floats(value) for key, value in checkpoint.config.items() if key != "auto_map"}
-    if content["model_type"] not in CONFIG_MAPPING:
-        raise InputError(
-            f"{checkpoint.folder / 'config.json'}: transformers knows no model_type {content['model_type']!r}"
-        )
-    with refused(f"{checkpoint.folder / 'config.json'}: transformers refuses it"):
-        return CONFIG_MAPPING[content["model_type"]].from_dict(content)
-
-
-def _floats(value: Any) -> Any:
-    """JSON has no infinity: transformers writes it as {"__float__": "Infinity"}."""
-    if isinstance(value, list):
-        return [_floats(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
-        return float(value["__float__"])
-    return {key: _floats(item) for key, item in value.items()}
-
-
 def _packed_owner(tensor: str) -> str:
     """The linear that a packed tensor, `<linear>.weight_<part>` or the guard `<linear>.weight`, belongs to."""
     owner, _, leaf = tensor.rpartition(".")
     return owner if leaf.startswith("weight") else ""
-
-
-def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, PackedWeight]:
-    """The packed linears, and the embedding where it is, of the model built without weights. Raises InputError for what
-    does not fit."""
-    model, entries = _without_weights(config), packed.entries()
-    experts.separate(model, experts.names_in(entries))
-    found = {name: swap(model, experts.module_name(name), entry) for name, entry in entries.items()}
-    embedding.tie(model)
-    return found
-
-
-def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every parameter of the model of a config, and of every other tensor that its files hold."""
-    return {name: tuple(tensor.shape) for name, tensor in _without_weights(config).state_dict().items()}
-
-
-def as_turned(shape: ModelShape, config: PreTrainedConfig) -> ModelShape:
-    """The shape with as many turned channels as the rotary table of the model has: many a model leaves
-    `partial_rotary_factor` unread, and turns whole heads."""
-    if shape.rotary == shape.head_dim:
-        return shape
-    tables = (getattr(module, "inv_freq", None) for module in _without_weights(config).modules())
-    return replace(shape, rotary=next((2 * len(table) for table in tables if table is not None), shape.rotary))
-
-
-def check_promised(plan: Plan, tensors: Collection[str], promised: Collection[str]) -> None:
-    """Check that the source has those tensors of blocks, and those biases of linears, that the model of its config has;
-    `promised` are the names of that model's tensors. Raises InputError.
-
-    transformers would fill a missing one with random numbers, and leave out one that the config does not promise.
-    """
-    held = {experts.module_name(name) for name in tensors}
-    plain = [linear for linear in plan.linears if linear.expert is None]
-    biases = {f"{linear.name}.bias" for linear in plain}
-    claimed = {linear.source for linear in plain} | biases | {*plan.unit_norms, *plan.kept}
-    wanted = [name for name in promised if name.startswith(f"{plan.layers}.") and not experts.is_fused_parameter(name)]
-    for name in (*wanted, *sorted(biases & {*promised})):
-        if name not in held:
-            raise InputError(f"the checkpoint has no tensor {name!r}, but its config.json promises it: {OF_ANOTHER}")
-    for name in sorted(claimed & {*tensors}):
-        if experts.module_name(name) not in promised:
-            raise InputError(
-                f"the checkpoint holds tensor {name!r}, but its config.json does not promise it: {OF_ANOTHER}"
-            )
-
-
-def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    with refused(UNBUILT), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)

@@ -28,7 +28,6 @@ from ptq.hf.blocks import Part
 from ptq.layers.linear import QuantLinear
 from ptq.ops import activations, matmul
 from ptq.ops.activations import Activation
-from ptq.pipeline.job import dense_weight
 from ptq.planning.plan import LinearPlan, Plan
 from ptq.statistics.chunks import Chunks
 
@@ -165,7 +164,7 @@ def _watch(part: Part, readers: Sequence[LinearPlan], most: int, found: Errors) 
         x = given[0].flatten(0, -2)
         step = max(1, -(-len(x) // most))
         x = x[step // 2 :: step]
-        weights = [part.parameter(dense_weight(linear)) for linear in readers]
+        weights = [part.parameter(linear.dense_weight) for linear in readers]
         sums, tokens = losses(module.turned(x).float(), weights, bits)
         found.sums += sums
         found.tokens += tokens
