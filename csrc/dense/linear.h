@@ -20,7 +20,6 @@ constexpr int64_t most_tokens = 4;  // of one pass over a row: their sums stay i
 #else
 constexpr int64_t most_tokens = 1;
 #endif
-typedef uint32_t Dwords __attribute__((vector_size(64)));
 
 inline float widened(const void* from, int64_t at, Number type) {
     if (type == Number::float32) return static_cast<const float*>(from)[at];
@@ -54,12 +53,11 @@ template <Number type>
 inline void load_step(const uint8_t* from, Lanes w[chains]) {
     if constexpr (type == Number::float32) {
 #pragma GCC unroll 4
-        for (int c = 0; c < chains; c++) std::memcpy(w + c, from + c * sizeof(Lanes), sizeof(Lanes));
+        for (int c = 0; c < chains; c++) w[c] = load_vector<Lanes>(from + c * sizeof(Lanes));
     } else {
 #pragma GCC unroll 2
         for (int c = 0; c < chains; c += 2) {
-            Dwords pairs;
-            std::memcpy(&pairs, from + c / 2 * sizeof pairs, sizeof pairs);
+            const auto pairs = load_vector<Dwords>(from + c / 2 * sizeof(Dwords));
             w[c] = (Lanes)(pairs << 16);
             w[c + 1] = (Lanes)(pairs & 0xffff0000u);
         }

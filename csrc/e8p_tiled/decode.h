@@ -86,7 +86,7 @@ void quantized_tile(const Quantized& p, const Points<bits>& points, int64_t tile
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
     const Lanes bias = load_bias(p.bias, row, count);
     for (int t = 0; t < tokens; t++) {
-        const Lanes sum = __builtin_convertvector(total[t] + p.offsets[from + t], Lanes);
+        const Lanes sum = converted<Lanes>(total[t] + p.offsets[from + t]);
         Lanes y = p.w.scale * sum * p.q_scale[from + t];
         if (p.bias) y += bias;
         store_result(p.out, p.out_type, (from + t) * p.w.n + row, y, count);

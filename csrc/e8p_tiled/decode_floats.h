@@ -16,36 +16,42 @@ using integer_tiled::read;
 // Bytes of a block's 32 columns as bfloat16: of one part. The parts of a block follow each other.
 constexpr int64_t part_bytes = block_columns * 2;
 
-// The 32 columns of a block, in the order of the steps.
-typedef uint16_t BlockWords __attribute__((vector_size(64)));
+// Where each of a block's 32 columns comes from, in the order of the steps.
 struct Order {
-    BlockWords words;  // where each comes from
-    Dwords floats[2];
+    int64_t from[block_columns];
     explicit Order(bool pairs) {
-        for (int i = 0; i < block_columns; i++) {
-            const int place = place_of(i / 4, i % 4, pairs), from = column_of(i / 4, i % 4);
-            words[place] = static_cast<uint16_t>(from), floats[place / 16][place % 16] = static_cast<uint32_t>(from);
-        }
+        for (int i = 0; i < block_columns; i++) from[place_of(i / 4, i % 4, pairs)] = column_of(i / 4, i % 4);
     }
 };
 
-// Sixteen columns as they lie in memory from column c on, zeros beyond the last.
-inline Dwords columns(const Floats& p, int64_t t, int64_t c) {
-    return (Dwords)read(p.x, p.x_type, t * p.w.k + std::min(c, p.w.k), std::clamp(p.w.k - c, int64_t{0}, tile_rows));
-}
-
-void spread_floats(const Floats& p, const Order& order, int64_t t) {
-    uint8_t* to = p.spread + t * p.spread_stride;
-    for (int64_t c = 0; c < p.w.k; c += block_columns) {
-        const Dwords x[2] = {columns(p, t, c), columns(p, t, c + tile_rows)};
-        for (int i = 0; i < 2; i++, to += sizeof(Dwords)) {
-            const Dwords out = __builtin_shuffle(x[0], x[1], order.floats[i]);
-            std::memcpy(to, &out, sizeof out);
-        }
+// The columns of a block, from c on, as floats; zeros beyond the last.
+inline void read_block(const Floats& p, int64_t t, int64_t c, float x[block_columns]) {
+    for (int64_t i = 0; i < block_columns; i += tile_rows) {
+        const int64_t at = std::min(c + i, p.w.k);
+        integer::store(x + i, read(p.x, p.x_type, t * p.w.k + at, std::min(p.w.k - at, tile_rows)));
     }
 }
 
+void spread_floats(const Floats& p, const Order& order, int64_t t) {
+    auto* to = reinterpret_cast<float*>(p.spread + t * p.spread_stride);
+    for (int64_t c = 0; c < p.w.k; c += block_columns, to += block_columns) {
+        float x[block_columns];
+        read_block(p, t, c, x);
+        for (int64_t i = 0; i < block_columns; i++) to[i] = x[order.from[i]];
+    }
+}
+
+#if defined(__AVX512BF16__)
+typedef uint16_t BlockWords __attribute__((vector_size(64)));
+
+inline BlockWords words_of(const Order& order) {
+    BlockWords words;
+    for (int i = 0; i < block_columns; i++) words[i] = static_cast<uint16_t>(order.from[i]);
+    return words;
+}
+
 void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
+    const BlockWords words = words_of(order);
     const auto* from = static_cast<const uint16_t*>(p.x) + t * p.w.k;
     uint8_t* to = p.spread + t * p.spread_stride;
     for (int64_t c = 0; c < p.w.k; c += block_columns, to += part_bytes) {
@@ -54,33 +60,39 @@ void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
             std::memcpy(&x, from + c, sizeof x);
         else
             std::memcpy(&x, from + c, (p.w.k - c) * sizeof *from);
-        x = __builtin_shuffle(x, order.words);
+        x = __builtin_shuffle(x, words);
         std::memcpy(to, &x, sizeof x);
     }
 }
 
 void spread_parts(const Floats& p, const Order& order, int64_t t) {
-    typedef uint16_t Half __attribute__((vector_size(32)));
+    const BlockWords words = words_of(order);
     uint8_t* to = p.spread + t * p.spread_stride;
     for (int64_t c = 0; c < p.w.k; c += block_columns) {
-        Dwords x[2] = {columns(p, t, c), columns(p, t, c + tile_rows)};
+        float x[block_columns];
+        read_block(p, t, c, x);
         for (int part = 0; part < 3; part++, to += part_bytes) {
-            Half half[2];
-            for (int i = 0; i < 2; i++) {
-                half[i] = __builtin_convertvector(x[i] >> 16, Half);
-                x[i] = (Dwords)((Lanes)x[i] - (Lanes)(x[i] & 0xffff0000u));  // exact
+            uint16_t high[block_columns];
+            for (int64_t i = 0; i < block_columns; i += tile_rows) {
+                const Lanes y = integer::load(x + i);
+                store_words(high + i, (Dwords)y >> 16);
+                integer::store(x + i, y - (Lanes)((Dwords)y & 0xffff0000u));  // exact
             }
-            BlockWords words;
-            std::memcpy(&words, half, sizeof words);
-            words = __builtin_shuffle(words, order.words);
-            std::memcpy(to, &words, sizeof words);
+            BlockWords all;
+            std::memcpy(&all, high, sizeof all);
+            all = __builtin_shuffle(all, words);
+            std::memcpy(to, &all, sizeof all);
         }
     }
 }
+#endif
 
 void spread(const Floats& p, int64_t first, int64_t last) {
     const Order order(p.pairs);
-    const auto one = !p.pairs ? spread_floats : p.x_type == Number::bfloat16 ? spread_bfloat16 : spread_parts;
+    auto one = spread_floats;
+#if defined(__AVX512BF16__)
+    if (p.pairs) one = p.x_type == Number::bfloat16 ? spread_bfloat16 : spread_parts;
+#endif
     for (int64_t t = first; t < last; t++) one(p, order, t);
 }
 

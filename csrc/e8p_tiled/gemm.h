@@ -99,7 +99,7 @@ void unpack_panel(const Points<bits>& points, const uint8_t* blocks, int64_t til
                     to_pairs<bits>(weights[i], steps);
 #endif
                 }
-                std::memcpy(panel, steps, each * sizeof(Dwords));
+                for (int s = 0; s < each; s++) store_vector(panel + 16 * s, steps[s]);
                 panel += each * 16;
             }
         }
@@ -142,7 +142,7 @@ void finish(const Gemm& g, const typename Steps<kind>::Sum* sums, int64_t tile, 
     for (int64_t t = 0; t < tokens; t++)
         for (int r = 0; r < tiles; r++) {
             const int64_t row = (tile + r) * tile_rows, count = std::min(tile_rows, g.w.n - row);
-            Lanes y = g.w.scale * __builtin_convertvector(sums[t * tiles + r], Lanes);
+            Lanes y = g.w.scale * converted<Lanes>(sums[t * tiles + r]);
             if (kind == Kind::bytes) y *= g.q_scale[first + t];
             if (g.bias) y += integer_tiled::load_bias(g.bias, row, count);
             integer_tiled::store_result(g.out, g.out_type, (first + t) * g.w.n + row, y, count);

@@ -20,11 +20,9 @@ constexpr bool in_pairs = false;
 // Four columns of each row: bytes 0, 1, 2, 3 of the dwords.
 template <int bits>
 inline void to_floats(Dwords weights, Dwords out[4]) {
-    typedef uint8_t Bytes __attribute__((vector_size(64)));
-    const Dwords point = (Dwords)((Bytes)weights - static_cast<uint8_t>(offset_of(bits)));
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++)
-        out[j] = (Dwords) __builtin_convertvector((integer::SignedInts)(point << (24 - 8 * j)) >> 24, integer::Lanes);
+        out[j] = (Dwords)converted<Lanes>((SignedInts)(weights >> 8 * j & 255u) - offset_of(bits));
 }
 
 #if defined(__AVX512BF16__)

@@ -132,35 +132,45 @@ inline Dwords look_up(const uint32_t* table, Dwords index) {
 #if defined(__AVX512F__)
     found = (Dwords)_mm512_mask_i32gather_epi32(_mm512_setzero_si512(), every_lane, (__m512i)index, table, 4);
 #elif defined(__AVX2__)
-    __m256i half[2];
-    std::memcpy(half, &index, sizeof half);
-    for (int i = 0; i < 2; i++) half[i] = _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), half[i], 4);
-    std::memcpy(&found, half, sizeof found);
+    const auto find = [&](auto half) {
+        return (Dwords::Half)_mm256_i32gather_epi32(reinterpret_cast<const int*>(table), (__m256i)half, 4);
+    };
+    found = {find(index.low), find(index.high)};
 #else
     for (int r = 0; r < tile_rows; r++) found[r] = table[index[r]];
 #endif
     return found;
 }
 
-typedef uint8_t Bytes __attribute__((vector_size(64)));
-
 // A byte among 16 for each byte, all of which are below 16.
-inline Bytes look_up_bytes(const uint8_t* table, Dwords index) {
-    Bytes found;
+inline Dwords look_up_bytes(const uint8_t* table, Dwords index) {
+    Dwords found;
 #if defined(__AVX512BW__)
     const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
-    found = (Bytes)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(every_lane, row), (__m512i)index);
+    found = (Dwords)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(every_lane, row), (__m512i)index);
 #elif defined(__AVX2__)
     const __m256i row = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
-    __m256i half[2];
-    std::memcpy(half, &index, sizeof half);
-    for (int i = 0; i < 2; i++) half[i] = _mm256_shuffle_epi8(row, half[i]);
-    std::memcpy(&found, half, sizeof found);
+    found = {(Dwords::Half)_mm256_shuffle_epi8(row, (__m256i)index.low),
+             (Dwords::Half)_mm256_shuffle_epi8(row, (__m256i)index.high)};
 #else
-    std::memcpy(&found, &index, sizeof found);
-    for (int i = 0; i < 64; i++) found[i] = table[found[i]];
+    uint8_t bytes[64];
+    store_vector(bytes, index);
+    for (uint8_t& byte : bytes) byte = table[byte];
+    found = load_vector<Dwords>(bytes);
 #endif
     return found;
+}
+
+// Sums of bytes, which wrap around.
+inline Dwords add_bytes(Dwords a, Dwords b) {
+#if defined(__AVX512BW__)
+    return (Dwords)_mm512_add_epi8((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+    return {(Dwords::Half)_mm256_add_epi8((__m256i)a.low, (__m256i)b.low),
+            (Dwords::Half)_mm256_add_epi8((__m256i)a.high, (__m256i)b.high)};
+#else
+    return ((a & 0x7f7f7f7fu) + (b & 0x7f7f7f7fu)) ^ ((a ^ b) & 0x80808080u);
+#endif
 }
 
 // A dword for each code: the nibbles of its coordinates.
@@ -175,19 +185,19 @@ struct Points {
     void unpack(const uint8_t* block, Dwords out[quads]) const {
         const Values& values = t.values[bits - 2];
         Dwords part[bits];
-        std::memcpy(part, block, sizeof part);
+        for (int i = 0; i < bits; i++) part[i] = integer_tiled::load_dwords(block + 64 * i);
         for (int i = 0; i < 4; i++) {
             const auto find = [&](const uint32_t* table, int p) { return look_up(table, part[p] >> 8 * i & 255u); };
             const Dwords code = find(t.nibbles[e8p_book], 0) ^ find(t.sign_nibbles, 1);
-            Bytes even = look_up_bytes(values.nibbles[0], code & 0x0f0f0f0fu);
-            Bytes odd = look_up_bytes(values.nibbles[0], code >> 4 & 0x0f0f0f0fu);
+            Dwords even = look_up_bytes(values.nibbles[0], code & 0x0f0f0f0fu);
+            Dwords odd = look_up_bytes(values.nibbles[0], code >> 4 & 0x0f0f0f0fu);
             if constexpr (bits > 2) {
                 Dwords second = find(t.nibbles[bits == 3 ? residual_book : e8p_book], 2);
                 if constexpr (bits == 4) second ^= find(t.sign_nibbles, 3);
-                even += look_up_bytes(values.nibbles[1], second & 0x0f0f0f0fu);
-                odd += look_up_bytes(values.nibbles[1], second >> 4 & 0x0f0f0f0fu);
+                even = add_bytes(even, look_up_bytes(values.nibbles[1], second & 0x0f0f0f0fu));
+                odd = add_bytes(odd, look_up_bytes(values.nibbles[1], second >> 4 & 0x0f0f0f0fu));
             }
-            out[2 * i] = (Dwords)even, out[2 * i + 1] = (Dwords)odd;
+            out[2 * i] = even, out[2 * i + 1] = odd;
         }
     }
 };

@@ -70,16 +70,13 @@ constexpr bool hold = false;
 
 // total + scale * sum, each operation rounded, as it is defined.
 inline Lanes scaled(Lanes total, Lanes scale, SignedInts sum) {
-    return total + scale * __builtin_convertvector(sum, Lanes);
+    return total + scale * converted<Lanes>(sum);
 }
 
 #define PTQ_EACH_SUM \
     _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 3") for (int r = 0; r < tiles; r++)
-// Sums that are not taken apart into registers would be many times slower.
-#define PTQ_IN_REGISTERS [[gnu::always_inline]] inline
-
 template <int tiles, int tokens>
-PTQ_IN_REGISTERS void begin_group(const Block& b, int64_t group, SignedInts sum[tokens][tiles]) {
+PTQ_INLINE void begin_group(const Block& b, int64_t group, SignedInts sum[tokens][tiles]) {
     const int32_t* offset = b.offset + group * b.offset_step;
     if (b.zero) {
         SignedInts zero[tiles];
@@ -100,7 +97,7 @@ struct Place {
 
 // The columns of a group, or part; `blocks` where it is known, 0 where it is not.
 template <class Op, int tiles, int tokens, int blocks>
-PTQ_IN_REGISTERS void multiply_columns(const Block& b, Place& at, typename Op::Sum sum[tokens][tiles]) {
+PTQ_INLINE void multiply_columns(const Block& b, Place& at, typename Op::Sum sum[tokens][tiles]) {
     const int64_t count = blocks ? blocks : b.blocks, tile_step = b.tile_step, x_step = b.x_step;
     Ahead* const ahead = b.ahead;
 #pragma GCC unroll 1
@@ -146,10 +143,10 @@ void multiply_part(const Block& b) {
     if (b.begins)
         begin_group<tiles, tokens>(b, 0, sum);
     else
-        PTQ_EACH_SUM std::memcpy(&sum[t][r], b.open + (t * tiles + r) * tile_rows, sizeof sum[t][r]);
+        PTQ_EACH_SUM sum[t][r] = load_vector<SignedInts>(b.open + (t * tiles + r) * tile_rows);
     multiply_columns<Op, tiles, tokens, 0>(b, at, sum);
     if (!b.ends) {
-        PTQ_EACH_SUM std::memcpy(b.open + (t * tiles + r) * tile_rows, &sum[t][r], sizeof sum[t][r]);
+        PTQ_EACH_SUM store_vector(b.open + (t * tiles + r) * tile_rows, sum[t][r]);
         return;
     }
     Lanes scale[tiles];

@@ -42,9 +42,7 @@ inline Sum<mode> product(Sum<mode> sum, SignedInts w, uint32_t x) {
 }
 
 inline SignedInts load_step(const uint8_t* from) {
-    SignedInts x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
+    return load_vector<SignedInts>(from);
 }
 
 // A panel: [step, tile, 16].
@@ -56,7 +54,7 @@ struct Steps {
     static constexpr int64_t codes_step = count * tiles * tile_rows * 4;
 
     template <int tiles, int tokens>
-    PTQ_IN_REGISTERS static void multiply(const uint8_t* panel, int64_t, const uint32_t* x, Sum sum[tokens][tiles]) {
+    PTQ_INLINE static void multiply(const uint8_t* panel, int64_t, const uint32_t* x, Sum sum[tokens][tiles]) {
 #pragma GCC unroll 8
         for (int64_t i = 0; i < count; i++) {
             SignedInts number[tiles];
@@ -108,10 +106,10 @@ Scales find_ratios(const Panels& w, int64_t tile, float* ratio) {
             const Lanes scale = integer_tiled::load_scale(w.scale + ((tile + r) * w.groups + g) * tile_rows);
             const Lanes size = (Lanes)((SignedInts)scale & INT32_MAX), one = integer::fill(1.0f);
             const SignedInts zero = size == 0.0f;
-            integer::store(ratio + (g * tiles + r) * tile_rows, zero | (last == 0.0f) ? one : last / scale);
-            last = zero ? last : scale;
+            integer::store(ratio + (g * tiles + r) * tile_rows, chosen(zero | (last == 0.0f), one, last / scale));
+            last = chosen(zero, last, scale);
             zeros |= zero, usual &= size <= std::numeric_limits<float>::max();
-            low = integer::min(low, zero ? low : size), high = integer::max(high, size);
+            low = integer::min(low, chosen(zero, low, size)), high = integer::max(high, size);
         }
         integer::store(ratio + (w.groups * tiles + r) * tile_rows, last);
         usual &= (high <= low * widest) | (high == 0.0f);
@@ -130,7 +128,7 @@ void clear_zeros(const Panels& w, int64_t tile, const Columns& c, int32_t* panel
             const int64_t at = (tile + r) * w.groups + column / w.group_columns;
             const Lanes scale = integer_tiled::load_scale(w.scale + at * tile_rows);
             const SignedInts kept = load_step(reinterpret_cast<uint8_t*>(panel + r * tile_rows)) & (scale != 0.0f);
-            std::memcpy(panel + r * tile_rows, &kept, sizeof kept);
+            store_vector(panel + r * tile_rows, kept);
         }
 }
 

@@ -42,7 +42,7 @@ inline void multiply_steps(const uint32_t* panel, int64_t steps, const int32_t* 
         for (int j = 0; j < 8; j++, x += block_tokens) {
             Weights w[tiles];
 #pragma GCC unroll 4
-            for (int r = 0; r < tiles; r++) std::memcpy(&w[r], next[r] + (i + j) * 16, sizeof w[r]);
+            for (int r = 0; r < tiles; r++) w[r] = load_vector<Weights>(next[r] + (i + j) * 16);
 #pragma GCC unroll 8
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4

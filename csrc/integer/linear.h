@@ -49,18 +49,17 @@ inline Words words(const uint8_t* from) {
         const __m512i low = _mm512_load_si512(table.data());
         if constexpr (bits < 4) {  // a byte of the next lane may follow: nobody looks at it
             const __m512i x = _mm512_maskz_loadu_epi8((1ull << bytes) - 1, from);
-            return {reinterpret_cast<Ints>(_mm512_maskz_permutexvar_epi8(~0ull, low, x)), Ints{}};
+            return {(Ints)(_mm512_maskz_permutexvar_epi8(~0ull, low, x)), Ints{}};
         } else {
             const __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + behind);
             const __m512i high = _mm512_load_si512(table.data() + 64);
-            return {reinterpret_cast<Ints>(_mm512_permutex2var_epi8(x, low, y)),
-                    reinterpret_cast<Ints>(_mm512_permutex2var_epi8(x, high, y))};
+            return {(Ints)(_mm512_permutex2var_epi8(x, low, y)), (Ints)(_mm512_permutex2var_epi8(x, high, y))};
         }
     }
 #endif
     Words w{};
     if constexpr (bits == 4) {
-        std::memcpy(&w.low, from, sizeof w.low);
+        w.low = load_vector<Ints>(from);
     } else {
         for (int l = 0; l < lanes; l++) {
             uint32_t low = 0, high = 0;
@@ -78,12 +77,12 @@ constexpr bool looked_up = gathers && bits <= 4;
 
 // Code j of each lane, as a number; where there are look-ups, as its entry of `table`.
 template <int bits>
-inline Lanes numbers(const Words& w, int j, Lanes table) {
+inline Lanes numbers(const Words& w, int j, [[maybe_unused]] Lanes table) {
     const Ints code = bits <= 4 || j < 4 ? w.low >> bits * j : w.high >> (4 * bits % 8 + bits * (j - 4));
-    if constexpr (looked_up<bits>)
-        return __builtin_shuffle(table, code);
-    else
-        return __builtin_convertvector(reinterpret_cast<SignedInts>(code & ((1u << bits) - 1)), Lanes);
+#if defined(__AVX512F__)
+    if constexpr (looked_up<bits>) return __builtin_shuffle(table, code);
+#endif
+    return converted<Lanes>((SignedInts)(code & ((1u << bits) - 1)));
 }
 
 template <int bits>
@@ -108,13 +107,18 @@ inline Affine affine(const Linear& p, int64_t at) {
 // Sixteen numbers from `at` on, or as many as there are.
 template <class T>
 inline Ints load_integers(const T* from, int64_t count) {
-    typedef T Sixteen __attribute__((vector_size(16 * sizeof(T))));
-    Sixteen x{};
-    if (count >= lanes)
-        std::memcpy(&x, from, sizeof x);
-    else
-        std::memcpy(&x, from, count * sizeof(T));
-    return __builtin_convertvector(x, Ints);
+    return widened(from, std::min(count, lanes));
+}
+
+// The number of each lane at a place of x.
+inline Lanes picked(Lanes x, Ints place) {
+#if defined(__AVX512F__)
+    return __builtin_shuffle(x, place);
+#else
+    Lanes y;
+    for (int l = 0; l < lanes; l++) y[l] = x[place[l]];
+    return y;
+#endif
 }
 
 // Each lane's own group, for groups of whole lanes; `place[l]` counts from the group at the block's start.
@@ -122,10 +126,10 @@ inline Affine affine(const Linear& p, int64_t at, const uint8_t* place) {
     const int64_t count = p.n * p.groups - at;
     const Ints lane = load_integers(place, lanes);
     const Ints bits = load_integers(p.scale + at, count) << 16;
-    const Lanes scale = __builtin_shuffle(reinterpret_cast<Lanes>(bits), lane);
+    const Lanes scale = picked((Lanes)bits, lane);
     if (!p.zero) return {scale, scale * -static_cast<float>(1 << (p.bits - 1))};
-    const SignedInts zero = reinterpret_cast<SignedInts>(load_integers(p.zero + at, count));
-    return {scale, -scale * __builtin_shuffle(__builtin_convertvector(zero, Lanes), lane)};
+    const SignedInts zero = (SignedInts)load_integers(p.zero + at, count);
+    return {scale, -scale * picked(converted<Lanes>(zero), lane)};
 }
 
 // Whether decoding takes so few instructions that a few tokens want it in their inner loop.

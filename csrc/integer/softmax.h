@@ -13,18 +13,19 @@ inline Lanes exponential(Lanes x) {
     const Lanes r = fma(n, fill(1.42860677e-6f), fma(n, fill(-0.693148613f), in));
     Lanes y = fill(1.0f / 5040);
     for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, fill(c));
-    const SignedInts power = (__builtin_convertvector(n, SignedInts) + 127) << 23;
-    const Lanes scaled = y * reinterpret_cast<Lanes>(power);
-    return x < fill(-87.0f) ? Lanes{} : x == x ? scaled : x;
+    const SignedInts power = (converted<SignedInts>(n) + 127) << 23;
+    const Lanes scaled = y * (Lanes)power;
+    return chosen(x < fill(-87.0f), Lanes{}, chosen(x == x, scaled, x));
 }
 
 // x / (1 + e^-z), with the exponential of a number that is not positive.
 inline Lanes times_sigmoid(Lanes x, Lanes z) {
-    const Lanes e = exponential(z < 0.0f ? z : -z);
-    return x * (z < 0.0f ? e : Lanes{} + 1.0f) / (e + 1.0f);
+    const Lanes e = exponential(chosen(z < 0.0f, z, -z));
+    return x * chosen(z < 0.0f, e, fill(1.0f)) / (e + 1.0f);
 }
 
 // The sums of sixteen vectors, each added up in the order of `sum`.
+#if defined(__AVX512F__)
 inline void sums(const Lanes* v, float* out) {
     Lanes x[8], y[4], z[2];
     for (int i = 0; i < 8; i++)
@@ -40,6 +41,30 @@ inline void sums(const Lanes* v, float* out) {
                         __builtin_shufflevector(z[0], z[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     store(out, __builtin_shufflevector(total, total, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
 }
+#elif defined(__AVX2__)
+inline void sums(const Lanes* v, float* out) {
+#pragma GCC unroll 2
+    for (int first = 0; first < 16; first += 8) {
+        __m256 four[4], two[2];  // pairs of vectors: the four sums of each, in its half; then those of two pairs
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            const Lanes &a = v[first + i], &b = v[first + i + 4];
+            const __m256 x = a.low + a.high, y = b.low + b.high;
+            four[i] = _mm256_permute2f128_ps(x, y, 0x20) + _mm256_permute2f128_ps(x, y, 0x31);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++)
+            two[i] = _mm256_shuffle_ps(four[2 * i], four[2 * i + 1], 0x44) +
+                     _mm256_shuffle_ps(four[2 * i], four[2 * i + 1], 0xee);
+        const __m256 all = _mm256_shuffle_ps(two[0], two[1], 0x88) + _mm256_shuffle_ps(two[0], two[1], 0xdd);
+        std::memcpy(out + first, &all, sizeof all);
+    }
+}
+#else
+inline void sums(const Lanes* v, float* out) {
+    for (int i = 0; i < lanes; i++) out[i] = sum(v[i]);
+}
+#endif
 
 }  // namespace
 }  // namespace ptq::integer

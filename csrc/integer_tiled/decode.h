@@ -24,13 +24,13 @@ inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int6
     SignedInts acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), q += block_columns) {
         fetch(block, block_bytes(bits));
-        Dwords codes[quads];
-        unpack_block<bits>(block, codes);
-#pragma GCC unroll 8
-        for (int i = 0; i < quads; i++)
+        BlockSum<bits> sum[tokens];
+        over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) {
 #pragma GCC unroll 4
             for (int t = 0; t < tokens; t++)
-                acc[t][i % chains] = dot<(bits > 7)>(acc[t][i % chains], codes[i], load_int(q + t * stride + 4 * i));
+                sum[t].template add<i>(acc[t][i / BlockSum<bits>::together % chains], codes,
+                                       load_int(q + t * stride + 4 * i));
+        });
     }
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++) {
@@ -72,8 +72,7 @@ void quantized_tile(const Quantized& p, int64_t tile, int64_t from) {
         } else {
             SignedInts total[tokens];
             integers<bits, tokens>(block, w.group_blocks, q, p.q_stride, total);
-            for (int t = 0; t < tokens; t++)
-                y[t] += scale * __builtin_convertvector(total[t] - zero * sum[t * w.groups], Lanes);
+            for (int t = 0; t < tokens; t++) y[t] += scale * converted<Lanes>(total[t] - zero * sum[t * w.groups]);
         }
         block += w.group_blocks * block_bytes(bits);
         q += w.group_blocks * block_columns;

@@ -1,9 +1,9 @@
-// Few tokens of floating-point numbers on tiles. Codes become exact numbers, code - 2^(bits - 1), and are multiplied
-// with x in float32; the scale comes once in a group. Included once per level, by decode.h.
+// Few tokens of floating-point numbers on tiles. Codes become exact numbers and are multiplied with x in float32; zero
+// and scale come once in a group. Included once per level, by decode.h.
 //
-// With AVX-512 BF16, a table turns two codes of a row into a pair of bfloat16 numbers (codes of seven and eight bits:
-// into two pairs, of the high and the low half), and one instruction adds both products. A float32 x is cut into three
-// bfloat16 numbers whose sum it is, exactly.
+// With AVX-512 BF16, a table turns two codes of a row, less 2^(bits - 1), into a pair of bfloat16 numbers (codes of
+// seven and eight bits: into two pairs, of the high and the low half), and one instruction adds both products. A
+// float32 x is cut into three bfloat16 numbers whose sum it is, exactly.
 #pragma once
 
 namespace ptq::integer_tiled {
@@ -30,7 +30,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
                 if (in_pairs)
                     store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x, parts);
                 else
-                    std::memcpy(to + i * sizeof(float), &x, sizeof x);
+                    store_vector(to + i * sizeof(float), x);
             }
             p.sums[t * p.w.groups + g] = integer::sum(sum);
         }
@@ -38,23 +38,35 @@ void spread(const Floats& p, int64_t first, int64_t last) {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// The codes of a byte, less 2^(bits - 1), with one float each.
+// The code of byte j of quad i of all rows, as a number. Where codes are one plane, a shift and a mask take it out.
+template <int bits>
+constexpr bool one_plane = bits == 2 || bits == 4 || bits == 8;
+template <int bits>
+inline Lanes code_of(const uint8_t* block, const Dwords* codes, int i, int j) {
+    constexpr int fields = 8 / bits;
+    if constexpr (one_plane<bits>) {
+        const Dwords x = load_dwords(block + i / fields * 64) >> (8 * j + i % fields * bits);
+        return converted<Lanes>((SignedInts)(x & ((1u << bits) - 1)));
+    } else {
+        return converted<Lanes>((SignedInts)(codes[i] >> 8 * j & 255u));
+    }
+}
+
+// Codes as they are, from zero on, with one float each.
 template <int bits, int tokens>
 inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                             Lanes total[tokens]) {
-    typedef uint8_t Bytes __attribute__((vector_size(64)));  // unsigned: 8-bit codes wrap around
     constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
     Lanes acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
         fetch(block, block_bytes(bits));
         Dwords codes[quads];
-        unpack_block<bits>(block, codes);
+        if constexpr (!one_plane<bits>) unpack_block<bits>(block, codes);
 #pragma GCC unroll 8
-        for (int i = 0; i < quads; i++) {
-            const Dwords q = (Dwords)((Bytes)codes[i] - static_cast<uint8_t>(1 << (bits - 1)));
+        for (int i = 0; i < quads; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
-                const Lanes w = __builtin_convertvector((SignedInts)(q << (24 - 8 * j)) >> 24, Lanes);
+                const Lanes w = code_of<bits>(block, codes, i, j);
 #pragma GCC unroll 4
                 for (int t = 0; t < tokens; t++) {
                     float value;
@@ -62,7 +74,6 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
                     acc[t][j % chains] = fma(w, fill(value), acc[t][j % chains]);
                 }
             }
-        }
     }
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++) {
@@ -204,11 +215,12 @@ void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int
         } else {
             multiply_floats<bits, tokens>(block, w.group_blocks, x, p.spread_stride, total);
         }
-        if (w.zero) {
-            const SignedInts offset = (1 << (bits - 1)) - load_zero(w.zero + at * tile_rows);
+        if (w.zero || !in_pairs) {  // pairs are of codes less 2^(bits - 1) already
+            constexpr int middle = 1 << (bits - 1);
+            const SignedInts zero = w.zero ? load_zero(w.zero + at * tile_rows) : SignedInts{} + middle;
+            const SignedInts offset = (in_pairs ? middle : 0) - zero;
             for (int t = 0; t < tokens; t++)
-                total[t] =
-                    fma(__builtin_convertvector(offset, Lanes), fill(p.sums[(from + t) * w.groups + g]), total[t]);
+                total[t] = fma(converted<Lanes>(offset), fill(p.sums[(from + t) * w.groups + g]), total[t]);
         }
         for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
         block += w.group_blocks * block_bytes(bits);

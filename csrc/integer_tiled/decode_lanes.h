@@ -45,21 +45,14 @@ inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
     }
 #elif defined(__AVX2__)
     const __m256i q = _mm256_set1_epi32(activations), ones = _mm256_set1_epi16(1);
-    __m256i c[2], sum[2];
-    std::memcpy(c, &codes, sizeof c);
-    for (int h = 0; h < 2; h++) {
-        if constexpr (!wide) {
-            sum[h] = _mm256_madd_epi16(_mm256_maddubs_epi16(c[h], q), ones);
-        } else {
-            const __m256i mask = _mm256_set1_epi8(15), high = _mm256_and_si256(_mm256_srli_epi16(c[h], 4), mask);
-            const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(c[h], mask), q);
-            sum[h] = _mm256_add_epi32(_mm256_madd_epi16(low, ones),
-                                      _mm256_madd_epi16(_mm256_maddubs_epi16(high, q), _mm256_set1_epi16(16)));
-        }
-    }
-    SignedInts total;
-    std::memcpy(&total, sum, sizeof total);
-    return acc + total;
+    const auto products = [&](__m256i c) __attribute__((always_inline)) {
+        if constexpr (!wide) return _mm256_madd_epi16(_mm256_maddubs_epi16(c, q), ones);
+        const __m256i mask = _mm256_set1_epi8(15), high = _mm256_and_si256(_mm256_srli_epi16(c, 4), mask);
+        const __m256i low = _mm256_maddubs_epi16(_mm256_and_si256(c, mask), q);
+        return _mm256_add_epi32(_mm256_madd_epi16(low, ones),
+                                _mm256_madd_epi16(_mm256_maddubs_epi16(high, q), _mm256_set1_epi16(16)));
+    };
+    return acc + (SignedInts)joined(products(first_eight(codes)), products(last_eight(codes)));
 #else
     for (int j = 0; j < 4; j++) {
         const int32_t q = static_cast<int8_t>(static_cast<uint32_t>(activations) >> 8 * j);
@@ -69,61 +62,54 @@ inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
 #endif
 }
 
+// Sums over the quads of a super-block, of codes of so many bits: quad after quad, from 0 on, `add`s to `acc`. With
+// AVX2 alone, the products of small codes are first added up in 16 bits, as many as fit.
+template <int bits>
+struct BlockSum {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    static constexpr int together = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+#else
+    static constexpr int together = 1;
+#endif
+    static_assert(together == 1 || together * 2 * 128 * ((1 << bits) - 1) <= 32767);
+    Dwords part;
+
+    template <int i>
+    PTQ_INLINE void add(SignedInts& acc, const Dwords& codes, int32_t activations) {
+        if constexpr (together == 1) {
+            acc = dot<(bits > 7)>(acc, codes, activations);
+            return;
+        }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        const __m256i q = _mm256_set1_epi32(activations), ones = _mm256_set1_epi16(1);
+        const __m256i low = _mm256_maddubs_epi16(first_eight(codes), q);
+        const __m256i high = _mm256_maddubs_epi16(last_eight(codes), q);
+        if constexpr (i % together == 0)
+            part = joined(low, high);
+        else
+            part = joined(_mm256_add_epi16(first_eight(part), low), _mm256_add_epi16(last_eight(part), high));
+        if constexpr (i % together == together - 1)
+            acc += (SignedInts)joined(_mm256_madd_epi16(first_eight(part), ones),
+                                      _mm256_madd_epi16(last_eight(part), ones));
+#endif
+    }
+};
+
 // --- results ---------------------------------------------------------------------------------------------------------
 
-typedef uint16_t Words __attribute__((vector_size(32)));
-
-// Scales (bfloat16) and zeros of the rows of a tile. (gcc 12 takes `__builtin_convertvector` of bytes from memory apart
-// into scalars.)
+// Scales (bfloat16) and zeros of the rows of a tile.
 inline Lanes load_scale(const uint16_t* from) {
-#if defined(__AVX512F__)
-    __m256i words;
-    std::memcpy(&words, from, sizeof words);
-    return (Lanes)((SignedInts)_mm512_maskz_cvtepu16_epi32(0xffff, words) << 16);
-#elif defined(__AVX2__)
-    __m256i half[2];
-    for (int i = 0; i < 2; i++) {
-        const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + 8 * i));
-        half[i] = _mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16);
-    }
-    Lanes x;
-    std::memcpy(&x, half, sizeof x);
-    return x;
-#else
-    Dwords x;
-    for (int r = 0; r < tile_rows; r++) x[r] = static_cast<uint32_t>(from[r]) << 16;
-    return (Lanes)x;
-#endif
+    return (Lanes)(widened(from) << 16);
 }
 inline SignedInts load_zero(const uint8_t* from) {
-#if defined(__AVX512F__)
-    __m128i bytes;
-    std::memcpy(&bytes, from, sizeof bytes);
-    return (SignedInts)_mm512_maskz_cvtepu8_epi32(0xffff, bytes);
-#else
-    SignedInts x;
-    for (int r = 0; r < tile_rows; r++) x[r] = from[r];
-    return x;
-#endif
+    return (SignedInts)widened(from);
 }
 
 // The first `count` of sixteen results, from element `at` on.
 inline void store_result(void* out, Number type, int64_t at, Lanes y, int64_t count) {
-    if (type == Number::float32) {
-        if (count == tile_rows) return integer::store(static_cast<float*>(out) + at, y);
-        std::memcpy(static_cast<float*>(out) + at, &y, count * sizeof(float));
-        return;
-    }
+    if (type == Number::float32) return integer::store(static_cast<float*>(out) + at, y, count);
     const Dwords bits = (Dwords)y, nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    const Dwords found = y == y ? nearest : Dwords{} + 0x7fc0u;
-#if defined(__AVX512F__)
-    const Words words = (Words)_mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)found);
-#else
-    const Words words = __builtin_convertvector(found, Words);
-#endif
-    auto* to = static_cast<uint16_t*>(out) + at;
-    if (count == tile_rows) return static_cast<void>(std::memcpy(to, &words, sizeof words));
-    std::memcpy(to, &words, count * sizeof(uint16_t));
+    store_words(static_cast<uint16_t*>(out) + at, chosen(y == y, nearest, Dwords{} + 0x7fc0u), count);
 }
 
 inline Lanes load_bias(const float* bias, int64_t row, int64_t count) {
@@ -146,25 +132,22 @@ inline void over_tokens(int64_t tokens, int64_t first, int64_t last, const Kerne
 // The first `count` of sixteen numbers, from element `at` of x on, then zeros.
 inline Lanes read(const void* x, Number type, int64_t at, int64_t count) {
     if (type == Number::float32) return integer::load(static_cast<const float*>(x) + at, count);
-    const auto* from = static_cast<const uint16_t*>(x) + at;
-    Words words{};
-    if (count == tile_rows)
-        std::memcpy(&words, from, sizeof words);
-    else
-        std::memcpy(&words, from, count * sizeof(uint16_t));
-    return (Lanes)(__builtin_convertvector(words, Dwords) << 16);
+    return (Lanes)(widened(static_cast<const uint16_t*>(x) + at, count) << 16);
 }
 
 // The 32 columns of a super-block as bfloat16: bytes of one part. The parts of a super-block follow each other.
 constexpr int64_t part_bytes = block_columns * 2;
 
+typedef uint16_t Words __attribute__((vector_size(32), may_alias));
+
 // Sixteen columns as bfloat16: quad c of four becomes the pairs (c, c + 2), (c + 1, c + 3), as codes lie in a dword.
 inline void store_pairs(uint8_t* to, Lanes x, int parts) {
     for (int i = 0; i < parts; i++) {
         const Dwords high = (Dwords)x & 0xffff0000u;
-        const Words words = __builtin_convertvector(high >> 16, Words);
-        const Words pairs = __builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-        std::memcpy(to + i * part_bytes, &pairs, sizeof pairs);
+        Words words;
+        store_words(reinterpret_cast<uint16_t*>(&words), high >> 16);
+        words = __builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+        std::memcpy(to + i * part_bytes, &words, sizeof words);
         x -= (Lanes)high;  // exact
     }
 }

@@ -34,37 +34,30 @@ void unpack_panel(const Weight& w, int64_t tile, int64_t column, int64_t end, ui
         for (int64_t c = column; c < end; c += block_columns, from += block_bytes(bits), to += tiles * block_bytes(8)) {
             Dwords codes[quads];
             unpack_block<bits>(from, codes);
-            std::memcpy(to, codes, sizeof codes);
+            for (int i = 0; i < quads; i++) store_vector(to + 64 * i, codes[i]);
         }
     }
 }
 
-// Quad i of a super-block with one plane.
-template <int bits, int i>
-inline Dwords quad_of(const uint8_t* block) {
-    constexpr int fields = 8 / bits;
-    const Dwords x = load_dwords(block + i / fields * 64) >> i % fields * bits;
-    return bits == 8 ? x : x & every_byte<bits>();
-}
-
-// Codes of `stored` bits: of a panel, or as they are in the weight.
-template <int stored, bool in_panel>
+// Codes of `bits` bits: as bytes of a panel, or as they are in the weight.
+template <int bits, bool in_panel>
 struct Codes {
+    static constexpr int stored = in_panel ? 8 : bits;
     using Sum = SignedInts;
     static constexpr int64_t x_step = quads * gemm_tokens;
     template <int tiles>
     static constexpr int64_t codes_step = in_panel ? tiles * block_bytes(8) : block_bytes(stored);
 
     template <int tiles, int tokens>
-    PTQ_IN_REGISTERS static void multiply(const uint8_t* codes, int64_t step, const uint32_t* x,
-                                          SignedInts sum[tokens][tiles]) {
+    PTQ_INLINE static void multiply(const uint8_t* codes, int64_t step, const uint32_t* x,
+                                    SignedInts sum[tokens][tiles]) {
         const int64_t tile_step = in_panel ? block_bytes(8) : step;
+        BlockSum<bits> part[tokens][tiles];
         const auto quad = [&]<int i>() __attribute__((always_inline)) {
             Dwords c[tiles];
 #pragma GCC unroll 3
             for (int r = 0; r < tiles; r++) c[r] = quad_of<stored, i>(codes + r * tile_step);
-            PTQ_EACH_SUM sum[t][r] =
-                dot<(stored == 8 && !in_panel)>(sum[t][r], c[r], static_cast<int32_t>(x[i * gemm_tokens + t]));
+            PTQ_EACH_SUM part[t][r].template add<i>(sum[t][r], c[r], static_cast<int32_t>(x[i * gemm_tokens + t]));
         };
         [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
             (quad.template operator()<i>(), ...);
@@ -90,6 +83,16 @@ template <int bits>
 constexpr int64_t direct_tokens = bits == 8                ? 1 << 30
                                   : bits == 4 || bits == 2 ? 32
                                                            : 0;
+
+// Bits of the codes in a panel, as far as they make a difference to products: eight take another path, and are never in
+// a panel.
+#if defined(__AVX512F__)
+template <int bits>
+constexpr int panel_bits = 7;
+#else
+template <int bits>
+constexpr int panel_bits = bits;
+#endif
 
 // A panel and the tokens [first, last).
 template <class Op, int tiles>
@@ -149,7 +152,7 @@ void multiply_strip(const Gemm& g, const Run& run, const Scratch& scratch, int64
             }
         unpack_panel<bits, tiles>(w, tile, c.column, c.end, scratch.panel);
         b.codes = scratch.panel;
-        multiply_tokens<Codes<8, true>, tiles>(g, c, b, tile, first, last, ahead);
+        multiply_tokens<Codes<panel_bits<bits>, true>, tiles>(g, c, b, tile, first, last, ahead);
     }
 }
 

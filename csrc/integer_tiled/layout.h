@@ -16,7 +16,9 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
+#include <utility>
+
+#include "common/sixteen.h"
 
 namespace ptq::integer_tiled {
 namespace {
@@ -46,13 +48,11 @@ constexpr int plane_of(int bits, int shift) {  // width of the plane whose lowes
     return left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
-// 64 bytes: one AVX-512, two AVX, four SSE registers. Bytes 4 r .. 4 r + 3 are row r.
-typedef uint32_t Dwords __attribute__((vector_size(64)));
+// Bytes 4 r .. 4 r + 3 are row r.
+using ptq::Dwords;
 
 inline Dwords load_dwords(const uint8_t* from) {
-    Dwords x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
+    return load_vector<Dwords>(from);
 }
 
 template <int width>
@@ -79,6 +79,19 @@ inline void add_plane(const uint8_t* plane, Dwords out[quads]) {
     }
 }
 
+// Quad i of a super-block: columns 4 i .. 4 i + 3 of all 16 rows, as bytes.
+template <int bits, int i, int shift = 0>
+inline Dwords quad_of(const uint8_t* block) {
+    constexpr int width = plane_of(bits, shift), fields = 8 / width, by = i % fields * width - shift;
+    const Dwords x = load_dwords(block + 64 * (shift + i / fields));
+    const Dwords moved = by >= 0 ? x >> (by & 31) : x << (-by & 31);
+    const Dwords field = width == 8 ? moved : moved & (every_byte<width>() << shift);
+    if constexpr (shift + width < bits)
+        return field | quad_of<bits, i, shift + width>(block);
+    else
+        return field;
+}
+
 // The codes of one super-block as bytes: quad i (columns 4 i .. 4 i + 3) of all 16 rows in out[i].
 template <int bits>
 inline void unpack_block(const uint8_t* block, Dwords out[quads]) {
@@ -90,6 +103,22 @@ inline void unpack_block(const uint8_t* block, Dwords out[quads]) {
         if constexpr (bits > first + second)
             add_plane<bits - first - second, first + second>(block + 64 * (first + second), out);
     }
+}
+
+// Calls f.operator()<i>(quad i) for the quads of a super-block. With few registers, each is made when it is needed.
+template <int bits, class F>
+inline void over_quads(const uint8_t* block, const F& f) {
+#if defined(__AVX512F__)
+    Dwords codes[quads];
+    unpack_block<bits>(block, codes);
+#endif
+    [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+#if defined(__AVX512F__)
+        (f.template operator()<i>(codes[i]), ...);
+#else
+        (f.template operator()<i>(quad_of<bits, i>(block)), ...);
+#endif
+    }(std::make_integer_sequence<int, quads>{});
 }
 
 }  // namespace

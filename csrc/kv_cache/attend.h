@@ -142,7 +142,7 @@ float soften(const Attend& p, const Side& v, int64_t index, int64_t head, int64_
     Lanes high = splat(none);
     for (int64_t t = 0; t < count; t += lanes) {
         const Lanes s = load(score + t);
-        high = s <= high ? high : s;  // a NaN wins, so that it shows
+        high = chosen(s <= high, high, s);  // a NaN wins, so that it shows
     }
     float largest = none;
     for (int i = 0; i < lanes; i++) largest = high[i] <= largest ? largest : high[i];
@@ -163,8 +163,8 @@ float soften(const Attend& p, const Side& v, int64_t index, int64_t head, int64_
     for (int64_t t = 0; t < count; t += lanes) {
         const Lanes weight = load(score + t);
         const auto off = weight == 0.0f;  // whatever is stored there, a NaN too
-        offset += off ? Lanes{} : weight * load_bfloat16(scales + chunk + t);
-        store(score + t, off ? Lanes{} : weight * load_bfloat16(scales + t));
+        offset += chosen(off, Lanes{}, weight * load_bfloat16(scales + chunk + t));
+        store(score + t, chosen(off, Lanes{}, weight * load_bfloat16(scales + t)));
     }
     summary[1] = sum(total);
     return sum(offset);

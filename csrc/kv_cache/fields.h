@@ -12,18 +12,13 @@ using integer::bfloat16, integer::exponential, integer::fma, integer::Ints, inte
     integer::load, integer::nearest, integer::SignedInts, integer::store, integer::sum, integer::sums;
 
 inline Lanes splat(float x) {
-    return x - Lanes{};
+    return integer::fill(x);
 }
 inline Ints load_words(const uint32_t* from) {
-    Ints x;
-    std::memcpy(&x, from, sizeof x);
-    return x;
+    return load_vector<Ints>(from);
 }
 inline Lanes load_bfloat16(const uint16_t* from) {
-    typedef uint16_t Halves __attribute__((vector_size(32)));
-    Halves half;
-    std::memcpy(&half, from, sizeof half);
-    return reinterpret_cast<Lanes>(__builtin_convertvector(half, Ints) << 16);
+    return (Lanes)(widened(from) << 16);
 }
 
 // Where the words of a block of tokens lie: word w of the widest plane at low + w * stride, of the second plane (three
@@ -66,13 +61,13 @@ struct Fields {
     }
 
   private:
-    static inline Lanes as_floats(Ints x) { return __builtin_convertvector(reinterpret_cast<SignedInts>(x), Lanes); }
+    static inline Lanes as_floats(Ints x) { return converted<Lanes>((SignedInts)x); }
     static inline Lanes lowest(Ints x) {  // the lowest BITS bits
 #if defined(__AVX512F__)
         if constexpr (BITS <= 4) {
             Lanes table;  // one instruction looks sixteen numbers up by the lowest four bits
             for (int i = 0; i < lanes; i++) table[i] = static_cast<float>(i & ((1 << BITS) - 1));
-            return __builtin_shuffle(table, reinterpret_cast<SignedInts>(x));
+            return __builtin_shuffle(table, (SignedInts)x);
         }
 #endif
         return as_floats(x & ((1u << BITS) - 1));

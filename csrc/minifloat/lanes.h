@@ -1,5 +1,4 @@
-// Sixteen floats, as one AVX-512, two AVX or four SSE registers, and how they become codes. Included once per level,
-// into an anonymous namespace.
+// Sixteen floats, and how they become codes. Included once per level, into an anonymous namespace.
 #pragma once
 
 #include <algorithm>
@@ -9,55 +8,42 @@
 #include <limits>
 #include <vector>
 
+#include "common/sixteen.h"
 #include "minifloat/kernels.h"
 
 namespace ptq::minifloat {
 namespace {
 
 constexpr int64_t lanes = 16;
-typedef float Lanes __attribute__((vector_size(64)));
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef uint16_t Words __attribute__((vector_size(32)));
-typedef uint32_t Dwords __attribute__((vector_size(64)));
+using ptq::Lanes;
+using Ints = SignedInts;
 
 inline Lanes fill(float x) {
-    return Lanes{} + x;
+    return x - Lanes{};
 }
 inline Lanes load(const float* from, int64_t count) {  // the first `count`, then zeros
-    Lanes x{};
-    if (count >= lanes)
-        std::memcpy(&x, from, sizeof x);
-    else
-        std::memcpy(&x, from, count * sizeof(float));
-    return x;
+    if (count >= lanes) return load_vector<Lanes>(from);
+    float x[lanes] = {};
+    std::memcpy(x, from, count * sizeof(float));
+    return load_vector<Lanes>(x);
 }
 inline Lanes load(const uint16_t* from, int64_t count) {  // bfloat16
-    Words x{};
-    if (count >= lanes)
-        std::memcpy(&x, from, sizeof x);
-    else
-        std::memcpy(&x, from, count * sizeof(uint16_t));
-    return reinterpret_cast<Lanes>(__builtin_convertvector(x, Dwords) << 16);
+    return (Lanes)(widened(from, count) << 16);
 }
 inline float number(const float* from) {
     return *from;
 }
 inline void store_codes(uint8_t* to, Ints codes, int64_t count) {
-    const Bytes bytes = __builtin_convertvector(codes, Bytes);
-    if (count >= lanes)
-        std::memcpy(to, &bytes, sizeof bytes);
-    else
-        std::memcpy(to, &bytes, count);
+    store_bytes(to, (Dwords)codes, count);
 }
 inline Lanes min(Lanes a, Lanes b) {
-    return a < b ? a : b;
+    return chosen(a < b, a, b);
 }
 inline Lanes max(Lanes a, Lanes b) {
-    return a > b ? a : b;
+    return chosen(a > b, a, b);
 }
 inline Lanes magnitude(Lanes x) {
-    return reinterpret_cast<Lanes>(reinterpret_cast<Ints>(x) & 0x7fffffff);
+    return (Lanes)((Ints)x & 0x7fffffff);
 }
 inline double sum(Lanes x) {
     double total = 0;
@@ -102,15 +88,14 @@ struct Rounder {
 
     Rounded operator()(Lanes x) const {
         const Lanes u = min(magnitude(x), largest);  // NaN becomes the largest
-        const Ints field = reinterpret_cast<Ints>(u) >> 23, at_least = Ints{} + first;
-        const Ints power = field > at_least ? field : at_least;
-        const Lanes inverse = reinterpret_cast<Lanes>((254 + mantissa - power) << 23);
-        const Lanes step = reinterpret_cast<Lanes>((power - mantissa) << 23);
+        const Ints field = (Ints)u >> 23, at_least = Ints{} + first;
+        const Ints power = chosen(field > at_least, field, at_least);
+        const Lanes inverse = (Lanes)((254 + mantissa - power) << 23);
+        const Lanes step = (Lanes)((power - mantissa) << 23);
         const Lanes count = (u * inverse + 8388608.0f) - 8388608.0f;  // 2^23: the fraction is rounded off
-        const Dwords sign = reinterpret_cast<Dwords>(x) & 0x80000000u;
-        const Ints code = __builtin_convertvector(count, Ints) + ((power - first) << mantissa);
-        return {reinterpret_cast<Lanes>(reinterpret_cast<Dwords>(count * step) | sign),
-                code | reinterpret_cast<Ints>(sign >> sign_shift)};
+        const Dwords sign = (Dwords)x & 0x80000000u;
+        const Ints code = converted<Ints>(count) + ((power - first) << mantissa);
+        return {(Lanes)((Dwords)(count * step) | sign), code | (Ints)(sign >> sign_shift)};
     }
 };
 

@@ -92,7 +92,7 @@ void quantized_tile(const Quantized& p, const Bytes<bits>& bytes, int64_t tile, 
             SignedInts total[tokens];
             integers<bits, tokens>(block, blocks, q, p.q_stride, bytes, total);
             for (int t = 0; t < tokens; t++)
-                y[t] += scale * __builtin_convertvector(total[t] - byte_offset * sum[t * w.groups], Lanes);
+                y[t] += scale * converted<Lanes>(total[t] - byte_offset * sum[t * w.groups]);
         }
         block += blocks * block_bytes(bits);
         q += blocks * block_columns;

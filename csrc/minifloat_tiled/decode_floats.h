@@ -25,7 +25,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
                 integer_tiled::store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x,
                                            parts);
             else
-                std::memcpy(to + i * sizeof(float), &x, sizeof x);
+                store_vector(to + i * sizeof(float), x);
         }
 }
 
@@ -37,23 +37,21 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
         integer_tiled::fetch(block, block_bytes(bits));
         over_quads<bits>(block, [&]<int i>(Dwords codes) {
-            const auto column = [&]<int j>() {
-                const Lanes w = values.template at<j>(codes);
+            values.columns(codes, [&]<int j>(const Lanes& w) __attribute__((always_inline)) {
 #pragma GCC unroll 4
                 for (int t = 0; t < tokens; t++) {
                     float number;
                     std::memcpy(&number, x + t * stride + (4 * i + j) * sizeof number, sizeof number);
                     acc[t][j % chains] = fma(w, fill(number), acc[t][j % chains]);
                 }
-            };
-            column.template operator()<0>(), column.template operator()<1>();
-            column.template operator()<2>(), column.template operator()<3>();
+            });
         });
     }
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++) {
         total[t] = acc[t][0];
         for (int c = 1; c < chains; c++) total[t] += acc[t][c];
+        total[t] *= values.factor;
     }
 }
 

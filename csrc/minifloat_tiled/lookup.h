@@ -4,6 +4,9 @@
 // by one bit select, and one permutation turns 64 codes into bytes, or 32 into bfloat16 numbers.
 #pragma once
 
+#include <bit>
+#include <cmath>
+
 #include "integer_tiled/decode_lanes.h"
 #include "minifloat_tiled/kernels.h"
 
@@ -78,27 +81,26 @@ struct Bytes {
         return (Dwords)_mm512_permutex2var_epi8(low, (__m512i)codes, high);
     }
 #elif defined(__AVX2__)
-    // Sixteen codes at a time: those of others look up a zero, because bit 7 of their index is set.
+    // Sixteen entries at a time; the bits above the fourth choose between them.
     static constexpr int parts = 1 << (bits - 4);
     uint8_t table[parts][16];
     explicit Bytes(const Element& e) { std::memcpy(table, e.byte, sizeof table); }
-    Dwords operator()(Dwords codes) const {
-        codes &= 0x01010101u * ((1u << bits) - 1);
-        __m256i in[2], out[2] = {};
-        std::memcpy(in, &codes, sizeof in);
-#pragma GCC unroll 8
-        for (int part = 0; part < parts; part++) {
-            const __m256i entries = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table[part]));
-            const __m256i here = _mm256_set1_epi8(16 * part), rest = _mm256_set1_epi8(0x70);
-#pragma GCC unroll 2
-            for (int h = 0; h < 2; h++) {
-                const __m256i at = _mm256_adds_epu8(_mm256_xor_si256(in[h], here), rest);
-                out[h] = _mm256_or_si256(out[h], _mm256_shuffle_epi8(entries, at));
-            }
+    template <int count>  // of parts, from `first` on
+    PTQ_INLINE __m256i find(__m256i code, __m256i low, int first) const {
+        if constexpr (count == 1) {
+            const __m128i entries = load_vector<__m128i>(table[first]);
+            return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), low);
+        } else {
+            constexpr int bit = std::countr_zero(static_cast<unsigned>(count)) + 3;
+            return _mm256_blendv_epi8(find<count / 2>(code, low, first), find<count / 2>(code, low, first + count / 2),
+                                      _mm256_slli_epi16(code, 7 - bit));
         }
-        Dwords result;
-        std::memcpy(&result, out, sizeof result);
-        return result;
+    }
+    Dwords operator()(Dwords codes) const {
+        const auto bytes = [&](__m256i code) __attribute__((always_inline)) {
+            return find<parts>(code, _mm256_and_si256(code, _mm256_set1_epi8(15)), 0);
+        };
+        return joined(bytes(first_eight(codes)), bytes(last_eight(codes)));
     }
 #else
     const uint8_t* table;
@@ -114,7 +116,7 @@ struct Bytes {
 
 // --- floats ----------------------------------------------------------------------------------------------------------
 
-// Byte j of the dwords of codes to numbers.
+// The codes of a quad to numbers, times a power of two, 1 / factor: calls f.operator()<j>(column j), all four of them.
 template <int bits>
 struct Values {
 #if defined(__AVX512F__)
@@ -123,7 +125,7 @@ struct Values {
         for (int i = 0; i < (bits == 7 ? 4 : 2); i++) table[i] = _mm512_loadu_ps(e.value + 16 * i);
     }
     template <int j>
-    Lanes at(Dwords codes) const {
+    Lanes column(Dwords codes) const {
         const __m512i code = (__m512i)(codes >> 8 * j);
         if constexpr (bits == 4) return (Lanes)_mm512_maskz_permutexvar_ps(0xffff, code, table[0]);
         __m512 x = _mm512_permutex2var_ps(table[0], code, table[1]);
@@ -136,41 +138,53 @@ struct Values {
         return (Lanes)_mm512_ternarylogic_epi32(_mm512_castps_si512(x), sign, mask, 0xf8);  // x | (sign & mask)
     }
 #elif defined(__AVX2__)
-    // A float16 number with the same bits, and a factor for its other bias; its subnormal numbers are ours.
+    // The float16 numbers with the same bits: they have another bias, and their subnormal numbers are ours.
     __m128i left, up;
     __m256i sign, rest;
-    __m256 factor;
+    float factor;
     explicit Values(const Element& e)
         : left(_mm_cvtsi32_si128(10 - e.mantissa)),
           up(_mm_cvtsi32_si128(16 - bits)),
-          sign(_mm256_set1_epi32(1 << (bits - 1))),
-          rest(_mm256_set1_epi32((1 << (bits - 1)) - 1)),
-          factor(_mm256_set1_ps(std::ldexp(1.0f, 16 - (1 << (e.exponent - 1))))) {}
-    template <int j>
-    Lanes at(Dwords codes) const {
-        __m256i in[2];
-        std::memcpy(in, &codes, sizeof in);
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-            const __m256i code = _mm256_srli_epi32(in[h], 8 * j);
-            in[h] = _mm256_or_si256(_mm256_sll_epi32(_mm256_and_si256(code, rest), left),
-                                    _mm256_sll_epi32(_mm256_and_si256(code, sign), up));
-        }
-        const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(in[0], in[1]), 0xd8);
-        __m256 out[2] = {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(words)), factor),
-                         _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(words, 1)), factor)};
-        Lanes result;
-        std::memcpy(&result, out, sizeof result);
-        return result;
+          sign(_mm256_set1_epi16(1 << (bits - 1))),
+          rest(_mm256_set1_epi16((1 << (bits - 1)) - 1)),
+          factor(std::ldexp(1.0f, 16 - (1 << (e.exponent - 1)))) {}
+    // The codes in the lower bytes of the words, of eight rows: of one column in the lower half, of the other above.
+    PTQ_INLINE __m256i words(__m256i codes) const {
+        const __m256i bits_of = _mm256_or_si256(_mm256_sll_epi16(_mm256_and_si256(codes, rest), left),
+                                                _mm256_sll_epi16(_mm256_and_si256(codes, sign), up));
+        const __m256i order =
+            _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+        return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bits_of, order), 0xd8);
+    }
+    template <int first, class F>
+    PTQ_INLINE void two_columns(__m256i a, __m256i b, const F& f) const {
+        const auto numbers = [](__m128i half) { return (Lanes::Half)_mm256_cvtph_ps(half); };
+        f.template operator()<first>(Lanes{numbers(_mm256_castsi256_si128(a)), numbers(_mm256_castsi256_si128(b))});
+        f.template operator()<first + 2>(
+            Lanes{numbers(_mm256_extracti128_si256(a, 1)), numbers(_mm256_extracti128_si256(b, 1))});
+    }
+    template <class F>
+    PTQ_INLINE void columns(Dwords codes, const F& f) const {
+        const __m256i a = first_eight(codes), b = last_eight(codes);
+        two_columns<0>(words(a), words(b), f);
+        two_columns<1>(words(_mm256_srli_epi16(a, 8)), words(_mm256_srli_epi16(b, 8)), f);
     }
 #else
     const float* table;
     explicit Values(const Element& e) : table(e.value) {}
     template <int j>
-    Lanes at(Dwords codes) const {
+    Lanes column(Dwords codes) const {
         Lanes x;
         for (int r = 0; r < tile_rows; r++) x[r] = table[codes[r] >> 8 * j & (most_codes - 1)];
         return x;
+    }
+#endif
+#if defined(__AVX512F__) || !defined(__AVX2__)
+    static constexpr float factor = 1;
+    template <class F>
+    PTQ_INLINE void columns(Dwords codes, const F& f) const {
+        f.template operator()<0>(column<0>(codes)), f.template operator()<1>(column<1>(codes));
+        f.template operator()<2>(column<2>(codes)), f.template operator()<3>(column<3>(codes));
     }
 #endif
 };

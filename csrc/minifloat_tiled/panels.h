@@ -27,7 +27,7 @@ inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
 }
 
 inline void store(void* to, Dwords x) {
-    std::memcpy(to, &x, sizeof x);
+    store_vector(to, x);
 }
 
 void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
@@ -39,10 +39,10 @@ void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t colu
             auto* to = static_cast<float*>(panel) + r * tile_rows;
             for (int64_t c = column; c < end; c += block_columns, block += block_bytes(bits))
                 over_quads<bits>(block, [&]<int i>(Dwords codes) {
-                    store(to, (Dwords)values.template at<0>(codes)), to += tiles * tile_rows;
-                    store(to, (Dwords)values.template at<1>(codes)), to += tiles * tile_rows;
-                    store(to, (Dwords)values.template at<2>(codes)), to += tiles * tile_rows;
-                    store(to, (Dwords)values.template at<3>(codes)), to += tiles * tile_rows;
+                    values.columns(codes, [&]<int j>(const Lanes& x) {
+                        store_vector(to + j * tiles * tile_rows, x * values.factor);
+                    });
+                    to += 4 * tiles * tile_rows;
                 });
         }
     });

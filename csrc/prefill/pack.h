@@ -59,10 +59,10 @@ void pack_values(const Attention& p, int64_t from, int64_t count, uint32_t* to) 
         const int64_t columns = std::clamp(p.value_d - c, int64_t{0}, lanes);
         uint32_t* column = to + start * p.value_steps() + c - start;
         for (int64_t s = 0; s < count; s += each, column += step) {
-            steps::Dwords x{};
+            Dwords x{};
             for (int64_t i = 0; i < each && s + i < count; i++) {
                 const int64_t at = from + (s + i) * p.values.token + c;
-                const auto y = (steps::Dwords)steps::read<type>(p.values.data, at, columns);
+                const auto y = (Dwords)steps::read<type>(p.values.data, at, columns);
                 x |= mode == Mode::pairs && i == 0 ? y >> 16 : y;
             }
             std::memcpy(column, &x, sizeof x);

@@ -75,7 +75,7 @@ inline float soften(float* score, int64_t seen, int64_t count, float* largest, f
     Lanes high = integer::fill(*largest);
     for (int64_t s = 0; s < count; s += lanes) {
         const Lanes x = integer::load(score + s);
-        high = x <= high ? high : x;  // a NaN wins, so that it shows
+        high = chosen(x <= high, high, x);  // a NaN wins, so that it shows
     }
     float top = high[0];
     for (int i = 1; i < lanes; i++) top = high[i] <= top ? top : high[i];
@@ -103,7 +103,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t first, float* scratch) {
         for (int64_t c = 0; c < p.d; c += lanes) {
             const int64_t count = std::min(lanes, p.d - c);
             const Lanes x = read<type>(p.q, (unit * all + first + r) * p.d + c, count) * p.scaling;
-            std::memcpy(q + r * width + c, &x, count * sizeof(float));
+            integer::store(q + r * width + c, x, count);
         }
     constexpr int64_t size = type == Number::float32 ? 4 : 2;
     const int64_t start = unit * p.room * p.d;

@@ -1,8 +1,6 @@
 // Sixteen numbers of a tensor as floats, and back: included once per level.
 #pragma once
 
-#include <cstring>
-
 #include "integer/lanes.h"
 #include "steps/kernels.h"
 
@@ -12,22 +10,13 @@ namespace {
 using integer::Lanes;
 using integer::lanes;
 
-typedef uint16_t Words __attribute__((vector_size(32)));
-typedef uint32_t Dwords __attribute__((vector_size(64)));
-
 // Sixteen numbers, or the first `count` and then zeros.
 template <Number type>
 inline Lanes read(const void* from, int64_t at, int64_t count = lanes) {
     if constexpr (type == Number::float32) {
         return integer::load(static_cast<const float*>(from) + at, count);
     } else {
-        Words words{};
-        const auto* x = static_cast<const uint16_t*>(from) + at;
-        if (count == lanes)
-            std::memcpy(&words, x, sizeof words);
-        else
-            std::memcpy(&words, x, count * sizeof(uint16_t));
-        return (Lanes)(__builtin_convertvector(words, Dwords) << 16);
+        return (Lanes)(widened(static_cast<const uint16_t*>(from) + at, count) << 16);
     }
 }
 
@@ -36,16 +25,15 @@ template <Number type>
 inline Lanes rounded(Lanes x) {
     if constexpr (type == Number::float32) return x;
     const Dwords bits = (Dwords)x, nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
-    return (Lanes)(x == x ? nearest : Dwords{} + 0x7fc00000u);
+    return (Lanes)chosen(x == x, nearest, Dwords{} + 0x7fc00000u);
 }
 
 template <Number type>
 inline void write(void* to, int64_t at, Lanes x, int64_t count = lanes) {  // x is rounded
     if constexpr (type == Number::float32) {
-        std::memcpy(static_cast<float*>(to) + at, &x, count * sizeof(float));
+        integer::store(static_cast<float*>(to) + at, x, count);
     } else {
-        const Words words = __builtin_convertvector((Dwords)x >> 16, Words);
-        std::memcpy(static_cast<uint16_t*>(to) + at, &words, count * sizeof(uint16_t));
+        store_words(static_cast<uint16_t*>(to) + at, (Dwords)x >> 16, count);
     }
 }
 

@@ -67,8 +67,8 @@ inline Lanes activated(Lanes x, bool gelu) {
 
 template <Number type>
 inline Lanes clamped(Lanes gate, Lanes up, float alpha, Lanes limit) {
-    gate = gate > limit ? limit : gate;  // a NaN stays
-    up = up > limit ? limit : up < -limit ? -limit : up;
+    gate = chosen(gate > limit, limit, gate);  // a NaN stays
+    up = chosen(up > limit, limit, chosen(up < -limit, -limit, up));
     const Lanes share = rounded<type>(integer::times_sigmoid(Lanes{} + 1.0f, rounded<type>(gate * alpha)));
     return rounded<type>(up + 1.0f) * rounded<type>(gate * share);
 }

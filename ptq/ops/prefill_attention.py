@@ -4,7 +4,8 @@
 [b, heads, s, value_d]; the result is [b, t, heads * groups, value_d]. `mask` is bool [b or 1, 1, t, s], False for what
 is not seen; `causal`: token i sees keys 0 to i. A row that sees nothing is 0. Scores, softmax and sums are float32;
 with bfloat16 the weights are rounded to it before they meet V, as torch does it. The same for any number of threads.
-torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies bfloat16 as such.
+torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies bfloat16 as such. Below AVX-512
+the reference, which is torch's own, is what runs.
 """
 
 from typing import Any
@@ -32,6 +33,8 @@ def prefill_attention(
     """`ptq::prefill_attention` in plain torch."""
     groups = q.shape[1] // keys.shape[1]
     keys, values = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (keys, values))
+    if causal and mask is not None:  # torch takes one of them
+        mask, causal = mask & torch.ones(mask.shape[2:], dtype=torch.bool).tril(), False
     y = torch.nn.functional.scaled_dot_product_attention(q, keys, values, mask, is_causal=causal, scale=scaling)
     return y.transpose(1, 2).contiguous()
 

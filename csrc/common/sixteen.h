@@ -1,0 +1,239 @@
+// Sixteen numbers of 32 bits: a vector of the compiler where a register holds them, else halves of halves until one
+// does. gcc keeps a vector that is wider than a register in memory, and copies it there in pieces.
+// Included once per level, into an anonymous namespace.
+#pragma once
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace ptq {
+namespace {
+
+// Sums that were not taken apart into registers would be many times slower.
+#define PTQ_INLINE [[gnu::always_inline]] inline
+
+#if defined(__AVX512F__)
+constexpr int register_bytes = 64;
+#elif defined(__AVX2__)
+constexpr int register_bytes = 32;
+#else
+constexpr int register_bytes = 16;
+#endif
+
+template <class T, int bytes>
+struct Vector {
+    typedef T type __attribute__((vector_size(bytes)));
+};
+template <class T, int bytes>
+struct Halves;
+template <class T, int bytes>
+using Numbers = std::conditional_t<bytes <= register_bytes, typename Vector<T, bytes>::type, Halves<T, bytes>>;
+template <class V>
+concept Split = requires { typename V::Half; };
+
+template <class V>
+PTQ_INLINE V load_vector(const void* from) {
+    if constexpr (Split<V>) {
+        const auto* at = static_cast<const uint8_t*>(from);
+        return {load_vector<typename V::Half>(at), load_vector<typename V::Half>(at + sizeof(V) / 2)};
+    } else {
+        V x;
+        std::memcpy(&x, from, sizeof x);
+        return x;
+    }
+}
+template <class V>
+PTQ_INLINE void store_vector(void* to, const V& x) {
+    if constexpr (Split<V>) {
+        store_vector(to, x.low), store_vector(static_cast<uint8_t*>(to) + sizeof(V) / 2, x.high);
+    } else {
+        std::memcpy(to, &x, sizeof x);
+    }
+}
+
+template <class T, int bytes>
+struct Halves {
+    using Half = Numbers<T, bytes / 2>;
+    Half low, high;
+
+    template <class U>
+    PTQ_INLINE explicit operator Halves<U, bytes>() const {  // the same bits
+        return {(Numbers<U, bytes / 2>)low, (Numbers<U, bytes / 2>)high};
+    }
+    typedef T Element __attribute__((may_alias));
+    PTQ_INLINE Element& operator[](int64_t i) { return reinterpret_cast<Element*>(this)[i]; }
+    PTQ_INLINE Element operator[](int64_t i) const { return reinterpret_cast<const Element*>(this)[i]; }
+
+    PTQ_INLINE Halves operator-() const { return {-low, -high}; }
+    PTQ_INLINE Halves operator~() const { return {~low, ~high}; }
+
+#define PTQ_OPERATOR(op)                                                     \
+    PTQ_INLINE friend Halves operator op(const Halves& a, const Halves& b) { \
+        return {a.low op b.low, a.high op b.high};                           \
+    }                                                                        \
+    template <class S>                                                       \
+        requires std::is_arithmetic_v<S>                                     \
+    PTQ_INLINE friend Halves operator op(const Halves& a, S b) {             \
+        return {a.low op static_cast<T>(b), a.high op static_cast<T>(b)};    \
+    }                                                                        \
+    template <class S>                                                       \
+        requires std::is_arithmetic_v<S>                                     \
+    PTQ_INLINE friend Halves operator op(S a, const Halves& b) {             \
+        return {static_cast<T>(a) op b.low, static_cast<T>(a) op b.high};    \
+    }                                                                        \
+    template <class S>                                                       \
+    PTQ_INLINE Halves& operator op## = (const S& b) {                        \
+        return *this = *this op b;                                           \
+    }
+    PTQ_OPERATOR(+)
+    PTQ_OPERATOR(-)
+    PTQ_OPERATOR(*)
+    PTQ_OPERATOR(/)
+    PTQ_OPERATOR(&)
+    PTQ_OPERATOR(|)
+    PTQ_OPERATOR(^)
+    PTQ_OPERATOR(<<)
+    PTQ_OPERATOR(>>)
+#undef PTQ_OPERATOR
+
+#define PTQ_COMPARISON(op)                                                                   \
+    PTQ_INLINE friend Halves<int32_t, bytes> operator op(const Halves& a, const Halves& b) { \
+        return {a.low op b.low, a.high op b.high};                                           \
+    }                                                                                        \
+    template <class S>                                                                       \
+        requires std::is_arithmetic_v<S>                                                     \
+    PTQ_INLINE friend Halves<int32_t, bytes> operator op(const Halves& a, S b) {             \
+        return {a.low op static_cast<T>(b), a.high op static_cast<T>(b)};                    \
+    }
+    PTQ_COMPARISON(<)
+    PTQ_COMPARISON(>)
+    PTQ_COMPARISON(<=)
+    PTQ_COMPARISON(>=)
+    PTQ_COMPARISON(==)
+    PTQ_COMPARISON(!=)
+#undef PTQ_COMPARISON
+};
+
+using Lanes = Numbers<float, 64>;
+using SignedInts = Numbers<int32_t, 64>;
+using Dwords = Numbers<uint32_t, 64>;
+
+// Numbers to integers, towards zero, or integers to numbers.
+template <class To, class From>
+PTQ_INLINE To converted(const From& x) {
+    if constexpr (Split<To>)
+        return {converted<typename To::Half>(x.low), converted<typename To::Half>(x.high)};
+    else
+        return __builtin_convertvector(x, To);
+}
+// a where the comparison holds, else b.
+template <class M, class V>
+PTQ_INLINE V chosen(const M& mask, const V& a, const V& b) {
+    if constexpr (Split<V>)
+        return {chosen(mask.low, a.low, b.low), chosen(mask.high, a.high, b.high)};
+    else
+        return mask ? a : b;
+}
+
+#if defined(__AVX2__)
+// The first and the last eight, and both together.
+PTQ_INLINE __m256i first_eight(const Dwords& x) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_extracti64x4_epi64(0xff, (__m512i)x, 0);
+#else
+    return (__m256i)x.low;
+#endif
+}
+PTQ_INLINE __m256i last_eight(const Dwords& x) {
+#if defined(__AVX512F__)
+    return _mm512_maskz_extracti64x4_epi64(0xff, (__m512i)x, 1);
+#else
+    return (__m256i)x.high;
+#endif
+}
+PTQ_INLINE Dwords joined(__m256i first, __m256i last) {
+#if defined(__AVX512F__)
+    return (Dwords)_mm512_maskz_inserti64x4(0xff, _mm512_zextsi256_si512(first), last, 1);
+#else
+    return {(Dwords::Half)first, (Dwords::Half)last};
+#endif
+}
+#endif
+
+// Sixteen numbers of 16 or 8 bits in memory, and the first of them, followed by zeros.
+template <class T>
+PTQ_INLINE Dwords widened(const T* from) {
+    if constexpr (sizeof(T) == 2) {
+#if defined(__AVX512F__)
+        return (Dwords)_mm512_maskz_cvtepu16_epi32(0xffff, load_vector<__m256i>(from));
+#elif defined(__AVX2__)
+        const auto half = [](const T* at) { return _mm256_cvtepu16_epi32(load_vector<__m128i>(at)); };
+        return {(Dwords::Half)half(from), (Dwords::Half)half(from + 8)};
+#endif
+    } else {
+#if defined(__AVX512F__)
+        return (Dwords)_mm512_maskz_cvtepu8_epi32(0xffff, load_vector<__m128i>(from));
+#elif defined(__AVX2__)
+        const __m128i bytes = load_vector<__m128i>(from);
+        return {(Dwords::Half)_mm256_cvtepu8_epi32(bytes),
+                (Dwords::Half)_mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
+#endif
+    }
+#if !defined(__AVX2__)
+    uint32_t x[16];
+    for (int i = 0; i < 16; i++) x[i] = from[i];
+    return load_vector<Dwords>(x);
+#endif
+}
+template <class T>
+PTQ_INLINE Dwords widened(const T* from, int64_t count) {
+    if (count >= 16) return widened(from);
+    T x[16] = {};
+    std::memcpy(x, from, count * sizeof(T));
+    return widened(x);
+}
+
+// The lowest 16 bits of each, to memory; or of the first ones.
+PTQ_INLINE void store_words(uint16_t* to, Dwords x) {
+#if defined(__AVX512F__)
+    store_vector(to, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)x));
+#elif defined(__AVX2__)
+    const Dwords words = x & 0xffffu;
+    const __m256i packed = _mm256_packus_epi32((__m256i)words.low, (__m256i)words.high);
+    store_vector(to, _mm256_permute4x64_epi64(packed, 0xd8));
+#else
+    for (int i = 0; i < 16; i++) to[i] = static_cast<uint16_t>(x[i]);
+#endif
+}
+PTQ_INLINE void store_words(uint16_t* to, Dwords x, int64_t count) {
+    if (count >= 16) return store_words(to, x);
+    uint16_t words[16];
+    store_words(words, x);
+    std::memcpy(to, words, count * sizeof *to);
+}
+
+// The lowest 8 bits of the first `count`, to memory.
+PTQ_INLINE void store_bytes(uint8_t* to, Dwords x, int64_t count) {
+    uint8_t bytes[16];
+#if defined(__AVX512F__)
+    store_vector(bytes, _mm512_maskz_cvtepi32_epi8(0xffff, (__m512i)x));
+#elif defined(__AVX2__)
+    const Dwords low = x & 0xffu;
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)low.low, (__m256i)low.high), 0xd8);
+    store_vector(bytes, _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+#else
+    for (int i = 0; i < 16; i++) bytes[i] = static_cast<uint8_t>(x[i]);
+#endif
+    if (count >= 16)
+        std::memcpy(to, bytes, sizeof bytes);
+    else
+        std::memcpy(to, bytes, count);
+}
+
+}  // namespace
+}  // namespace ptq
