@@ -10,9 +10,6 @@
 namespace ptq::dense {
 namespace {
 
-using integer::fma;
-using integer::Lanes;
-
 constexpr int chains = 4;
 constexpr int64_t ahead = 4096;  // bytes that are fetched before they are needed, past the second-level cache
 #if defined(__AVX512F__)
@@ -69,8 +66,7 @@ inline void multiply_step(const Lanes w[chains], const float* x, int64_t stride,
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 4
-        for (int c = 0; c < chains; c++)
-            acc[t][c] = fma(w[c], integer::load(x + t * stride + c * integer::lanes), acc[t][c]);
+        for (int c = 0; c < chains; c++) acc[t][c] = fma(w[c], load(x + t * stride + c * lanes), acc[t][c]);
 }
 
 inline void store_result(const Linear& p, int64_t t, int64_t n, float y) {

@@ -7,9 +7,6 @@
 namespace ptq::e8p_tiled {
 namespace {
 
-using integer::fill;
-using integer::Lanes;
-using integer::SignedInts;
 using integer_tiled::dot;
 using integer_tiled::load_bias;
 using integer_tiled::load_int;

@@ -8,7 +8,6 @@
 namespace ptq::e8p_tiled {
 namespace {
 
-using integer::fma;
 using integer_tiled::read;
 
 // --- x ---------------------------------------------------------------------------------------------------------------
@@ -28,7 +27,7 @@ struct Order {
 inline void read_block(const Floats& p, int64_t t, int64_t c, float x[block_columns]) {
     for (int64_t i = 0; i < block_columns; i += tile_rows) {
         const int64_t at = std::min(c + i, p.w.k);
-        integer::store(x + i, read(p.x, p.x_type, t * p.w.k + at, std::min(p.w.k - at, tile_rows)));
+        store(x + i, read(p.x, p.x_type, t * p.w.k + at, std::min(p.w.k - at, tile_rows)));
     }
 }
 
@@ -74,9 +73,9 @@ void spread_parts(const Floats& p, const Order& order, int64_t t) {
         for (int part = 0; part < 3; part++, to += part_bytes) {
             uint16_t high[block_columns];
             for (int64_t i = 0; i < block_columns; i += tile_rows) {
-                const Lanes y = integer::load(x + i);
+                const Lanes y = load(x + i);
                 store_words(high + i, (Dwords)y >> 16);
-                integer::store(x + i, y - (Lanes)((Dwords)y & 0xffff0000u));  // exact
+                store(x + i, y - (Lanes)((Dwords)y & 0xffff0000u));  // exact
             }
             BlockWords all;
             std::memcpy(&all, high, sizeof all);

@@ -16,8 +16,6 @@ namespace ptq::e8p_tiled {
 namespace {
 
 using gemm::strip;
-using integer::Lanes;
-using integer::SignedInts;
 
 template <Kind kind>
 constexpr int64_t block_tokens = gemm::tokens_of_a_block(static_cast<int64_t>(kind));
@@ -44,7 +42,7 @@ struct Steps {  // of a block
             return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
 #endif
         else
-            return integer::fma((Lanes)w, integer::fill(integer::from_bits(static_cast<uint32_t>(x))), sum);
+            return fma((Lanes)w, fill(integer::from_bits(static_cast<uint32_t>(x))), sum);
     }
 };
 

@@ -132,10 +132,8 @@ inline Dwords look_up(const uint32_t* table, Dwords index) {
 #if defined(__AVX512F__)
     found = (Dwords)_mm512_mask_i32gather_epi32(_mm512_setzero_si512(), every_lane, (__m512i)index, table, 4);
 #elif defined(__AVX2__)
-    const auto find = [&](auto half) {
-        return (Dwords::Half)_mm256_i32gather_epi32(reinterpret_cast<const int*>(table), (__m256i)half, 4);
-    };
-    found = {find(index.low), find(index.high)};
+    const auto find = [&](__m256i at) { return _mm256_i32gather_epi32(reinterpret_cast<const int*>(table), at, 4); };
+    found = joined(find(first_eight(index)), find(last_eight(index)));
 #else
     for (int r = 0; r < tile_rows; r++) found[r] = table[index[r]];
 #endif
@@ -150,8 +148,7 @@ inline Dwords look_up_bytes(const uint8_t* table, Dwords index) {
     found = (Dwords)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(every_lane, row), (__m512i)index);
 #elif defined(__AVX2__)
     const __m256i row = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
-    found = {(Dwords::Half)_mm256_shuffle_epi8(row, (__m256i)index.low),
-             (Dwords::Half)_mm256_shuffle_epi8(row, (__m256i)index.high)};
+    found = joined(_mm256_shuffle_epi8(row, first_eight(index)), _mm256_shuffle_epi8(row, last_eight(index)));
 #else
     uint8_t bytes[64];
     store_vector(bytes, index);
@@ -166,8 +163,7 @@ inline Dwords add_bytes(Dwords a, Dwords b) {
 #if defined(__AVX512BW__)
     return (Dwords)_mm512_add_epi8((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
-    return {(Dwords::Half)_mm256_add_epi8((__m256i)a.low, (__m256i)b.low),
-            (Dwords::Half)_mm256_add_epi8((__m256i)a.high, (__m256i)b.high)};
+    return joined(_mm256_add_epi8(first_eight(a), first_eight(b)), _mm256_add_epi8(last_eight(a), last_eight(b)));
 #else
     return ((a & 0x7f7f7f7fu) + (b & 0x7f7f7f7fu)) ^ ((a ^ b) & 0x80808080u);
 #endif

@@ -15,8 +15,6 @@
 namespace ptq::gemm {
 namespace {
 
-using integer::Lanes;
-using integer::SignedInts;
 using integer_tiled::tile_rows;
 
 // The codes of some row tiles that come next: they are fetched meanwhile, some lines with every 32 columns.
@@ -116,24 +114,24 @@ void multiply_groups(const Block& b) {
     Place at{b.codes, b.x};
     const float* scales = b.scale;
     Lanes total[tokens][tiles];
-    if constexpr (held) PTQ_EACH_SUM total[t][r] = integer::load(b.total + (t * tiles + r) * tile_rows);
+    if constexpr (held) PTQ_EACH_SUM total[t][r] = load(b.total + (t * tiles + r) * tile_rows);
     for (int64_t group = 0, groups = b.groups; group < groups; group++) {
         SignedInts sum[tokens][tiles];
         begin_group<tiles, tokens>(b, group, sum);
         multiply_columns<Op, tiles, tokens, blocks>(b, at, sum);
         Lanes scale[tiles];
 #pragma GCC unroll 3
-        for (int r = 0; r < tiles; r++) scale[r] = integer::load(scales + r * tile_rows);
+        for (int r = 0; r < tiles; r++) scale[r] = load(scales + r * tile_rows);
         PTQ_EACH_SUM {
             float* to = b.total + (t * tiles + r) * tile_rows;
             if constexpr (held)
                 total[t][r] = scaled(total[t][r], scale[r], sum[t][r]);
             else
-                integer::store(to, scaled(integer::load(to), scale[r], sum[t][r]));
+                store(to, scaled(load(to), scale[r], sum[t][r]));
         }
         scales += tiles * tile_rows;
     }
-    if constexpr (held) PTQ_EACH_SUM integer::store(b.total + (t * tiles + r) * tile_rows, total[t][r]);
+    if constexpr (held) PTQ_EACH_SUM store(b.total + (t * tiles + r) * tile_rows, total[t][r]);
 }
 
 template <class Op, int tiles, int tokens>
@@ -150,10 +148,10 @@ void multiply_part(const Block& b) {
         return;
     }
     Lanes scale[tiles];
-    for (int r = 0; r < tiles; r++) scale[r] = integer::load(b.scale + r * tile_rows);
+    for (int r = 0; r < tiles; r++) scale[r] = load(b.scale + r * tile_rows);
     PTQ_EACH_SUM {
         float* to = b.total + (t * tiles + r) * tile_rows;
-        integer::store(to, scaled(integer::load(to), scale[r], sum[t][r]));
+        store(to, scaled(load(to), scale[r], sum[t][r]));
     }
 }
 
@@ -164,19 +162,19 @@ void multiply_floats(const Block& b) {
     const float* ratios = b.scale;
     const bool begins = b.begins;
     Lanes sum[tokens][tiles];
-    PTQ_EACH_SUM sum[t][r] = integer::load(b.total + (t * tiles + r) * tile_rows);
+    PTQ_EACH_SUM sum[t][r] = load(b.total + (t * tiles + r) * tile_rows);
     const int64_t groups = std::max(b.groups, int64_t{1});
     for (int64_t group = 0; group < groups; group++) {
         if (begins) {
             Lanes ratio[tiles];
 #pragma GCC unroll 3
-            for (int r = 0; r < tiles; r++) ratio[r] = integer::load(ratios + r * tile_rows);
+            for (int r = 0; r < tiles; r++) ratio[r] = load(ratios + r * tile_rows);
             PTQ_EACH_SUM sum[t][r] *= ratio[r];
             ratios += tiles * tile_rows;
         }
         multiply_columns<Op, tiles, tokens, blocks>(b, at, sum);
     }
-    PTQ_EACH_SUM integer::store(b.total + (t * tiles + r) * tile_rows, sum[t][r]);
+    PTQ_EACH_SUM store(b.total + (t * tiles + r) * tile_rows, sum[t][r]);
 }
 
 template <class Op, int tiles, int tokens>
@@ -215,8 +213,7 @@ struct Columns {
 template <int tiles>
 void load_scales(const uint16_t* from, int64_t groups, float* to) {
     for (int64_t g = 0; g < groups; g++)
-        for (int64_t r = 0; r < tiles; r++, to += tile_rows)
-            integer::store(to, integer_tiled::load_scale(from + (r * groups + g) * tile_rows));
+        for (int64_t r = 0; r < tiles; r++, to += tile_rows) store(to, load(from + (r * groups + g) * tile_rows));
 }
 
 // --- results ---------------------------------------------------------------------------------------------------------
@@ -239,14 +236,14 @@ void finish(const Results& p, const float* total, const float* factor, int64_t t
         for (int64_t t = 0; t < tokens; t++, to += p.n, total += tiles * tile_rows)
 #pragma GCC unroll 3
             for (int64_t i = 0; i < tiles * tile_rows; i += tile_rows)
-                integer::store(to + i, integer::load(total + i) * p.token_scale[first + t]);
+                store(to + i, load(total + i) * p.token_scale[first + t]);
         return;
     }
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < tiles * tile_rows; i += tile_rows, total += tile_rows) {
             const int64_t count = std::min(tile_rows, p.n - row - i);
-            Lanes y = integer::load(total);
-            if (factor) y *= integer::load(factor + i);
+            Lanes y = load(total);
+            if (factor) y *= load(factor + i);
             if (p.token_scale) y *= p.token_scale[first + t];
             if (p.bias) y += integer_tiled::load_bias(p.bias, row + i, count);
             integer_tiled::store_result(p.out, p.type, (first + t) * p.n + row + i, y, count);

@@ -37,7 +37,7 @@ inline Sum<mode> product(Sum<mode> sum, SignedInts w, uint32_t x) {
         return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
 #endif
     } else {
-        return integer::fma((Lanes)w, integer::fill(integer::from_bits(x)), sum);
+        return fma((Lanes)w, fill(integer::from_bits(x)), sum);
     }
 }
 
@@ -100,18 +100,18 @@ template <int tiles>
 Scales find_ratios(const Panels& w, int64_t tile, float* ratio) {
     Scales found{false, false};
     for (int r = 0; r < tiles; r++) {
-        Lanes last{}, low = integer::fill(std::numeric_limits<float>::max()), high{};
+        Lanes last{}, low = fill(std::numeric_limits<float>::max()), high{};
         SignedInts usual = SignedInts{} - 1, zeros{};
         for (int64_t g = 0; g < w.groups; g++) {
-            const Lanes scale = integer_tiled::load_scale(w.scale + ((tile + r) * w.groups + g) * tile_rows);
-            const Lanes size = (Lanes)((SignedInts)scale & INT32_MAX), one = integer::fill(1.0f);
+            const Lanes scale = load(w.scale + ((tile + r) * w.groups + g) * tile_rows);
+            const Lanes size = (Lanes)((SignedInts)scale & INT32_MAX), one = fill(1.0f);
             const SignedInts zero = size == 0.0f;
-            integer::store(ratio + (g * tiles + r) * tile_rows, chosen(zero | (last == 0.0f), one, last / scale));
+            store(ratio + (g * tiles + r) * tile_rows, chosen(zero | (last == 0.0f), one, last / scale));
             last = chosen(zero, last, scale);
             zeros |= zero, usual &= size <= std::numeric_limits<float>::max();
-            low = integer::min(low, chosen(zero, low, size)), high = integer::max(high, size);
+            low = min(low, chosen(zero, low, size)), high = max(high, size);
         }
-        integer::store(ratio + (w.groups * tiles + r) * tile_rows, last);
+        store(ratio + (w.groups * tiles + r) * tile_rows, last);
         usual &= (high <= low * widest) | (high == 0.0f);
         for (int64_t i = 0; i < tile_rows; i++) found.zeros |= zeros[i] != 0, found.apart |= usual[i] == 0;
     }
@@ -126,7 +126,7 @@ void clear_zeros(const Panels& w, int64_t tile, const Columns& c, int32_t* panel
     for (int64_t column = c.column; column < c.end; column += columns_of(mode), panel += tiles * tile_rows)
         for (int r = 0; r < tiles; r++) {
             const int64_t at = (tile + r) * w.groups + column / w.group_columns;
-            const Lanes scale = integer_tiled::load_scale(w.scale + at * tile_rows);
+            const Lanes scale = load(w.scale + at * tile_rows);
             const SignedInts kept = load_step(reinterpret_cast<uint8_t*>(panel + r * tile_rows)) & (scale != 0.0f);
             store_vector(panel + r * tile_rows, kept);
         }
@@ -137,9 +137,9 @@ template <int tiles>
 void add_group(const Panels& w, int64_t tile, int64_t group, int64_t tokens, float* total, float* sum) {
     for (int64_t t = 0; t < tokens; t++)
         for (int r = 0; r < tiles; r++, total += tile_rows, sum += tile_rows) {
-            const Lanes scale = integer_tiled::load_scale(w.scale + ((tile + r) * w.groups + group) * tile_rows);
-            integer::store(sum, integer::fma(scale, integer::load(total), integer::load(sum)));
-            integer::store(total, Lanes{});
+            const Lanes scale = load(w.scale + ((tile + r) * w.groups + group) * tile_rows);
+            store(sum, fma(scale, load(total), load(sum)));
+            store(total, Lanes{});
         }
 }
 

@@ -15,9 +15,6 @@
 namespace ptq::integer {
 namespace {
 
-constexpr int64_t lanes = 16;
-using ptq::Lanes;
-using ptq::SignedInts;
 using Ints = Dwords;
 
 // Whether one instruction looks up sixteen numbers in a table of sixteen (`__builtin_shuffle`).
@@ -28,46 +25,6 @@ constexpr int unrolled = 8;
 constexpr bool gathers = false;
 constexpr int unrolled = 1;  // sixteen lanes are many instructions already
 #endif
-
-inline Lanes load(const float* from) {
-    return load_vector<Lanes>(from);
-}
-inline Lanes load(const float* from, int64_t count) {  // the first `count`, then zeros
-    if (count == lanes) return load(from);
-    float x[lanes] = {};
-    std::memcpy(x, from, count * sizeof(float));
-    return load(x);
-}
-inline void store(float* to, Lanes x) {
-    store_vector(to, x);
-}
-inline void store(float* to, Lanes x, int64_t count) {  // the first `count`
-    if (count == lanes) return store(to, x);
-    float all[lanes];
-    store(all, x);
-    std::memcpy(to, all, count * sizeof(float));
-}
-inline Lanes fill(float x) {
-    return x - Lanes{};
-}
-inline Lanes min(Lanes a, Lanes b) {
-    return chosen(a < b, a, b);
-}
-inline Lanes max(Lanes a, Lanes b) {
-    return chosen(a > b, a, b);
-}
-
-// a * b + c, rounded once.
-inline Lanes fma(Lanes a, Lanes b, Lanes c) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
-    return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
-#else
-    for (int i = 0; i < lanes; i++) c[i] = std::fma(a[i], b[i], c[i]);
-    return c;
-#endif
-}
 
 inline float sum(Lanes x) {
     typedef float Four __attribute__((vector_size(16)));

@@ -63,7 +63,7 @@ void quantized_tile(const Quantized& p, int64_t tile, int64_t from) {
     Lanes y[tokens] = {};
     for (int64_t g = 0; g < w.groups; g++) {
         const int64_t at = tile * w.groups + g;
-        const Lanes scale = load_scale(w.scale + at * tile_rows);
+        const Lanes scale = load(w.scale + at * tile_rows);
         const SignedInts zero = w.zero ? load_zero(w.zero + at * tile_rows) : SignedInts{} + (1 << (bits - 1));
         const int32_t* sum = p.sums + from * w.groups + g;
         if (w.group_blocks > segment_blocks) [[unlikely]] {

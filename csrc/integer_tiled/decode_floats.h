@@ -1,9 +1,9 @@
-// Few tokens of floating-point numbers on tiles. Codes become exact numbers and are multiplied with x in float32; zero
-// and scale come once in a group. Included once per level, by decode.h.
+// Few tokens of floating-point numbers on tiles. Codes become exact numbers, code - 2^(bits - 1), and are multiplied
+// with x in float32; the scale comes once in a group. Included once per level, by decode.h.
 //
-// With AVX-512 BF16, a table turns two codes of a row, less 2^(bits - 1), into a pair of bfloat16 numbers (codes of
-// seven and eight bits: into two pairs, of the high and the low half), and one instruction adds both products. A
-// float32 x is cut into three bfloat16 numbers whose sum it is, exactly.
+// With AVX-512 BF16, a table turns two codes of a row into a pair of bfloat16 numbers (codes of seven and eight bits:
+// into two pairs, of the high and the low half), and one instruction adds both products. A float32 x is cut into three
+// bfloat16 numbers whose sum it is, exactly.
 #pragma once
 
 namespace ptq::integer_tiled {
@@ -38,21 +38,19 @@ void spread(const Floats& p, int64_t first, int64_t last) {
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-// The code of byte j of quad i of all rows, as a number. Where codes are one plane, a shift and a mask take it out.
+// Byte j of quad i of all rows: the code, less 2^(bits - 1). With its highest bit turned, it is that number in two's
+// complement; two shifts take it out, of the plane itself where there is but one.
 template <int bits>
 constexpr bool one_plane = bits == 2 || bits == 4 || bits == 8;
 template <int bits>
-inline Lanes code_of(const uint8_t* block, const Dwords* codes, int i, int j) {
-    constexpr int fields = 8 / bits;
-    if constexpr (one_plane<bits>) {
-        const Dwords x = load_dwords(block + i / fields * 64) >> (8 * j + i % fields * bits);
-        return converted<Lanes>((SignedInts)(x & ((1u << bits) - 1)));
-    } else {
-        return converted<Lanes>((SignedInts)(codes[i] >> 8 * j & 255u));
-    }
+inline Lanes number_of(const uint8_t* block, const Dwords* codes, int i, int j) {
+    constexpr int fields = one_plane<bits> ? 8 / bits : 1, width = one_plane<bits> ? bits : 8;
+    constexpr uint32_t highest = 0xffffffffu / ((1u << width) - 1) << (bits - 1);
+    const Dwords x = (one_plane<bits> ? load_dwords(block + i / fields * 64) : codes[i]) ^ highest;
+    const int at = 8 * j + i % fields * bits;
+    return converted<Lanes>((SignedInts)(x << (32 - bits - at)) >> (32 - bits));
 }
 
-// Codes as they are, from zero on, with one float each.
 template <int bits, int tokens>
 inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                             Lanes total[tokens]) {
@@ -66,7 +64,7 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
         for (int i = 0; i < quads; i++)
 #pragma GCC unroll 4
             for (int j = 0; j < 4; j++) {
-                const Lanes w = code_of<bits>(block, codes, i, j);
+                const Lanes w = number_of<bits>(block, codes, i, j);
 #pragma GCC unroll 4
                 for (int t = 0; t < tokens; t++) {
                     float value;
@@ -206,7 +204,7 @@ void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int
     Lanes y[tokens] = {};
     for (int64_t g = 0; g < w.groups; g++) {
         const int64_t at = tile * w.groups + g;
-        const Lanes scale = load_scale(w.scale + at * tile_rows);
+        const Lanes scale = load(w.scale + at * tile_rows);
         Lanes total[tokens];
         if constexpr (in_pairs) {
 #if defined(__AVX512BF16__)
@@ -215,10 +213,8 @@ void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int
         } else {
             multiply_floats<bits, tokens>(block, w.group_blocks, x, p.spread_stride, total);
         }
-        if (w.zero || !in_pairs) {  // pairs are of codes less 2^(bits - 1) already
-            constexpr int middle = 1 << (bits - 1);
-            const SignedInts zero = w.zero ? load_zero(w.zero + at * tile_rows) : SignedInts{} + middle;
-            const SignedInts offset = (in_pairs ? middle : 0) - zero;
+        if (w.zero) {
+            const SignedInts offset = (1 << (bits - 1)) - load_zero(w.zero + at * tile_rows);
             for (int t = 0; t < tokens; t++)
                 total[t] = fma(converted<Lanes>(offset), fill(p.sums[(from + t) * w.groups + g]), total[t]);
         }

@@ -9,11 +9,6 @@
 namespace ptq::integer_tiled {
 namespace {
 
-using integer::fill;
-using integer::fma;
-using integer::Lanes;
-using integer::SignedInts;
-
 constexpr int64_t ahead = 8192;           // bytes that are fetched before they are needed: measured on Zen 5
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 255 * 128 * 65536 is below 2^31
 
@@ -97,23 +92,19 @@ struct BlockSum {
 
 // --- results ---------------------------------------------------------------------------------------------------------
 
-// Scales (bfloat16) and zeros of the rows of a tile.
-inline Lanes load_scale(const uint16_t* from) {
-    return (Lanes)(widened(from) << 16);
-}
+// The zeros of the rows of a tile.
 inline SignedInts load_zero(const uint8_t* from) {
     return (SignedInts)widened(from);
 }
 
 // The first `count` of sixteen results, from element `at` on.
 inline void store_result(void* out, Number type, int64_t at, Lanes y, int64_t count) {
-    if (type == Number::float32) return integer::store(static_cast<float*>(out) + at, y, count);
-    const Dwords bits = (Dwords)y, nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    store_words(static_cast<uint16_t*>(out) + at, chosen(y == y, nearest, Dwords{} + 0x7fc0u), count);
+    if (type == Number::float32) return store(static_cast<float*>(out) + at, y, count);
+    store_words(static_cast<uint16_t*>(out) + at, bfloat16_bits(y), count);
 }
 
 inline Lanes load_bias(const float* bias, int64_t row, int64_t count) {
-    return bias ? integer::load(bias + row, count) : Lanes{};
+    return bias ? load(bias + row, count) : Lanes{};
 }
 
 // Calls kernel.operator()<tokens>(tile, token) for tiles [first, last) and all tokens, four at a time.
@@ -131,8 +122,8 @@ inline void over_tokens(int64_t tokens, int64_t first, int64_t last, const Kerne
 
 // The first `count` of sixteen numbers, from element `at` of x on, then zeros.
 inline Lanes read(const void* x, Number type, int64_t at, int64_t count) {
-    if (type == Number::float32) return integer::load(static_cast<const float*>(x) + at, count);
-    return (Lanes)(widened(static_cast<const uint16_t*>(x) + at, count) << 16);
+    if (type == Number::float32) return load(static_cast<const float*>(x) + at, count);
+    return load(static_cast<const uint16_t*>(x) + at, count);
 }
 
 // The 32 columns of a super-block as bfloat16: bytes of one part. The parts of a super-block follow each other.

@@ -60,26 +60,8 @@ inline Dwords every_byte() {  // the mask of a field
     return Dwords{} + 0x01010101u * ((1u << width) - 1);
 }
 
-// Fields of one plane, shifted to where they belong in the code, into the quads: out[i] |= field << shift.
-template <int width, int shift>
-inline void add_plane(const uint8_t* plane, Dwords out[quads]) {
-    constexpr int fields = 8 / width;
-#pragma GCC unroll 8
-    for (int v = 0; v < width; v++) {
-        const Dwords x = load_dwords(plane + 64 * v);
-#pragma GCC unroll 8
-        for (int i = 0; i < fields; i++) {
-            // The whole dword is shifted; the mask drops what came from the neighbouring byte.
-            const int by = i * width - shift;
-            const Dwords moved = by >= 0 ? x >> (by & 31) : x << (-by & 31);
-            const Dwords field = width == 8 ? moved : moved & (every_byte<width>() << shift);
-            Dwords& to = out[v * fields + i];
-            to = shift ? to | field : field;
-        }
-    }
-}
-
-// Quad i of a super-block: columns 4 i .. 4 i + 3 of all 16 rows, as bytes.
+// Quad i of a super-block: columns 4 i .. 4 i + 3 of all 16 rows, as bytes. From the plane that begins at `shift` on;
+// whole dwords are shifted, and the mask drops what came from the neighbouring byte.
 template <int bits, int i, int shift = 0>
 inline Dwords quad_of(const uint8_t* block) {
     constexpr int width = plane_of(bits, shift), fields = 8 / width, by = i % fields * width - shift;
@@ -92,33 +74,18 @@ inline Dwords quad_of(const uint8_t* block) {
         return field;
 }
 
-// The codes of one super-block as bytes: quad i (columns 4 i .. 4 i + 3) of all 16 rows in out[i].
-template <int bits>
-inline void unpack_block(const uint8_t* block, Dwords out[quads]) {
-    constexpr int first = plane_of(bits, 0);
-    add_plane<first, 0>(block, out);
-    if constexpr (bits > first) {
-        constexpr int second = plane_of(bits, first);
-        add_plane<second, first>(block + 64 * first, out);
-        if constexpr (bits > first + second)
-            add_plane<bits - first - second, first + second>(block + 64 * (first + second), out);
-    }
-}
-
-// Calls f.operator()<i>(quad i) for the quads of a super-block. With few registers, each is made when it is needed.
+// Calls f.operator()<i>(quad i) for the quads of a super-block: each is made when it is needed.
 template <int bits, class F>
 inline void over_quads(const uint8_t* block, const F& f) {
-#if defined(__AVX512F__)
-    Dwords codes[quads];
-    unpack_block<bits>(block, codes);
-#endif
     [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-#if defined(__AVX512F__)
-        (f.template operator()<i>(codes[i]), ...);
-#else
         (f.template operator()<i>(quad_of<bits, i>(block)), ...);
-#endif
     }(std::make_integer_sequence<int, quads>{});
+}
+
+// The quads of one super-block.
+template <int bits>
+inline void unpack_block(const uint8_t* block, Dwords out[quads]) {
+    over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) { out[i] = codes; });
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ inline void score_blocks(const Side& k, int64_t index, int64_t head, int64_t blo
             Lanes key[COUNT];
             for (int b = 0; b < COUNT; b++) key[b] = fields[b].get(i);
             for (int r = 0; r < ROWS; r++) {
-                const Lanes x = splat(q[r * k.d + c + i]);
+                const Lanes x = fill(q[r * k.d + c + i]);
                 for (int b = 0; b < COUNT; b++) acc[b][i & 1][r] = fma(x, key[b], acc[b][i & 1][r]);
             }
         }
@@ -49,12 +49,12 @@ inline void score_blocks(const Side& k, int64_t index, int64_t head, int64_t blo
             const Lanes key = Fields<BITS>(at[b], c / 4 * 4).get(c % 4);
             for (int r = 0; r < ROWS; r++) {
                 Lanes& to = c & 1 ? acc[b][1][r] : acc[b][0][r];
-                to = fma(splat(q[r * k.d + c]), key, to);
+                to = fma(fill(q[r * k.d + c]), key, to);
             }
         }
     for (int b = 0; b < COUNT; b++) {
         const uint16_t* scales = k.scales_of(index, head) + (block + b) * block_tokens;
-        const Lanes scale = load_bfloat16(scales), minimum = load_bfloat16(scales + chunk);
+        const Lanes scale = load(scales), minimum = load(scales + chunk);
         for (int r = 0; r < ROWS; r++)
             store(score + r * chunk + (block + b) * block_tokens,
                   fma(scale, acc[b][0][r] + acc[b][1][r], minimum * q_sum[r]));
@@ -139,7 +139,7 @@ float soften(const Attend& p, const Side& v, int64_t index, int64_t head, int64_
         const uint8_t* mask = p.mask + b * p.mask_batch + token * p.length + index * chunk;
         for (int64_t t = 0; t < count; t++) score[t] = mask[t] ? score[t] : none;
     }
-    Lanes high = splat(none);
+    Lanes high = fill(none);
     for (int64_t t = 0; t < count; t += lanes) {
         const Lanes s = load(score + t);
         high = chosen(s <= high, high, s);  // a NaN wins, so that it shows
@@ -163,8 +163,8 @@ float soften(const Attend& p, const Side& v, int64_t index, int64_t head, int64_
     for (int64_t t = 0; t < count; t += lanes) {
         const Lanes weight = load(score + t);
         const auto off = weight == 0.0f;  // whatever is stored there, a NaN too
-        offset += chosen(off, Lanes{}, weight * load_bfloat16(scales + chunk + t));
-        store(score + t, chosen(off, Lanes{}, weight * load_bfloat16(scales + t)));
+        offset += chosen(off, Lanes{}, weight * load(scales + chunk + t));
+        store(score + t, chosen(off, Lanes{}, weight * load(scales + t)));
     }
     summary[1] = sum(total);
     return sum(offset);
@@ -250,7 +250,7 @@ void merge(const Attend& p, int64_t first, int64_t last) {
         std::fill(total.begin(), total.end(), 0.0f);
         for (int64_t i = 0; i < p.chunks() && largest != none; i++) {
             const float* from = part(i);
-            const float factor = exponential(splat(from[width] - largest))[0];
+            const float factor = exponential(fill(from[width] - largest))[0];
             weights += factor * from[width + 1];
             if (factor == 0) continue;
             for (int64_t c = 0; c < d; c++) total[c] += factor * from[c];

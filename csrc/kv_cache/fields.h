@@ -8,17 +8,10 @@
 namespace ptq::kv_cache {
 namespace {
 
-using integer::bfloat16, integer::exponential, integer::fma, integer::Ints, integer::Lanes, integer::lanes,
-    integer::load, integer::nearest, integer::SignedInts, integer::store, integer::sum, integer::sums;
+using integer::bfloat16, integer::exponential, integer::Ints, integer::nearest, integer::sum, integer::sums;
 
-inline Lanes splat(float x) {
-    return integer::fill(x);
-}
 inline Ints load_words(const uint32_t* from) {
     return load_vector<Ints>(from);
-}
-inline Lanes load_bfloat16(const uint16_t* from) {
-    return (Lanes)(widened(from) << 16);
 }
 
 // Where the words of a block of tokens lie: word w of the widest plane at low + w * stride, of the second plane (three

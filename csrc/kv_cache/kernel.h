@@ -21,7 +21,7 @@ inline Grid grid(const float* x, int64_t d, int bits, float clip) {
     Lanes low{}, high{}, poison{};
     for (int64_t i = 0; i < d; i += lanes) {
         const Lanes v = load(x + i, std::min(lanes, d - i));
-        low = integer::min(low, v), high = integer::max(high, v), poison += v * 0.0f;
+        low = min(low, v), high = max(high, v), poison += v * 0.0f;
     }
     float l = 0, h = 0;
     for (int i = 0; i < lanes; i++) l = std::min(l, low[i]), h = std::max(h, high[i]);
@@ -36,12 +36,12 @@ inline Grid grid(const float* x, int64_t d, int bits, float clip) {
 inline void quantize(const float* x, int64_t d, int bits, const Grid& g, uint8_t* codes) {
     std::memset(codes + d / 32 * 32, 0, 64);
     if (!g.finite) return void(std::memset(codes, 0, d));
-    const Lanes inverse = splat(1 / g.scale), minimum = splat(g.minimum);
-    const Lanes top = splat(static_cast<float>((1 << bits) - 1));
+    const Lanes inverse = fill(1 / g.scale), minimum = fill(g.minimum);
+    const Lanes top = fill(static_cast<float>((1 << bits) - 1));
     for (int64_t i = 0; i < d; i += lanes) {
         const int64_t count = std::min(lanes, d - i);
         const Lanes q = (load(x + i, count) - minimum) * inverse;
-        integer::store_codes(codes + i, nearest(integer::min(integer::max(q, Lanes{}), top)), count);
+        integer::store_codes(codes + i, nearest(min(max(q, Lanes{}), top)), count);
     }
 }
 
@@ -89,7 +89,7 @@ void dequantize_block(const Dequantize& p, int64_t head, int64_t block) {
     const int64_t index = block / blocks, within = block % blocks, d = from.d;
     const Words at = words_of<BITS>(from, index, head, within);
     const uint16_t* scales = from.scales_of(index, head) + within * block_tokens;
-    const Lanes scale = load_bfloat16(scales), minimum = load_bfloat16(scales + chunk);
+    const Lanes scale = load(scales), minimum = load(scales + chunk);
     const int64_t begin = block * block_tokens, count = std::min(block_tokens, p.length - begin);
     float* out = p.out + (head * p.length + begin) * d;
     for (int64_t c = 0; c < d; c += 4) {

@@ -14,33 +14,13 @@
 namespace ptq::minifloat {
 namespace {
 
-constexpr int64_t lanes = 16;
-using ptq::Lanes;
 using Ints = SignedInts;
 
-inline Lanes fill(float x) {
-    return x - Lanes{};
-}
-inline Lanes load(const float* from, int64_t count) {  // the first `count`, then zeros
-    if (count >= lanes) return load_vector<Lanes>(from);
-    float x[lanes] = {};
-    std::memcpy(x, from, count * sizeof(float));
-    return load_vector<Lanes>(x);
-}
-inline Lanes load(const uint16_t* from, int64_t count) {  // bfloat16
-    return (Lanes)(widened(from, count) << 16);
-}
 inline float number(const float* from) {
     return *from;
 }
 inline void store_codes(uint8_t* to, Ints codes, int64_t count) {
     store_bytes(to, (Dwords)codes, count);
-}
-inline Lanes min(Lanes a, Lanes b) {
-    return chosen(a < b, a, b);
-}
-inline Lanes max(Lanes a, Lanes b) {
-    return chosen(a > b, a, b);
 }
 inline Lanes magnitude(Lanes x) {
     return (Lanes)((Ints)x & 0x7fffffff);

@@ -5,8 +5,6 @@
 namespace ptq::minifloat_tiled {
 namespace {
 
-using integer::fill;
-using integer::fma;
 using integer_tiled::load_int;
 
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 127 * 128 * 65536 is below 2^31
@@ -21,7 +19,7 @@ inline int64_t blocks_of(const Weight& w, int64_t group) {
 }
 
 inline Lanes scale_of(const Weight& w, int64_t tile, int64_t group) {
-    return integer_tiled::load_scale(w.scale + (tile * w.groups + group) * tile_rows);
+    return load(w.scale + (tile * w.groups + group) * tile_rows);
 }
 
 // --- quantised tokens ------------------------------------------------------------------------------------------------

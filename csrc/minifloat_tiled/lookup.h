@@ -13,8 +13,6 @@
 namespace ptq::minifloat_tiled {
 namespace {
 
-using integer::Lanes;
-using integer::SignedInts;
 using integer_tiled::block_bytes;
 using integer_tiled::block_columns;
 using integer_tiled::Dwords;

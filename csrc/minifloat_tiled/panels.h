@@ -26,10 +26,6 @@ inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
     return tile_of(w, tile) + column / block_columns * block_bytes(w.element->bits);
 }
 
-inline void store(void* to, Dwords x) {
-    store_vector(to, x);
-}
-
 void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
     with_bits(*w.element, [&]<int bits>() {
@@ -58,8 +54,8 @@ void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t colum
             auto* to = static_cast<uint32_t*>(panel) + r * tile_rows;
             for (int64_t c = column; c < end; c += block_columns, block += block_bytes(bits))
                 over_quads<bits>(block, [&]<int i>(Dwords codes) {
-                    store(to, (Dwords)pairs.template at<false>(codes)), to += tiles * tile_rows;
-                    store(to, (Dwords)pairs.template at<true>(codes)), to += tiles * tile_rows;
+                    store_vector(to, (Dwords)pairs.template at<false>(codes)), to += tiles * tile_rows;
+                    store_vector(to, (Dwords)pairs.template at<true>(codes)), to += tiles * tile_rows;
                 });
         }
     });
@@ -76,7 +72,8 @@ void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t colum
             const uint8_t* block = block_at(w, tile + r, column);
             auto* to = static_cast<uint32_t*>(panel) + r * tile_rows;
             for (int64_t c = column; c < end; c += block_columns, block += block_bytes(bits))
-                over_quads<bits>(block, [&]<int i>(Dwords codes) { store(to, bytes(codes)), to += tiles * tile_rows; });
+                over_quads<bits>(block,
+                                 [&]<int i>(Dwords codes) { store_vector(to, bytes(codes)), to += tiles * tile_rows; });
         }
     });
 }

@@ -10,8 +10,6 @@
 namespace ptq::mixers {
 namespace {
 
-using integer::Lanes;
-using integer::lanes;
 using steps::read;
 using steps::rounded;
 using steps::write;
@@ -43,7 +41,7 @@ void conv_of(const Conv& p, int64_t first, int64_t last) {
                 seen[i] = from < p.room ? at<type>(p.state, (row + i) * p.room + from) : x[i];
                 weight[i] = at<type>(p.weight, (c + i) * p.width + w);
             }
-            sum = integer::fma(seen, weight, sum);
+            sum = fma(seen, weight, sum);
         }
         auto* state = static_cast<Element*>(p.state) + row * p.room;
         for (int64_t i = 0; i < count; i++, state += p.room) {
@@ -65,7 +63,7 @@ inline void vector_of(const void* from, int64_t start, int64_t d, bool norm, flo
     Lanes squares{};
     for (int64_t i = 0; i < d; i += lanes) {
         const Lanes x = read<type>(from, start + i, std::min(lanes, d - i));
-        squares = integer::fma(x, x, squares);
+        squares = fma(x, x, squares);
         std::memcpy(to + i, &x, std::min(lanes, d - i) * sizeof(float));
     }
     if (norm) scale *= 1.0f / std::sqrt(integer::sum(squares) + 1e-6f);
@@ -93,8 +91,7 @@ void delta_columns(const Delta& p, int64_t unit, int64_t column, int64_t last, f
         Lanes known[vectors] = {}, out[vectors] = {}, delta[vectors];
         for (int64_t i = 0; i < p.dk; i++)
 #pragma GCC unroll 4
-            for (int c = 0; c < vectors; c++)
-                known[c] = integer::fma(integer::load(state + i * width + c * lanes), integer::fill(k[i]), known[c]);
+            for (int c = 0; c < vectors; c++) known[c] = fma(load(state + i * width + c * lanes), fill(k[i]), known[c]);
         for (int c = 0; c < vectors; c++) {
             const Lanes value = read<type>(p.v, row * p.dv + column + c * lanes, size(c));
             delta[c] = (value - known[c] * decay) * p.beta[row];
@@ -103,9 +100,9 @@ void delta_columns(const Delta& p, int64_t unit, int64_t column, int64_t last, f
 #pragma GCC unroll 4
             for (int c = 0; c < vectors; c++) {
                 float* const place = state + i * width + c * lanes;
-                const Lanes now = integer::fma(integer::fill(k[i]), delta[c], integer::load(place) * decay);
-                integer::store(place, now);
-                out[c] = integer::fma(now, integer::fill(q[i]), out[c]);
+                const Lanes now = fma(fill(k[i]), delta[c], load(place) * decay);
+                store(place, now);
+                out[c] = fma(now, fill(q[i]), out[c]);
             }
         for (int c = 0; c < vectors; c++)
             write<type>(p.out, row * p.dv + column + c * lanes, rounded<type>(out[c]), size(c));

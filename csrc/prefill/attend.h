@@ -9,8 +9,6 @@
 namespace ptq::prefill {
 namespace {
 
-using integer::Lanes;
-
 constexpr float none = -std::numeric_limits<float>::infinity();
 
 struct Scratch {
@@ -104,28 +102,27 @@ inline void store_weights(uint32_t* to, int64_t at, Lanes low, Lanes high) {
 // Scores to weights, against the largest score so far.
 template <Mode mode>
 void weigh(const Attention& p, const Rows& rows, int64_t keys, const Scratch& scratch) {
-    const Lanes scaling = integer::fill(p.scaling);
+    const Lanes scaling = fill(p.scaling);
     const int64_t whole = (keys + 2 * lanes - 1) / (2 * lanes) * (2 * lanes);
     for (int64_t r = 0; r < rows.count; r++) {
-        Lanes high = integer::load(scratch.score + r * chunk);
-        for (int64_t s = lanes; s < whole; s += lanes)
-            high = integer::max(high, integer::load(scratch.score + r * chunk + s));
+        Lanes high = load(scratch.score + r * chunk);
+        for (int64_t s = lanes; s < whole; s += lanes) high = max(high, load(scratch.score + r * chunk + s));
         scratch.top[r] = std::max(scratch.largest[r], _mm512_reduce_max_ps((__m512)high) * p.scaling);
     }
     for (int64_t r = 0; r < rows.count; r += lanes) {
-        const Lanes before = integer::load(scratch.largest + r), top = integer::load(scratch.top + r);
+        const Lanes before = load(scratch.largest + r), top = load(scratch.top + r);
         const Lanes shift = top == none ? Lanes{} : top;  // a row that has seen nothing yet
-        integer::store(scratch.factor + r, power<mode>(before - shift));
-        integer::store(scratch.largest + r, top), integer::store(scratch.top + r, -shift);
+        store(scratch.factor + r, power<mode>(before - shift));
+        store(scratch.largest + r, top), store(scratch.top + r, -shift);
     }
     for (int64_t r = 0; r < rows.count; r++) {
-        const Lanes shift = integer::fill(scratch.top[r]);
+        const Lanes shift = fill(scratch.top[r]);
         Lanes total = scratch.total[r] * scratch.factor[r];
         for (int64_t s = 0; s < whole; s += 2 * lanes) {
             Lanes x[2];
             for (int i = 0; i < 2; i++) {
-                const Lanes score = integer::load(scratch.score + r * chunk + s + i * lanes);
-                x[i] = power<mode>(integer::fma(score, scaling, shift));
+                const Lanes score = load(scratch.score + r * chunk + s + i * lanes);
+                x[i] = power<mode>(fma(score, scaling, shift));
             }
             total += x[0] + x[1];  // a score that is NaN ends here, and shows in the whole row
             store_weights<mode>(scratch.weight + r * p.value_steps(), s, x[0], x[1]);
@@ -153,7 +150,7 @@ void store_results(const Attention& p, const Rows& rows, const Scratch& scratch)
             ((rows.b * p.tokens + token) * p.heads * p.groups + rows.head * p.groups + group) * p.value_d;
         const float total = integer::sum(scratch.total[r]), inverse = total == 0 ? 0 : 1 / total;
         for (int64_t c = 0; c < p.value_d; c += lanes) {
-            const Lanes x = integer::load(scratch.out + r * p.value_width() + c) * inverse;
+            const Lanes x = load(scratch.out + r * p.value_width() + c) * inverse;
             steps::write<type>(p.out, to + c, steps::rounded<type>(x), std::min(lanes, p.value_d - c));
         }
     }

@@ -37,7 +37,7 @@ template <Mode mode, int vectors>
 }
 
 template <int vectors>
-[[gnu::always_inline]] inline void store(const __m512 sum[row_tile][vectors], float* to, int64_t row) {
+[[gnu::always_inline]] inline void store_sums(const __m512 sum[row_tile][vectors], float* to, int64_t row) {
 #pragma GCC unroll 6
     for (int r = 0; r < row_tile; r++)
 #pragma GCC unroll 4
@@ -49,7 +49,7 @@ template <Mode mode, int vectors>
 void score_tile(const uint32_t* keys, const uint32_t* q, int64_t steps, float* score) {
     __m512 sum[row_tile][vectors] = {};
     multiply<mode, vectors>(keys, panel, q, steps, steps, sum);
-    store<vectors>(sum, score, chunk);
+    store_sums<vectors>(sum, score, chunk);
 }
 
 // out[r, c] = factor[r] * out[r, c] + weight[r] . column c of the values, over the first `steps` of a chunk
@@ -62,7 +62,7 @@ void value_tile(const uint32_t* values, const uint32_t* weight, int64_t steps, c
 #pragma GCC unroll 4
         for (int c = 0; c < vectors; c++) sum[r][c] = _mm512_loadu_ps(out + r * width + c * lanes) * factor[r];
     multiply<mode, vectors>(values, vectors * lanes, weight, chunk / numbers_of(mode), steps, sum);
-    store<vectors>(sum, out, width);
+    store_sums<vectors>(sum, out, width);
 }
 
 }  // namespace

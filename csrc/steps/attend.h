@@ -17,13 +17,13 @@ inline void score_block(const Attend& p, const void* keys, int64_t at, int64_t c
     const int64_t width = padded(p.d);
     for (int64_t s = 0; s < count; s++)
         for (int64_t c = 0; c < p.d; c += lanes)
-            integer::store(key + s * width + c, read<type>(keys, at + s * p.d + c, std::min(lanes, p.d - c)));
+            store(key + s * width + c, read<type>(keys, at + s * p.d + c, std::min(lanes, p.d - c)));
     for (int64_t r = 0; r < rows; r++) {
         Lanes total[lanes] = {};
         for (int64_t c = 0; c < width; c += lanes) {
-            const Lanes x = integer::load(q + r * width + c);
+            const Lanes x = load(q + r * width + c);
 #pragma GCC unroll 16
-            for (int s = 0; s < lanes; s++) total[s] = integer::fma(x, integer::load(key + s * width + c), total[s]);
+            for (int s = 0; s < lanes; s++) total[s] = fma(x, load(key + s * width + c), total[s]);
         }
         integer::sums(total, score + r * chunk);
     }
@@ -40,21 +40,20 @@ inline void add_columns(const Attend& p, const void* values, int64_t at, int64_t
     Lanes acc[rows][4];
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++)
-            acc[r][c] = whole || left[c] ? integer::load(out + r * width + from + c * lanes) : Lanes{};
+        for (int c = 0; c < 4; c++) acc[r][c] = whole || left[c] ? load(out + r * width + from + c * lanes) : Lanes{};
     for (int64_t s = 0; s < count; s++) {
         Lanes w[rows];
-        for (int r = 0; r < rows; r++) w[r] = integer::fill(weight[r * chunk + s]);
+        for (int r = 0; r < rows; r++) w[r] = fill(weight[r * chunk + s]);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++) {
             const Lanes x = read<type>(values, at + s * p.d + from + c * lanes, whole ? lanes : left[c]);
-            for (int r = 0; r < rows; r++) acc[r][c] = integer::fma(w[r], x, acc[r][c]);
+            for (int r = 0; r < rows; r++) acc[r][c] = fma(w[r], x, acc[r][c]);
         }
     }
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
         for (int c = 0; c < 4; c++)
-            if (whole || left[c]) integer::store(out + r * width + from + c * lanes, acc[r][c]);
+            if (whole || left[c]) store(out + r * width + from + c * lanes, acc[r][c]);
 }
 
 template <Number type, int rows>
@@ -72,19 +71,19 @@ inline void fetch(const void* from, int64_t bytes) {
 // Scores to weights, for the new maximum of the row; returns what the sums so far are multiplied with.
 inline float soften(float* score, int64_t seen, int64_t count, float* largest, float* total) {
     for (int64_t s = seen; s < (count + lanes - 1) / lanes * lanes; s++) score[s] = none;
-    Lanes high = integer::fill(*largest);
+    Lanes high = fill(*largest);
     for (int64_t s = 0; s < count; s += lanes) {
-        const Lanes x = integer::load(score + s);
+        const Lanes x = load(score + s);
         high = chosen(x <= high, high, x);  // a NaN wins, so that it shows
     }
     float top = high[0];
     for (int i = 1; i < lanes; i++) top = high[i] <= top ? top : high[i];
-    const float factor = *largest == none ? 0.0f : integer::exponential(integer::fill(*largest - top))[0];
+    const float factor = *largest == none ? 0.0f : integer::exponential(fill(*largest - top))[0];
     Lanes sum{};
     for (int64_t s = 0; s < count; s += lanes) {
-        const Lanes weight = top == none ? Lanes{} : integer::exponential(integer::load(score + s) - top);
+        const Lanes weight = top == none ? Lanes{} : integer::exponential(load(score + s) - top);
         sum += weight;
-        integer::store(score + s, weight);
+        store(score + s, weight);
     }
     *largest = top;
     *total = *total * factor + integer::sum(sum);
@@ -103,7 +102,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t first, float* scratch) {
         for (int64_t c = 0; c < p.d; c += lanes) {
             const int64_t count = std::min(lanes, p.d - c);
             const Lanes x = read<type>(p.q, (unit * all + first + r) * p.d + c, count) * p.scaling;
-            integer::store(q + r * width + c, x, count);
+            store(q + r * width + c, x, count);
         }
     constexpr int64_t size = type == Number::float32 ? 4 : 2;
     const int64_t start = unit * p.room * p.d;
@@ -130,8 +129,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t first, float* scratch) {
         const int64_t to = (((b * p.tokens + token) * p.heads + head) * p.groups + group) * p.d;
         const float inverse = 1 / total[r];
         for (int64_t c = 0; c < p.d; c += lanes)
-            write<type>(p.out, to + c, rounded<type>(integer::load(out + r * width + c) * inverse),
-                        std::min(lanes, p.d - c));
+            write<type>(p.out, to + c, rounded<type>(load(out + r * width + c) * inverse), std::min(lanes, p.d - c));
     }
 }
 

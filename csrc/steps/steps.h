@@ -75,7 +75,7 @@ inline Lanes clamped(Lanes gate, Lanes up, float alpha, Lanes limit) {
 
 template <Number type>
 void gated_of(const Gated& p, int64_t first, int64_t last) {
-    const Lanes limit = rounded<type>(integer::fill(p.limit));
+    const Lanes limit = rounded<type>(fill(p.limit));
     for (int64_t i = first * lanes; i < std::min(p.size, last * lanes); i += lanes) {
         const int64_t count = std::min(lanes, p.size - i);
         const Lanes gate = read<type>(p.gate, i, count), up = read<type>(p.up, i, count);
