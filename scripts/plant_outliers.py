@@ -54,15 +54,16 @@ def edits(
     plan = outline("", shape, family, tensors)
     for index in range(shape.blocks):
         block = list(plan.block(index))
-        for norm in (family.attention_norm, family.mlp_norm):
-            if norm is not None and not family.norm_offset:
-                yield f"{family.layers}.{index}.{norm}.weight", 0, 0, residual
+        for norm in dict.fromkeys((family.attention_norm, family.mlp_norm)):
+            if norm is not None and family.norm_tensors and not family.norm_offset:
+                for leaf in ("weight", "bias"):
+                    yield f"{family.layers}.{index}.{norm}.{leaf}", 0, 0, residual
                 readers = (linear for linear in block if linear.role in READERS)
                 same = (linear for linear in readers if getattr(family, READERS[linear.role]) == norm)
                 sources = dict.fromkeys(linear.source for linear in same)  # a fused one is there for every role
                 yield from ((source, 1, 0, 1 / residual) for source in sources)
         ups, downs = ([linear for linear in block if linear.role == role] for role in ("up", "down"))
-        for up, down in zip(ups, downs, strict=True):
+        for up, down in zip(ups, downs, strict=True) if family.gate else ():  # else the activation is between them
             inside = _scale(down.k, channels, factors, generator)
             first = first_row("up", shape, family) if up.expert is None else 0
             yield up.source, 0, first, inside

@@ -50,8 +50,9 @@ SWITCHES: dict[str, Any] = dict(
 """Set where the family's config has them: every bias, and multipliers far from 1, their default."""
 
 SPARSE: dict[str, Any] = dict(
-    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=40, mlp_only_layers=[0],
-    mlp_layer_types=["dense", "sparse"], first_k_dense_replace=1, norm_topk_prob=True, n_group=2, topk_group=1,
+    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_topk=2, moe_intermediate_size=40,
+    mlp_only_layers=[0], mlp_layer_types=["dense", "sparse"], first_k_dense_replace=1, num_dense_layers=1,
+    norm_topk_prob=True, n_group=2, topk_group=1,
     routed_scaling_factor=1.7, n_shared_experts=2, shared_expert_intermediate_size=56,
 )  # fmt: skip
 """Likewise: few experts, of another width than the one block that has none."""
@@ -65,16 +66,21 @@ MIXED: dict[str, Any] = dict(
 LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; every head has keys of its own
 TWO_MIXERS: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite"), LATENT),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
     "minicpm3": dict(LATENT, scale_emb=0.7, dim_model_base=36),  # with 12 and 256 every token expects itself, surely
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), TWO_MIXERS),
     "youtu": dict(LATENT, pad_token_id=None),  # transformers makes that row of the embedding zeros when it loads
-    "lfm2": dict(layer_types=["conv", "full_attention"], hidden_size=80, block_multiple_of=8),
+    **dict.fromkeys(
+        ("lfm2", "lfm2_moe"), dict(layer_types=["conv", "full_attention"], hidden_size=80, block_multiple_of=8)
+    ),
+    "bamba": dict(attn_layer_indices=[1], hidden_size=80),
     "granitemoehybrid": dict(
         layer_types=["linear_attention", "full_attention"], num_local_experts=0, shared_intermediate_size=152,
         hidden_size=80,
     ),
-    **dict.fromkeys(("olmoe", "helium", "qwen2_moe", "flex_olmo"), dict(hidden_size=80)),  # heads fill hidden_size
+    **dict.fromkeys(  # heads fill hidden_size
+        ("olmoe", "helium", "qwen2_moe", "flex_olmo", "stablelm", "gpt_neox"), dict(hidden_size=80)
+    ),
     **dict.fromkeys(("gemma2", "vaultgemma"), dict(attn_logit_softcapping=0.6, final_logit_softcapping=5.0)),
     "gemma4_text": dict(
         num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16,
@@ -106,7 +112,8 @@ PARTIAL = dict(partial_rotary_factor=0.5)
 
 
 ALIKE = {
-    "dots1", "solar_open", "mellum", "flex_olmo",
+    "dots1", "solar_open", "mellum", "flex_olmo", "hunyuan_v1_moe", "lfm2_moe", "glm_moe_dsa", "afmoe",
+    "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
     "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
 }  # fmt: skip
@@ -129,7 +136,7 @@ WRITTEN_PLAIN = [
     if name not in SPARSE_FAMILIES or family.experts is None or not family.experts.fused
 ]  # fmt: skip
 """Those of which transformers reads plain weights as a run writes them."""
-KEYS_WITHOUT_NORM = [name for name in CACHED if not FAMILIES[name].norms_keys]
+KEYS_WITHOUT_NORM = [name for name in CACHED if FAMILIES[name].norm_tensors and not FAMILIES[name].norms_keys]
 
 
 def by_role(plan: Plan, block: int) -> dict[str, LinearPlan]:
@@ -148,7 +155,7 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     computed = {key for key, value in vars(type(defaults)).items() if isinstance(value, property)}
     settings = {key: value for key, value in (SWITCHES | SPARSE | MIXED).items() if key not in computed}
     switches = {key: value for key, value in settings.items() if hasattr(defaults, key)}
-    if PARTIAL.keys() <= defaults.rope_parameters.keys():
+    if PARTIAL.keys() <= getattr(defaults, "rope_parameters", {}).keys():
         switches |= PARTIAL
     values = {**ODD, **switches, **OWN.get(model_type, {}), **changes}
     for key in {"layer_rope_theta", "layer_types"} & values.keys():  # one for each block
@@ -165,7 +172,9 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
     for name, parameter in (*model.named_parameters(), *buffers.items()):
         noise = torch.randn(parameter.shape, generator=generator)
-        if "norm" in name:
+        if parameter.dim() == 0:  # a constant of an activation
+            continue
+        if "norm" in name and not name.endswith("bias"):
             gain = 0.3 + 2.7 * torch.rand(parameter.shape, generator=generator)
             if "q_norm" in name and config.model_type == "gemma4_text":  # which does not scale the scores
                 gain = gain / parameter.shape[0] ** 0.5

@@ -44,7 +44,7 @@ def behind_norm(linear: LinearPlan, job: Job, part: Part) -> torch.Tensor:
     """A rewritten weight with the gain of the norm in front of it, which is 1 where R1 has folded it."""
     w, field = part.parameter(linear.dense_weight), READERS.get(linear.role.partition("+")[0])
     norm = None if field is None else getattr(job.family, field)
-    if norm is None:
+    if norm is None or not job.family.norm_tensors:
         return w
     return w * (part.parameter(f"{job.plan.layers}.1.{norm}.weight") + job.plan.norm_offset)
 

@@ -335,7 +335,7 @@ def test_a_bias_that_learns_goes_the_own_way(tmp_path: Path, seen: list[list[int
 # --- the router -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", SPARSE_FAMILIES)
+@pytest.mark.parametrize("model_type", [name for name in SPARSE_FAMILIES if name not in ("hunyuan_v1_moe", "afmoe")])
 @torch.no_grad()
 def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()

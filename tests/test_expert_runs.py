@@ -130,7 +130,9 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
         hidden = job.packed_block(index, inside).run(hidden)
     with torch.no_grad():
         packed = load(out)
-        logits = job.logits(plain(tensors[f"{job.head.name}.weight"]), tensors["model.norm.weight"], hidden)
+        logits = job.logits(
+            plain(tensors[f"{job.head.name}.weight"]), {name: tensors[name] for name in job.last}, hidden
+        )
         assert torch.equal(torch.cat(logits), torch.cat([packed(row).logits for row in IDS.split(3)]))
         headless = AutoModel.from_pretrained(out, dtype=torch.float32)
         assert torch.equal(headless(IDS).last_hidden_state, packed.model(IDS).last_hidden_state)

@@ -41,6 +41,8 @@ WITHOUT_VALUES = {
     families.INDEXED_ATTENTION,
     *families.MLA,
     *FAMILIES["lfm2"].mixers,
+    *FAMILIES["afmoe"].mixers,
+    *FAMILIES["gpt_neox"].mixers,
     *families.GEMMA_4_ATTENTION,
 }
 SUBSETS = [{"R1"}, {"R2"}, {"R4"}, {"R1", "R2"}, {"R1", "R2", "R4"}]
@@ -150,11 +152,12 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
     check_claims(full, {name: tuple(tensor.shape) for name, tensor in source.items()})
     part = only(full, keep)
     assert any(linear.input or linear.output or linear.parts for linear in part.linears)
+    embedding = f"{family.embedding}.weight"
     untied = tiny_config(model_type, tie_word_embeddings=not full.untied)
-    original = exact(config, {**state, "lm_head.weight": source["model.embed_tokens.weight"]})
+    original = exact(config, {**state, "lm_head.weight": source[embedding]})
     tensors = rewritten(part, source)
     names = family.experts.linears if family.experts else None
-    rotated = exact(untied, {"lm_head.weight": tensors["model.embed_tokens.weight"], **tensors}, names)
+    rotated = exact(untied, {"lm_head.weight": tensors[embedding], **tensors}, names)
     add_online(rotated, part)
     with InFloat64():
         assert relative(rotated(IDS).logits, original(IDS).logits) < 1e-9
@@ -217,8 +220,17 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
     hidden = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
     for index in range(target.plan.blocks):
         hidden = job.original_block(index).run(hidden)
-    logits = job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), hidden, "original")
+    logits = job.logits(
+        plain(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, hidden, "original"
+    )
     assert relative(torch.cat(logits), AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 5e-6
+
+
+def test_blocks_that_share_an_indexer_are_refused(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "glm_moe_dsa")
+    edit_config(indexer_types=["full", "shared"])(folder)
+    found = quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest")
+    check_refused(found, "config.json: indexer_types: blocks that take over the tokens of an earlier one's indexer")
 
 
 def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:

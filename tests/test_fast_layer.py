@@ -26,21 +26,22 @@ from quip_sharp.plan import QuipSharpRecipe
 
 KINDS = {
     "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads", "exaone4": "heads",
+    "apertus": "heads",
     "glm4_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole", "flex_olmo": "whole",
     "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
-    "glm", "glm4", "ernie4_5", "helium", "hunyuan_v1_dense", "ministral3", "gemma2", "vaultgemma",
-    "granite_swa", "gpt_oss",
+    "glm", "glm4", "ernie4_5", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2", "vaultgemma",
+    "granite_swa", "gpt_oss", "cohere", "cohere2", "phi", "stablelm",
 }  # fmt: skip
 """Families whose rotary embedding is another one, that do more to queries and keys, or attend in another way."""
 OTHERS = (
-    dict.fromkeys(("olmo2", "olmo3", *sorted(OWN_ATTENTION)), [])
+    dict.fromkeys(("olmo2", "olmo3", "olmo", "apertus", "nemotron", *sorted(OWN_ATTENTION)), [])
     | dict.fromkeys(("mixtral", "olmoe", "minimax_m2"), ["attention"] * 2)
     | dict.fromkeys(("qwen3_moe", "qwen2_moe", "glm4_moe"), ["all", "attention"])
 )
-"""Families whose attention is another one, whose rotary embedding is in float32 (OLMo), or which have experts: what
-one call does of two layers."""
+"""Families whose attention, norms or MLP are others, whose rotary embedding is in float32 (OLMo), or which have
+experts: what one call does of two layers."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -107,7 +108,7 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     if family not in PLAIN_ATTENTION:
         return
     kinds = [fast_attention.kind_of(layer.self_attn) for layer in plain.model.layers]
-    in_part = family in ("phi3", "glm4_moe", "minimax_m2")
+    in_part = family in ("phi3", "glm4_moe", "minimax_m2", "nemotron")
     assert kinds[0] == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part))
     fast = [kind for kind in kinds if kind is not None]
     assert calls == [bool(step) for _ in range(2) for step in range(5) for _ in fast]

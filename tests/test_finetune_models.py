@@ -134,16 +134,19 @@ def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> N
 @pytest.mark.parametrize("model_type", TRAINED)
 def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_path: Path) -> None:
     source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False, num_hidden_layers=1)
-    gate = FAMILIES[model_type].gate
-    bits = 4 if FAMILIES[model_type].mixers else 2  # at 2, states of random models are noise: training finds nothing
-    asked = recipe(source, skip=(f"*.{gate}",), rounding="nearest", sequence_length=16, bits=bits)
+    names = FAMILIES[model_type]
+    skipped = names.gate or names.up
+    bits = (
+        4 if names.mixers or names.gate is None else 2
+    )  # at 2, states of random models are noise: training finds nothing
+    asked = recipe(source, skip=(f"*.{skipped}",), rounding="nearest", sequence_length=16, bits=bits)
     ptq.quantize(source, tmp_path / "out", asked, QUIET)
     found, original = tensors(tmp_path / "out"), load_file(source / "model.safetensors")
-    for name in ("lm_head.weight", f"{FAMILIES[model_type].final_norm}.weight"):
+    for name in (f"{names.head}.weight", *([f"{names.final_norm}.weight"] if names.norm_tensors else [])):
         assert not torch.equal(found[name], original[name])
-    for name in (f"model.layers.0.{gate}.weight", "model.embed_tokens.weight"):
+    for name in (f"{names.layers}.0.{skipped}.weight", f"{names.embedding}.weight"):
         assert torch.equal(found[name], original[name])
-    biases = [name for name in original if name.endswith(".bias") and gate not in name]
+    biases = [name for name in original if name.endswith(".bias") and skipped not in name]
     assert all(not torch.equal(found[name], original[name]) for name in biases)
 
 

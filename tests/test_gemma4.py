@@ -66,7 +66,9 @@ def test_parts_that_run_alone_make_the_whole_model(model: Path) -> None:
     for index in range(target.plan.blocks):
         state = job.original_block(index).run(state)
         assert state.shape[-1] == layout.width - (index + 1) * layout.own
-    found = job.logits(plain(job.tensor(job.head.source)), job.tensor(job.final_norm), state, "original")
+    found = job.logits(
+        plain(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, state, "original"
+    )
     assert relative(torch.cat(found), load(model)(IDS).logits) < 5e-6
 
 

@@ -21,8 +21,8 @@ def final_norm(factor: float) -> Break:
     """The rotated model's last gain times a factor."""
 
     def apply(patch: pytest.MonkeyPatch) -> None:
-        real = Job.rewritten_norm
-        patch.setattr(Job, "rewritten_norm", lambda job: factor * real(job))
+        real = Job.rewritten_last
+        patch.setattr(Job, "rewritten_last", lambda job: {name: factor * norm for name, norm in real(job).items()})
 
     return apply
 

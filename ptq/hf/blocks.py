@@ -44,27 +44,33 @@ class _FastLinear(nn.Linear):
 class _Splice(nn.Module):
     """Stands in for a decoder block: records the hidden states that enter, and puts others in their place."""
 
-    def __init__(self, block: nn.Module | None) -> None:
+    def __init__(self, block: nn.Module | None, pair: bool) -> None:
         super().__init__()
-        self.block = block
+        self.block, self.pair = block, pair
         self.replacement: Tensor | None = None
         self.entered: Tensor | None = None
         self.left: Tensor | None = None
         self.shared: Any = None
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         self.entered = hidden_states
         x = hidden_states if self.replacement is None else self.replacement
-        x = x if self.block is None else self.block(x, *args, **kwargs)
+        if self.block is not None:
+            found = self.block(x, *args, **kwargs)
+            x = found[0] if self.pair else found
         self.left, self.shared = x, kwargs.get("shared_kv_states")
-        return x
+        return (x, None) if self.pair else x
 
 
 class _Pass(nn.Module):
     """Stands in for a decoder block in front of the one that runs."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden_states
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, None) if self.pair else hidden_states
 
 
 class Part:
@@ -77,7 +83,7 @@ class Part:
     def __init__(self, config: Any, family: Family, layer: int | None, device: torch.device) -> None:
         self.family, self.layer, self.device = family, layer, device
         self.layout = Layout.of(config)
-        self.splice = _Splice(None)
+        self.splice = _Splice(None, family.returns_pair)
         self.model = _meta_model(config, family, self.splice, layer, device)
         self.prefix = f"{family.layers}.{layer}." if layer is not None else ""
 
@@ -203,7 +209,10 @@ class Part:
         named as in the whole model, in the place of the part's own."""
         self.splice.replacement = hidden
         inside = f"{self.family.layers}.{self.layer}.block."
-        named = {inside + self._inside(name) if self.prefix else name: t for name, t in tensors.items()}
+        named = {
+            inside + self._inside(name) if self.prefix else fused.module_name(name): tensor
+            for name, tensor in tensors.items()
+        }
         module: nn.Module = self.model
         if not head:
             self._without_norm()
@@ -243,7 +252,7 @@ def _meta_model(
     body = model.get_submodule(parent)
     if layer is not None:
         splice.block = getattr(body, name)[layer]
-    setattr(body, name, nn.ModuleList([*(_Pass() for _ in range(layer or 0)), splice]))
+    setattr(body, name, nn.ModuleList([*(_Pass(splice.pair) for _ in range(layer or 0)), splice]))
     if family.experts is not None:
         experts.separate(model, family.experts.linears, fused.Layout.of(family.experts))
     for name, module in list(model.named_modules()):

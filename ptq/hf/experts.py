@@ -133,7 +133,7 @@ def separate(model: nn.Module, names: tuple[str, str, str] | None, layout: Layou
         return False
     found = [(name, module) for name, module in model.named_modules() if _is_fused(module)]
     for name, module in found:
-        key = numbers_of(module), type(module._modules.get(ACTIVATION)), frozenset(module._parameters)
+        key = numbers_of(module), type(_activation(module)), frozenset(module._parameters)
         if key not in _KINDS:
             _KINDS[key] = _kind_of(module)
         kind, cls = _KINDS[key], type(module).__name__
@@ -153,12 +153,18 @@ def _is_fused(module: nn.Module) -> bool:
     parameters = module._parameters
     return (
         parameters.keys() in ({*FUSED}, {*FUSED, *BIASES})
-        and (ACTIVATION in module._modules or hasattr(module, OWN_GATE))
+        and (_activation(module) is not None or hasattr(module, OWN_GATE))
         and all(
             parameter is not None and parameter.dim() == (3 if name in FUSED else 2)
             for name, parameter in parameters.items()
         )
     )
+
+
+def _activation(module: nn.Module) -> nn.Module | None:
+    """The activation inside the gate of fused experts, of which some hold a function."""
+    found = getattr(module, ACTIVATION, None)
+    return nn.SiLU() if found is nn.functional.silu else found if isinstance(found, nn.Module) else None
 
 
 @dataclass(frozen=True)
@@ -174,8 +180,7 @@ def _separated(module: nn.Module, names: tuple[str, str, str], kind: _Kind) -> E
     down = module.get_parameter(FUSED[1])
     count, hidden, width = (down.transpose(1, 2) if kind.layout.transposed else down).shape
     gated = _OwnGate(hollow(module), kind.layout.interleaved) if kind.own_gate else None
-    act_fn = cast(nn.Module | None, module._modules.get(ACTIVATION))
-    return Experts(names, count, hidden, width, act_fn, down.dtype, gated, BIASES[0] in module._parameters)
+    return Experts(names, count, hidden, width, _activation(module), down.dtype, gated, BIASES[0] in module._parameters)
 
 
 class _OwnGate:
@@ -199,7 +204,8 @@ _SILU: dict[type, bool] = {}
 @trial()
 def _kind_of(module: nn.Module) -> _Kind | None:
     """The first kind of `Experts` that compute what fused ones do; None where there is none."""
-    gates = [own for own, there in ((False, ACTIVATION in module._modules), (True, hasattr(module, OWN_GATE))) if there]
+    there = {False: _activation(module) is not None, True: hasattr(module, OWN_GATE)}
+    gates = [own for own in there if there[own]]
     layouts = [Layout(*flags) for flags in itertools.product((False, True), repeat=2)]
     kinds = (_Kind(layout, own) for layout in layouts for own in gates)
     return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
@@ -215,8 +221,7 @@ def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
             fused[bias] = torch.randn(3, outputs, generator=generator, dtype=torch.float64)
     alone = hollow(module)
     alone.num_experts = 3
-    if ACTIVATION in module._modules:
-        alone.act_fn = module.act_fn
+    alone.act_fn = _activation(module)
     for name, tensor in fused.items():
         alone.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     ours = _separated(alone, NAMES[0], kind)

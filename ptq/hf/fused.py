@@ -18,8 +18,9 @@ FUSED = ("gate_up_proj", "down_proj")
 """Parameters of a module of fused experts: [experts, 2 width, hidden] and [experts, hidden, width], or `Layout`."""
 BIASES = tuple(f"{name}_bias" for name in FUSED)
 """Those that it may have besides: [experts, 2 width] and [experts, hidden]."""
-IN_FILES, IN_MODEL = ".block_sparse_moe.", ".mlp."
-"""Mixtral's files have the first where its modules have the second; transformers renames tensors when it loads them."""
+RENAMED = ((".block_sparse_moe.", ".mlp."), ("embed_out", "lm_head"))
+"""Files of Mixtral, of GPT-NeoX, have the first where modules have the second; transformers renames tensors when it
+loads them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class Layout:
 
 def module_name(name: str) -> str:
     """What a model calls a linear of its checkpoint's files."""
-    return name.replace(IN_FILES, IN_MODEL)
+    for in_files, in_model in RENAMED:
+        name = name.replace(in_files, in_model)
+    return name
 
 
 def is_fused_parameter(name: str) -> bool:

@@ -73,14 +73,16 @@ class PackedEmbedding(PackedWeight):
 class TiedHead(nn.Module):
     """The head of a model whose packed embedding is also that."""
 
-    def __init__(self, embedding: PackedEmbedding) -> None:
+    def __init__(self, embedding: PackedEmbedding, bias: nn.Parameter | None) -> None:
         super().__init__()
         self._embedding = (embedding,)  # no submodule: its tensors would be listed twice
+        self.register_parameter("bias", bias)
         self.register_parameter(GUARD, frozen(guard()))  # transformers ties it to the embedding's
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
-        """x Wᵀ. It is the embedding that multiplies, so that an offloaded weight is fetched."""
-        return self._embedding[0](x)
+        """x Wᵀ + b. It is the embedding that multiplies, so that an offloaded weight is fetched."""
+        y = self._embedding[0](x)
+        return y if self.bias is None else y + self.bias
 
 
 def build(module: nn.Embedding, entry: Any, name: str) -> PackedEmbedding:
@@ -111,7 +113,15 @@ def tie(model: PreTrainedModel) -> None:
         embedding.multiplies = True
         name = next(name for name, module in model.named_modules() if module is head)
         parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, TiedHead(embedding))
+        bias = cast(nn.Parameter | None, getattr(head, "bias", None))
+        setattr(model.get_submodule(parent), leaf, TiedHead(embedding, bias))
+        if bias is not None:
+            setattr(model, "_adjust_bias", _leave)  # noqa: B010
+
+
+def _leave(*_: Any) -> None:
+    """In the place of the method by which transformers gives the bias of a tied head as many numbers as the embedding's
+    `weight` has rows: the stored one has a single element."""
 
 
 def resize_token_embeddings(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:

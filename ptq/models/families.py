@@ -66,6 +66,20 @@ MAMBA2 = Mixer(
     kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
 )
 
+LFM2 = Family(
+    "lfm2",
+    final_norm="model.embedding_norm",
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    mixers=(
+        Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight", "conv.conv.bias")),
+        Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
+    ),
+)
+
 FAMILIES: dict[str, Family] = {
     row.model_type: row
     for row in (
@@ -84,6 +98,37 @@ FAMILIES: dict[str, Family] = {
                 "iquestcoder",
                 "cwm",
             )
+        ),
+        Family("arcee", gate=None),
+        Family(
+            "apertus",
+            attention_norm="attention_layernorm",
+            mlp_norm="feedforward_layernorm",
+            gate=None,
+            kept=(*HEAD_NORMS, *(f"mlp.act_fn.{name}" for name in ("alpha_p", "alpha_n", "beta", "eps"))),
+        ),
+        *(Family(model_type, gate=None, rotate_residual=False) for model_type in ("nemotron", "jais2")),
+        Family("starcoder2", gate=None, up="mlp.c_fc", down="mlp.c_proj", rotate_residual=False),
+        Family("stablelm", rotate_residual=False),
+        Family("olmo", norm_tensors=False, rotate_residual=False),
+        Family(
+            "cohere",
+            mlp_norm="input_layernorm",
+            kept=HEAD_NORMS,
+            kept_if="use_qk_norm",
+            rope_interleaved=True,
+            rotate_residual=False,
+        ),
+        Family("cohere2", mlp_norm="input_layernorm", rope_interleaved=True, rotate_residual=False),
+        Family(
+            "phi",
+            final_norm="model.final_layernorm",
+            attention_output="self_attn.dense",
+            mlp_norm="input_layernorm",
+            gate=None,
+            up="mlp.fc1",
+            down="mlp.fc2",
+            rotate_residual=False,
         ),
         Family("granite_swa", kept=("self_attn.sinks",), plain_attention=False),
         *(Family(model_type, rope_interleaved=True) for model_type in ("ernie4_5", "helium")),
@@ -166,6 +211,19 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("qwen2_moe", experts=GATED_SHARED_EXPERT),
         Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
+        Family(
+            "hunyuan_v1_moe",
+            kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
+            experts=Experts("mlp.gate.wg", shared="mlp.shared_mlp"),
+        ),
+        Family(
+            "afmoe",
+            mlp_norm="pre_mlp_layernorm",
+            kept=("post_attention_layernorm.weight", "post_mlp_layernorm.weight"),
+            rotate_residual=False,
+            mixers=(replace(GATED_ATTENTION, readers=(*QKV, "self_attn.gate_proj")),),
+            experts=Experts("mlp.router.gate", shared="mlp.shared_experts", kept=("mlp.expert_bias",)),
+        ),
         Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
         Family("solar_open", experts=SHARED_EXPERTS),
         Family(
@@ -207,18 +265,42 @@ FAMILIES: dict[str, Family] = {
         *(Family(model_type, mixers=MLA, experts=SHARED_EXPERTS) for model_type in ("deepseek_v3", "glm4_moe_lite")),
         Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
         Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
-        Family(
-            "lfm2",
-            final_norm="model.embedding_norm",
-            attention_norm="operator_norm",
-            mlp_norm="ffn_norm",
-            gate="feed_forward.w1",
-            up="feed_forward.w3",
-            down="feed_forward.w2",
-            mixers=(
-                Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight", "conv.conv.bias")),
-                Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
+        Family("glm_moe_dsa", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS, returns_pair=True),
+        LFM2,
+        replace(
+            LFM2,
+            model_type="lfm2_moe",
+            experts=Experts(
+                "feed_forward.gate",
+                "feed_forward.experts",
+                gate="w1",
+                up="w3",
+                down="w2",
+                kept=("feed_forward.expert_bias",),
             ),
+        ),
+        Family(
+            "bamba",
+            final_norm="model.final_layernorm",
+            mlp_norm="pre_ff_layernorm",
+            gate="feed_forward.gate_proj",
+            up="feed_forward.up_proj",
+            down="feed_forward.down_proj",
+            returns_pair=True,
+            mixers=(MAMBA2,),
+        ),
+        Family(
+            "gpt_neox",
+            layers="gpt_neox.layers",
+            embedding="gpt_neox.embed_in",
+            final_norm="gpt_neox.final_layer_norm",
+            head="embed_out",
+            gate=None,
+            up="mlp.dense_h_to_4h",
+            down="mlp.dense_4h_to_h",
+            rotate_residual=False,
+            unused=tuple(f"attention.{name}" for name in ("rotary_emb.inv_freq", "bias", "masked_bias")),
+            mixers=(Mixer(("attention.query_key_value",), "attention.dense"),),
         ),
         Family(
             "granitemoehybrid",

@@ -85,16 +85,18 @@ class LayerInputs:
 
 @dataclass(frozen=True)
 class Family:
-    """Names of the parts of a decoder-only model: RMSNorm, rotary attention or another mixer, gated MLP.
+    """Names of the parts of a decoder-only model: norms, attention or another mixer, an MLP.
 
     Names of parts inside a block are relative to the block. The defaults are those of Llama. Query, key and value, and
-    gate and up, may name the same linear: a fused one, whose rows stand in this order.
+    gate and up, may name the same linear: a fused one, whose rows stand in this order. Both norms of a block may be the
+    same one. Where a norm has a bias, it is found by itself.
     """
 
     model_type: str
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
+    """The norm behind the last block. It is there in every model; of some it has no tensors (`norm_tensors`)."""
     head: str = "lm_head"
     attention_norm: str | None = "input_layernorm"
     """The norm whose output query, key and value read; None where they read the residual stream itself."""
@@ -104,7 +106,8 @@ class Family:
     attention_output: str = "self_attn.o_proj"
     mlp_norm: str | None = "post_attention_layernorm"
     """The norm whose output gate and up read; None where they read the residual stream itself."""
-    gate: str = "mlp.gate_proj"
+    gate: str | None = "mlp.gate_proj"
+    """The linear inside the activation; None where there is no gate, but `down(act(up(x)))`."""
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     kept: tuple[str, ...] = ()
@@ -113,12 +116,17 @@ class Family:
     """A setting of config.json: models in which it is false have none of the tensors `kept`. None: all have them."""
     norm_offset: float = 0.0
     """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
+    norm_tensors: bool = True
+    """False where no norm has a gain."""
     rope_interleaved: bool = False
     """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
     rotate_residual: bool = True
-    """False where something acts on a block's output before it is added, such as a norm with a gain: R1 is invalid."""
+    """False where R1 is invalid: norms that subtract a mean (LayerNorm), or something that acts on a block's output
+    before it is added, such as a norm with a gain."""
     plain_attention: bool = True
     """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
+    returns_pair: bool = False
+    """Whether a block returns, beside the hidden states, one thing more, which no block needs."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
     experts: Experts | None = None

@@ -9,8 +9,12 @@ from ptq.models.state import Layout
 UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of blocks for multi-token prediction."""
 SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
-CHOSEN = ("num_experts_per_tok", "top_k_experts")
+CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """And that of the experts which a token passes."""
+DENSE = ("first_k_dense_replace", "num_dense_layers")
+"""And that of the first blocks, which have no experts."""
+SHARED = ("n_shared_experts", "num_shared_experts")
+"""And that of the experts that every token passes, as one MLP."""
 LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
 LARGEST_CHUNK = 4096
@@ -115,6 +119,10 @@ def _check_settings(config: Any, blocks: int) -> None:
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
     if hasattr(config, "mamba_chunk_size") and (chunk := _size(config, "mamba_chunk_size")) > LARGEST_CHUNK:
         raise InputError(f"config.json: mamba_chunk_size must be {LARGEST_CHUNK} at most, found {chunk}")
+    if "shared" in (getattr(config, "indexer_types", None) or ()):
+        raise InputError(
+            "config.json: indexer_types: blocks that take over the tokens of an earlier one's indexer are not supported"
+        )
     thetas = getattr(config, "layer_rope_theta", None)
     if thetas is not None and len(thetas) != blocks:
         raise InputError(f"config.json: layer_rope_theta lists {len(thetas)} blocks, num_hidden_layers says {blocks}")
@@ -172,8 +180,10 @@ def _experts(config: Any) -> dict[str, Any]:
         found["shared_width"] = _size(config, "intermediate_size")
     elif hasattr(config, "shared_expert_intermediate_size"):
         found["shared_width"] = _size(config, "shared_expert_intermediate_size")
-    elif hasattr(config, "n_shared_experts"):  # one MLP of the width of so many
-        found["shared_width"] = found["expert_width"] * _size(config, "n_shared_experts")
+    elif (shared := next((name for name in SHARED if hasattr(config, name)), None)) is not None:
+        found["shared_width"] = found["expert_width"] * _size(config, shared)
+    elif hasattr(config, "moe_topk"):
+        found["shared_width"] = _size(config, "intermediate_size")
     return found
 
 
@@ -183,7 +193,7 @@ def has_experts(config: Any, index: int) -> bool:
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is not None:
         return kinds[index] == "sparse"
-    if index < (getattr(config, "first_k_dense_replace", None) or 0):
+    if index < max(getattr(config, name, None) or 0 for name in DENSE):
         return False
     step = _size(config, "decoder_sparse_step") if hasattr(config, "decoder_sparse_step") else 1
     return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % step == 0

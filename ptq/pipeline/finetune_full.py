@@ -99,7 +99,7 @@ class _Model:
         self.share = RATE * finetune.rounding_error(map(tasks.mark, self.linears))
         self.embedding, self.head = (f"{linear.name}.weight" for linear in (job.embedding, job.head))
         self.teacher = Part(job.config, job.family, None, job.device)
-        self.teacher.load({job.lm_head: job.tensor(job.head.source), job.final_norm: job.tensor(job.final_norm)})
+        self.teacher.load({job.lm_head: job.tensor(job.head.source), **{name: job.tensor(name) for name in job.last}})
         self.bottom, self.blocks = Part(job.config, job.family, None, job.device), dict[int, Part]()
         head = tasks.matrix(job.head) if job.head.format is not None else None
         self.frozen_head = None if head is None else head.whole(job.head.k).to(job.device)
@@ -110,7 +110,7 @@ class _Model:
 
     def trained(self) -> dict[str, Trained]:
         """How sign vectors, norms, biases and the head are trained, from where they are now."""
-        job, names = self.job, set(self.job.plan.kept)
+        job, names = self.job, {*self.job.plan.kept, *self.job.last}
         for linear in self.linears:
             leaves = (INPUT_SIGNS, OUTPUT_SIGNS, "bias")
             names |= {f"{linear.name}.{leaf}" for leaf in leaves} & self.tasks.shards.layout.tensors.keys()
@@ -191,7 +191,7 @@ class _Model:
         job, total = self.job, 0.0
         taught = self.tasks.teacher.read(self.tasks.teacher.files(job.plan.blocks)[number]).flatten(0, 1)
         head = values[self.head] if self.frozen_head is None else self.frozen_head
-        tensors = {job.final_norm: values[job.final_norm], job.lm_head: head}
+        tensors = {job.lm_head: head, **{name: values[name] for name in job.last if name in values}}
         size = max(1, LOGITS // job.head.n)
         for start in range(0, len(taught), size):
             here = slice(start, start + size)

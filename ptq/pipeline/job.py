@@ -167,9 +167,11 @@ class Job:
         return f"{self.family.head}.weight"
 
     @property
-    def final_norm(self) -> str:
-        """Name of the gain of the last norm."""
-        return f"{self.family.final_norm}.weight"
+    def last(self) -> tuple[str, ...]:
+        """Names of the tensors behind the last block, beside the head's weight: those of the last norm, and the head's
+        bias."""
+        names = f"{self.family.final_norm}.weight", f"{self.family.final_norm}.bias", f"{self.family.head}.bias"
+        return tuple(name for name in names if name in self.checkpoint.tensors)
 
     def embed(
         self, matrices: Sequence[Matrix], ids: Int[Tensor, "batch t"], model: Model = "packed"
@@ -194,22 +196,23 @@ class Job:
         return names.made_by if names is not None and len(self.embeddings) > 1 else ()
 
     def logits(
-        self, matrix: Matrix, norm: Float[Tensor, " k"], state: Float[Tensor, "rows t w"], model: Model = "packed"
+        self, matrix: Matrix, last: dict[str, Tensor], state: Float[Tensor, "rows t w"], model: Model = "packed"
     ) -> list[Float[Tensor, "1 t v"]]:
-        """Logits of every row from the state that leaves the last block of a model, its head matrix and the gain of its
-        last norm."""
+        """Logits of every row from the state that leaves the last block of a model, its head matrix and its tensors
+        `last`."""
         part = self._ends(model)
         if matrix.entry is not None:
             part.pack({self.family.head: matrix.entry})
         tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
-        part.load({**tensors, self.final_norm: norm}, as_stored=state.shape[1] <= FEW_TOKENS)
+        part.load({**tensors, **last}, as_stored=state.shape[1] <= FEW_TOKENS)
         del matrix, tensors  # the largest of the model; the part may have it in float32
         with _running(model):
             return [part.logits(row) for row in state.split(1)]
 
-    def rewritten_norm(self) -> Tensor:
-        """The gain of the last norm, as the rotated model has it."""
-        return dict(self.norms_and_kept(self.final_norm))[self.final_norm]
+    def rewritten_last(self) -> dict[str, Tensor]:
+        """The tensors `last`, as the rotated model has them."""
+        norms = dict(self.norms_and_kept(f"{self.family.final_norm}."))
+        return {name: norms[name] if name in norms else self.tensor(name) for name in self.last}
 
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
         if not linear.rewritten:

@@ -225,13 +225,13 @@ def _agreement(
 ) -> tuple[Float[Tensor, "1 t v"], proof.Agreement, Float64[Tensor, "3 rows t-1"]]:
     """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
-    gain = job.tensor(job.final_norm)
+    first, last = ({name: read(name) for name in job.last} for read in (job.tensor, tasks.shards.read))
     logits = {
-        "original": job.logits(plain(job.tensor(job.head.source)), gain, states["original"], "original"),
+        "original": job.logits(plain(job.tensor(job.head.source)), first, states["original"], "original"),
         "rotated": job.logits(
-            plain(job.rewritten(job.head, torch.float32)), job.rewritten_norm(), states["rotated"], "rotated"
+            plain(job.rewritten(job.head, torch.float32)), job.rewritten_last(), states["rotated"], "rotated"
         ),
-        "packed": job.logits(tasks.matrix(job.head), tasks.shards.read(job.final_norm), states["packed"]),
+        "packed": job.logits(tasks.matrix(job.head), last, states["packed"]),
     }
     rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))
     agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])

@@ -93,8 +93,8 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
         part.quantize_cache(packed.cache() if packed else None)
         part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
         hidden = part.run(hidden)
-    gain = checkpoint.read(job.final_norm)
-    found = job.logits(_matrix(checkpoint, job.head.name, entries), gain, hidden)
+    last = {name: checkpoint.read(name) for name in job.last}
+    found = job.logits(_matrix(checkpoint, job.head.name, entries), last, hidden)
     if not torch.equal(torch.cat(found), logits):
         raise RunError(
             f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run "

@@ -94,7 +94,7 @@ def vectors(job: Job, linears: Iterable[LinearPlan], values: Values, share: floa
     return {
         name: Trained(value, dtypes[name], share * VECTOR_RATE)
         for name, value in values.items()
-        if name in dtypes and (name.endswith(moving) or name in job.plan.kept)
+        if name in dtypes and value.dim() and (name.endswith(moving) or name in job.plan.kept)  # no constants
     }
 
 

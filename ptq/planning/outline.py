@@ -71,8 +71,6 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
             linears += _layer_input(block, inputs, shape)
     if not shape.tied:
         linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
-    inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
-    norms = [f"{block}.{norm}.weight" for block in blocks for norm in inside] + [f"{family.final_norm}.weight"]
     others = family.experts.kept if family.experts else ()
     sparse = [block for index, block in enumerate(blocks) if shape.has_experts(index)]
     if shape.tied:
@@ -84,7 +82,9 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
         linears=tuple(linears),
         unit_norms=(),
         kept=(
-            *norms,
+            *norms(shape, family),
+            *(name for norm in norms(shape, family) if (name := f"{norm.removesuffix('weight')}bias") in tensors),
+            *((f"{family.head}.bias",) if shape.tied and f"{family.head}.bias" in tensors else ()),
             *(f"{block}.{name}" for block in blocks for name in (*family.kept, *(inputs.kept if inputs else ()))),
             *(inputs.made_by if inputs else ()),
             *(f"{block}.{name}" for block in sparse for name in others),
@@ -96,6 +96,15 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
         if behind
         else (),
     )
+
+
+def norms(shape: ModelShape, family: Family, last: bool = True) -> tuple[str, ...]:
+    """The gains of the norms whose output linears read; `last`: that of the head's too."""
+    if not family.norm_tensors:
+        return ()
+    inside = dict.fromkeys(norm for norm in (family.attention_norm, family.mlp_norm) if norm)
+    blocks = [f"{family.layers}.{index}.{norm}.weight" for index in range(shape.blocks) for norm in inside]
+    return (*blocks, f"{family.final_norm}.weight") if last else tuple(blocks)
 
 
 def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:
@@ -133,10 +142,11 @@ def _block(index: int, shape: ModelShape, family: Family, attention: bool) -> It
     """The linears of a block, with those of plain attention or without."""
     block, sparse = f"{family.layers}.{index}", family.experts is not None and shape.has_experts(index)
     for role, (n, k) in _sizes(shape, index).items():
-        if sparse if role in MLP else not attention:
+        name = getattr(family, role)
+        if name is None or (sparse if role in MLP else not attention):
             continue
-        statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role))}"
-        yield replace(_linear(role, f"{block}.{getattr(family, role)}", n, k), statistics=statistics)
+        statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role)) or name}"
+        yield replace(_linear(role, f"{block}.{name}", n, k), statistics=statistics)
     if sparse and family.experts is not None:
         yield from _experts(block, shape, family.experts)
 

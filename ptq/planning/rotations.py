@@ -9,8 +9,8 @@ them), put onto a plan.
 - R3 turns queries and keys after RoPE, when the model runs: nothing of it is in the weights, nor here
   (`ptq.kv.kv_cache`).
 - R4 turns the input of down_proj. Its Hadamard part runs online, its signs vanish into up_proj: act(gate) * (s up).
-  Experts with another gate have it without signs. What mixes tokens in the place of plain attention has no R2, but the
-  same in front of its output, without signs.
+  MLPs without a gate, and experts with another one, have it without signs. What mixes tokens in the place of plain
+  attention has no R2, but the same in front of its output, without signs.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from dataclasses import replace
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
-from ptq.planning.outline import block_of, first_row
+from ptq.planning.outline import block_of, first_row, norms
 from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 
 READERS = {
@@ -57,25 +57,20 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
     if residual is not None and not kept_tied:
         # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
         ends["embedding"] = replace(ends["embedding"], input=residual)
-        ends["head"] = replace(ends["head"], input=residual, norm=f"{family.final_norm}.weight")
-    norms = _norms(plan, family, last=not kept_tied) if residual else ()
+        gain = f"{family.final_norm}.weight" if family.norm_tensors else None
+        ends["head"] = replace(ends["head"], input=residual, norm=gain)
+    folded = norms(shape, family, last=not kept_tied) if residual else ()
+    rewritten = {*folded, f"{family.head}.bias"} if untied else {*folded}  # the head is now a linear
     return replace(
         plan,
         linears=(ends.pop("embedding"), *linears, *ends.values()),
-        unit_norms=norms,
-        kept=tuple(name for name in plan.kept if name not in norms),
+        unit_norms=folded,
+        kept=tuple(name for name in plan.kept if name not in rewritten),
         untied=untied,
         online_residual=residual if kept_tied else None,
         signs=_sign_lengths(linears, plan, shape, residual),
         notes=(*plan.notes, *_notes(shape, family, online, untied)),
     )
-
-
-def _norms(plan: Plan, family: Family, last: bool) -> tuple[str, ...]:
-    """The norms that R1 folds into their readers; `last`: that of the head too."""
-    inside = [norm for norm in (family.attention_norm, family.mlp_norm) if norm]
-    blocks = [f"{plan.layers}.{index}.{norm}.weight" for index in range(plan.blocks) for norm in inside]
-    return (*blocks, f"{family.final_norm}.weight") if last else tuple(blocks)
 
 
 def _r1(linear: LinearPlan, plan: Plan, family: Family, residual: Rotation) -> LinearPlan:
@@ -84,7 +79,7 @@ def _r1(linear: LinearPlan, plan: Plan, family: Family, residual: Rotation) -> L
     if linear.role not in READERS:
         return linear
     norm = getattr(family, READERS[linear.role])
-    gain = f"{plan.layers}.{block_of(linear, plan)}.{norm}.weight" if norm else None
+    gain = f"{plan.layers}.{block_of(linear, plan)}.{norm}.weight" if norm and family.norm_tensors else None
     return replace(linear, input=residual, norm=gain)
 
 
@@ -99,12 +94,12 @@ def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
 
 def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
     """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them. The MLP
-    beside them, of another width, has signs of its own. Without signs: outputs of mixers, and experts that would not
-    pass them on."""
+    beside them, of another width, has signs of its own. Without signs: outputs of mixers, and MLPs and experts that
+    would not pass them on."""
     plain_gate = family.experts is None or family.experts.plain_gate
     sources = {(_mlp(linear), linear.role): linear.source for linear in linears}
     for linear in linears:
-        without_signs = linear.expert is not None and not plain_gate
+        without_signs = family.gate is None if linear.expert is None else not plain_gate
         if linear.role == "mixer_output" or (linear.role == "down" and without_signs):
             online = Rotation(linear.k, hadamard.largest_block(linear.k))
             yield replace(linear, input=online, online=online)
@@ -134,7 +129,7 @@ def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
     """The plan with a balance of queries and keys; as it is where the family norms queries and keys, which would undo
     the balance."""
     norm = family.attention_norm
-    if norm is None or family.norms_keys:
+    if norm is None or family.norms_keys or not family.norm_tensors:
         return plan
 
     def balanced(linear: LinearPlan) -> LinearPlan:
@@ -169,7 +164,7 @@ def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Ite
             f"({2e-6 * shape.vocab * shape.hidden:.1f} MB in 16 bits)"
         )
     if not family.rotate_residual:
-        yield f"{family.model_type}: its blocks end in a norm, so R1 (the residual rotation) is left out"
+        yield f"{family.model_type}: R1 (the residual rotation) does not pass its norms, and is left out"
     widths = {"hidden_size": shape.hidden, "head_dim": shape.head_dim}
     yield from block_notes(widths | (mlp_widths(shape) if online else {}))
 

@@ -19,8 +19,8 @@ from ptq.ops import activations
 from ptq.ops.activations import Activation
 from ptq.planning.plan import Plan
 
-OBSERVED = ("query", "attention_output", "mixer_input", "mixer_output", "gate", "down")
-"""Roles whose inputs are measured."""
+OBSERVED = ("query", "attention_output", "mixer_input", "mixer_output", "gate", "up", "down")
+"""Roles whose inputs are measured; that of `up` where there is no gate."""
 CHUNK = 256
 """Tokens that are measured at once, and positions whose log-softmax is held at once: bounds the memory."""
 
