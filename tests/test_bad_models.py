@@ -101,11 +101,14 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "integer weights": (edit_tensors(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), "is int8: weights must be"),
     "blocks without end": (edit_config(num_hidden_layers=10**9), "num_hidden_layers 1000000000, but the checkpoint"),
     "a config of another size": (edit_config(hidden_size=32), "config.json says"),
-    "unknown model_type": (edit_config(model_type="mamba"), "is not supported; known are cwm, "),
+    "unknown model_type": (edit_config(model_type="mamba"), "is not supported; known are afmoe, "),
     "invented model_type": (edit_config(model_type="no-such-model"), "docs/add-a-family.md"),
     "quantised already": (edit_config(quantization_config={"quant_method": "gptq"}), "quantised already"),
     "a classifier": (
         edit_config(architectures=["LlamaForSequenceClassification"]), "only models that generate text are supported"
+    ),
+    "a model that embeds texts": (
+        edit_config(architectures=["LlamaModel"]), "only models that generate text are supported"
     ),
     "sizes of the wrong type": (edit_config(num_hidden_layers="two"), "num_hidden_layers"),
     "sizes that are not positive": (edit_config(intermediate_size=-24), "intermediate_size"),

@@ -316,12 +316,16 @@ FOR_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 """Models that also read images, with text models of types of their own, and what these are for text alone."""
 
 
-def family_of(config: dict[str, Any]) -> Family:
-    """The row of a model. Raises InputError for a `model_type` that has none, and for a classifier."""
+def check_generates(config: dict[str, Any]) -> None:
+    """Raise InputError for a classifier, and for a model without a head, as models that embed texts are published."""
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
-        if str(name).endswith(("Classification", "QuestionAnswering")):
+        if str(name).endswith(("Classification", "QuestionAnswering", "Model")):
             raise InputError(f"config.json: architectures says {name!r}: only models that generate text are supported")
+
+
+def family_of(config: dict[str, Any]) -> Family:
+    """The row of a model. Raises InputError for a `model_type` that has none."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         raise InputError(

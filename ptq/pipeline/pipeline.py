@@ -20,7 +20,7 @@ from ptq.files.lock import exclusive, lock_file
 from ptq.hf import experts, fused, text_model
 from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
 from ptq.kv import attention
-from ptq.models.families import family_of
+from ptq.models.families import check_generates, family_of
 from ptq.models.family import Family
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
@@ -69,6 +69,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     checkpoint = Checkpoint.open(source.resolve(model))
     checkpoint, notes = text_model.alone(checkpoint)
     checkpoint, more = published.dequantised(checkpoint)
+    check_generates(checkpoint.config)
     family, config = family_of(checkpoint.config), transformers_config(checkpoint)
     family, shape = family.of(config), shape_of(config)
     checkpoint = replace(checkpoint, tensors=fused.as_published(checkpoint.tensors, family, shape.experts))
