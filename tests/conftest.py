@@ -52,7 +52,7 @@ SWITCHES: dict[str, Any] = dict(
 SPARSE: dict[str, Any] = dict(
     num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_topk=2, moe_intermediate_size=40,
     mlp_only_layers=[0], mlp_layer_types=["dense", "sparse"], first_k_dense_replace=1, num_dense_layers=1,
-    norm_topk_prob=True, n_group=2, topk_group=1,
+    norm_topk_prob=True, n_group=2, topk_group=1, moe_num_shared_experts=2,
     routed_scaling_factor=1.7, n_shared_experts=2, shared_expert_intermediate_size=56,
 )  # fmt: skip
 """Likewise: few experts, of another width than the one block that has none."""
@@ -113,6 +113,7 @@ PARTIAL = dict(partial_rotary_factor=0.5)
 
 ALIKE = {
     "dots1", "solar_open", "mellum", "flex_olmo", "hunyuan_v1_moe", "lfm2_moe", "glm_moe_dsa", "afmoe",
+    "ernie4_5_moe",
     "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
     "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",

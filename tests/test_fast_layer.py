@@ -31,8 +31,8 @@ KINDS = {
     "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
-    "glm", "glm4", "ernie4_5", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2", "vaultgemma",
-    "granite_swa", "gpt_oss", "cohere", "cohere2", "phi", "stablelm",
+    "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2",
+    "vaultgemma", "granite_swa", "gpt_oss", "cohere", "cohere2", "phi", "stablelm",
 }  # fmt: skip
 """Families whose rotary embedding is another one, that do more to queries and keys, or attend in another way."""
 OTHERS = (

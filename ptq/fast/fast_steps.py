@@ -182,11 +182,12 @@ class _Functional:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module does something with one product of its input and its only matrix; with a bias or not."""
+    """Whether a module does something with one product of its input and its matrix; with a bias or not."""
     weight = module._parameters.get("weight")
-    if module._parameters.keys() - {"weight", "bias"} or module._modules or weight is None or weight.dim() != 2:
+    if module._parameters.keys() - {"weight", "bias"} or weight is None or weight.dim() != 2:
         return False
-    return not isinstance(module, nn.Linear | nn.Embedding) and _with_fast_linear(type(module).forward) is not None
+    others = any(isinstance(inside, nn.Linear | nn.Embedding) for inside in module.modules())
+    return not others and _with_fast_linear(type(module).forward) is not None
 
 
 def _router_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

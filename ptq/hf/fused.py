@@ -18,8 +18,8 @@ FUSED = ("gate_up_proj", "down_proj")
 """Parameters of a module of fused experts: [experts, 2 width, hidden] and [experts, hidden, width], or `Layout`."""
 BIASES = tuple(f"{name}_bias" for name in FUSED)
 """Those that it may have besides: [experts, 2 width] and [experts, hidden]."""
-RENAMED = ((".block_sparse_moe.", ".mlp."), ("embed_out", "lm_head"))
-"""Files of Mixtral, of GPT-NeoX, have the first where modules have the second; transformers renames tensors when it
+RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics."), ("embed_out", "lm_head"))
+"""Files of Mixtral, Ernie, GPT-NeoX have the first where modules have the second; transformers renames tensors when it
 loads them."""
 
 

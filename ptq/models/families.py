@@ -212,6 +212,11 @@ FAMILIES: dict[str, Family] = {
         Family("qwen2_moe", experts=GATED_SHARED_EXPERT),
         Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
         Family(
+            "ernie4_5_moe",
+            rope_interleaved=True,
+            experts=Experts(shared="mlp.shared_experts", kept=("mlp.moe_statics.e_score_correction_bias",)),
+        ),
+        Family(
             "hunyuan_v1_moe",
             kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
             experts=Experts("mlp.gate.wg", shared="mlp.shared_mlp"),

@@ -13,7 +13,7 @@ CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """And that of the experts which a token passes."""
 DENSE = ("first_k_dense_replace", "num_dense_layers")
 """And that of the first blocks, which have no experts."""
-SHARED = ("n_shared_experts", "num_shared_experts")
+SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 """And that of the experts that every token passes, as one MLP."""
 LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
@@ -195,7 +195,13 @@ def has_experts(config: Any, index: int) -> bool:
         return kinds[index] == "sparse"
     if index < max(getattr(config, name, None) or 0 for name in DENSE):
         return False
-    step = _size(config, "decoder_sparse_step") if hasattr(config, "decoder_sparse_step") else 1
+    if hasattr(config, "moe_layer_start_index") and not (
+        config.moe_layer_start_index <= index <= config.moe_layer_end_index
+    ):
+        return False
+    step = next(
+        (_size(config, key) for key in ("decoder_sparse_step", "moe_layer_interval") if hasattr(config, key)), 1
+    )
     return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % step == 0
 
 
