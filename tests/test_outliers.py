@@ -204,10 +204,11 @@ def test_planted_outliers_change_inputs_and_no_logits(model_type: str, dtype: to
     first = {name: (name,) for name in outliers.observed(plan, 1)}  # of the experts one: each has channels of its own
     names = list(first)
     before, after = inputs_of(load(folder), first), inputs_of(load(planted), first)
-    scaled = {name: family.attention_norm if "attn" in name else family.mlp_norm for name in (names[0], names[2])}
+    scaled = {names[0]: family.attention_norm, names[2]: family.mlp_norm} if family.norm_tensors else {}
     for name in names:
         grown = after[name].abs().amax(0) / before[name].abs().amax(0)
-        planted_here = name == names[3] or scaled.get(name) is not None and not family.norm_offset
+        inside = name == names[3] and family.gate is not None
+        planted_here = inside or scaled.get(name) is not None and not family.norm_offset
         expected = [32, 32, 64] if planted_here else []
         assert grown[grown > 1.5].sort().values.tolist() == pytest.approx(expected, rel=1e-3), name
         torch.testing.assert_close(

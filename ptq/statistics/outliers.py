@@ -68,8 +68,10 @@ def observed(plan: Plan, index: int) -> dict[str, tuple[str, ...]]:
     """One linear of block `index` for each of the inputs that linears share, and all those that are measured together
     with it: the same linear of every expert. An MLP beside experts is left out: it has another width."""
     block = list(plan.block(index))
-    found = {}
+    found, roles = {}, {role for linear in block for role in linear.role.split("+")}
     for role in OBSERVED:
+        if role == "up" and "gate" in roles:  # whose input it reads
+            continue
         linears = [x for x in block if role in x.role.split("+")]
         names = tuple(x.name for x in linears if x.expert is not None) or tuple(x.name for x in linears[:1])
         found |= {first: names for first in names[:1]}
