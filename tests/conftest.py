@@ -50,7 +50,7 @@ SWITCHES: dict[str, Any] = dict(
 """Set where the family's config has them: every bias, and multipliers far from 1, their default."""
 
 SPARSE: dict[str, Any] = dict(
-    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_topk=2, moe_intermediate_size=40,
+    num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=40,
     mlp_only_layers=[0], mlp_layer_types=["dense", "sparse"], first_k_dense_replace=1, num_dense_layers=1,
     norm_topk_prob=True, n_group=2, topk_group=1, moe_num_shared_experts=2,
     routed_scaling_factor=1.7, n_shared_experts=2, shared_expert_intermediate_size=56,

@@ -287,10 +287,22 @@ def test_blocks_for_multi_token_prediction_are_left_out(model_type: str, tmp_pat
     check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "claims tensor")
 
 
-def test_prediction_blocks_in_a_place_of_their_own_are_left_out(tmp_path: Path) -> None:
+def test_sizes_that_are_said_for_every_block(tmp_path: Path) -> None:
+    """As Hunyuan A13B is published."""
+    folder = save_model(tmp_path / "model", "hunyuan_v1_moe")
+    plan = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).plan
+    edit_config(moe_topk=[2, 2], moe_intermediate_size=[152, 152])(folder)
+    assert pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).plan == plan
+    edit_config(moe_intermediate_size=[152, 80])(folder)
+    refused = quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest")
+    check_refused(refused, "moe_intermediate_size must be a positive whole number, found [152, 80]")
+
+
+@pytest.mark.parametrize("name", ["mtp.layers.0.norm.weight", "model.mtp_block.0.norm.weight"])
+def test_prediction_blocks_in_a_place_of_their_own_are_left_out(name: str, tmp_path: Path) -> None:
     """The config need not speak of them."""
     folder = save_model(tmp_path / "model", "mellum")
-    edit_tensors(lambda t: t.update({"mtp.layers.0.norm.weight": torch.ones(3)}))(folder)
+    edit_tensors(lambda t: t.update({name: torch.ones(3)}))(folder)
     said = quantize("quarot", folder, tmp_path / "out", "--rounding", "nearest", "--plan")
     assert said.exit_code == 0 and "1 tensors for multi-token prediction are left out" in said.output
 

@@ -9,7 +9,7 @@ from ptq.models.state import Layout
 UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
 """What configs call the number of blocks for multi-token prediction."""
 SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
-CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+CHOSEN = ("num_experts_per_tok", "top_k_experts")
 """And that of the experts which a token passes."""
 DENSE = ("first_k_dense_replace", "num_dense_layers")
 """And that of the first blocks, which have no experts."""
@@ -207,6 +207,8 @@ def has_experts(config: Any, index: int) -> bool:
 
 def _size(config: Any, key: str) -> int:
     value = getattr(config, key, None)
+    if isinstance(value, list) and value and all(each == value[0] for each in value):  # one for every block
+        value = value[0]
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InputError(f"config.json: {key} must be a positive whole number, found {value!r}")
     if value > LARGEST:

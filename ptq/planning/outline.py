@@ -110,7 +110,7 @@ def norms(shape: ModelShape, family: Family, last: bool = True) -> tuple[str, ..
 def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:
     """The tensors of blocks for multi-token prediction: in a place of their own, or behind the last block, where the
     config speaks of such blocks."""
-    places = ("mtp.", *(f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread)))
+    places = ("mtp.", "model.mtp_", *(f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread)))
     return {name for name in names if name.startswith(places)}
 
 
