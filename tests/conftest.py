@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,12 @@ WRITTEN_PLAIN = [
 ]  # fmt: skip
 """Those of which transformers reads plain weights as a run writes them."""
 KEYS_WITHOUT_NORM = [name for name in CACHED if FAMILIES[name].norm_tensors and not FAMILIES[name].norms_keys]
+
+
+def varied(variants: Iterable[Any], families: Iterable[str] = FAMILIES) -> list[tuple[str, Any]]:
+    """Families, each with all variants of a test; those in `ALIKE` with the last one alone."""
+    all_of_them = list(variants)
+    return [(name, one) for name in families for one in (all_of_them[-1:] if name in ALIKE else all_of_them)]
 
 
 def by_role(plan: Plan, block: int) -> dict[str, LinearPlan]:

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import WRITTEN_PLAIN, check_refused, edit_config, edit_tensors, listing, quantize, save_model
+from conftest import (
+    WRITTEN_PLAIN,
+    check_refused,
+    edit_config,
+    edit_tensors,
+    listing,
+    quantize,
+    save_model,
+    varied,
+)
 from safetensors.torch import load_file, save_file
 from test_finetune_models import TINY, recipe
 from torch import Tensor, nn
@@ -60,8 +69,7 @@ def matrix(folder: Path, name: str, k: int | None = None) -> Tensor:
     return format.dequantize(parts, len(parts["codes"]), k)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", WRITTEN_PLAIN)
+@pytest.mark.parametrize("model_type, tied", varied([False, True], WRITTEN_PLAIN))
 def test_every_family_is_the_original_with_other_numbers(model_type: str, tied: bool, tmp_path: Path) -> None:
     """Scaled embeddings, multipliers of logits, caps: whatever a family does, it does with the decoded rows."""
     source = save_model(tmp_path / "model", model_type, tie_word_embeddings=tied)

@@ -16,6 +16,7 @@ from conftest import (
     stored,
     tiny_config,
     tiny_model,
+    varied,
 )
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -130,8 +131,9 @@ def relative(a: Tensor, b: Tensor) -> float:
     return ((a.double() - b.double()).norm() / b.double().norm()).item()
 
 
-@pytest.mark.parametrize("keep", SUBSETS, ids=["+".join(sorted(keep)) for keep in SUBSETS])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "model_type, keep", varied(SUBSETS), ids=lambda x: x if type(x) is str else "+".join(sorted(x))
+)
 @torch.no_grad()
 def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str]) -> None:
     config = tiny_config(model_type)
@@ -139,7 +141,9 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
     state, source = model.state_dict(), stored(model)
     shape = shape_of(config)
     if "R1" in keep and not family.rotate_residual:
-        pytest.skip(f"{model_type}: R1 is not valid for this family")
+        if len(keep) < 3:
+            pytest.skip(f"{model_type}: R1 is not valid for this family")
+        keep = keep - {"R1"}
     if keep == {"R2"} and WITHOUT_VALUES & set(family.mixers):
         pytest.skip(f"{model_type}: no block has plain attention")
     first = first_row("key", shape, family)
@@ -163,8 +167,7 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
         assert relative(rotated(IDS).logits, original(IDS).logits) < 1e-9
 
 
-@pytest.mark.parametrize("online", [False, True], ids=["offline", "online"])
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type, online", varied([False, True]))
 @torch.no_grad()
 def test_rotations_keep_the_function_through_save_and_load(model_type: str, online: bool, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", model_type)
