@@ -204,7 +204,9 @@ def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
     logits = [out.logits]
     for i in range(steps):
         token = ids[:, i : i + 1]
-        out = model(token, past_key_values=out.past_key_values, use_cache=True)
+        # Bamba, in transformers, counts the positions of every call from 0 on; `generate` gives them.
+        given = {"position_ids": torch.full_like(token, 6 + i)} if model.config.model_type == "bamba" else {}
+        out = model(token, past_key_values=out.past_key_values, use_cache=True, **given)
         logits.append(out.logits)
     return logits
 

@@ -236,6 +236,18 @@ def test_blocks_that_share_an_indexer_are_refused(tmp_path: Path) -> None:
     check_refused(found, "config.json: indexer_types: blocks that take over the tokens of an earlier one's indexer")
 
 
+@pytest.mark.parametrize(
+    "model_type, setting", [("phi", dict(qk_layernorm=True)), ("lfm2_moe", dict(use_expert_bias=False))]
+)
+def test_parts_that_no_row_says_are_refused_by_their_setting(
+    model_type: str, setting: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = save_model(tmp_path / "model", model_type)
+    edit_config(**setting)(folder)
+    found = quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest")
+    check_refused(found, f"config.json: {min(setting)} ")
+
+
 def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "granite_swa")
     edit_config(layer_rope_theta=[0, 100.0, 100.0])(folder)

@@ -24,7 +24,11 @@ from ptq.pipeline import pipeline, preflight, tasks
 from ptq.reporting import report_schema
 from quip_sharp.plan import QuipSharpRecipe
 
-TRAINED = [name for name in DISTINCT if not (FAMILIES[name].experts or FAMILIES[name].layer_inputs)]
+NOISE = {"apertus", "nemotron"}
+"""Whose tiny models have a loss that training hardly changes."""
+TRAINED = [
+    name for name in DISTINCT if name not in NOISE and not (FAMILIES[name].experts or FAMILIES[name].layer_inputs)
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,9 +140,7 @@ def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_pat
     source = save_model(tmp_path / "model", model_type, **TINY, tie_word_embeddings=False, num_hidden_layers=1)
     names = FAMILIES[model_type]
     skipped = names.gate or names.up
-    bits = (
-        4 if names.mixers or names.gate is None else 2
-    )  # at 2, states of random models are noise: training finds nothing
+    bits = 4 if names.mixers else 2  # at 2, states of random models are noise: training finds nothing
     asked = recipe(source, skip=(f"*.{skipped}",), rounding="nearest", sequence_length=16, bits=bits)
     ptq.quantize(source, tmp_path / "out", asked, QUIET)
     found, original = tensors(tmp_path / "out"), load_file(source / "model.safetensors")

@@ -148,3 +148,11 @@ class Family:
     def norms_keys(self) -> bool:
         """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
         return any(name.endswith((".k_norm.weight", ".key_layernorm.weight")) for name in self.kept)
+
+    def norms(self, blocks: int, last: bool = True) -> tuple[str, ...]:
+        """The gains of the norms whose output linears read, of so many blocks; `last`: that of the head's too."""
+        if not self.norm_tensors:
+            return ()
+        inside = dict.fromkeys(norm for norm in (self.attention_norm, self.mlp_norm) if norm)
+        found = [f"{self.layers}.{index}.{norm}.weight" for index in range(blocks) for norm in inside]
+        return (*found, f"{self.final_norm}.weight") if last else tuple(found)

@@ -119,6 +119,10 @@ def _check_settings(config: Any, blocks: int) -> None:
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
     if hasattr(config, "mamba_chunk_size") and (chunk := _size(config, "mamba_chunk_size")) > LARGEST_CHUNK:
         raise InputError(f"config.json: mamba_chunk_size must be {LARGEST_CHUNK} at most, found {chunk}")
+    if getattr(config, "qk_layernorm", False):
+        raise InputError("config.json: qk_layernorm true: the family is supported without norms of queries and keys")
+    if not getattr(config, "use_expert_bias", True):
+        raise InputError("config.json: use_expert_bias false: the family is supported with these biases alone")
     if "shared" in (getattr(config, "indexer_types", None) or ()):
         raise InputError(
             "config.json: indexer_types: blocks that take over the tokens of an earlier one's indexer are not supported"

@@ -82,8 +82,8 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
         linears=tuple(linears),
         unit_norms=(),
         kept=(
-            *norms(shape, family),
-            *(name for norm in norms(shape, family) if (name := f"{norm.removesuffix('weight')}bias") in tensors),
+            *family.norms(shape.blocks),
+            *(name for norm in family.norms(shape.blocks) if (name := f"{norm.removesuffix('weight')}bias") in tensors),
             *((f"{family.head}.bias",) if shape.tied and f"{family.head}.bias" in tensors else ()),
             *(f"{block}.{name}" for block in blocks for name in (*family.kept, *(inputs.kept if inputs else ()))),
             *(inputs.made_by if inputs else ()),
@@ -96,15 +96,6 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
         if behind
         else (),
     )
-
-
-def norms(shape: ModelShape, family: Family, last: bool = True) -> tuple[str, ...]:
-    """The gains of the norms whose output linears read; `last`: that of the head's too."""
-    if not family.norm_tensors:
-        return ()
-    inside = dict.fromkeys(norm for norm in (family.attention_norm, family.mlp_norm) if norm)
-    blocks = [f"{family.layers}.{index}.{norm}.weight" for index in range(shape.blocks) for norm in inside]
-    return (*blocks, f"{family.final_norm}.weight") if last else tuple(blocks)
 
 
 def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:

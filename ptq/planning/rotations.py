@@ -19,7 +19,7 @@ from dataclasses import replace
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
-from ptq.planning.outline import block_of, first_row, norms
+from ptq.planning.outline import block_of, first_row
 from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 
 READERS = {
@@ -59,7 +59,7 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
         ends["embedding"] = replace(ends["embedding"], input=residual)
         gain = f"{family.final_norm}.weight" if family.norm_tensors else None
         ends["head"] = replace(ends["head"], input=residual, norm=gain)
-    folded = norms(shape, family, last=not kept_tied) if residual else ()
+    folded = family.norms(shape.blocks, last=not kept_tied) if residual else ()
     rewritten = {*folded, f"{family.head}.bias"} if untied else {*folded}  # the head is now a linear
     return replace(
         plan,

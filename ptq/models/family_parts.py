@@ -1,0 +1,73 @@
+"""Parts that several rows of the table of model families have in common (`ptq.models.families`)."""
+
+from dataclasses import replace
+
+from ptq.models.family import Experts, Family, Mixer
+
+HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+
+GATED_SHARED_EXPERT = Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+SHARED_EXPERTS = Experts(shared="mlp.shared_experts", kept=("mlp.gate.e_score_correction_bias",))
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+GATED_ATTENTION = Mixer(QKV, "self_attn.o_proj", kept=HEAD_NORMS)
+"""What attention gives is multiplied with a gate for each channel; the gates are rows of q_proj, too."""
+DELTA_NET = Mixer(
+    readers=("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    output="linear_attn.out_proj",
+    gates=("linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    kept=tuple(f"linear_attn.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")),
+)
+"""Gated DeltaNet, a linear attention."""
+FUSED_DELTA_NET = replace(DELTA_NET, readers=("linear_attn.in_proj_qkvz",), gates=("linear_attn.in_proj_ba",))
+LATENT_ATTENTION = Mixer(
+    readers=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+    output="self_attn.o_proj",
+    inside=("self_attn.q_b_proj", "self_attn.kv_b_proj"),
+    kept=("self_attn.q_a_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+)
+"""Multi-head latent attention (MLA) with queries of low rank."""
+FULL_QUERIES = Mixer(
+    readers=("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+    output="self_attn.o_proj",
+    inside=("self_attn.kv_b_proj",),
+    kept=("self_attn.kv_a_layernorm.weight",),
+)
+"""MLA with queries from one full matrix."""
+MLA = (LATENT_ATTENTION, FULL_QUERIES)
+INDEXED_ATTENTION = replace(
+    LATENT_ATTENTION,
+    gates=("self_attn.indexer.wk", "self_attn.indexer.weights_proj"),
+    kept=(
+        *LATENT_ATTENTION.kept,
+        *(f"self_attn.indexer.{name}" for name in ("wq_b.weight", "k_norm.weight", "k_norm.bias")),
+    ),
+)
+"""MLA over the tokens that an indexer chooses. The indexer stays in 16 bits."""
+OWN_KEYS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
+GEMMA_4_ATTENTION = (
+    replace(GATED_ATTENTION, readers=("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj")),
+    replace(GATED_ATTENTION, readers=("self_attn.k_proj", "self_attn.q_proj")),
+    replace(GATED_ATTENTION, readers=("self_attn.q_proj",), kept=("self_attn.q_norm.weight",)),
+)
+"""Values are normed; some blocks take keys for values, others keys and values of an earlier block."""
+MAMBA2 = Mixer(
+    readers=("mamba.in_proj",),
+    output="mamba.out_proj",
+    kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
+)
+
+LFM2 = Family(
+    "lfm2",
+    final_norm="model.embedding_norm",
+    attention_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    mixers=(
+        Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight", "conv.conv.bias")),
+        Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
+    ),
+)
