@@ -220,10 +220,10 @@ FAMILIES: dict[str, Family] = {
         Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
         Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
         Family("glm_moe_dsa", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS, returns_pair=True),
-        LFM2,
-        replace(
-            LFM2,
-            model_type="lfm2_moe",
+        Family("lfm2", **LFM2),
+        Family(
+            "lfm2_moe",
+            **LFM2,
             experts=Experts(
                 "feed_forward.gate",
                 "feed_forward.experts",

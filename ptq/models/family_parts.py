@@ -1,8 +1,9 @@
 """Parts that several rows of the table of model families have in common (`ptq.models.families`)."""
 
 from dataclasses import replace
+from typing import Any
 
-from ptq.models.family import Experts, Family, Mixer
+from ptq.models.family import Experts, Mixer
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
@@ -57,9 +58,7 @@ MAMBA2 = Mixer(
     output="mamba.out_proj",
     kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
 )
-
-LFM2 = Family(
-    "lfm2",
+LFM2: dict[str, Any] = dict(
     final_norm="model.embedding_norm",
     attention_norm="operator_norm",
     mlp_norm="ffn_norm",
@@ -71,3 +70,4 @@ LFM2 = Family(
         Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
     ),
 )
+"""Fields of both rows of LFM 2."""
