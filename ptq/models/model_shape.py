@@ -186,7 +186,7 @@ def _experts(config: Any) -> dict[str, Any]:
         found["shared_width"] = _size(config, "shared_expert_intermediate_size")
     elif (shared := next((name for name in SHARED if hasattr(config, name)), None)) is not None:
         found["shared_width"] = found["expert_width"] * _size(config, shared)
-    elif hasattr(config, "moe_topk"):
+    elif hasattr(config, "moe_topk"):  # Hunyuan
         found["shared_width"] = _size(config, "intermediate_size")
     return found
 

@@ -74,7 +74,10 @@ def factor(linear: LinearPlan, scale: Float64[Tensor, "*c"]) -> Float64[Tensor, 
 def row_sizes(
     w: Float[Tensor, "n k"], gain: Float[Tensor, " k"], bias: Float[Tensor, " n"] | None
 ) -> Float64[Tensor, " n"]:
-    """The mean square of every output W (g x) + b for inputs x of variance 1: |W diag(g)|^2 + b^2 by rows."""
+    """The mean square of every output W (g x) + b for inputs x of variance 1: |W diag(g)|^2 + b^2 by rows.
+
+    The bias of a LayerNorm, a part of the input that is the same for every token, is left out.
+    """
     squares = torch.cat([(piece.float() * gain.float()).square().sum(1) for piece in w.split(PIECE)]).double()
     return squares if bias is None else squares + bias.double().square()
 
