@@ -1,9 +1,33 @@
 #include "common/cpu_level.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#endif
+
 #include <atomic>
+#include <cstdint>
 
 namespace ptq {
 namespace {
+
+#if defined(__x86_64__)
+// Tiles are large: Linux saves them for a process that has asked for them.
+bool may_use_tiles() {
+#if defined(__linux__)
+    constexpr uint32_t wanted = 1u << 22 | 1u << 24 | 1u << 25;  // BF16, TILE, INT8
+    constexpr long ask_for_state = 0x1023, tile_data = 18;       // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA
+    uint32_t a, b, c, features;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &features) && (features & wanted) == wanted &&
+           syscall(SYS_arch_prctl, ask_for_state, tile_data) == 0;
+#else
+    return false;
+#endif
+}
+#endif
 
 CpuLevel best_level() {
 #if defined(__x86_64__)
@@ -15,7 +39,8 @@ CpuLevel best_level() {
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
         return CpuLevel::avx2;
     if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuLevel::avx512;
-    return __builtin_cpu_supports("avx512bf16") ? CpuLevel::avx512bf16 : CpuLevel::avx512vnni;
+    if (!__builtin_cpu_supports("avx512bf16")) return CpuLevel::avx512vnni;
+    return may_use_tiles() ? CpuLevel::amx : CpuLevel::avx512bf16;
 #else
     return CpuLevel::portable;
 #endif

@@ -12,6 +12,7 @@ enum class CpuLevel : int {
     avx512 = 2,      // + AVX-512 F, BW, VL, DQ
     avx512vnni = 3,  // + AVX-512 VNNI, VBMI
     avx512bf16 = 4,  // + AVX-512 BF16
+    amx = 5,         // + AMX TILE, INT8, BF16
 };
 
 // The best level that this machine has, or a lower one that a test has asked for.

@@ -258,6 +258,6 @@ void multiply(const Product& p, Units& units) {
 
 }  // namespace
 
-const PanelKernels PTQ_PANELS_LEVEL{pack, multiply};
+const PanelKernels PTQ_PANELS_LEVEL{tokens_of(Mode::quads), tokens_of(Mode::floats), pack, multiply};
 
 }  // namespace ptq::gemm

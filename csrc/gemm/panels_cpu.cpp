@@ -10,24 +10,29 @@
 namespace ptq::gemm {
 namespace {
 
-const PanelKernels& kernels() {
-    return at_level<panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16>();
+const PanelKernels& kernels(Mode mode) {
+    constexpr auto vectors =
+        at_level<panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16>;
+    constexpr auto units =
+        at_level<panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16, panels_amx>;
+    return mode == Mode::floats ? vectors() : units();
 }
 
 }  // namespace
 
 void multiply_panels(Product p) {
     if (p.t == 0 || p.w.n == 0) return;
-    const int64_t block_tokens = tokens_of(p.mode), blocks = p.blocks(), strips = p.w.strips();
+    const PanelKernels& level = kernels(p.mode);
+    p.block_tokens = p.mode == Mode::quads ? level.quad_tokens : level.tokens;
+    const int64_t blocks = p.blocks(), strips = p.w.strips();
     const auto dwords = [](int64_t rows, int64_t columns) {
         return torch::stable::empty({rows, columns}, torch::headeronly::ScalarType::Int);
     };
-    const auto packed = dwords(blocks * block_tokens, p.w.columns / columns_of(p.mode));
-    const auto offset = dwords(p.mode == Mode::quads ? blocks * block_tokens : 0, p.w.groups);
+    const auto packed = dwords(blocks * p.block_tokens, p.w.columns / columns_of(p.mode));
+    const auto offset = dwords(p.mode == Mode::quads ? blocks * p.block_tokens : 0, p.w.groups);
     p.packed = static_cast<uint32_t*>(packed.mutable_data_ptr());
     p.offset = static_cast<int32_t*>(offset.mutable_data_ptr());
     p.tokens = tokens_of_a_unit(p.t, strips, torch::stable::get_num_threads());
-    const PanelKernels& level = kernels();
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) { level.pack(p, first, last); });
     share(strips * ((p.t + p.tokens - 1) / p.tokens), [&](Units& units) { level.multiply(p, units); });
 }

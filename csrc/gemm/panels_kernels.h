@@ -15,20 +15,19 @@ enum class Mode {
     floats,  // a column, as float32
     pairs,  // two columns as bfloat16, 0 and 2, then 1 and 3, of every four, as they come out of a dword of four bytes;
             // with AVX-512 BF16 only
-    quads,  // four columns as bytes: integers + `byte_offset`, below 128; x is int8
+    quads,  // four columns as bytes: integers + `byte_offset`; x is int8
 };
 constexpr int64_t columns_of(Mode mode) {
     return mode == Mode::floats ? 1 : mode == Mode::pairs ? 2 : 4;
 }
-// Tokens of a block: their numbers lie side by side. Integers leave registers for the scaled sums of the groups before;
-// the other products have a longer latency, which takes more sums of their own.
+// Tokens of a block of vectors: their numbers lie side by side. Integers leave registers for the scaled sums of the
+// groups before; the other products have a longer latency, which takes more sums of their own.
 constexpr int64_t tokens_of(Mode mode) {
     return mode == Mode::quads ? 4 : 8;
 }
-constexpr int byte_offset = 64;
 
-constexpr int64_t tile_rows = 16;
-constexpr int64_t panel_tiles = 3;     // row tiles of a panel
+constexpr int64_t panel_tiles = 3;     // row tiles of a panel,
+constexpr int64_t panel_rows = 48;     // of sixteen rows each
 constexpr int64_t panel_steps = 128;   // of a panel: it lies in the first-level cache
 constexpr int64_t column_step = 32;    // columns of the weight, its groups and panels come in multiples of it
 constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the integers stay below 2^31
@@ -44,8 +43,12 @@ struct Panels {
     int64_t n, columns, groups, group_columns;
     const uint8_t* codes;  // what to fetch before a panel is unpacked: bytes of a row tile, of 32 columns
     int64_t tile_bytes, step_bytes;
+    // Quads:
+    int byte_offset = 0;  // below 128 with vectors, so that products of any level are exact
+    const uint8_t* zero =
+        nullptr;  // [row tile, groups, 16]: offsets of each row instead, times -`byte_offset`; AMX only
 
-    int64_t strips() const { return (n + panel_tiles * tile_rows - 1) / (panel_tiles * tile_rows); }
+    int64_t strips() const { return (n + panel_rows - 1) / panel_rows; }
 };
 
 // y[t, n] = token_scale * x Wᵀ + bias.
@@ -64,20 +67,23 @@ struct Product {
     Tokens from{};               // quads: x
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
     int32_t* offset = nullptr;   // quads: minus `byte_offset` times the sums of x: see `Quads`
-    int64_t tokens = 0;          // that a unit of `multiply` takes at most: a multiple of eight
+    int64_t tokens = 0;          // that a unit of `multiply` takes at most: whole blocks
+    int64_t block_tokens = 0;    // tokens of a block
 
-    int64_t blocks() const { return (t + tokens_of(mode) - 1) / tokens_of(mode); }
+    int64_t blocks() const { return (t + block_tokens - 1) / block_tokens; }
 };
 
 // Units of `pack`: blocks of tokens. Units of `multiply`: strips of row tiles, for each run of `tokens` tokens.
 struct PanelKernels {
+    int64_t quad_tokens, tokens;  // of a block: of quads, of others
     void (*pack)(const Product&, int64_t first, int64_t last);
     void (*multiply)(const Product&, Units&);
 };
 
 extern const PanelKernels panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16;
+extern const PanelKernels panels_amx;  // not for floats
 
-// All of it, in parallel; `packed`, `offset` and `tokens` are set here.
+// All of it, in parallel; what is made by `pack`, and sizes of blocks, are set here.
 void multiply_panels(Product p);
 
 }  // namespace ptq::gemm

@@ -1,53 +1,13 @@
 // x in the steps in which many tokens are multiplied, included by panels.h.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 
-#include "gemm/panels_kernels.h"
+#include "gemm/panels_steps.h"
 #include "gemm/quads.h"
-#include "gemm/transpose.h"
 
 namespace ptq::gemm {
 namespace {
-
-inline Columns panel_at(const Product& p, int64_t column) {
-    return Columns::panel(column, p.w.columns, p.w.group_columns, panel_steps * columns_of(p.mode));
-}
-
-// Where block b of tokens begins in a panel.
-inline int64_t place(const Product& p, int64_t column, int64_t end, int64_t b) {
-    return (column * p.blocks() + b * (end - column)) / columns_of(p.mode) * tokens_of(p.mode);
-}
-
-// Eight steps of a token, as its numbers lie in memory, to what is multiplied.
-template <Mode mode>
-inline Eight arranged(Eight x) {
-    if constexpr (mode != Mode::pairs) return x;
-    typedef uint16_t Words __attribute__((vector_size(32)));
-    const Words words = (Words)x;
-    return (Eight)__builtin_shufflevector(words, words, 0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
-}
-
-// Eight steps of a token, from a column on; zeros where there is none.
-template <Mode mode>
-inline Eight eight_steps(const Product& p, int64_t token, int64_t column) {
-    constexpr int64_t columns = 8 * columns_of(mode), bytes = 4 / columns_of(mode);
-    const int64_t left = std::clamp(p.k - column, int64_t{0}, columns), at = token * p.k + column;
-    Eight x{};
-    if (token >= p.t || left == 0) return x;
-    if (mode == Mode::floats && p.x_type == Number::bfloat16) {
-        for (int64_t i = 0; i < left; i++)
-            x[i] = static_cast<uint32_t>(static_cast<const uint16_t*>(p.x)[at + i]) << 16;
-        return x;
-    }
-    const auto* from = static_cast<const uint8_t*>(p.x) + at * bytes;
-    if (left == columns)
-        std::memcpy(&x, from, sizeof x);
-    else
-        std::memcpy(&x, from, left * bytes);
-    return arranged<mode>(x);
-}
 
 template <Mode mode>
 void pack_of(const Product& p, int64_t first, int64_t last) {
@@ -69,7 +29,7 @@ void pack_of(const Product& p, int64_t first, int64_t last) {
 
 void pack_integers(const Product& p, int64_t first, int64_t last) {
     pack_quads({p.from, p.w.columns, p.w.group_columns, p.w.groups, panel_steps * columns_of(Mode::quads),
-                reinterpret_cast<int32_t*>(p.packed), p.offset, -byte_offset},
+                reinterpret_cast<int32_t*>(p.packed), p.offset, -p.w.byte_offset},
                first, last);
 }
 

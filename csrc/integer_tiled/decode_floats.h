@@ -6,6 +6,8 @@
 // bfloat16 numbers whose sum it is, exactly.
 #pragma once
 
+#include "integer_tiled/pairs.h"
+
 namespace ptq::integer_tiled {
 namespace {
 
@@ -81,34 +83,6 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
 }
 
 #if defined(__AVX512BF16__)
-// Codes to bfloat16. Only the lowest five bits of an index count (six bits wide: six); where a code has fewer, the
-// table repeats, so that what lies above the code does not matter.
-template <int bits>
-struct Table {
-    __m512i low, high;
-    static __m512i of(int from, int size, int factor, int offset) {
-        uint16_t words[32];
-        for (int i = 0; i < 32; i++) {
-            const float value = static_cast<float>((from + i) % size * factor - offset);
-            uint32_t pattern;
-            std::memcpy(&pattern, &value, sizeof pattern);
-            words[i] = static_cast<uint16_t>(pattern >> 16);
-        }
-        return _mm512_loadu_si512(words);
-    }
-    Table() {
-        constexpr int size = 1 << bits;
-        low = bits <= 6 ? of(0, size, 1, size / 2) : of(0, 16, 1, 0);
-        high = bits == 6 ? of(32, size, 1, size / 2) : of(0, 16, 16, size / 2);
-    }
-    // The codes in the lower bytes of the words of x.
-    __m512bh pairs(__m512i x) const {
-        return (__m512bh)(bits <= 5 ? _mm512_permutexvar_epi16(x, low) : _mm512_permutex2var_epi16(low, x, high));
-    }
-    __m512bh low_half(__m512i x) const { return (__m512bh)_mm512_permutexvar_epi16(x, low); }
-    __m512bh high_half(__m512i x) const { return (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(x, 4), high); }
-};
-
 inline __m512bh two(const uint8_t* pair) {
     int32_t x;
     std::memcpy(&x, pair, sizeof x);

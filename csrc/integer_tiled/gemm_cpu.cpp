@@ -7,6 +7,7 @@
 #include "gemm/sizes.h"
 #include "integer_tiled/gemm_kernels.h"
 #include "integer_tiled/layout.h"
+#include "integer_tiled/panels.h"
 
 namespace ptq::integer_tiled {
 namespace {
@@ -19,10 +20,42 @@ const GemmKernels& gemm_kernels() {
     return at_level<gemm_portable, gemm_avx2, gemm_avx512, gemm_avx512vnni>();
 }
 
+const PanelUnpack& panel_unpack() {
+    static constexpr PanelUnpack none;
+    return at_level<none, none, none, none, none, panels_amx>();
+}
+
+gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
+    const int64_t step = block_bytes(w.bits), columns = blocks_in(w.k) * block_columns;
+    gemm::Panels panels{&w,
+                        unpack,
+                        w.scale,
+                        w.n,
+                        columns,
+                        w.groups,
+                        std::min(columns, w.group_blocks * block_columns),
+                        w.tiles,
+                        tile_bytes(w.k, w.bits),
+                        step};
+    panels.byte_offset = w.zero ? 1 : 1 << (w.bits - 1), panels.zero = w.zero;
+    return panels;
+}
+
 }  // namespace
+
+bool many_floats(const Floats& p) {
+    const gemm::Unpack pairs = panel_unpack().pairs;
+    if (!pairs || p.x_type != Number::bfloat16) return false;
+    gemm::multiply_panels(
+        {panels_of(p.w, pairs), gemm::Mode::pairs, p.x, p.x_type, p.t, p.w.k, nullptr, p.bias, p.out, p.out_type});
+    return true;
+}
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     if (p.t == 0 || p.w.n == 0) return;
+    if (const gemm::Unpack bytes = panel_unpack().bytes)
+        return gemm::multiply_panels({panels_of(p.w, bytes), gemm::Mode::quads, nullptr, Number::float32, p.t, p.w.k,
+                                      p.q_scale, p.bias, p.out, p.out_type, from});
     const int64_t blocks = (p.t + gemm_tokens - 1) / gemm_tokens, columns = blocks_in(p.w.k) * block_columns;
     const int64_t strips = (row_tiles(p.w.n) + gemm_tiles - 1) / gemm_tiles;
     const Tensor x = empty({blocks, columns}, ScalarType::Int);

@@ -70,6 +70,13 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     Tensors results;
     for (const Held& h : held) results.push_back(empty_result(x, h.w.n, inside));
+    if (t > few_tokens && k && inside == ScalarType::BFloat16) {
+        bool done = true;
+        for (size_t i = 0; done && i < held.size(); i++)
+            done = many_floats({held[i].w, in.const_data_ptr(), number_of(inside), nullptr, 0, nullptr,
+                                held[i].bias_data(), results[i].mutable_data_ptr(), number_of(inside), t});
+        if (done) return cast(std::move(results), dtype);
+    }
     const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
     const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
     const std::unique_ptr<float[]> sums(new float[most * held.front().w.groups]);

@@ -6,7 +6,7 @@
 namespace ptq::minifloat_tiled {
 
 constexpr int most_codes = 128;
-using gemm::byte_offset;  // of `Element::byte`
+constexpr int byte_offset = 64;  // of `Element::byte`
 
 // The numbers that codes of 4 to 7 bits stand for. Tables are repeated up to 128 codes: bits above a code change
 // nothing.

@@ -21,8 +21,17 @@ constexpr int64_t few_tokens = 4;  // more go to gemm/
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
     const int64_t step = block_bytes(w.element->bits);
-    return {&w,      unpack,          w.scale, w.n, w.blocks * block_columns, w.groups, w.group_blocks * block_columns,
-            w.tiles, w.blocks * step, step};
+    return {&w,
+            unpack,
+            w.scale,
+            w.n,
+            w.blocks * block_columns,
+            w.groups,
+            w.group_blocks * block_columns,
+            w.tiles,
+            w.blocks * step,
+            step,
+            byte_offset};
 }
 
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.

@@ -16,7 +16,7 @@ import torch
 from ptq.ops import memory
 from ptq.startup import DISTRIBUTION
 
-CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16")  # csrc/common/cpu_level.h
+CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")  # csrc/common/cpu_level.h
 _CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
 
 

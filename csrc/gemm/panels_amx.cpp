@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#include "gemm/amx.h"
+
+namespace ptq::gemm {
+
+const PanelKernels panels_amx{tile_tokens, tile_tokens, pack, multiply};
+
+}  // namespace ptq::gemm
+#endif
