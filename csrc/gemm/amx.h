@@ -2,7 +2,7 @@
 //
 // A unit's tile of x is sixteen tokens by sixteen steps, its tile of a panel sixteen steps by sixteen rows: as panels
 // have them. One instruction adds their product to sixteen tokens by sixteen rows of sums, in sixteen cycles. Where a
-// group ends, sums leave the tiles through memory, and are scaled while the next group is multiplied.
+// group ends, sums leave the tiles through memory, and are scaled while later groups are multiplied.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,11 @@
 #include <type_traits>
 #include <vector>
 
+#include "gemm/amx_tiles.h"
 #include "gemm/panels_steps.h"
 
 namespace ptq::gemm {
 namespace {
-
-constexpr int64_t tile_tokens = 16, tile_steps = 16;
-constexpr int64_t tile_numbers = tile_tokens * tile_rows;  // of sums
 
 template <Mode mode>
 using Sum = std::conditional_t<mode == Mode::quads, SignedInts, Lanes>;
@@ -42,7 +40,7 @@ void pack_token(const Product& p, int64_t b, int64_t j, const Write& write) {
     }
 }
 
-// The sums of a token over the groups, times `byte_offset` and -1.
+// Minus the sums of a token over the groups.
 void pack_offsets(const Panels& w, const int8_t* q, int32_t* offset) {
     for (int64_t g = 0; g < w.groups; g++, offset += tile_tokens) {
         Eight sum{};
@@ -51,7 +49,7 @@ void pack_offsets(const Panels& w, const int8_t* q, int32_t* offset) {
             sum = (Eight)_mm256_dpbusd_epi32((__m256i)sum, _mm256_set1_epi8(1), load_vector<__m256i>(q + column));
         uint32_t total = 0;
         for (int i = 0; i < 8; i++) total += sum[i];
-        *offset = -w.byte_offset * static_cast<int32_t>(total);
+        *offset = -static_cast<int32_t>(total);
     }
 }
 
@@ -59,10 +57,15 @@ void pack(const Product& p, int64_t first, int64_t last) {
     std::vector<int8_t> spare(p.mode == Mode::quads ? p.w.columns : 0);
     for (int64_t i = first * tile_tokens; i < last * tile_tokens; i++) {
         const int64_t b = i / tile_tokens, j = i % tile_tokens;
-        if (p.mode == Mode::quads) {
+        if (p.rows) {
+            const std::vector<uint32_t> none(i < p.t ? 0 : p.row_steps);
+            const uint32_t* row = i < p.t ? p.rows + i * p.row_steps : none.data();
+            pack_token(p, b, j,
+                       [&](uint32_t* to, int64_t column) { std::memcpy(to, row + column / columns_of(p.mode), 32); });
+        } else if (p.mode == Mode::quads) {
             const int8_t* q = row_of(p.from, i, p.w.columns, spare.data());
             pack_token(p, b, j, [&](uint32_t* to, int64_t column) { std::memcpy(to, q + column, 32); });
-            pack_offsets(p.w, q, p.offset + b * p.w.groups * tile_tokens + j);
+            if (p.w.zero) pack_offsets(p.w, q, p.offset + b * p.w.groups * tile_tokens + j);
         } else {
             pack_token(p, b, j, [&](uint32_t* to, int64_t column) {
                 const Eight steps = eight_steps<Mode::pairs>(p, i, column);
@@ -72,213 +75,211 @@ void pack(const Product& p, int64_t first, int64_t last) {
     }
 }
 
-// --- tiles -----------------------------------------------------------------------------------------------------------
-
-// The tiles of this thread, as long as it lives: 0 to 2 are sums, 4 is of x, 5 to 7 of a panel. Then as they were
-// found, for torch uses them, too.
-class Tiles {
-  public:
-    explicit Tiles(int64_t depth) {
-        _tile_storeconfig(&found);
-        Config wanted{1, 0, {}, {}, {}};
-        for (int i : {0, 1, 2, 4, 5, 6, 7}) wanted.bytes[i] = 64, wanted.rows[i] = 16;
-        wanted.bytes[4] = static_cast<uint16_t>(4 * depth);
-        for (int i : {5, 6, 7}) wanted.rows[i] = static_cast<uint8_t>(depth);
-        load(wanted);
-    }
-    ~Tiles() { found.palette ? load(found) : _tile_release(); }
-    Tiles(const Tiles&) = delete;
-
-  private:
-    struct alignas(64) Config {
-        uint8_t palette, row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    };
-    static void load(const Config& config) {
-        asm volatile("" ::"r"(&config) : "memory");  // the compiler knows of its first bytes alone
-        _tile_loadconfig(&config);
-    }
-    Config found;
-};
-
-// Sums += a tile of x times some row tiles of a panel. The numbers of tiles are part of the instructions.
-template <Mode mode, int tiles>
-PTQ_INLINE void multiply_tiles(const uint32_t* x, int64_t depth, const int32_t* panel) {
-    constexpr int64_t step = tiles * tile_rows * 4;
-#define PTQ_MULTIPLY(sum, weights, r)                                       \
-    if constexpr (r < tiles) {                                              \
-        _tile_loadd(weights, panel + r * tile_rows, step);                  \
-        if constexpr (mode == Mode::quads) _tile_dpbsud(sum, 4, weights);   \
-        if constexpr (mode == Mode::pairs) _tile_dpbf16ps(sum, 4, weights); \
-    }
-    _tile_loadd(4, x, 4 * depth);
-    PTQ_MULTIPLY(0, 5, 0)
-    PTQ_MULTIPLY(1, 6, 1)
-    PTQ_MULTIPLY(2, 7, 2)
-#undef PTQ_MULTIPLY
-}
-
-// Sums from memory, to memory [tile, token, row], and zeros.
-template <int tiles>
-PTQ_INLINE void load_sums(const int32_t* from) {
-    _tile_loadd(0, from, 64);
-    if constexpr (tiles > 1) _tile_loadd(1, from + tile_numbers, 64);
-    if constexpr (tiles > 2) _tile_loadd(2, from + 2 * tile_numbers, 64);
-}
-template <int tiles>
-PTQ_INLINE void store_sums(int32_t* to) {
-    _tile_stored(0, to, 64);
-    if constexpr (tiles > 1) _tile_stored(1, to + tile_numbers, 64);
-    if constexpr (tiles > 2) _tile_stored(2, to + 2 * tile_numbers, 64);
-}
-template <int tiles>
-PTQ_INLINE void clear_sums() {
-    _tile_zero(0);
-    if constexpr (tiles > 1) _tile_zero(1);
-    if constexpr (tiles > 2) _tile_zero(2);
-}
-
 // --- groups ----------------------------------------------------------------------------------------------------------
 
-// The sums of a group, to be scaled and added to the totals.
+// The sums of a group, to be scaled and added to the totals of a block of tokens.
 struct Group {
-    const int32_t* sums;  // [tile, token, row]
-    const float* scale;   // [tile, row]
-    const uint8_t* zero;  // [tile, `zero_step`], or null
-    int64_t zero_step;
-    const int32_t* offset;        // [token], integers only
+    const int32_t* sums;          // [tile, token, row]
+    const float* scale;           // [tile, row]
+    const uint8_t* zero;          // [tile, `zero_step`], or null
+    const int32_t* offset;        // [token]: minus the sum of its integers, if there are zeros
     float* total;                 // [token, tile, row]
+    int64_t first;                // token of the block
+    bool begins, ends;            // the totals; results follow
     int64_t token = tile_tokens;  // the next one
 };
 
-template <Mode mode, int tiles>
-PTQ_INLINE void add_tokens(Group& g, int64_t tokens) {
-    for (const int64_t end = std::min(tile_tokens, g.token + tokens); g.token < end; g.token++)
+// What all groups of a panel have in common.
+struct Common {
+    const Product& p;
+    int64_t tile, zero_step, end;  // row tile, to the zeros of the next one, behind the last token
+};
+
+// The tokens [token, end). Everything is read before the loop: a compiler fears that totals overlap it.
+template <Mode mode, int tiles, bool zeros>
+PTQ_INLINE void add_rows(const Common& common, const Group& g, int64_t token, int64_t end) {
+    const int32_t* sums = g.sums + token * tile_rows;
+    const int32_t* offset = g.offset + token;
+    float* total = g.total + token * tiles * tile_rows;
+    Lanes scale[tiles];
+    SignedInts zero[tiles];
 #pragma GCC unroll 3
-        for (int r = 0; r < tiles; r++) {
-            const auto sum = load_vector<Sum<mode>>(g.sums + r * tile_numbers + g.token * tile_rows);
-            float* total = g.total + (g.token * tiles + r) * tile_rows;
-            const Lanes scale = load(g.scale + r * tile_rows);
-            if constexpr (mode == Mode::quads) {
-                SignedInts offset = SignedInts{} + g.offset[g.token];
-                if (g.zero) offset *= integer_tiled::load_zero(g.zero + r * g.zero_step);
-                store(total, scaled(load(total), scale, sum + offset));
-            } else {
-                store(total, fma(scale, sum, load(total)));
-            }
-        }
-}
-
-// A block of tokens and the columns of a panel: whole groups, or a part of one.
-template <Mode mode, int tiles>
-void multiply_block(const Block& b, int64_t depth, int32_t* sums) {
-    const int64_t count = b.blocks * column_step / columns_of(mode) / depth, each = (tile_tokens + count - 1) / count;
-    const auto* panel = reinterpret_cast<const int32_t*>(b.codes);
-    const uint32_t* x = b.x;
-    Group before{};
-    for (int64_t g = 0; g < std::max(b.groups, int64_t{1}); g++) {
-        b.begins ? clear_sums<tiles>() : load_sums<tiles>(b.open);
-        for (int64_t i = 0; i < count; i++, x += tile_tokens * depth, panel += depth * tiles * tile_rows) {
-            b.ahead->next();
-            multiply_tiles<mode, tiles>(x, depth, panel);
-            add_tokens<mode, tiles>(before, each);
-        }
-        if (!b.ends) return store_sums<tiles>(b.open);
-        int32_t* const to = sums + g % 2 * tiles * tile_numbers;
-        store_sums<tiles>(to);
-        before = {to,
-                  b.scale + g * tiles * tile_rows,
-                  b.zero ? b.zero + g * tile_rows : nullptr,
-                  b.zero_step,
-                  b.offset + g * b.offset_step,
-                  b.total,
-                  0};
+    for (int r = 0; r < tiles; r++) {
+        scale[r] = load(g.scale + r * tile_rows);
+        if constexpr (zeros) zero[r] = integer_tiled::load_zero(g.zero + r * common.zero_step) - common.p.w.byte_offset;
     }
-    add_tokens<mode, tiles>(before, tile_tokens);
+    for (; token < end; token++, sums += tile_rows, offset++)
+#pragma GCC unroll 3
+        for (int r = 0; r < tiles; r++, total += tile_rows) {
+            auto sum = load_vector<Sum<mode>>(sums + r * tile_numbers);
+            if constexpr (zeros) sum += zero[r] * *offset;
+            if constexpr (mode == Mode::quads)
+                store(total, scaled(load(total), scale[r], sum));
+            else
+                store(total, fma(scale[r], sum, load(total)));
+        }
 }
 
-// --- a strip ---------------------------------------------------------------------------------------------------------
+template <Mode mode, int tiles>
+PTQ_INLINE void add_tokens(const Common& common, Group& g, int64_t tokens) {
+    if (g.token == tile_tokens) return;
+    if (g.token == 0 && g.begins) std::memset(g.total, 0, tiles * tile_numbers * sizeof(float));
+    const int64_t end = std::min(tile_tokens, g.token + tokens);
+    if (mode == Mode::quads && g.zero)
+        add_rows<mode, tiles, mode == Mode::quads>(common, g, g.token, end);
+    else
+        add_rows<mode, tiles, false>(common, g, g.token, end);
+    g.token = end;
+    if (g.token < tile_tokens || !g.ends) return;
+    const Product& p = common.p;
+    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, p.w.n};
+    finish<tiles>(results, g.total, nullptr, common.tile, g.first, std::min(tile_tokens, common.end - g.first));
+}
+
+// The two groups before the one that is multiplied: `last` is in the other set of tiles, on its way to `to`; the sums
+// of the other have been in memory for long enough to be touched.
+struct Before {
+    Group group{}, last{};
+    int32_t* to = nullptr;
+};
+
+// A group, or the part of one that is in a panel: `count` tiles deep. `open`: sums of the part before, or null.
+template <Mode mode, int tiles, int set>
+void multiply_group(const Common& common, const uint32_t* x, const int32_t* panel, int64_t depth, int64_t count,
+                    const int32_t* open, Before& before, Ahead& ahead) {
+    ahead.next();
+    const int64_t each = (tile_tokens + count - 1) / count;
+    open ? load_sums<tiles, set>(open) : clear_sums<tiles, set>();
+    for (int64_t i = 0; i < count; i++, x += tile_tokens * depth, panel += depth * tiles * tile_rows) {
+        multiply_tiles<mode, tiles, set>(x, depth, panel);
+        if (i == 0 && before.to) store_sums<tiles, 1 - set>(before.to);
+        add_tokens<mode, tiles>(common, before.group, each);
+    }
+    add_tokens<mode, tiles>(common, before.group, tile_tokens);
+}
+
+// --- strips ----------------------------------------------------------------------------------------------------------
+
+constexpr int64_t most_strips = 8;           // that take turns with a slice
+constexpr int64_t slice_bytes = 512 * 1024;  // of x, about: half of the second-level cache
+
+// Strips and tokens of y.
+struct Part {
+    int64_t strip, end, first, last;
+};
 
 struct Scratch {
     int32_t* panel;  // [panel_steps, panel_tiles, 16]
     int32_t* sums;   // [2, panel_tiles, 16, 16]
-    int32_t* open;   // [block of tokens, panel_tiles, 16, 16]: of a group that began in the panel before
-    float* total;    // [tokens, panel_tiles, 16]
-    float* scale;    // [groups, panel_tiles, 16]
+    float* scale;    // [groups of a panel, panel_tiles, 16]
+    int32_t* open;   // [strip, tokens, panel_tiles, 16]: sums of a group that began in the panel before
+    float* total;    // [strip, tokens, panel_tiles, 16]
 };
 
-// Row tiles and tokens of y.
-struct Part {
-    int64_t tile, first, last;
-};
-
+// The columns of a panel, for row tiles from `tile` on and the tokens of a part.
 template <Mode mode, int tiles>
-void multiply_panel(const Product& p, const Scratch& scratch, const Part& part, const Columns& c, Ahead& ahead) {
-    const auto [tile, first, last] = part;
+void multiply_panel(const Product& p, const Scratch& scratch, const Part& part, int64_t tile, const Columns& c,
+                    Ahead ahead) {
     const Panels& w = p.w;
     const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, w.n};
-    const int64_t group = c.column / w.group_columns, depth = depth_of(p);
+    const int64_t group = c.column / w.group_columns, depth = depth_of(p), first = part.first / tile_tokens;
+    w.unpack(w.weight, tile, tiles, c.column, c.end, scratch.panel);
     Block b{};
     c.describe(b);
-    b.codes = reinterpret_cast<const uint8_t*>(scratch.panel);
-    b.x = p.packed + place(p, c.column, c.end, first / tile_tokens);
-    b.x_step = (c.end - c.column) / columns_of(mode) * tile_tokens;
-    b.scale = scratch.scale + group * tiles * tile_rows;
-    b.zero_step = w.groups * tile_rows;
-    b.zero = w.zero ? w.zero + tile * b.zero_step + group * tile_rows : nullptr;
-    b.offset = p.offset + (first / tile_tokens * w.groups + group) * tile_tokens, b.offset_step = tile_tokens;
-    b.total = scratch.total, b.open = scratch.open, b.ahead = &ahead;
-    const bool done = c.end == c.all;
-    for (int64_t t = first; t < last; t += tile_tokens) {
-        if (done) fetch_results<tiles>(results, tile, t, tile_tokens);
-        multiply_block<mode, tiles>(b, depth, scratch.sums);
-        if (done) finish<tiles>(results, b.total, nullptr, tile, t, std::min(tile_tokens, last - t));
-        b.x += b.x_step, b.offset += w.groups * tile_tokens;
-        b.total += tiles * tile_numbers, b.open += tiles * tile_numbers;
+    for (int64_t g = 0; g < std::max(b.groups, int64_t{1}); g++)
+        for (int r = 0; r < tiles; r++)
+            store(scratch.scale + (g * tiles + r) * tile_rows,
+                  w.scale ? load(w.scale + ((tile + r) * w.groups + group + g) * tile_rows) : fill(w.factor));
+    if (mode == Mode::quads && w.byte_offset)
+        for (int64_t i = 0; i < (c.end - c.column) / 4 * tiles * tile_rows; i += tile_rows) {
+            const auto bytes = load_vector<__m512i>(scratch.panel + i);
+            store_vector(scratch.panel + i, _mm512_sub_epi8(bytes, _mm512_set1_epi8(static_cast<char>(w.byte_offset))));
+        }
+    const Common common{p, tile, w.groups * tile_rows, part.last};
+    const int64_t count = b.blocks * column_step / columns_of(mode) / depth, groups = std::max(b.groups, int64_t{1});
+    const int64_t outputs = tiles * tile_numbers, begins = (tile / panel_tiles - part.strip) * p.tokens * panel_rows;
+    const uint32_t* x = p.packed + place(p, c.column, c.end, first);
+    float* total = scratch.total + begins;
+    int32_t *open = scratch.open + begins, *sums = scratch.sums, *next_sums = sums + outputs;
+    Before before;
+    bool set = false;
+    for (int64_t t = part.first; t < part.last; t += tile_tokens, open += outputs) {
+        if (c.end == c.all) fetch_results<tiles>(results, tile, t, tile_tokens);
+        for (int64_t g = 0; g < groups; g++, x += count * tile_tokens * depth, set = !set) {
+            const auto* panel = scratch.panel + g * count * depth * tiles * tile_rows;
+            (set ? multiply_group<mode, tiles, 1> : multiply_group<mode, tiles, 0>)(common, x, panel, depth, count,
+                                                                                    b.begins ? nullptr : open, before,
+                                                                                    ahead);
+            before.group = before.last;
+            before.last = {};
+            before.to = b.ends ? sums : open;
+            if (b.ends)
+                before.last = {sums,
+                               scratch.scale + g * tiles * tile_rows,
+                               w.zero ? w.zero + (tile * w.groups + group + g) * tile_rows : nullptr,
+                               p.offset + (t / tile_tokens * w.groups + group + g) * tile_tokens,
+                               total,
+                               t,
+                               group + g == 0,
+                               c.end == c.all && g + 1 == groups,
+                               0};
+            std::swap(sums, next_sums);
+        }
+        if (w.groups > 1) total += outputs;  // else it is written once, and lies in the first-level cache
     }
+    set ? store_sums<tiles, 0>(before.to) : store_sums<tiles, 1>(before.to);
+    add_tokens<mode, tiles>(common, before.group, tile_tokens);
+    add_tokens<mode, tiles>(common, before.last, tile_tokens);
 }
 
-// All of y for some row tiles and tokens. The strip that comes next is fetched meanwhile.
-template <Mode mode, int tiles>
-void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, const Part& part) {
+// All of y for a part. The columns go in slices, whose x stays in the second-level cache for all strips.
+template <Mode mode>
+void multiply_part(const Product& p, const Scratch& scratch, const Part& part) {
     const Panels& w = p.w;
-    const int64_t blocks = (part.last - part.first + tile_tokens - 1) / tile_tokens;
-    load_scales<tiles>(w.scale + part.tile * w.groups * tile_rows, w.groups, scratch.scale);
-    std::memset(scratch.total, 0, blocks * tiles * tile_numbers * sizeof(float));
-    for (int64_t column = 0; column < w.columns;) {
-        const Columns panel = panel_at(p, column);
-        w.unpack(w.weight, part.tile, tiles, column, panel.end, scratch.panel);
-        column = panel.end;
-        const uint8_t* next =
-            w.codes + (column == w.columns ? run.likely() % w.strips() * panel_tiles * w.tile_bytes
-                                           : part.tile * w.tile_bytes + column / column_step * w.step_bytes);
-        const int64_t bytes = (panel.end - panel.column) / column_step * w.step_bytes;
-        const int64_t steps = (panel.end - panel.column) / columns_of(mode) / depth_of(p) * blocks;
-        Ahead ahead = Ahead::of(next, tiles, w.tile_bytes, bytes, steps);
-        multiply_panel<mode, tiles>(p, scratch, part, panel, ahead);
+    const int64_t tokens = (part.last - part.first + tile_tokens - 1) / tile_tokens * tile_tokens;
+    const int64_t panels = std::max(int64_t{1}, slice_bytes / (tokens * panel_steps * 4));
+    const int64_t row_tiles = (w.n + tile_rows - 1) / tile_rows;
+    for (int64_t begin = 0, end = 0; begin < w.columns; begin = end) {
+        for (int64_t i = 0; i < panels && end < w.columns; i++) end = panel_at(p, end).end;
+        for (int64_t strip = part.strip; strip < part.end; strip++)
+            for (int64_t column = begin; column < end;) {
+                const Columns c = panel_at(p, column);
+                column = c.end;
+                const int64_t tile = strip * panel_tiles, tiles = std::min(panel_tiles, row_tiles - tile);
+                // What comes next is fetched meanwhile.
+                const int64_t next = column < end ? strip : strip + 1 < part.end ? strip + 1 : part.strip;
+                const int64_t place = column < end ? column : strip + 1 < part.end ? begin : end % w.columns;
+                const int64_t bytes = (c.end - c.column) / column_step * w.step_bytes;
+                const int64_t groups = std::max(int64_t{1}, (c.end - c.column) / w.group_columns);
+                const Ahead ahead =
+                    Ahead::of(w.codes + next * panel_tiles * w.tile_bytes + place / column_step * w.step_bytes,
+                              std::min(panel_tiles, row_tiles - next * panel_tiles), w.tile_bytes, bytes,
+                              groups * tokens / tile_tokens);
+                constexpr decltype(&multiply_panel<mode, 1>) of[] = {multiply_panel<mode, 1>, multiply_panel<mode, 2>,
+                                                                     multiply_panel<mode, 3>};
+                of[tiles - 1](p, scratch, part, tile, c, ahead);
+            }
     }
 }
 
 template <Mode mode>
 void multiply_of(const Product& p, Units& units) {
-    const int64_t row_tiles = (p.w.n + tile_rows - 1) / tile_rows, strips = p.w.strips();
-    const int64_t panel = panel_steps * panel_tiles * tile_rows, sums = 2 * panel_tiles * tile_numbers;
-    const int64_t outputs = p.tokens * panel_tiles * tile_rows;
-    const int64_t count = panel + sums + 2 * outputs + p.w.groups * panel_tiles * tile_rows;
-    auto* memory = static_cast<int32_t*>(::operator new(4 * count, std::align_val_t{64}));
-    int32_t* const open = memory + panel + sums;
-    auto* numbers = reinterpret_cast<float*>(open + outputs);
-    const Scratch scratch{memory, memory + panel, open, numbers, numbers + outputs};
+    const int64_t strips = p.w.strips(), outputs = most_strips * p.tokens * panel_rows;
+    constexpr int64_t panel = panel_steps * panel_rows, sums = 2 * panel_tiles * tile_numbers;
+    constexpr int64_t scales = panel_steps * 4 / column_step * panel_rows;
+    auto* memory =
+        static_cast<int32_t*>(::operator new(4 * (panel + sums + scales + 2 * outputs), std::align_val_t{64}));
+    auto* numbers = reinterpret_cast<float*>(memory + panel + sums + outputs);
+    const Scratch scratch{memory, memory + panel, numbers, memory + panel + sums, numbers + scales};
     {
         const Tiles config(depth_of(p));
-        for (Run run{units}; run.next();) {
-            const int64_t from = run.unit / strips * p.tokens, to = std::min(p.t, from + p.tokens);
-            const int64_t tile = run.unit % strips * panel_tiles;
-            constexpr decltype(&multiply_strip<mode, 1>) of[] = {multiply_strip<mode, 1>, multiply_strip<mode, 2>,
-                                                                 multiply_strip<mode, 3>};
-            of[std::min(panel_tiles, row_tiles - tile) - 1](p, run, scratch, {tile, from, to});
-        }
+        for (int64_t first, last; units.take(first, last);)
+            for (int64_t end; first < last; first = end) {
+                const int64_t run = first / strips, from = run * p.tokens;
+                end = std::min({last, first + most_strips, (run + 1) * strips});
+                multiply_part<mode>(p, scratch,
+                                    {first % strips, (end - 1) % strips + 1, from, std::min(p.t, from + p.tokens)});
+            }
     }
     ::operator delete(memory, std::align_val_t{64});
 }

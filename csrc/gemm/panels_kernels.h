@@ -34,19 +34,23 @@ constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the 
 
 // Writes the steps of row tiles [tile, tile + tiles) and columns [column, end).
 using Unpack = void (*)(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel);
+// Of a format with kernels of its own for many tokens: what it has for levels where panels are faster, or null.
+struct PanelUnpack {
+    Unpack bytes = nullptr, pairs = nullptr;
+};
 
 // W[n, columns]: columns beyond those of x count as zero.
 struct Panels {
     const void* weight;
     Unpack unpack;
-    const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16
+    const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16; null: `factor`, for AMX only
     int64_t n, columns, groups, group_columns;
     const uint8_t* codes;  // what to fetch before a panel is unpacked: bytes of a row tile, of 32 columns
     int64_t tile_bytes, step_bytes;
-    // Quads:
-    int byte_offset = 0;  // below 128 with vectors, so that products of any level are exact
-    const uint8_t* zero =
-        nullptr;  // [row tile, groups, 16]: offsets of each row instead, times -`byte_offset`; AMX only
+    int byte_offset = 0;  // quads; below 128 with vectors, so that products of any level are exact
+    // For AMX only:
+    const uint8_t* zero = nullptr;  // quads: [row tile, groups, 16]: what to subtract in the place of `byte_offset`
+    float factor = 1;
 
     int64_t strips() const { return (n + panel_rows - 1) / panel_rows; }
 };
@@ -64,7 +68,9 @@ struct Product {
     const float* bias;         // [n], or null
     void* out;                 // [t, n]
     Number out_type;
-    Tokens from{};               // quads: x
+    Tokens from{};                   // quads: x
+    const uint32_t* rows = nullptr;  // AMX only: x in steps, `row_steps` apart, in the place of all of these
+    int64_t row_steps = 0;
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
     int32_t* offset = nullptr;   // quads: minus `byte_offset` times the sums of x: see `Quads`
     int64_t tokens = 0;          // that a unit of `multiply` takes at most: whole blocks

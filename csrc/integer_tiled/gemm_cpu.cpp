@@ -4,12 +4,15 @@
 
 #include "common/cpu_level.h"
 #include "common/parallel.h"
+#include "gemm/panels_kernels.h"
 #include "gemm/sizes.h"
 #include "integer_tiled/gemm_kernels.h"
 #include "integer_tiled/layout.h"
-#include "integer_tiled/panels.h"
 
 namespace ptq::integer_tiled {
+
+extern const gemm::PanelUnpack panels_amx;
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -20,25 +23,25 @@ const GemmKernels& gemm_kernels() {
     return at_level<gemm_portable, gemm_avx2, gemm_avx512, gemm_avx512vnni>();
 }
 
-const PanelUnpack& panel_unpack() {
-    static constexpr PanelUnpack none;
+const gemm::PanelUnpack& panel_unpack() {
+    static constexpr gemm::PanelUnpack none;
     return at_level<none, none, none, none, none, panels_amx>();
 }
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
     const int64_t step = block_bytes(w.bits), columns = blocks_in(w.k) * block_columns;
-    gemm::Panels panels{&w,
-                        unpack,
-                        w.scale,
-                        w.n,
-                        columns,
-                        w.groups,
-                        std::min(columns, w.group_blocks * block_columns),
-                        w.tiles,
-                        tile_bytes(w.k, w.bits),
-                        step};
-    panels.byte_offset = w.zero ? 1 : 1 << (w.bits - 1), panels.zero = w.zero;
-    return panels;
+    return {.weight = &w,
+            .unpack = unpack,
+            .scale = w.scale,
+            .n = w.n,
+            .columns = columns,
+            .groups = w.groups,
+            .group_columns = w.group_blocks * block_columns,
+            .codes = w.tiles,
+            .tile_bytes = tile_bytes(w.k, w.bits),
+            .step_bytes = step,
+            .byte_offset = 1 << (w.bits - 1),
+            .zero = w.zero};
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // Integer weights in the panels of gemm/amx.h.
 #if defined(__x86_64__)
-#include "integer_tiled/panels.h"
-
+#include "gemm/panels_kernels.h"
 #include "integer_tiled/decode_lanes.h"
 #include "integer_tiled/kernels.h"
 #include "integer_tiled/pairs.h"
@@ -69,7 +68,8 @@ void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t colum
 
 }  // namespace
 
-const PanelUnpack panels_amx{unpack_bytes, unpack_pairs};
+extern const gemm::PanelUnpack panels_amx;
+const gemm::PanelUnpack panels_amx{unpack_bytes, unpack_pairs};
 
 }  // namespace ptq::integer_tiled
 #endif
