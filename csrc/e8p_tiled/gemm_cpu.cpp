@@ -35,7 +35,6 @@ void multiply_panels(const Gemm& g, gemm::Unpack unpack) {
                               .codes = g.w.tiles,
                               .tile_bytes = tile_bytes(g.w.k, g.w.bits),
                               .step_bytes = block_bytes(g.w.bits),
-                              .byte_offset = offset_of(g.w.bits),
                               .factor = g.w.scale};
     gemm::multiply_panels({.w = panels,
                            .mode = g.kind == Kind::bytes ? gemm::Mode::quads : gemm::Mode::pairs,

@@ -25,10 +25,12 @@ void over_panel(const Weight& w, int64_t tile, int64_t tiles, int64_t column, in
     }
 }
 
+// Signed bytes.
 template <int bits>
 void bytes_of(const Weight& w, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+    const __m512i offset = _mm512_set1_epi8(static_cast<char>(offset_of(bits)));
     over_panel<bits>(w, tile, tiles, column, end, panel, [&](const Dwords& weights, uint32_t* to) {
-        store_vector(to, weights);
+        store_vector(to, _mm512_sub_epi8((__m512i)weights, offset));
         return to + tiles * tile_rows;
     });
 }

@@ -147,10 +147,10 @@ struct Before {
 template <Mode mode, int tiles, int set>
 void multiply_group(const Common& common, const uint32_t* x, const int32_t* panel, int64_t depth, int64_t count,
                     const int32_t* open, Before& before, Ahead& ahead) {
-    ahead.next();
     const int64_t each = (tile_tokens + count - 1) / count;
     open ? load_sums<tiles, set>(open) : clear_sums<tiles, set>();
     for (int64_t i = 0; i < count; i++, x += tile_tokens * depth, panel += depth * tiles * tile_rows) {
+        ahead.next();
         multiply_tiles<mode, tiles, set>(x, depth, panel);
         if (i == 0 && before.to) store_sums<tiles, 1 - set>(before.to);
         add_tokens<mode, tiles>(common, before.group, each);
@@ -190,11 +190,6 @@ void multiply_panel(const Product& p, const Scratch& scratch, const Part& part, 
         for (int r = 0; r < tiles; r++)
             store(scratch.scale + (g * tiles + r) * tile_rows,
                   w.scale ? load(w.scale + ((tile + r) * w.groups + group + g) * tile_rows) : fill(w.factor));
-    if (mode == Mode::quads && w.byte_offset)
-        for (int64_t i = 0; i < (c.end - c.column) / 4 * tiles * tile_rows; i += tile_rows) {
-            const auto bytes = load_vector<__m512i>(scratch.panel + i);
-            store_vector(scratch.panel + i, _mm512_sub_epi8(bytes, _mm512_set1_epi8(static_cast<char>(w.byte_offset))));
-        }
     const Common common{p, tile, w.groups * tile_rows, part.last};
     const int64_t count = b.blocks * column_step / columns_of(mode) / depth, groups = std::max(b.groups, int64_t{1});
     const int64_t outputs = tiles * tile_numbers, begins = (tile / panel_tiles - part.strip) * p.tokens * panel_rows;
@@ -250,11 +245,11 @@ void multiply_part(const Product& p, const Scratch& scratch, const Part& part) {
                 const int64_t next = column < end ? strip : strip + 1 < part.end ? strip + 1 : part.strip;
                 const int64_t place = column < end ? column : strip + 1 < part.end ? begin : end % w.columns;
                 const int64_t bytes = (c.end - c.column) / column_step * w.step_bytes;
-                const int64_t groups = std::max(int64_t{1}, (c.end - c.column) / w.group_columns);
+                const int64_t depths = (c.end - c.column) / columns_of(mode) / depth_of(p);
                 const Ahead ahead =
                     Ahead::of(w.codes + next * panel_tiles * w.tile_bytes + place / column_step * w.step_bytes,
                               std::min(panel_tiles, row_tiles - next * panel_tiles), w.tile_bytes, bytes,
-                              groups * tokens / tile_tokens);
+                              depths * tokens / tile_tokens);
                 constexpr decltype(&multiply_panel<mode, 1>) of[] = {multiply_panel<mode, 1>, multiply_panel<mode, 2>,
                                                                      multiply_panel<mode, 3>};
                 of[tiles - 1](p, scratch, part, tile, c, ahead);

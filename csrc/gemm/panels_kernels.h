@@ -15,7 +15,7 @@ enum class Mode {
     floats,  // a column, as float32
     pairs,  // two columns as bfloat16, 0 and 2, then 1 and 3, of every four, as they come out of a dword of four bytes;
             // with AVX-512 BF16 only
-    quads,  // four columns as bytes: integers + `byte_offset`; x is int8
+    quads,  // four columns as bytes: integers + `byte_offset`, below 128 (AMX: signed integers); x is int8
 };
 constexpr int64_t columns_of(Mode mode) {
     return mode == Mode::floats ? 1 : mode == Mode::pairs ? 2 : 4;
@@ -34,7 +34,8 @@ constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the 
 
 // Writes the steps of row tiles [tile, tile + tiles) and columns [column, end).
 using Unpack = void (*)(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel);
-// Of a format with kernels of its own for many tokens: what it has for levels where panels are faster, or null.
+// What a format has for AMX, where bytes are signed: its quads without `byte_offset`, and its pairs; null at other
+// levels.
 struct PanelUnpack {
     Unpack bytes = nullptr, pairs = nullptr;
 };
@@ -47,7 +48,7 @@ struct Panels {
     int64_t n, columns, groups, group_columns;
     const uint8_t* codes;  // what to fetch before a panel is unpacked: bytes of a row tile, of 32 columns
     int64_t tile_bytes, step_bytes;
-    int byte_offset = 0;  // quads; below 128 with vectors, so that products of any level are exact
+    int byte_offset = 0;  // of quads; but not of signed ones
     // For AMX only:
     const uint8_t* zero = nullptr;  // quads: [row tile, groups, 16]: what to subtract in the place of `byte_offset`
     float factor = 1;

@@ -9,10 +9,6 @@ using integer_tiled::load_int;
 
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 127 * 128 * 65536 is below 2^31
 
-inline const uint8_t* tile_of(const Weight& w, int64_t tile) {
-    return w.tiles + tile * w.blocks * block_bytes(w.element->bits);
-}
-
 // Super-blocks of a group.
 inline int64_t blocks_of(const Weight& w, int64_t group) {
     return std::min(w.group_blocks, w.blocks - group * w.group_blocks);

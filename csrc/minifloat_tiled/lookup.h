@@ -19,6 +19,10 @@ using integer_tiled::Dwords;
 using integer_tiled::quads;
 using integer_tiled::tile_rows;
 
+inline const uint8_t* tile_of(const Weight& w, int64_t tile) {
+    return w.tiles + tile * w.blocks * block_bytes(w.element->bits);
+}
+
 // --- codes -----------------------------------------------------------------------------------------------------------
 
 // Bits of a where `mask` has them, else those of b.

@@ -26,7 +26,8 @@ inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
     return tile_of(w, tile) + column / block_columns * block_bytes(w.element->bits);
 }
 
-void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+[[maybe_unused]] void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
+                                    void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
     with_bits(*w.element, [&]<int bits>() {
         const Values<bits> values(*w.element);
@@ -66,8 +67,12 @@ constexpr gemm::Unpack unpack_pairs = nullptr;
 
 void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
-    with_bits(*w.element, [&]<int bits>() {
-        const Bytes<bits> bytes(*w.element);
+    Element element = *w.element;
+#if defined(__AMX_INT8__)
+    for (uint8_t& byte : element.byte) byte -= byte_offset;
+#endif
+    with_bits(element, [&]<int bits>() {
+        const Bytes<bits> bytes(element);
         for (int64_t r = 0; r < tiles; r++) {
             const uint8_t* block = block_at(w, tile + r, column);
             auto* to = static_cast<uint32_t*>(panel) + r * tile_rows;
