@@ -1,5 +1,7 @@
 #include "common/cpu_level.h"
 
+#include "common/fetch.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #if defined(__linux__)
@@ -52,6 +54,12 @@ std::atomic<int>& level() {
 }
 
 }  // namespace
+
+#if defined(__x86_64__)
+const bool fetch_into_second_level = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
+#else
+const bool fetch_into_second_level = false;
+#endif
 
 CpuLevel cpu_level() {
     return static_cast<CpuLevel>(level().load(std::memory_order_relaxed));

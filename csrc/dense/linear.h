@@ -4,6 +4,7 @@
 // with a sum of its own. Two neighbouring bfloat16 numbers lie in a dword: so x is spread to its even columns, then its
 // odd ones, 32 at a time. With AVX-512 BF16 one instruction multiplies both with x as it is: the fewer instructions
 // stand between two loads, the more of them wait for memory at once.
+#include "common/fetch.h"
 #include "dense/kernels.h"
 #include "integer/lanes.h"
 
@@ -90,9 +91,7 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
     const float* x = p.spread + from * stride;
     Lanes acc[tokens][chains] = {}, w[chains];
     for (int64_t i = 0; i < whole; i += step) {
-#pragma GCC unroll 4
-        for (int64_t line = 0; line < step * bytes; line += 64)
-            __builtin_prefetch(weight + i * bytes + ahead + line, 0, 0);
+        fetch_once(weight + i * bytes + ahead, step * bytes);
         load_step<type>(weight + i * bytes, w);
         multiply_step<tokens>(w, x + i, stride, acc);
     }
@@ -132,7 +131,7 @@ inline void row_of_pairs(const Linear& p, int64_t n, int64_t from) {
     for (; i + chains * pair_columns <= p.k; i += chains * pair_columns) {
 #pragma GCC unroll 4
         for (int c = 0; c < chains; c++) {
-            __builtin_prefetch(reinterpret_cast<const uint8_t*>(weight + i + c * pair_columns) + pairs_ahead, 0, 0);
+            fetch_once(reinterpret_cast<const uint8_t*>(weight + i + c * pair_columns) + pairs_ahead, 64);
             multiply_pairs<tokens>(weight + i + c * pair_columns, x + i + c * pair_columns, p.k, all, c, acc);
         }
     }

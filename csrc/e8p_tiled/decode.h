@@ -1,5 +1,6 @@
 // The kernels for few tokens, of one level: included after PTQ_LEVEL, the name of its table, is defined. A row tile is
 // read once, for up to four tokens at a time.
+#include "common/fetch.h"
 #include "e8p_tiled/kernels.h"
 #include "e8p_tiled/numbers.h"
 #include "integer_tiled/decode_lanes.h"
@@ -15,9 +16,8 @@ using integer_tiled::store_result;
 
 constexpr int64_t ahead = 8192;  // bytes that are fetched before they are needed: measured on Zen 5
 
-// Past the second-level cache: weights are read once, and what runs between products keeps its place there.
 inline void fetch(const uint8_t* block, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i, 0, 0);
+    fetch_once(block + ahead, bytes);
 }
 
 // --- quantised tokens ------------------------------------------------------------------------------------------------

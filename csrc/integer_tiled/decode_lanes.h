@@ -2,6 +2,7 @@
 // of a vector. Included once per level, into an anonymous namespace.
 #pragma once
 
+#include "common/fetch.h"
 #include "integer/lanes.h"
 #include "integer_tiled/kernels.h"
 #include "integer_tiled/layout.h"
@@ -12,9 +13,8 @@ namespace {
 constexpr int64_t ahead = 8192;           // bytes that are fetched before they are needed: measured on Zen 5
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 255 * 128 * 65536 is below 2^31
 
-// Past the second-level cache: weights are read once, and what runs between products keeps its place there.
 inline void fetch(const uint8_t* block, int bytes) {
-    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(block + ahead + i, 0, 0);
+    fetch_once(block + ahead, bytes);
 }
 
 inline int32_t load_int(const int8_t* from) {
