@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from conftest import at_level
 
 import ptq.ops.tiles
 from quarot import tiled_ops
@@ -141,3 +142,43 @@ def test_numbers_with_any_axes_and_what_is_refused():
         op(x, *rest).sum().backward()
     with pytest.raises(RuntimeError, match="bits"):
         op(x.detach(), *rest[:7], 9, 1.0, torch.float32)
+
+
+@pytest.fixture(params=["avx512bf16", "amx"])
+def matrix_level(request):
+    """The levels of the machines that have matrix units, without them and with them."""
+    yield from at_level(request.param)
+
+
+@pytest.mark.parametrize("n, k, t, group", [(450, 4128, 530, 0), (450, 4096, 530, 64), (100, 6144, 200, 2048)])
+def test_many_tokens_rows_and_columns(n, k, t, group, matrix_level):
+    """More tokens than a unit takes, more strips than share a slice of x, and slices of columns."""
+    threads = torch.get_num_threads()
+    for bits, symmetric in ((4, True), (8, False)):
+        q, q_scale, parts, bias = arguments(n, k, t, bits, group, symmetric)
+        expected = tiled_ops.product(q, q_scale, *parts, bias, bits, group, torch.float32)
+        try:
+            for count in (1, 2):
+                torch.set_num_threads(count)
+                assert torch.equal(multiply(q, q_scale, parts, bias, bits, group), expected)
+        finally:
+            torch.set_num_threads(threads)
+        codes, scale, zero = parts
+        x = torch.randn(t, k, generator=torch.Generator().manual_seed(bits)).bfloat16()
+        tiles = ptq.ops.tiles.prepack(torch.ops.ptq.integer_pack(codes, bits), bits, k)
+        tiled = [None if part is None else ptq.ops.tiles.tile_scales(part) for part in (scale, zero)]
+        y = torch.ops.ptq.integer_linear_tiled(x, tiles, *tiled, bias, n, bits, group)
+        size = group or k
+        numbers = codes.double().view(n, -1, size) - (2 ** (bits - 1) if zero is None else zero.double()[..., None])
+        weight = (numbers * scale.view(torch.bfloat16).double()[..., None]).view(n, k)
+        close = x.double() @ weight.T + bias.double()
+        assert (y.double() - close).norm() / close.norm() < 3e-3
+
+
+def test_torch_finds_its_own_matrix_units_as_it_left_them(matrix_level):
+    x, weight = torch.randn(64, 256).bfloat16(), torch.randn(96, 256).bfloat16()
+    expected = torch.nn.functional.linear(x, weight)
+    q, q_scale, parts, bias = arguments(50, 96, 40, 4, 32, True)
+    for _ in range(3):
+        multiply(q, q_scale, parts, bias, 4, 32)
+        assert torch.equal(torch.nn.functional.linear(x, weight), expected)

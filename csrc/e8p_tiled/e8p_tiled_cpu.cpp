@@ -19,7 +19,8 @@ namespace {
 
 using torch::stable::empty;
 
-constexpr int64_t few_tokens = 8;  // more go to `many_tokens`
+constexpr int64_t few_tokens = 8;  // more go to `many_tokens`,
+constexpr int64_t few_pairs = 3;   // with AMX also of bfloat16
 
 Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
                         const std::optional<Tensor>& bias, int64_t n, int64_t bits, ScalarType dtype) {
@@ -53,7 +54,9 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     const Tensor out = empty_result(x, n, inside);
-    const bool many = t > few_tokens && k, pairs = kernels().pairs && (!many || inside == ScalarType::BFloat16);
+    const bool on_units = inside == ScalarType::BFloat16 && cpu_level() >= CpuLevel::amx;
+    const bool many = t > (on_units ? few_pairs : few_tokens) && k,
+               pairs = kernels().pairs && (!many || inside == ScalarType::BFloat16);
     const int64_t row_steps = spread_steps(k, inside, pairs);
     const std::unique_ptr<int32_t[]> spread(new int32_t[t * row_steps]);
     const Floats p{h.w,

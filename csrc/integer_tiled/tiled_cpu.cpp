@@ -22,6 +22,7 @@ namespace {
 using torch::stable::empty;
 
 constexpr int64_t few_tokens = 8;     // more go to `many_tokens`
+constexpr int64_t few_floats = 3;     // more go to `many_floats`, where there is one
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
 Tensors cast(Tensors results, ScalarType dtype) {
@@ -70,7 +71,7 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     Tensors results;
     for (const Held& h : held) results.push_back(empty_result(x, h.w.n, inside));
-    if (t > few_tokens && k && inside == ScalarType::BFloat16) {
+    if (t > few_floats && k && inside == ScalarType::BFloat16) {
         bool done = true;
         for (size_t i = 0; done && i < held.size(); i++)
             done = many_floats({held[i].w, in.const_data_ptr(), number_of(inside), nullptr, 0, nullptr,
