@@ -5,7 +5,7 @@
 is not seen; `causal`: token i sees keys 0 to i. A row that sees nothing is 0. Scores, softmax and sums are float32;
 with bfloat16 the weights are rounded to it before they meet V, as torch does it. The same for any number of threads.
 torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies bfloat16 as such. Below AVX-512
-the reference, which is torch's own, is what runs.
+the reference, which is torch's own, is what runs; with AMX, torch's own is asked for many tokens of bfloat16.
 """
 
 from typing import Any
@@ -20,6 +20,8 @@ from ptq.ops.op_declarations import declare
 
 FEW_ROWS = 32
 """Query rows of a head of keys. For fewer, in float32, torch's attention is faster."""
+MANY_TOKENS = 32
+"""For as many, in bfloat16, torch's attention is faster where it has matrix units (AMX)."""
 
 
 def prefill_attention(
@@ -76,9 +78,11 @@ def _is_simple(mask: Tensor | None, batch: int, tokens: int, length: int) -> boo
 
 
 def _is_slow(query: Tensor, key: Tensor) -> bool:
-    """Whether there are too few rows for what it takes to bring keys and values into panels, as floats."""
-    rows = query.shape[2] * query.shape[1] // key.shape[1]
-    return query.dtype == torch.float32 and rows < FEW_ROWS
+    """Whether there are too few rows for what it takes to bring keys and values into panels, as floats; or bfloat16
+    would pass by the matrix units, which the op does not use."""
+    if query.dtype == torch.bfloat16:
+        return query.shape[2] >= MANY_TOKENS and torch.cpu._is_amx_tile_supported()
+    return query.shape[2] * query.shape[1] // key.shape[1] < FEW_ROWS
 
 
 declare(
