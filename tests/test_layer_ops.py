@@ -33,7 +33,7 @@ FORMATS: dict[str, Any] = {
 NAMES = [argument.name for argument in torch.ops.ptq.integer_layer.default._schema.arguments]
 
 
-@pytest.fixture(params=("portable", "avx2", "avx512", "avx512bf16"))
+@pytest.fixture(params=("portable", "avx2", "avx512", "avx512bf16", "amx"))
 def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 

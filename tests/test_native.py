@@ -31,7 +31,7 @@ def cpu_kernels() -> list[str]:
 @pytest.mark.parametrize("op", cpu_kernels())
 def test_kernels_override_the_reference(op: str):
     assert op in declared()
-    if op == "prefill_attention" and not native.set_cpu_level(None).startswith("avx512"):
+    if op == "prefill_attention" and native.set_cpu_level(None) in ("portable", "avx2"):
         pytest.skip("below AVX-512 torch's own attention serves prompts")
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"ptq::{op}", "CPU")
 

@@ -5,9 +5,9 @@
 
 namespace ptq {
 
-// Whether such lines take the way through the second-level cache. Past it (what runs between products then keeps its
-// place there) an Intel core has sixteen lines on their way at most, half of what its memory gives; an AMD core has as
-// many on either way.
+// Whether such lines take the way through the second-level cache: on Intel's processors. Past it a core of theirs has
+// sixteen lines on their way at most, half of what its memory gives; on Zen 5 that is the fastest way, and what runs
+// between products keeps its place.
 extern const bool fetch_into_second_level;
 
 // Of lines [from, from + bytes), which will be read soon.

@@ -161,7 +161,7 @@ void multiply_group(const Common& common, const uint32_t* x, const int32_t* pane
 // --- strips ----------------------------------------------------------------------------------------------------------
 
 constexpr int64_t most_strips = 8;           // that take turns with a slice
-constexpr int64_t slice_bytes = 512 * 1024;  // of x, about: half of the second-level cache
+constexpr int64_t slice_bytes = 512 * 1024;  // of x, about: a quarter of the second-level cache
 
 // Strips and tokens of y.
 struct Part {
@@ -176,6 +176,14 @@ struct Scratch {
     float* total;    // [strip, tokens, panel_tiles, 16]
 };
 
+// The scales of some groups from `group` on.
+template <int tiles>
+void load_scales(const Panels& w, int64_t tile, int64_t group, int64_t groups, float* to) {
+    for (int64_t g = group; g < group + groups; g++)
+        for (int64_t r = tile; r < tile + tiles; r++, to += tile_rows)
+            store(to, w.scale ? load(w.scale + (r * w.groups + g) * tile_rows) : fill(w.factor));
+}
+
 // The columns of a panel, for row tiles from `tile` on and the tokens of a part.
 template <Mode mode, int tiles>
 void multiply_panel(const Product& p, const Scratch& scratch, const Part& part, int64_t tile, const Columns& c,
@@ -186,10 +194,7 @@ void multiply_panel(const Product& p, const Scratch& scratch, const Part& part, 
     w.unpack(w.weight, tile, tiles, c.column, c.end, scratch.panel);
     Block b{};
     c.describe(b);
-    for (int64_t g = 0; g < std::max(b.groups, int64_t{1}); g++)
-        for (int r = 0; r < tiles; r++)
-            store(scratch.scale + (g * tiles + r) * tile_rows,
-                  w.scale ? load(w.scale + ((tile + r) * w.groups + group + g) * tile_rows) : fill(w.factor));
+    load_scales<tiles>(w, tile, group, std::max(b.groups, int64_t{1}), scratch.scale);
     const Common common{p, tile, w.groups * tile_rows, part.last};
     const int64_t count = b.blocks * column_step / columns_of(mode) / depth, groups = std::max(b.groups, int64_t{1});
     const int64_t outputs = tiles * tile_numbers, begins = (tile / panel_tiles - part.strip) * p.tokens * panel_rows;
