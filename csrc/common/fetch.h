@@ -6,8 +6,8 @@
 namespace ptq {
 
 // Whether such lines take the way through the second-level cache: on Intel's processors. Past it a core of theirs has
-// sixteen lines on their way at most, half of what its memory gives; on Zen 5 that is the fastest way, and what runs
-// between products keeps its place.
+// sixteen lines on their way at most, half of what its memory gives; on Zen 5, where it was chosen, what runs between
+// products then keeps its place there.
 extern const bool fetch_into_second_level;
 
 // Of lines [from, from + bytes), which will be read soon.
