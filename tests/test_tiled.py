@@ -136,7 +136,9 @@ def test_quantised_tokens_to_the_bit(bits, symmetric, implementation):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bits", BITS)
 def test_floats_against_float64(bits, dtype, implementation):
-    for (n, k, group), t in zip(SHAPES, (1, 2, 3, 4, 7, 9), strict=True):
+    few = zip(SHAPES, (1, 2, 3, 4, 7, 9), strict=True)
+    many = zip(SHAPES, (13, 14, 16, 21, 24, 33), strict=True)
+    for (n, k, group), t in (*few, *many):
         for symmetric in (True, False):
             format = IntegerFormat(bits, group, symmetric)
             tiled = format.prepack(random_parts(format, n, k), "cpu")
@@ -204,14 +206,17 @@ def test_threads_and_batch_position_do_not_change_a_result(bits):
         pytest.skip("native kernels are not built")
     format, threads = IntegerFormat(bits, 128, False), torch.get_num_threads()
     tiled = format.prepack(random_parts(format, 1000, 512), "cpu")
-    x, (q, q_scale) = torch.randn(8, 512, generator=draw(0)), random_tokens(8, 512)
+    x, (q, q_scale) = torch.randn(40, 512, generator=draw(0)), random_tokens(8, 512)
     try:
         for level in native.CPU_LEVELS:
             native.set_cpu_level(level)
             torch.set_num_threads(1)
-            y, z = format.linear(x, tiled), format.linear_quantized(q, q_scale, tiled, None, torch.float32)
+            y, few = format.linear(x, tiled), format.linear(x[:12], tiled)
+            z = format.linear_quantized(q, q_scale, tiled, None, torch.float32)
             torch.set_num_threads(3)
-            assert torch.equal(format.linear(x, tiled), y)
+            for t in (13, 22, 40):
+                assert torch.equal(format.linear(x[-t:], tiled), y[-t:])
+            assert torch.equal(format.linear(x[:12], tiled), few)
             assert torch.equal(format.linear_quantized(q, q_scale, tiled, None, torch.float32), z)
             for t in (1, 2, 3):
                 assert torch.equal(format.linear_quantized(q[-t:], q_scale[-t:], tiled, None, torch.float32), z[-t:])

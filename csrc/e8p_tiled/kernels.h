@@ -36,7 +36,8 @@ struct Quantized {
     int64_t t;
 };
 
-// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level, and on nothing else.
+// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the
+// number of tokens.
 struct Floats {
     Weight w;
     const void* x;  // [t, k]

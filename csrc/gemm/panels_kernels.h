@@ -7,7 +7,6 @@
 #include "common/number.h"
 #include "common/units.h"
 #include "gemm/tokens.h"
-#include "integer_tiled/kernels.h"
 
 namespace ptq::gemm {
 

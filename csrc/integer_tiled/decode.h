@@ -102,9 +102,10 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 }  // namespace ptq::integer_tiled
 
 #include "integer_tiled/decode_floats.h"
+#include "integer_tiled/panels.h"
 
 namespace ptq::integer_tiled {
 
-const Kernels PTQ_LEVEL{sums, quantized, spread, floats};
+const Kernels PTQ_LEVEL{sums, quantized, spread, floats, unpack_floats, unpack_pairs};
 
 }  // namespace ptq::integer_tiled

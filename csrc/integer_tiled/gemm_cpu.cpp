@@ -7,25 +7,23 @@
 #include "gemm/panels_kernels.h"
 #include "gemm/sizes.h"
 #include "integer_tiled/gemm_kernels.h"
-#include "integer_tiled/layout.h"
+#include "integer_tiled/held.h"
 
 namespace ptq::integer_tiled {
 
-extern const gemm::PanelUnpack panels_amx;
+extern const gemm::Unpack signed_bytes_amx;
 
 namespace {
 
-using torch::headeronly::ScalarType;
 using torch::stable::empty;
-using torch::stable::Tensor;
 
 const GemmKernels& gemm_kernels() {
     return at_level<gemm_portable, gemm_avx2, gemm_avx512, gemm_avx512vnni>();
 }
 
-const gemm::PanelUnpack& panel_unpack() {
-    static constexpr gemm::PanelUnpack none;
-    return at_level<none, none, none, none, none, panels_amx>();
+gemm::Unpack signed_bytes() {
+    static constexpr gemm::Unpack none = nullptr;
+    return at_level<none, none, none, none, none, signed_bytes_amx>();
 }
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
@@ -46,17 +44,17 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
 
 }  // namespace
 
-bool many_floats(const Floats& p) {
-    const gemm::Unpack pairs = panel_unpack().pairs;
-    if (!pairs || p.x_type != Number::bfloat16) return false;
-    gemm::multiply_panels(
-        {panels_of(p.w, pairs), gemm::Mode::pairs, p.x, p.x_type, p.t, p.w.k, nullptr, p.bias, p.out, p.out_type});
-    return true;
+void many_floats(const Floats& p) {
+    const Kernels& level = kernels();
+    const bool pairs = level.unpack_pairs && p.x_type == Number::bfloat16;
+    gemm::multiply_panels({panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
+                           pairs ? gemm::Mode::pairs : gemm::Mode::floats, p.x, p.x_type, p.t, p.w.k, nullptr, p.bias,
+                           p.out, p.out_type});
 }
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     if (p.t == 0 || p.w.n == 0) return;
-    if (const gemm::Unpack bytes = panel_unpack().bytes)
+    if (const gemm::Unpack bytes = signed_bytes())
         return gemm::multiply_panels({panels_of(p.w, bytes), gemm::Mode::quads, nullptr, Number::float32, p.t, p.w.k,
                                       p.q_scale, p.bias, p.out, p.out_type, from});
     const int64_t blocks = (p.t + gemm_tokens - 1) / gemm_tokens, columns = blocks_in(p.w.k) * block_columns;

@@ -32,8 +32,7 @@ extern const GemmKernels gemm_portable, gemm_avx2, gemm_avx512, gemm_avx512vnni;
 // are not read.
 void many_tokens(const Quantized& p, const gemm::Tokens& from);
 
-// The same for floating-point numbers, where this level has panels of pairs: x is bfloat16, and nothing else of p is
-// made.
-bool many_floats(const Floats& p);
+// The same for floating-point numbers; `spread` and `sums` of p are not read.
+void many_floats(const Floats& p);
 
 }  // namespace ptq::integer_tiled

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "common/number.h"
+#include "gemm/panels_kernels.h"
 
 namespace ptq::integer_tiled {
 
@@ -36,7 +36,8 @@ struct Sums {
     int32_t* sums;                   // [t, groups]
 };
 
-// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level, and on nothing else.
+// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the
+// number of tokens.
 struct Floats {
     Weight w;
     const void* x;  // [t, k]
@@ -61,6 +62,7 @@ struct Kernels {
     void (*quantized)(const Quantized&, int64_t first, int64_t last);
     void (*spread)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
+    gemm::Unpack unpack_floats, unpack_pairs;  // the modes of gemm/; `unpack_pairs` may be null
 };
 
 extern const Kernels portable, avx2, avx512, avx512vnni, avx512bf16;

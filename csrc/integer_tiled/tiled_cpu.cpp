@@ -21,9 +21,9 @@ namespace {
 
 using torch::stable::empty;
 
-constexpr int64_t few_tokens = 8;     // more go to `many_tokens`
-constexpr int64_t few_floats = 3;     // more go to `many_floats`, where there is one
-constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
+constexpr int64_t few_tokens = 8;   // more go to `many_tokens`,
+constexpr int64_t few_floats = 12;  // of floats, to `many_floats`,
+constexpr int64_t few_pairs = 3;    // of bfloat16, with AMX
 
 Tensors cast(Tensors results, ScalarType dtype) {
     if (results.front().scalar_type() != dtype)
@@ -69,27 +69,21 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
     const int64_t k = x.size(-1), t = tokens_of(x);
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
+    const bool on_units = inside == ScalarType::BFloat16 && cpu_level() >= CpuLevel::amx;
+    const bool many = t > (on_units ? few_pairs : few_floats) && k;
+    const std::unique_ptr<uint8_t[]> spread(new uint8_t[many ? 0 : t * spread_bytes(k)]);
+    const std::unique_ptr<float[]> sums(new float[many ? 0 : t * held.front().w.groups]);
     Tensors results;
-    for (const Held& h : held) results.push_back(empty_result(x, h.w.n, inside));
-    if (t > few_floats && k && inside == ScalarType::BFloat16) {
-        bool done = true;
-        for (size_t i = 0; done && i < held.size(); i++)
-            done = many_floats({held[i].w, in.const_data_ptr(), number_of(inside), nullptr, 0, nullptr,
-                                held[i].bias_data(), results[i].mutable_data_ptr(), number_of(inside), t});
-        if (done) return cast(std::move(results), dtype);
+    std::vector<Floats> problems;
+    for (const Held& h : held) {
+        results.push_back(empty_result(x, h.w.n, inside));
+        problems.push_back({h.w, in.const_data_ptr(), number_of(inside), spread.get(), spread_bytes(k), sums.get(),
+                            h.bias_data(), results.back().mutable_data_ptr(), number_of(inside), t});
     }
-    const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
-    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
-    const std::unique_ptr<float[]> sums(new float[most * held.front().w.groups]);
-    for (int64_t from = 0; from < t; from += most) {
-        std::vector<Floats> problems;
-        for (size_t i = 0; i < held.size(); i++)
-            problems.push_back({held[i].w, static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
-                                number_of(inside), spread.get(), spread_bytes(k), sums.get(), held[i].bias_data(),
-                                static_cast<uint8_t*>(results[i].mutable_data_ptr()) + from * held[i].w.n * size,
-                                number_of(inside), std::min(most, t - from)});
-        const Floats& one = problems.front();
-        run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels().spread(one, first, last); });
+    if (many) {
+        for (const Floats& p : problems) many_floats(p);
+    } else {
+        run_codes(t, k, [&](int64_t first, int64_t last) { kernels().spread(problems.front(), first, last); });
         run_rows(kernels().floats, problems);
     }
     return cast(std::move(results), dtype);

@@ -39,7 +39,8 @@ struct Quantized {
     int64_t t;
 };
 
-// y[t, n] = x Wᵀ: products exact for bfloat16 x, sums in float32, in an order that depends on the level alone.
+// y[t, n] = x Wᵀ: products exact for bfloat16 x, sums in float32, in an order that depends on the level and the
+// number of tokens.
 struct Floats {
     Weight w;
     const void* x;  // [t, k]

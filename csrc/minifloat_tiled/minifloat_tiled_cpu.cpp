@@ -12,6 +12,7 @@
 
 #include "activations/activations_cpu.h"
 #include "common/linear.h"
+#include "integer_tiled/kernels.h"
 #include "minifloat_tiled/held.h"
 
 namespace ptq::minifloat_tiled {
@@ -20,7 +21,9 @@ extern const gemm::PanelUnpack panels_amx;
 
 namespace {
 
-constexpr int64_t few_tokens = 4;  // more go to gemm/
+constexpr int64_t few_floats = 8;  // more go to gemm/,
+constexpr int64_t few_pairs = 3;   // of bfloat16, with AMX,
+constexpr int64_t few_tokens = 4;  // of integers
 
 const gemm::PanelUnpack& panel_unpack() {
     static constexpr gemm::PanelUnpack none;
@@ -47,7 +50,8 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
     const Weight& w = h.w;
     const Kernels& level = kernels();
     const Number x_type = number_of(x.scalar_type()), out_type = number_of(out.scalar_type());
-    if (t > few_tokens && w.k) {
+    const bool on_units = x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
+    if (t > (on_units ? few_pairs : few_floats) && w.k) {
         const bool pairs = level.unpack_pairs && x_type == Number::bfloat16;
         const gemm::Mode mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats;
         const gemm::Panels panels = panels_of(w, pairs ? level.unpack_pairs : level.unpack_floats);

@@ -1,0 +1,106 @@
+// Numbers of a few row tiles side by side, in the steps of gemm/panels_kernels.h: codes less their zero, which are
+// exact, in bfloat16 too. Included once per level, into an anonymous namespace.
+#pragma once
+
+#include "integer_tiled/decode_lanes.h"
+#include "integer_tiled/pairs.h"
+
+namespace ptq::integer_tiled {
+namespace {
+
+// Where the steps of a panel go.
+struct Place {
+    int64_t tile, tiles, column, end;
+    void* panel;
+};
+
+// Calls write(codes, to, row tile, column) for every quad of a panel; its `steps` steps begin at `to`.
+template <int bits, int steps, class Write>
+PTQ_INLINE void over_panel(const Weight& w, const Place& p, const Write& write) {
+    for (int64_t r = 0; r < p.tiles; r++) {
+        const uint8_t* block =
+            w.tiles + (p.tile + r) * tile_bytes(w.k, bits) + p.column / block_columns * block_bytes(bits);
+        auto* to = static_cast<uint32_t*>(p.panel) + r * tile_rows;
+        for (int64_t c = p.column; c < p.end; c += block_columns, block += block_bytes(bits))
+            over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) {
+                write(codes, to, p.tile + r, c);
+                to += steps * p.tiles * tile_rows;
+            });
+    }
+}
+
+inline SignedInts zero_at(const Weight& w, int64_t tile, int64_t column) {
+    if (!w.zero) return SignedInts{} + (1 << (w.bits - 1));
+    return load_zero(w.zero + (tile * w.groups + column / (w.group_blocks * block_columns)) * tile_rows);
+}
+
+// Byte j of the dwords of codes, less zero.
+template <int j>
+PTQ_INLINE Lanes difference(const Dwords& codes, const SignedInts& zero) {
+    return converted<Lanes>((SignedInts)(codes >> 8 * j & 0xffu) - zero);
+}
+
+template <int bits>
+void floats_of_panel(const Weight& w, const Place& p) {
+    const int64_t next = p.tiles * tile_rows;
+    over_panel<bits, 4>(w, p,
+                        [&](const Dwords& codes, uint32_t* to, int64_t tile, int64_t c) __attribute__((always_inline)) {
+                            const SignedInts zero = zero_at(w, tile, c);
+                            store_vector(to, difference<0>(codes, zero));
+                            store_vector(to + next, difference<1>(codes, zero));
+                            store_vector(to + 2 * next, difference<2>(codes, zero));
+                            store_vector(to + 3 * next, difference<3>(codes, zero));
+                        });
+}
+
+// Calls unpack.operator()<bits>().
+template <class Unpack>
+inline void with_bits(int bits, const Unpack& unpack) {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+        (void)((bits == i + 2 && (unpack.template operator()<i + 2>(), true)) || ...);
+    }(std::make_integer_sequence<int, 7>{});
+}
+
+[[maybe_unused]] void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
+                                    void* panel) {
+    const auto& w = *static_cast<const Weight*>(weight);
+    with_bits(w.bits, [&]<int bits>() { floats_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
+}
+
+#if defined(__AVX512BF16__)
+// Bytes 0 and 2 of the dwords of codes, less zero.
+PTQ_INLINE Dwords differences(const Dwords& codes, const SignedInts& zero) {
+    return (Dwords)difference<0>(codes, zero) >> 16 | ((Dwords)difference<2>(codes, zero) & 0xffff0000u);
+}
+
+template <int bits>
+void pairs_of_panel(const Weight& w, const Place& p) {
+    const int64_t next = p.tiles * tile_rows;
+    if (bits <= 6 && !w.zero) {
+        static const Table<bits> made;
+        const Table<bits> table = made;
+        over_panel<bits, 2>(w, p,
+                            [&](const Dwords& codes, uint32_t* to, int64_t, int64_t) __attribute__((always_inline)) {
+                                store_vector(to, (Dwords)table.pairs((__m512i)codes));
+                                store_vector(to + next, (Dwords)table.pairs((__m512i)(codes >> 8)));
+                            });
+        return;
+    }
+    over_panel<bits, 2>(w, p,
+                        [&](const Dwords& codes, uint32_t* to, int64_t tile, int64_t c) __attribute__((always_inline)) {
+                            const SignedInts zero = zero_at(w, tile, c);
+                            store_vector(to, differences(codes, zero));
+                            store_vector(to + next, differences(codes >> 8, zero));
+                        });
+}
+
+void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+    const auto& w = *static_cast<const Weight*>(weight);
+    with_bits(w.bits, [&]<int bits>() { pairs_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
+}
+#else
+constexpr gemm::Unpack unpack_pairs = nullptr;
+#endif
+
+}  // namespace
+}  // namespace ptq::integer_tiled
