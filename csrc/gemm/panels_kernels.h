@@ -27,7 +27,6 @@ constexpr int64_t tokens_of(Mode mode) {
 
 constexpr int64_t panel_tiles = 3;     // row tiles of a panel,
 constexpr int64_t panel_rows = 48;     // of sixteen rows each
-constexpr int64_t panel_steps = 128;   // of a panel: it lies in the first-level cache
 constexpr int64_t column_step = 32;    // columns of the weight, its groups and panels come in multiples of it
 constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the integers stay below 2^31
 
