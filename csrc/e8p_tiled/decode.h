@@ -106,9 +106,11 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 }  // namespace ptq::e8p_tiled
 
 #include "e8p_tiled/decode_floats.h"
+#include "e8p_tiled/panels.h"
 
 namespace ptq::e8p_tiled {
 
-const Kernels PTQ_LEVEL{arrange, quantized, spread, floats, dequantize, in_pairs};
+const Kernels PTQ_LEVEL{arrange,  quantized,     spread,       floats,      dequantize,
+                        in_pairs, unpack_floats, unpack_pairs, unpack_bytes};
 
 }  // namespace ptq::e8p_tiled

@@ -11,16 +11,68 @@
 #include "common/linear.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
-#include "e8p_tiled/gemm_kernels.h"
 #include "e8p_tiled/held.h"
+#include "gemm/panels_kernels.h"
 
 namespace ptq::e8p_tiled {
+
+extern const gemm::Unpack signed_bytes_amx;
+
 namespace {
 
 using torch::stable::empty;
 
-constexpr int64_t few_tokens = 8;  // more go to `many_tokens`,
+constexpr int64_t few_tokens = 8;  // more go to gemm/,
 constexpr int64_t few_pairs = 3;   // with AMX also of bfloat16
+
+gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
+    const int64_t columns = blocks_in(w.k) * block_columns;
+    return {.weight = &w,
+            .unpack = unpack,
+            .scale = nullptr,
+            .n = w.n,
+            .columns = columns,
+            .groups = 1,
+            .group_columns = columns,
+            .codes = w.tiles,
+            .tile_bytes = tile_bytes(w.k, w.bits),
+            .step_bytes = block_bytes(w.bits),
+            .byte_offset = offset_of(w.bits),
+            .factor = w.scale};
+}
+
+void many_tokens(const Quantized& p) {
+    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
+    const gemm::Panels panels = panels_of(p.w, units ? units : kernels().unpack_bytes);
+    gemm::multiply_panels({.w = panels,
+                           .mode = !units && are_wide(p.w.bits) ? gemm::Mode::wide : gemm::Mode::quads,
+                           .x = nullptr,
+                           .x_type = Number::float32,
+                           .t = p.t,
+                           .k = panels.columns,
+                           .token_scale = p.q_scale,
+                           .bias = p.bias,
+                           .out = p.out,
+                           .out_type = p.out_type,
+                           .from = {p.t, panels.columns, p.q, nullptr, nullptr, 1}});
+}
+
+void many_floats(const Floats& p) {
+    const Kernels& level = kernels();
+    const gemm::Panels panels = panels_of(p.w, p.pairs ? level.unpack_pairs : level.unpack_floats);
+    gemm::multiply_panels({.w = panels,
+                           .mode = p.pairs ? gemm::Mode::pairs : gemm::Mode::floats,
+                           .x = nullptr,
+                           .x_type = Number::float32,
+                           .t = p.t,
+                           .k = panels.columns,
+                           .token_scale = nullptr,
+                           .bias = p.bias,
+                           .out = p.out,
+                           .out_type = p.out_type,
+                           .rows = reinterpret_cast<const uint32_t*>(p.spread),
+                           .row_steps = p.spread_stride / 4});
+}
 
 Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
                         const std::optional<Tensor>& bias, int64_t n, int64_t bits, ScalarType dtype) {
@@ -36,13 +88,11 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
         k / 4);
     const Tensor out = empty_result(q, n, kernel_type(dtype));
     const auto* scales = static_cast<const float*>(token_scale.const_data_ptr());
+    const Quantized p{h.w, rows, offsets.get(), scales, h.bias_data(), out.mutable_data_ptr(), number_of(dtype), t};
     if (t > few_tokens && k)
-        many_tokens({h.w, Kind::bytes, arranged.get(), width / 4, t, offsets.get(), scales, h.bias_data(),
-                     out.mutable_data_ptr(), number_of(dtype), nullptr, 0});
+        many_tokens(p);
     else
-        run(kernels().quantized,
-            Quantized{h.w, rows, offsets.get(), scales, h.bias_data(), out.mutable_data_ptr(), number_of(dtype), t},
-            t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4) / 2);
+        run(kernels().quantized, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4) / 2);
     return out.scalar_type() == dtype ? out : torch::stable::to(out, dtype);
 }
 
@@ -71,8 +121,7 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
                    t};
     run(kernels().spread, p, t, k);
     if (many)
-        many_tokens({h.w, pairs ? Kind::pairs : Kind::floats, spread.get(), row_steps, t, nullptr, nullptr, p.bias,
-                     p.out, p.out_type, nullptr, 0});
+        many_floats(p);
     else
         run(kernels().floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
     return inside == dtype ? out : torch::stable::to(out, dtype);

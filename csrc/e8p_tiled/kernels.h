@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "gemm/panels_kernels.h"
 #include "integer_tiled/kernels.h"
 
 namespace ptq::e8p_tiled {
@@ -15,7 +16,7 @@ struct Weight {
     int bits;
 };
 
-// Tokens as `quantized` and `many_tokens` want them.
+// Tokens as `quantized` and the panels of gemm/ want them.
 struct Arrange {
     const int8_t* q;  // [t, k]
     int64_t t, k;
@@ -64,7 +65,8 @@ struct Kernels {
     void (*spread)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
     void (*dequantize)(const Dequantize&, int64_t first, int64_t last);
-    bool pairs;  // whether `floats` takes x in pairs of bfloat16
+    bool pairs;                                              // whether `floats` takes x in pairs of bfloat16
+    gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; `unpack_pairs` may be null
 };
 
 extern const Kernels portable, avx2, avx512, avx512vnni, avx512bf16;

@@ -209,13 +209,6 @@ struct Columns {
     }
 };
 
-// The scales of some row tiles as floats: [group, tile, 16].
-template <int tiles>
-void load_scales(const uint16_t* from, int64_t groups, float* to) {
-    for (int64_t g = 0; g < groups; g++)
-        for (int64_t r = 0; r < tiles; r++, to += tile_rows) store(to, load(from + (r * groups + g) * tile_rows));
-}
-
 // --- results ---------------------------------------------------------------------------------------------------------
 
 // Where results go.

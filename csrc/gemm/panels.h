@@ -3,17 +3,17 @@
 // With AVX-512 the sums of 48 rows and eight tokens stay in 24 registers; those of integers, of four tokens, in twelve,
 // beside the scaled sums of the groups before. A step loads three vectors of weights and a number of x for each token,
 // well below the two loads that a cycle can do beside two products.
-#include <limits>
 #include <new>
 #include <type_traits>
 
 #include "gemm/panels_pack.h"
+#include "gemm/panels_scales.h"
 
 namespace ptq::gemm {
 namespace {
 
 template <Mode mode>
-using Sum = std::conditional_t<mode == Mode::quads, SignedInts, Lanes>;
+using Sum = std::conditional_t<are_integers(mode), SignedInts, Lanes>;
 
 #if defined(__AVX512F__)
 constexpr int strip = panel_tiles;
@@ -30,8 +30,8 @@ constexpr int most_tokens = 4;  // their sums fit into sixteen registers
 // sum + the products of a step.
 template <Mode mode>
 inline Sum<mode> product(Sum<mode> sum, SignedInts w, uint32_t x) {
-    if constexpr (mode == Mode::quads) {
-        return integer_tiled::dot<false>(sum, (integer_tiled::Dwords)w, static_cast<int32_t>(x));
+    if constexpr (are_integers(mode)) {
+        return integer_tiled::dot<mode == Mode::wide>(sum, (integer_tiled::Dwords)w, static_cast<int32_t>(x));
 #if defined(__AVX512BF16__)
     } else if constexpr (mode == Mode::pairs) {
         return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
@@ -66,7 +66,7 @@ struct Steps {
 };
 
 struct Scratch {
-    int32_t* panel;  // [panel_steps, panel_tiles, 16]
+    int32_t* panel;  // [panel_steps(mode), panel_tiles, 16]
     float* total;    // [tokens, panel_tiles, 16]
     int32_t* open;   // the same; floats whose groups are added one by one: their sum, as floats
     float*
@@ -86,69 +86,22 @@ inline void multiply_tokens(const Block& b, int64_t tokens) {
     multiply_tokens<mode, tiles>(rest, tokens - 4);
 }
 
-// --- scales of floats ------------------------------------------------------------------------------------------------
-
-// Sums are kept in the unit of the group that they are in, its scale. Where scales of a row are zero, the numbers of
-// the panel are cleared; where they are too different, or not finite, groups are added one by one.
-struct Scales {
-    bool zeros, apart;
-};
-
-constexpr float widest = 1 << 30;  // between the scales of a row
-
-template <int tiles>
-Scales find_ratios(const Panels& w, int64_t tile, float* ratio) {
-    Scales found{false, false};
-    for (int r = 0; r < tiles; r++) {
-        Lanes last{}, low = fill(std::numeric_limits<float>::max()), high{};
-        SignedInts usual = SignedInts{} - 1, zeros{};
-        for (int64_t g = 0; g < w.groups; g++) {
-            const Lanes scale = load(w.scale + ((tile + r) * w.groups + g) * tile_rows);
-            const Lanes size = (Lanes)((SignedInts)scale & INT32_MAX), one = fill(1.0f);
-            const SignedInts zero = size == 0.0f;
-            store(ratio + (g * tiles + r) * tile_rows, chosen(zero | (last == 0.0f), one, last / scale));
-            last = chosen(zero, last, scale);
-            zeros |= zero, usual &= size <= std::numeric_limits<float>::max();
-            low = min(low, chosen(zero, low, size)), high = max(high, size);
-        }
-        store(ratio + (w.groups * tiles + r) * tile_rows, last);
-        usual &= (high <= low * widest) | (high == 0.0f);
-        for (int64_t i = 0; i < tile_rows; i++) found.zeros |= zeros[i] != 0, found.apart |= usual[i] == 0;
-    }
-    if (found.apart)
-        for (int64_t i = 0; i < w.groups * tiles * tile_rows; i++) ratio[i] = 1.0f;
-    return found;
-}
-
-// The numbers of a panel whose scales are zero.
-template <Mode mode, int tiles>
-void clear_zeros(const Panels& w, int64_t tile, const Columns& c, int32_t* panel) {
-    for (int64_t column = c.column; column < c.end; column += columns_of(mode), panel += tiles * tile_rows)
-        for (int r = 0; r < tiles; r++) {
-            const int64_t at = (tile + r) * w.groups + column / w.group_columns;
-            const Lanes scale = load(w.scale + at * tile_rows);
-            const SignedInts kept = load_step(reinterpret_cast<uint8_t*>(panel + r * tile_rows)) & (scale != 0.0f);
-            store_vector(panel + r * tile_rows, kept);
-        }
-}
-
-// The sums of a group, which has ended, are added to those before.
-template <int tiles>
-void add_group(const Panels& w, int64_t tile, int64_t group, int64_t tokens, float* total, float* sum) {
-    for (int64_t t = 0; t < tokens; t++)
-        for (int r = 0; r < tiles; r++, total += tile_rows, sum += tile_rows) {
-            const Lanes scale = load(w.scale + ((tile + r) * w.groups + group) * tile_rows);
-            store(sum, fma(scale, load(total), load(sum)));
-            store(total, Lanes{});
-        }
-}
-
 // --- a strip ---------------------------------------------------------------------------------------------------------
 
 // Row tiles and tokens of y.
 struct Part {
     int64_t tile, first, last;
 };
+
+inline const uint8_t* codes_at(const Panels& w, int64_t tile, int64_t column) {
+    return w.codes + tile * w.tile_bytes + column / column_step * w.step_bytes;
+}
+
+// Whether so few tokens are multiplied that codes are taken apart for each block of them, rather than into a panel.
+template <Mode mode>
+bool is_direct(const Panels& w, const Part& part) {
+    return are_integers(mode) && w.direct && part.last - part.first <= w.direct_tokens;
+}
 
 // Columns c of a panel, for all tokens. `done`: they are the last ones, and what is then multiplied with the sums.
 template <Mode mode, int tiles>
@@ -161,7 +114,11 @@ void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& p
     const int64_t group = c.column / w.group_columns, before = (c.column - panel.column) / columns_of(mode);
     Block b{};
     c.describe(b);
-    b.codes = reinterpret_cast<const uint8_t*>(scratch.panel + before * tiles * tile_rows);
+    const bool direct = is_direct<mode>(w, part);
+    b.codes = direct ? codes_at(w, tile, c.column)
+                     : reinterpret_cast<const uint8_t*>(scratch.panel + before * tiles * tile_rows);
+    b.tile_step = w.tile_bytes, b.zero_step = w.groups * tile_rows;
+    b.zero = w.zero ? w.zero + tile * b.zero_step + group * tile_rows : nullptr;
     b.x = p.packed + place(p, panel.column, panel.end, first / each) + before * each;
     b.scale = scratch.scale + group * tiles * tile_rows;
     b.offset = p.offset + (first / each * w.groups + group) * each, b.offset_step = each;
@@ -169,7 +126,7 @@ void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& p
     b.total = scratch.total, b.open = scratch.open, b.ahead = &ahead;
     for (int64_t t = first; t < last; t += each) {
         if (done) fetch_results<tiles>(results, tile, t + each, each);
-        multiply_tokens<mode, tiles>(b, std::min(each, last - t));
+        direct ? w.direct(&b, tiles, last - t) : multiply_tokens<mode, tiles>(b, std::min(each, last - t));
         if (done) finish<tiles>(results, b.total, factor, tile, t, std::min(each, last - t));
         b.x += b.x_step, b.offset += w.groups * each;
         b.total += each * tiles * tile_rows, b.open += each * tiles * tile_rows;
@@ -205,16 +162,18 @@ void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, co
     if constexpr (floats)
         scales = find_ratios<tiles>(w, part.tile, scratch.scale);
     else
-        load_scales<tiles>(w.scale + part.tile * w.groups * tile_rows, w.groups, scratch.scale);
+        load_scales<tiles>(w, part.tile, scratch.scale);
     std::memset(scratch.total, 0, sums * sizeof(float));
     if (scales.apart) std::memset(scratch.open, 0, sums * sizeof(float));
     for (int64_t column = 0; column < w.columns;) {
         const Columns panel = panel_at(p, column);
-        w.unpack(w.weight, part.tile, tiles, column, panel.end, scratch.panel);
+        if (!is_direct<mode>(w, part)) w.unpack(w.weight, part.tile, tiles, column, panel.end, scratch.panel);
         column = panel.end;
         const bool done = column == w.columns;
-        const uint8_t* next = w.codes + (done ? run.likely() % w.strips() * panel_tiles * w.tile_bytes
-                                              : part.tile * w.tile_bytes + column / column_step * w.step_bytes);
+        const int64_t following = run.likely() % w.strips() * panel_tiles;
+        const uint8_t* next = done ? codes_at(w, following, 0) : codes_at(w, part.tile, column);
+        for (int64_t i = 0; done && w.scale && i < tiles * w.groups * tile_rows; i += 32)
+            __builtin_prefetch(w.scale + following * w.groups * tile_rows + i, 0, 2);
         const int64_t bytes = (panel.end - panel.column) / column_step * w.step_bytes;
         const int64_t steps = (panel.end - panel.column) / column_step * blocks;
         Ahead ahead = Ahead::of(next, tiles, w.tile_bytes, bytes, steps);
@@ -230,7 +189,7 @@ void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, co
 template <Mode mode>
 void multiply_of(const Product& p, Units& units) {
     const int64_t tiles = (p.w.n + tile_rows - 1) / tile_rows, strips = p.w.strips();
-    const int64_t panel = panel_steps * panel_tiles * tile_rows, outputs = p.tokens * panel_tiles * tile_rows;
+    const int64_t panel = panel_steps(mode) * panel_tiles * tile_rows, outputs = p.tokens * panel_tiles * tile_rows;
     const int64_t count = panel + 2 * outputs + (p.w.groups + 1) * panel_tiles * tile_rows;
     auto* memory = static_cast<int32_t*>(::operator new(4 * count, std::align_val_t{64}));
     auto* numbers = reinterpret_cast<float*>(memory + panel + outputs);
@@ -249,7 +208,12 @@ void multiply_of(const Product& p, Units& units) {
 }
 
 void multiply(const Product& p, Units& units) {
+#if defined(__AVX512VNNI__)  // wide codes are as any others
+    if (are_integers(p.mode)) return multiply_of<Mode::quads>(p, units);
+#else
     if (p.mode == Mode::quads) return multiply_of<Mode::quads>(p, units);
+    if (p.mode == Mode::wide) return multiply_of<Mode::wide>(p, units);
+#endif
 #if defined(__AVX512BF16__)
     if (p.mode == Mode::pairs) return multiply_of<Mode::pairs>(p, units);
 #endif

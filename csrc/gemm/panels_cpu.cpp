@@ -5,7 +5,6 @@
 #include "common/cpu_level.h"
 #include "common/parallel.h"
 #include "gemm/panels_kernels.h"
-#include "gemm/sizes.h"
 
 namespace ptq::gemm {
 namespace {
@@ -18,18 +17,26 @@ const PanelKernels& kernels(Mode mode) {
     return mode == Mode::floats ? vectors() : units();
 }
 
+// Tokens of a unit of work, which takes a strip: as many as possible, as long as every thread gets several units. The
+// sums of 512 stay in the second-level cache; below 64, unpacking would cost too large a share.
+int64_t tokens_of_a_unit(int64_t tokens, int64_t strips, int64_t threads) {
+    int64_t unit = 512;
+    while (unit > 64 && strips * ((tokens + unit - 1) / unit) < 8 * threads) unit /= 2;
+    return unit;
+}
+
 }  // namespace
 
 void multiply_panels(Product p) {
     if (p.t == 0 || p.w.n == 0) return;
     const PanelKernels& level = kernels(p.mode);
-    p.block_tokens = p.mode == Mode::quads ? level.quad_tokens : level.tokens;
+    p.block_tokens = are_integers(p.mode) ? level.quad_tokens : level.tokens;
     const int64_t blocks = p.blocks(), strips = p.w.strips();
     const auto dwords = [](int64_t rows, int64_t columns) {
         return torch::stable::empty({rows, columns}, torch::headeronly::ScalarType::Int);
     };
     const auto packed = dwords(blocks * p.block_tokens, p.w.columns / columns_of(p.mode));
-    const auto offset = dwords(p.mode == Mode::quads ? blocks * p.block_tokens : 0, p.w.groups);
+    const auto offset = dwords(are_integers(p.mode) ? blocks * p.block_tokens : 0, p.w.groups);
     p.packed = static_cast<uint32_t*>(packed.mutable_data_ptr());
     p.offset = static_cast<int32_t*>(offset.mutable_data_ptr());
     p.tokens = tokens_of_a_unit(p.t, strips, torch::stable::get_num_threads());

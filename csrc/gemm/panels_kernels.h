@@ -4,6 +4,7 @@
 // brought into the same steps. What a step is depends on the `Mode`.
 #pragma once
 
+#include "common/cpu_level.h"
 #include "common/number.h"
 #include "common/units.h"
 #include "gemm/tokens.h"
@@ -15,14 +16,18 @@ enum class Mode {
     pairs,  // two columns as bfloat16, 0 and 2, then 1 and 3, of every four, as they come out of a dword of four bytes;
             // with AVX-512 BF16 only
     quads,  // four columns as bytes: integers + `byte_offset`, below 128 (AMX: signed integers); x is int8
+    wide,   // the same, up to 255, which costs more without VNNI; not for AMX
 };
+constexpr bool are_integers(Mode mode) {
+    return mode == Mode::quads || mode == Mode::wide;
+}
 constexpr int64_t columns_of(Mode mode) {
-    return mode == Mode::floats ? 1 : mode == Mode::pairs ? 2 : 4;
+    return are_integers(mode) ? 4 : mode == Mode::pairs ? 2 : 1;
 }
 // Tokens of a block of vectors: their numbers lie side by side. Integers leave registers for the scaled sums of the
 // groups before; the other products have a longer latency, which takes more sums of their own.
 constexpr int64_t tokens_of(Mode mode) {
-    return mode == Mode::quads ? 4 : 8;
+    return are_integers(mode) ? 4 : 8;
 }
 
 constexpr int64_t panel_tiles = 3;     // row tiles of a panel,
@@ -32,24 +37,28 @@ constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the 
 
 // Writes the steps of row tiles [tile, tile + tiles) and columns [column, end).
 using Unpack = void (*)(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel);
-// What a format has for AMX, where bytes are signed: its quads without `byte_offset`, and its pairs; null at other
-// levels.
-struct PanelUnpack {
-    Unpack bytes = nullptr, pairs = nullptr;
-};
+// What a format has for AMX, where bytes are signed: its quads without `byte_offset`; null at other levels.
+template <const Unpack& signed_bytes>
+Unpack for_units() {
+    static constexpr Unpack none = nullptr;
+    return at_level<none, none, none, none, none, signed_bytes>();
+}
+// A block of the `Block` of this level (gemm/block.h), of integers: multiplied with codes that are not in a panel.
+using Direct = void (*)(const void* block, int tiles, int64_t tokens);
 
 // W[n, columns]: columns beyond those of x count as zero.
 struct Panels {
     const void* weight;
     Unpack unpack;
-    const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16; null: `factor`, for AMX only
+    const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16; null: `factor`
     int64_t n, columns, groups, group_columns;
-    const uint8_t* codes;  // what to fetch before a panel is unpacked: bytes of a row tile, of 32 columns
+    const uint8_t* codes;  // bytes of a row tile, of 32 columns
     int64_t tile_bytes, step_bytes;
-    int byte_offset = 0;  // of quads; but not of signed ones
-    // For AMX only:
-    const uint8_t* zero = nullptr;  // quads: [row tile, groups, 16]: what to subtract in the place of `byte_offset`
+    int byte_offset = 0;            // of integers; but not of signed ones
+    const uint8_t* zero = nullptr;  // of integers: [row tile, groups, 16]: to be subtracted instead of `byte_offset`
     float factor = 1;
+    Direct direct = nullptr;  // for up to `direct_tokens`; not for AMX
+    int64_t direct_tokens = 0;
 
     int64_t strips() const { return (n + panel_rows - 1) / panel_rows; }
 };
@@ -68,7 +77,7 @@ struct Product {
     void* out;                 // [t, n]
     Number out_type;
     Tokens from{};                   // quads: x
-    const uint32_t* rows = nullptr;  // AMX only: x in steps, `row_steps` apart, in the place of all of these
+    const uint32_t* rows = nullptr;  // floats, pairs: x in steps, `row_steps` apart, in the place of all of these
     int64_t row_steps = 0;
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
     int32_t* offset = nullptr;   // quads: minus `byte_offset` times the sums of x: see `Quads`

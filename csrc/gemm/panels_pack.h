@@ -28,13 +28,13 @@ void pack_of(const Product& p, int64_t first, int64_t last) {
 }
 
 void pack_integers(const Product& p, int64_t first, int64_t last) {
-    pack_quads({p.from, p.w.columns, p.w.group_columns, p.w.groups, panel_steps * columns_of(Mode::quads),
-                reinterpret_cast<int32_t*>(p.packed), p.offset, -p.w.byte_offset},
+    pack_quads({p.from, p.w.columns, p.w.group_columns, p.w.groups, panel_steps(p.mode) * columns_of(p.mode),
+                reinterpret_cast<int32_t*>(p.packed), p.offset, p.w.zero ? -1 : -p.w.byte_offset},
                first, last);
 }
 
 void pack(const Product& p, int64_t first, int64_t last) {
-    if (p.mode == Mode::quads) return pack_integers(p, first, last);
+    if (are_integers(p.mode)) return pack_integers(p, first, last);
     if (p.mode == Mode::pairs) return pack_of<Mode::pairs>(p, first, last);
     pack_of<Mode::floats>(p, first, last);
 }

@@ -1,7 +1,8 @@
-// Numbers of a few row tiles side by side, in the steps of gemm/panels_kernels.h: codes less their zero, which are
-// exact, in bfloat16 too. Included once per level, into an anonymous namespace.
+// Codes of a few row tiles side by side, in the steps of gemm/panels_kernels.h. Included once per level, into an
+// anonymous namespace.
 #pragma once
 
+#include "gemm/block.h"
 #include "integer_tiled/decode_lanes.h"
 #include "integer_tiled/pairs.h"
 
@@ -29,6 +30,74 @@ PTQ_INLINE void over_panel(const Weight& w, const Place& p, const Write& write) 
     }
 }
 
+// Calls unpack.operator()<bits>().
+template <class Unpack>
+inline void with_bits(int bits, const Unpack& unpack) {
+    [&]<int... i>(std::integer_sequence<int, i...>) {
+        (void)((bits == i + 2 && (unpack.template operator()<i + 2>(), true)) || ...);
+    }(std::make_integer_sequence<int, 7>{});
+}
+
+// --- bytes -----------------------------------------------------------------------------------------------------------
+
+// For AMX less 2^(bits - 1): signed.
+void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+    const auto& w = *static_cast<const Weight*>(weight);
+    with_bits(w.bits, [&]<int bits>() {
+        over_panel<bits, 1>(w, {tile, tiles, column, end, panel},
+                            [&](const Dwords& codes, uint32_t* to, int64_t, int64_t) __attribute__((always_inline)) {
+#if defined(__AMX_INT8__)
+                                const __m512i offset = _mm512_set1_epi8(static_cast<char>(1 << (bits - 1)));
+                                store_vector(to, _mm512_sub_epi8((__m512i)codes, offset));
+#else
+                                store_vector(to, codes);
+#endif
+                            });
+    });
+}
+
+// Codes where they lie in the weight.
+template <int bits>
+struct InPlace {
+    using Sum = SignedInts;
+    static constexpr int64_t x_step = quads * gemm::quad_tokens;
+    template <int tiles>
+    static constexpr int64_t codes_step = block_bytes(bits);
+
+    template <int tiles, int tokens>
+    PTQ_INLINE static void multiply(const uint8_t* codes, int64_t tile_step, const uint32_t* x,
+                                    SignedInts sum[tokens][tiles]) {
+        BlockSum<bits> part[tokens][tiles];
+        const auto quad = [&]<int i>() __attribute__((always_inline)) {
+            Dwords c[tiles];
+#pragma GCC unroll 3
+            for (int r = 0; r < tiles; r++) c[r] = quad_of<bits, i>(codes + r * tile_step);
+            PTQ_EACH_SUM part[t][r].template add<i>(sum[t][r], c[r],
+                                                    static_cast<int32_t>(x[i * gemm::quad_tokens + t]));
+        };
+        [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+            (quad.template operator()<i>(), ...);
+        }(std::make_integer_sequence<int, quads>{});
+    }
+};
+
+template <int bits>
+[[maybe_unused]] void direct(const void* block, [[maybe_unused]] int tiles, int64_t tokens) {
+    const auto& b = *static_cast<const gemm::Block*>(block);
+    const auto multiply = [&]<int count>() {
+        tokens > 2 ? gemm::multiply_block<InPlace<bits>, count, 4>(b)
+                   : gemm::multiply_block<InPlace<bits>, count, 2>(b);
+    };
+#if defined(__AVX512F__)
+    if (tiles == 3) return multiply.template operator()<3>();
+    if (tiles == 2) return multiply.template operator()<2>();
+#endif
+    multiply.template operator()<1>();
+}
+
+// --- numbers ---------------------------------------------------------------------------------------------------------
+
+// Codes less their zero, which are exact, in bfloat16 too.
 inline SignedInts zero_at(const Weight& w, int64_t tile, int64_t column) {
     if (!w.zero) return SignedInts{} + (1 << (w.bits - 1));
     return load_zero(w.zero + (tile * w.groups + column / (w.group_blocks * block_columns)) * tile_rows);
@@ -51,14 +120,6 @@ void floats_of_panel(const Weight& w, const Place& p) {
                             store_vector(to + 2 * next, difference<2>(codes, zero));
                             store_vector(to + 3 * next, difference<3>(codes, zero));
                         });
-}
-
-// Calls unpack.operator()<bits>().
-template <class Unpack>
-inline void with_bits(int bits, const Unpack& unpack) {
-    [&]<int... i>(std::integer_sequence<int, i...>) {
-        (void)((bits == i + 2 && (unpack.template operator()<i + 2>(), true)) || ...);
-    }(std::make_integer_sequence<int, 7>{});
 }
 
 [[maybe_unused]] void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
@@ -94,7 +155,8 @@ void pairs_of_panel(const Weight& w, const Place& p) {
                         });
 }
 
-void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+[[maybe_unused]] void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
+                                   void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
     with_bits(w.bits, [&]<int bits>() { pairs_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
 }

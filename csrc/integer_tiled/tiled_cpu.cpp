@@ -12,23 +12,68 @@
 #include <vector>
 
 #include "activations/activations_cpu.h"
-#include "integer_tiled/gemm_kernels.h"
+#include "gemm/panels_kernels.h"
 #include "integer_tiled/held.h"
 #include "integer_tiled/run_rows.h"
 
 namespace ptq::integer_tiled {
+
+extern const gemm::Unpack signed_bytes_amx;
+
 namespace {
 
 using torch::stable::empty;
 
-constexpr int64_t few_tokens = 8;   // more go to `many_tokens`,
-constexpr int64_t few_floats = 12;  // of floats, to `many_floats`,
-constexpr int64_t few_pairs = 3;    // of bfloat16, with AMX
+constexpr int64_t few_tokens = 8;     // more go to `many_tokens`,
+constexpr int64_t few_floats = 12;    // of floats, to `many_floats`: with AVX-512,
+constexpr int64_t few_pairs = 3;      // with AMX, of bfloat16
+constexpr int64_t chunk_tokens = 32;  // without: their spread stays in the second-level cache
+
+bool are_many_floats(int64_t t, ScalarType type) {
+    const CpuLevel level = cpu_level();
+    if (level < CpuLevel::avx512) return false;
+    return t > (level >= CpuLevel::amx && type == ScalarType::BFloat16 ? few_pairs : few_floats);
+}
 
 Tensors cast(Tensors results, ScalarType dtype) {
     if (results.front().scalar_type() != dtype)
         for (Tensor& y : results) y = torch::stable::to(y, dtype);
     return results;
+}
+
+gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
+    const int64_t step = block_bytes(w.bits);
+    // Codes of eight bits are never in a panel: they take another path without VNNI. For the others, up to here a panel
+    // costs more (measured on Zen 5).
+    const int64_t direct_tokens = w.bits == 8 ? INT64_MAX : 32;
+    return {.weight = &w,
+            .unpack = unpack,
+            .scale = w.scale,
+            .n = w.n,
+            .columns = blocks_in(w.k) * block_columns,
+            .groups = w.groups,
+            .group_columns = w.group_blocks * block_columns,
+            .codes = w.tiles,
+            .tile_bytes = tile_bytes(w.k, w.bits),
+            .step_bytes = step,
+            .byte_offset = 1 << (w.bits - 1),
+            .zero = w.zero,
+            .direct = kernels().direct[w.bits - 2],
+            .direct_tokens = direct_tokens};
+}
+
+void many_tokens(const Quantized& p, const gemm::Tokens& from) {
+    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
+    gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), gemm::Mode::quads, nullptr,
+                           Number::float32, p.t, p.w.k, p.q_scale, p.bias, p.out, p.out_type, from});
+}
+
+void many_floats(const Floats& p) {
+    const Kernels& level = kernels();
+    const bool pairs = level.unpack_pairs && p.x_type == Number::bfloat16;
+    gemm::multiply_panels({panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
+                           pairs ? gemm::Mode::pairs : gemm::Mode::floats, p.x, p.x_type, p.t, p.w.k, nullptr, p.bias,
+                           p.out, p.out_type});
 }
 
 // `like`: a tensor with the axes of the tokens.
@@ -44,7 +89,7 @@ Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const fl
         problems.push_back({h.w, nullptr, width, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
                             number_of(dtype), t});
     }
-    if (t > few_tokens && tokens.k && group_blocks <= gemm_blocks) {
+    if (t > few_tokens && tokens.k && group_blocks * block_columns <= gemm::most_group) {
         for (const Quantized& p : problems) many_tokens(p, tokens);
     } else if (t) {
         std::unique_ptr<int8_t[]> room;
@@ -69,22 +114,26 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
     const int64_t k = x.size(-1), t = tokens_of(x);
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
-    const bool on_units = inside == ScalarType::BFloat16 && cpu_level() >= CpuLevel::amx;
-    const bool many = t > (on_units ? few_pairs : few_floats) && k;
-    const std::unique_ptr<uint8_t[]> spread(new uint8_t[many ? 0 : t * spread_bytes(k)]);
-    const std::unique_ptr<float[]> sums(new float[many ? 0 : t * held.front().w.groups]);
+    const bool many = are_many_floats(t, inside) && k;
+    const int64_t most = many ? t : std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
+    const std::unique_ptr<uint8_t[]> spread(new uint8_t[many ? 0 : most * spread_bytes(k)]);
+    const std::unique_ptr<float[]> sums(new float[many ? 0 : most * held.front().w.groups]);
     Tensors results;
-    std::vector<Floats> problems;
-    for (const Held& h : held) {
-        results.push_back(empty_result(x, h.w.n, inside));
-        problems.push_back({h.w, in.const_data_ptr(), number_of(inside), spread.get(), spread_bytes(k), sums.get(),
-                            h.bias_data(), results.back().mutable_data_ptr(), number_of(inside), t});
-    }
-    if (many) {
-        for (const Floats& p : problems) many_floats(p);
-    } else {
-        run_codes(t, k, [&](int64_t first, int64_t last) { kernels().spread(problems.front(), first, last); });
-        run_rows(kernels().floats, problems);
+    for (const Held& h : held) results.push_back(empty_result(x, h.w.n, inside));
+    for (int64_t from = 0; from < t; from += most) {
+        std::vector<Floats> problems;
+        for (size_t i = 0; i < held.size(); i++)
+            problems.push_back({held[i].w, static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
+                                number_of(inside), spread.get(), spread_bytes(k), sums.get(), held[i].bias_data(),
+                                static_cast<uint8_t*>(results[i].mutable_data_ptr()) + from * held[i].w.n * size,
+                                number_of(inside), std::min(most, t - from)});
+        if (many) {
+            for (const Floats& p : problems) many_floats(p);
+        } else {
+            const Floats& one = problems.front();
+            run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels().spread(one, first, last); });
+            run_rows(kernels().floats, problems);
+        }
     }
     return cast(std::move(results), dtype);
 }

@@ -79,7 +79,8 @@ struct Bytes {
     __m512i low, high;
     explicit Bytes(const Element& e) : low(_mm512_loadu_si512(e.byte)), high(_mm512_loadu_si512(e.byte + 64)) {}
     Dwords operator()(Dwords codes) const {
-        if constexpr (bits <= 6) return (Dwords)_mm512_permutexvar_epi8((__m512i)codes, low);
+        // (gcc 12 warns of the form without a mask; it leaves a mask of ones out.)
+        if constexpr (bits <= 6) return (Dwords)_mm512_maskz_permutexvar_epi8(~__mmask64{0}, (__m512i)codes, low);
         return (Dwords)_mm512_permutex2var_epi8(low, (__m512i)codes, high);
     }
 #elif defined(__AVX2__)

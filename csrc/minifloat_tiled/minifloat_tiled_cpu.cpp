@@ -17,18 +17,13 @@
 
 namespace ptq::minifloat_tiled {
 
-extern const gemm::PanelUnpack panels_amx;
+extern const gemm::Unpack signed_bytes_amx;
 
 namespace {
 
 constexpr int64_t few_floats = 8;  // more go to gemm/,
 constexpr int64_t few_pairs = 3;   // of bfloat16, with AMX,
 constexpr int64_t few_tokens = 4;  // of integers
-
-const gemm::PanelUnpack& panel_unpack() {
-    static constexpr gemm::PanelUnpack none;
-    return at_level<none, none, none, none, none, panels_amx>();
-}
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
     const int64_t step = block_bytes(w.element->bits);
@@ -90,10 +85,11 @@ void multiply_integers(const Held& h, const gemm::Tokens& tokens, const float* s
     const Kernels& level = kernels();
     const int64_t t = tokens.t, width = w.blocks * block_columns;
     const Number type = number_of(out.scalar_type());
+    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
     if (t > few_tokens && w.k && w.group_blocks * block_columns <= gemm::most_group)
-        return gemm::multiply_panels({panels_of(w, panel_unpack().bytes ? panel_unpack().bytes : level.unpack_bytes),
-                                      gemm::Mode::quads, nullptr, Number::float32, t, w.k, scales, floats_of(h.bias),
-                                      out.mutable_data_ptr(), type, tokens});
+        return gemm::multiply_panels({panels_of(w, units ? units : level.unpack_bytes), gemm::Mode::quads, nullptr,
+                                      Number::float32, t, w.k, scales, floats_of(h.bias), out.mutable_data_ptr(), type,
+                                      tokens});
     std::unique_ptr<int8_t[]> room;
     const int8_t* q = gemm::rows_of(tokens, width, room);
     const std::unique_ptr<int32_t[]> sums(new int32_t[t * w.groups]);

@@ -46,7 +46,8 @@ inline const uint8_t* block_at(const Weight& w, int64_t tile, int64_t column) {
 }
 
 #if defined(__AVX512BF16__)
-void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
+[[maybe_unused]] void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
+                                   void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
     with_bits(*w.element, [&]<int bits>() {
         const Pairs<bits> pairs(*w.element);

@@ -4,8 +4,8 @@
 
 namespace ptq::minifloat_tiled {
 
-extern const gemm::PanelUnpack panels_amx;
-const gemm::PanelUnpack panels_amx{unpack_bytes, unpack_pairs};
+extern const gemm::Unpack signed_bytes_amx;
+const gemm::Unpack signed_bytes_amx = unpack_bytes;
 
 }  // namespace ptq::minifloat_tiled
 #endif

@@ -1,4 +1,0 @@
-#if defined(__x86_64__)
-#define PTQ_GEMM_LEVEL gemm_avx512
-#include "e8p_tiled/gemm.h"
-#endif

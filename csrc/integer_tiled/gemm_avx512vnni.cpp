@@ -1,4 +1,0 @@
-#if defined(__x86_64__)
-#define PTQ_GEMM_LEVEL gemm_avx512vnni
-#include "integer_tiled/gemm.h"
-#endif

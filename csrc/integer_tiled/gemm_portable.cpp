@@ -1,2 +1,0 @@
-#define PTQ_GEMM_LEVEL gemm_portable
-#include "integer_tiled/gemm.h"
