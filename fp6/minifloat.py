@@ -29,6 +29,7 @@ from ptq.ops import bitstream, tiles
 from ptq.ops.activations import Activation
 from ptq.ops.op_declarations import call
 from ptq.weights import layouts
+from ptq.weights.compressed_tensors import Scheme
 from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
 from ptq.weights.grouped import Grouped
 from ptq.weights.rounding import Rounded
@@ -236,6 +237,24 @@ class MinifloatFormat:
             packed = fragments.prepack(parts["codes"], self.code, k)
         scale = tiles.tile_scales(as_bfloat16(parts["scale"]))
         return {layout: packed, "scale": scale, "shape": packed.new_empty(n, k, 0)}
+
+    def compressed_scheme(self, quantised_input: bool) -> Scheme:
+        """See `ptq.weights.compressed_tensors`: its small floats are MXFP6 (of e2m3) and MXFP4."""
+        if self.element not in ("e2m3", "e2m1") or self.scale != "e8m0" or self.group_size != 32 or quantised_input:
+            raise InputError(
+                "of small floats, compressed-tensors holds MXFP6 and MXFP4 with inputs in 16 bits; quantise with "
+                "`fp6 --scale e8m0 --element e2m3` or `e2m1`"
+            )
+        bits = self.code.bits
+        integers = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+        numbers = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False}
+        return Scheme(f"mxfp{bits}-pack-quantized", {**numbers, "strategy": "group", "group_size": 32, **integers})
+
+    def compress(self, parts: Parts, n: int, k: int, scheme: Scheme) -> Parts:
+        return {"weight_packed": parts["codes"], "weight_scale": parts["scale"]}
+
+    def decompress(self, parts: Parts, n: int, k: int, scheme: Scheme) -> Parts:
+        return {"codes": parts["weight_packed"], "scale": parts["weight_scale"]}
 
     def unprepack(self, parts: Parts) -> Parts:
         if "shape" not in parts:

@@ -45,18 +45,14 @@ def _show_version(asked: bool) -> bool:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     pass
 
 
 Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="A Hugging Face folder, a hub name, or `demo`, the model that ships with ptq."
-    ),
+    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a hub name, or `demo`, which ships with ptq.")
 ]
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", help="Folder of the result: new, empty, or of the same command unfinished.")
@@ -282,6 +278,21 @@ def prepack_command(
     with startup.interruptible():
         count = prepack.prepack(source.resolve(checkpoint), out, target)
     typer.echo(f"{out}: {count} linears in the layout of {target}; each gives its bytes again")
+
+
+@app.command(name="export")
+@command
+def export_command(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: new or empty.")],
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` for vLLM, SGLang and others (compressed-tensors)."""
+    from ptq.commands import export
+
+    with startup.interruptible():
+        count = export.export(source.resolve(checkpoint), out)
+    typer.echo(f"{out}: {count} linears in the format of compressed-tensors; each gives its bytes again")
 
 
 for register in methods.commands():

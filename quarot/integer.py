@@ -31,6 +31,7 @@ from ptq.ops.activations import Activation
 from ptq.ops.op_declarations import call
 from ptq.ops.tiles import applies, listed, tile_scales, untile_scales
 from ptq.weights import layouts
+from ptq.weights.compressed_tensors import Scheme, to_bytes, to_words
 from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
 from ptq.weights.grouped import Grouped
 from ptq.weights.rounding import Rounded
@@ -250,6 +251,30 @@ class IntegerFormat:
         make = torch.ops.ptq.integer_prepack if layout == "tiles" else fragments.prepack
         scales = {part: tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
         return {layout: make(parts["codes"], self.bits, k), **scales, "shape": parts["codes"].new_empty(n, k, 0)}
+
+    def compressed_scheme(self, quantised_input: bool) -> Scheme:
+        """See `ptq.weights.compressed_tensors`. Beside quantised inputs, weights of 8 bits with one scale a row are
+        plain integers there."""
+        if not self.symmetric:
+            raise InputError("integers with zero-points are not exported; quantise with --symmetric")
+        groups = {"strategy": "group", "group_size": self.group_size} if self.group_size else {"strategy": "channel"}
+        return Scheme(
+            "int-quantized" if quantised_input and self.bits == 8 and not self.group_size else "pack-quantized",
+            {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False, **groups},
+        )
+
+    def compress(self, parts: Parts, n: int, k: int, scheme: Scheme) -> Parts:
+        scale = {"weight_scale": parts["scale"].view(torch.bfloat16)}
+        if scheme.format == "int-quantized":
+            return {"weight": (parts["codes"] ^ 128).view(torch.int8), **scale}
+        return {"weight_packed": to_words(parts["codes"]), **scale, "weight_shape": torch.tensor([n, k])}
+
+    def decompress(self, parts: Parts, n: int, k: int, scheme: Scheme) -> Parts:
+        if scheme.format == "int-quantized":
+            codes = parts["weight"].view(torch.uint8) ^ 128
+        else:
+            codes = to_bytes(parts["weight_packed"], int(bitstream.packed_size(k, self.bits)))
+        return {"codes": codes, "scale": parts["weight_scale"].view(torch.int16)}
 
     def unprepack(self, parts: Parts) -> Parts:
         if "shape" not in parts:

@@ -126,6 +126,7 @@ OPTIONS = {
     "quip-sharp": [*METHOD, "--bits", "--finetune", "--finetune-epochs", "--sweeps"],
     "fp6": [*METHOD, "--element", "--group-size", "--scale", "--scale-search"],
     "prepack": ["--target", "--debug"],
+    "export": ["--debug"],
     "rotate": SHARED,
     "inspect": ["--json", "--debug"],
     "verify": ["--against", "--text", "--json", "--debug"],

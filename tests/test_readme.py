@@ -20,7 +20,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Words of those commands. The model has widths that groups of 128 divide."""
     folder = tmp_path_factory.mktemp("readme")
     save_model(folder / "model", hidden_size=128, intermediate_size=256, head_dim=64, num_attention_heads=2)
-    assert quantize("fp6", folder / "model", folder / "packed").exit_code == 0
+    assert quantize("fp6", folder / "model", folder / "packed", "--scale", "e8m0").exit_code == 0  # can be exported
     (folder / "text.txt").write_text("a text " * 100)
     text = str(folder / "text.txt")
     return {"MODEL": str(folder / "model"), "OUT": str(folder / "packed"), "wikitext2": text, "FILE.txt": text}
@@ -42,6 +42,6 @@ def test_the_commands_of_the_readme_are_understood(command: str, places: dict[st
 def test_there_are_commands_in_the_readme():
     found = readme_commands()
     assert {command.split()[0] for command in found} == {
-        "fp6", "quarot", "quip-sharp", "rotate", "prepack", "inspect", "verify"
+        "fp6", "quarot", "quip-sharp", "rotate", "export", "prepack", "inspect", "verify"
     }  # fmt: skip
     assert len(found) >= 10

@@ -2,25 +2,23 @@
 CPU, fragments on a GPU), so that loading need not make it."""
 
 import json
-import shutil
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from ptq.commands import rewritten
+from ptq.commands.rewritten import Rewritten
 from ptq.commands.verify import check_integrity
-from ptq.errors import InputError, RunError
+from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
-from ptq.files.lock import exclusive
-from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
+from ptq.files.shards import Shards, write_bytes, write_json
 from ptq.hf.described import packed_modules, transformers_config
 from ptq.hf.plugin import OPTIONAL, PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
 from ptq.pipeline.work import RECORD, read_record
-from ptq.pipeline.writer import COPIED, LOG, MAX_SHARD_BYTES, check_out, file_hashes, partial_folder, put_in_place
+from ptq.pipeline.writer import COPIED, LOG, check_out, file_hashes
+from ptq.weights.formats import Parts
 from ptq.weights.prepacked import PrepackedFormat, target_of
 
 KEPT = (*COPIED, LOG, "report.html", "report.json")
@@ -45,57 +43,22 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     check_out(out)
     check_integrity(checkpoint)
     modules = packed_modules(transformers_config(source), packed)
-    linears = [linear for name, module in modules.items() if (linear := _tiled(name, module, packed, target))]
-    if not linears:
+    tiled = {name: found for name, module in modules.items() if (found := _tiled(name, module, packed, target))}
+    if not tiled:
         formats = ", ".join(sorted({str(entry.get("format")) for entry in packed.schemes.values()}))
         raise InputError(
             f"{checkpoint}: no weight of it has a layout for {target} (its formats: {formats}); such weights are read "
             "as they are stored, so load it as it is"
         )
-    gone = {tensor for linear in linears for tensor in linear.stored}
-    kept = {name: info for name, info in source.tensors.items() if name not in gone}
-    specs: Specs = {name: (info.dtype, tuple(info.shape)) for name, info in kept.items()}
-    for linear in linears:
-        specs |= linear.specs()
-    shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out))
-    with exclusive(out):
-        check_out(out)  # another run may have ended meanwhile
-        shards.begin()
-        for linear in linears:
-            shards.place(_tiles(source, linear))
-        for name in kept:
-            shards.place({name: source.read(name)})
-        shards.finish()
-        _prove(source, linears, list(kept), shards)
-        _complete(source, packed.entries() | {linear.name: linear.entry for linear in linears}, shards, target)
-        put_in_place(shards.folder, out)
+    entries = packed.entries() | {name: entry for name, (entry, _) in tiled.items()}
+    linears = [linear for _, linear in tiled.values()]
+    rewritten.write(source, out, linears, partial(_complete, source, entries, target))
     return len(linears)
 
 
-@dataclass(frozen=True)
-class _Linear:
-    """A linear whose weight has tiles."""
-
-    name: str
-    shape: tuple[int, int]
-    format: PrepackedFormat
-    entry: dict[str, Any]
-    """Its new entry of config.json."""
-
-    @property
-    def stored(self) -> dict[str, str]:
-        """The part that every tensor of the plain checkpoint is."""
-        return {f"{self.name}.weight_{part}": part for part in self.format.inner.buffers(*self.shape)}
-
-    def specs(self) -> Specs:
-        """The tensors of the result."""
-        buffers = self.format.buffers(*self.shape).items()
-        return {f"{self.name}.weight_{part}": (dtype, shape) for part, (shape, dtype) in buffers}
-
-
-def _tiled(name: str, module: PackedWeight, packed: PtqConfig, target: str) -> _Linear | None:
-    """A linear of a plain checkpoint; None where its format makes no tiles for its shape, and for an embedding, whose
-    rows are looked up in the stored bytes."""
+def _tiled(name: str, module: PackedWeight, packed: PtqConfig, target: str) -> tuple[dict[str, Any], Rewritten] | None:
+    """A linear of a plain checkpoint, and its new entry of config.json; None where its format makes no tiles for its
+    shape, and for an embedding, whose rows are looked up in the stored bytes."""
     if isinstance(module, PackedEmbedding):
         return None
     entry, shape = packed.entries()[name], (module.out_features, module.in_features)
@@ -105,43 +68,28 @@ def _tiled(name: str, module: PackedWeight, packed: PtqConfig, target: str) -> _
         format = PrepackedFormat(target, target_of(target).version, of)
     except InputError:  # the checkpoint is sound, so this format has no layout for the target
         return None
-    if format.buffers(*shape) == format.inner.buffers(*shape):
+    buffers, stored = format.buffers(*shape), format.inner.buffers(*shape)
+    if buffers == stored:
         return None
-    return _Linear(name, shape, format, {**rest, "format": format.name, "version": format.version, **format.options()})
+
+    def lay_out(parts: Parts) -> Parts:
+        return {f"weight_{part}": tensor for part, tensor in format.lay_out(parts).items()}
+
+    def take_back(tensors: Parts) -> Parts:
+        return format.inner.unprepack({end.removeprefix("weight_"): tensor for end, tensor in tensors.items()})
+
+    specs = {f"weight_{part}": (dtype, size) for part, (size, dtype) in buffers.items()}
+    made = {**rest, "format": format.name, "version": format.version, **format.options()}
+    return made, Rewritten(name, tuple(stored), specs, lay_out, take_back)
 
 
-def _tiles(source: Checkpoint, linear: _Linear) -> dict[str, Tensor]:
-    """The tensors of a linear in the layout of the target."""
-    tiles = linear.format.lay_out({part: source.read(tensor) for tensor, part in linear.stored.items()})
-    return {f"{linear.name}.weight_{part}": tensor for part, tensor in tiles.items()}
-
-
-def _prove(source: Checkpoint, linears: list[_Linear], kept: list[str], shards: Shards) -> None:
-    """Read again what was written. Raises RunError where it does not give the bytes of the source again."""
-    for linear in linears:
-        names = {part: f"{linear.name}.weight_{part}" for part in linear.format.buffers(*linear.shape)}
-        again = linear.format.inner.unprepack({part: shards.read(name) for part, name in names.items()})
-        for tensor, part in linear.stored.items():
-            _check_equal(tensor, source.read(tensor), again[part])
-    for name in kept:
-        _check_equal(name, source.read(name), shards.read(name))
-
-
-def _check_equal(name: str, stored: Tensor, again: Tensor) -> None:
-    if not torch.equal(stored, again):
-        raise RunError(f"{name}: what was written does not give its bytes again, so there is no result; run again")
-
-
-def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], shards: Shards, target: str) -> None:
+def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], target: str, shards: Shards) -> None:
     """Config, record (where there is one: `save_pretrained` writes none) and whatever else a checkpoint has."""
     given = source.config["quantization_config"]
     listed = PtqConfig.listing(entries, **{key: given.get(key) for key in OPTIONAL})
     config = source.config | {"quantization_config": listed.to_dict()}
     write_bytes(shards.folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    for pattern in KEPT:
-        for path in sorted(source.folder.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, shards.folder / path.name)
+    rewritten.copy_files(source.folder, shards.folder, KEPT)
     if not (source.folder / RECORD).is_file():
         return
     record = read_record(source.folder / RECORD)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -50,6 +51,12 @@ def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, Pac
     found = {name: swap(model, fused.module_name(name), entry) for name, entry in entries.items()}
     embedding.tie(model)
     return found
+
+
+def plain_linears(config: PreTrainedConfig, packed: PtqConfig) -> list[str]:
+    """Linears of the model that are not packed."""
+    modules, entries = _without_weights(config).named_modules(), packed.entries()
+    return [name for name, module in modules if isinstance(module, nn.Linear) and name not in entries]
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
