@@ -243,7 +243,7 @@ class MinifloatFormat:
         if self.element not in ("e2m3", "e2m1") or self.scale != "e8m0" or self.group_size != 32 or quantised_input:
             raise InputError(
                 "of small floats, compressed-tensors holds MXFP6 and MXFP4 with inputs in 16 bits; quantise with "
-                "`fp6 --scale e8m0 --element e2m3` or `e2m1`"
+                "`fp6 --scale e8m0 --group-size 32 --element e2m3` or `e2m1`"
             )
         bits = self.code.bits
         integers = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}

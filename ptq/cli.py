@@ -287,7 +287,7 @@ def export_command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: new or empty.")],
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` for vLLM, SGLang and others (compressed-tensors)."""
+    """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` as compressed-tensors, which vLLM reads."""
     from ptq.commands import export
 
     with startup.interruptible():

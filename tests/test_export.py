@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import check_refused, listing, quantize, save_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ptq.layers.linear import QuantLinear
@@ -21,7 +21,6 @@ COMMANDS = {
     "W4": (("quarot", *NEAREST, "--group-size", "32"), "pack-quantized", torch.float32),
     "W3, channels": (("quarot", *NEAREST, "--weight-bits", "3"), "pack-quantized", torch.float32),
     "W8A8": (("quarot", *NEAREST, "--weight-bits", "8", "--activation-bits", "8"), "int-quantized", torch.float32),
-    "W4A8": (("quarot", *NEAREST, "--activation-bits", "8"), "pack-quantized", torch.float32),
     "MXFP6": (("fp6", "--scale", "e8m0", "--group-size", "32"), "mxfp6-pack-quantized", torch.bfloat16),
     "MXFP4": (
         ("fp6", "--scale", "e8m0", "--group-size", "32", "--element", "e2m1"),
@@ -83,8 +82,7 @@ def test_golden_bytes() -> None:
     assert all(torch.equal(again[part], parts[part]) for part in parts)
 
 
-def test_linears_in_several_schemes_are_listed(model: Path, tmp_path: Path) -> None:
-    """`--element auto` is none of them; linears that are skipped stay plain."""
+def test_linears_that_are_skipped_stay_plain(model: Path, tmp_path: Path) -> None:
     options = (*NEAREST, "--skip", "*.down_proj", "--group-size", "32", "--no-report")
     assert quantize("quarot", model, tmp_path / "packed", *options).exit_code == 0
     assert quantize("export", tmp_path / "packed", tmp_path / "out").exit_code == 0
@@ -102,9 +100,16 @@ REFUSED: dict[str, tuple[tuple[str, ...], str]] = {
     "online": (("quarot", "--rounding", "nearest"), "--offline"),
     "zero-points": (("quarot", *NEAREST, "--asymmetric"), "--symmetric"),
     "cache": (("quarot", *NEAREST, "--kv-bits", "4"), "KV cache"),
-    "inputs": (("quarot", *NEAREST, "--activation-bits", "4"), "--activation-bits 8"),
+    "inputs": (("quarot", *NEAREST, "--activation-bits", "4"), "--activation-bits 8 --activation-clip 1"),
+    "inputs of few bits of weights": (("quarot", *NEAREST, "--activation-bits", "8"), "--weight-bits 8"),
+    "clip": (
+        ("quarot", *NEAREST, "--weight-bits", "8", "--activation-bits", "8", "--activation-clip", "0.9"),
+        "--activation-clip 1",
+    ),
     "embedding": (("quarot", *NEAREST, "--embedding-bits", "8"), "--embedding-bits"),
-    "element": (("fp6", "--element", "e3m2"), "--scale e8m0 --element e2m3"),
+    "head": (("fp6", "--scale", "e8m0", "--embedding-bits", "8"), "--embedding-bits"),
+    "element": (("fp6", "--element", "e3m2"), "--scale e8m0 --group-size 32 --element e2m3"),
+    "signs": (("quip-sharp", "--rounding", "nearest"), "QuIP# cannot be exported"),
     "nothing": (("rotate",), "no weight of it is quantised"),
 }
 
@@ -116,6 +121,41 @@ def test_what_other_runtimes_do_not_have_is_refused(kind: str, model: Path, tmp_
     assert quantize(command, model, tmp_path / "packed", *given).exit_code == 0
     check_refused(quantize("export", tmp_path / "packed", tmp_path / "out"), sentence)
     assert sorted(os.listdir(tmp_path)) == ["packed"]
+
+
+def test_models_with_experts_are_refused_also_where_these_are_plain(tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "qwen3_moe")
+    options = (*NEAREST, "--skip", "*.experts.*", "--no-report")
+    assert quantize("quarot", tmp_path / "model", tmp_path / "packed", *options).exit_code == 0
+    check_refused(quantize("export", tmp_path / "packed", tmp_path / "out"), "experts")
+
+
+def test_prepacked_weights_and_keys_of_the_layer_are_refused(model: Path, tmp_path: Path) -> None:
+    assert quantize("quarot", model, tmp_path / "packed", *NEAREST, "--no-report").exit_code == 0
+    assert quantize("prepack", tmp_path / "packed", tmp_path / "tiles").exit_code == 0
+    check_refused(quantize("export", tmp_path / "tiles", tmp_path / "out"), "that it was made from")
+    path = tmp_path / "packed" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["schemes"]["scheme0"]["output_hadamard"] = "sylvester:4"
+    path.write_text(json.dumps(config))
+    (tmp_path / "packed" / "ptq.json").unlink()
+    check_refused(quantize("export", tmp_path / "packed", tmp_path / "out"), "run with the model")
+
+
+def test_scales_that_float16_cannot_hold_are_refused(model: Path, tmp_path: Path) -> None:
+    assert quantize("quarot", model, tmp_path / "packed", *NEAREST, "--no-report").exit_code == 0
+    (tmp_path / "packed" / "ptq.json").unlink()
+    path = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight_scale"][3] = torch.tensor(1.1e-7).bfloat16().view(torch.int16)
+    save_file(tensors, path, {"format": "pt"})
+    assert quantize("export", tmp_path / "packed", tmp_path / "out").exit_code == 0
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "dtype": "float16"}))
+    result = quantize("export", tmp_path / "packed", tmp_path / "new")
+    assert result.exit_code == 2
+    assert "up_proj: scales do not fit into float16" in result.stderr.splitlines()[-1]
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_folder_that_exists_and_a_damaged_checkpoint_are_refused(model: Path, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 // Which instruction set the CPU kernels use. Every kernel is compiled once per level (see CMakeLists.txt) and asks
-// cpu_level() on each call. Results must not depend on the level.
+// cpu_level() on each call. Codes, bytes and products of integers must not depend on the level, nor do most sums of
+// floating-point numbers: docs/add-a-kernel.md names those that do.
 #pragma once
 
 #include <type_traits>

@@ -29,32 +29,28 @@ constexpr int most_tokens = 4;  // their sums fit into sixteen registers
 
 // sum + the products of a step.
 template <Mode mode>
-inline Sum<mode> product(Sum<mode> sum, SignedInts w, uint32_t x) {
-    if constexpr (are_integers(mode)) {
-        return integer_tiled::dot<mode == Mode::wide>(sum, (integer_tiled::Dwords)w, static_cast<int32_t>(x));
+inline Lanes product(Lanes sum, SignedInts w, uint32_t x) {
 #if defined(__AVX512BF16__)
-    } else if constexpr (mode == Mode::pairs) {
+    if constexpr (mode == Mode::pairs)
         return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
 #endif
-    } else {
-        return fma((Lanes)w, fill(integer::from_bits(x)), sum);
-    }
+    return fma((Lanes)w, fill(integer::from_bits(x)), sum);
 }
 
 inline SignedInts load_step(const uint8_t* from) {
     return load_vector<SignedInts>(from);
 }
 
-// A panel: [step, tile, 16].
+// A panel: [step, tile, 16]. Of numbers:
 template <Mode mode>
 struct Steps {
-    using Sum = gemm::Sum<mode>;
+    using Sum = Lanes;
     static constexpr int64_t count = column_step / columns_of(mode), x_step = count * tokens_of(mode);
     template <int tiles>
     static constexpr int64_t codes_step = count * tiles * tile_rows * 4;
 
     template <int tiles, int tokens>
-    PTQ_INLINE static void multiply(const uint8_t* panel, int64_t, const uint32_t* x, Sum sum[tokens][tiles]) {
+    PTQ_INLINE static void multiply(const uint8_t* panel, int64_t, const uint32_t* x, Lanes sum[tokens][tiles]) {
 #pragma GCC unroll 8
         for (int64_t i = 0; i < count; i++) {
             SignedInts number[tiles];
@@ -64,6 +60,29 @@ struct Steps {
         }
     }
 };
+
+// Of integers with so many bits.
+template <int bits>
+struct QuadSteps {
+    using Sum = SignedInts;
+    static constexpr int64_t x_step = integer_tiled::quads * quad_tokens;
+    template <int tiles>
+    static constexpr int64_t codes_step = integer_tiled::quads * tiles * tile_rows * 4;
+
+    template <int tiles, int tokens>
+    PTQ_INLINE static void multiply(const uint8_t* panel, int64_t, const uint32_t* x, SignedInts sum[tokens][tiles]) {
+        integer_tiled::multiply_quads<bits, tiles, tokens>(
+            [&]<int i>(int r)
+                __attribute__((always_inline)) { return (Dwords)load_step(panel + (i * tiles + r) * tile_rows * 4); },
+            x, quad_tokens, sum);
+    }
+};
+template <>
+struct Steps<Mode::quads> : QuadSteps<7> {};
+template <>
+struct Steps<Mode::nibbles> : QuadSteps<4> {};
+template <>
+struct Steps<Mode::wide> : QuadSteps<8> {};
 
 struct Scratch {
     int32_t* panel;  // [panel_steps(mode), panel_tiles, 16]
@@ -208,12 +227,13 @@ void multiply_of(const Product& p, Units& units) {
 }
 
 void multiply(const Product& p, Units& units) {
-#if defined(__AVX512VNNI__)  // wide codes are as any others
-    if (are_integers(p.mode)) return multiply_of<Mode::quads>(p, units);
-#else
-    if (p.mode == Mode::quads) return multiply_of<Mode::quads>(p, units);
+#if !defined(__AVX512VNNI__)  // else all integers are alike
     if (p.mode == Mode::wide) return multiply_of<Mode::wide>(p, units);
 #endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (p.mode == Mode::nibbles) return multiply_of<Mode::nibbles>(p, units);
+#endif
+    if (are_integers(p.mode)) return multiply_of<Mode::quads>(p, units);
 #if defined(__AVX512BF16__)
     if (p.mode == Mode::pairs) return multiply_of<Mode::pairs>(p, units);
 #endif

@@ -16,10 +16,11 @@ enum class Mode {
     pairs,  // two columns as bfloat16, 0 and 2, then 1 and 3, of every four, as they come out of a dword of four bytes;
             // with AVX-512 BF16 only
     quads,  // four columns as bytes: integers + `byte_offset`, below 128 (AMX: signed integers); x is int8
-    wide,   // the same, up to 255, which costs more without VNNI; not for AMX
+    nibbles,  // the same, below 16, which costs less with AVX2; not for AMX
+    wide,     // the same, up to 255, which costs more without VNNI; not for AMX
 };
 constexpr bool are_integers(Mode mode) {
-    return mode == Mode::quads || mode == Mode::wide;
+    return mode == Mode::quads || mode == Mode::nibbles || mode == Mode::wide;
 }
 constexpr int64_t columns_of(Mode mode) {
     return are_integers(mode) ? 4 : mode == Mode::pairs ? 2 : 1;
@@ -65,7 +66,7 @@ struct Panels {
 
 // y[t, n] = token_scale * x Wᵀ + bias.
 // Floats and pairs: sums in float32, in the order of the columns, group after group: the same for any number of threads
-// and tokens; products are exact where x is bfloat16. Quads: to the bit what fp6/tiled_ops.py says.
+// and tokens; products are exact where x is bfloat16. Integers: to the bit what tiled_ops.py of a method says.
 struct Product {
     Panels w;
     Mode mode;
@@ -80,9 +81,10 @@ struct Product {
     const uint32_t* rows = nullptr;  // floats, pairs: x in steps, `row_steps` apart, in the place of all of these
     int64_t row_steps = 0;
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
-    int32_t* offset = nullptr;   // quads: minus `byte_offset` times the sums of x: see `Quads`
-    int64_t tokens = 0;          // that a unit of `multiply` takes at most: whole blocks
-    int64_t block_tokens = 0;    // tokens of a block
+    int32_t* offset =
+        nullptr;               // integers: minus the sums of x, times `byte_offset` where there is no zero: see `Quads`
+    int64_t tokens = 0;        // that a unit of `multiply` takes at most: whole blocks
+    int64_t block_tokens = 0;  // tokens of a block
 
     int64_t blocks() const { return (t + block_tokens - 1) / block_tokens; }
 };

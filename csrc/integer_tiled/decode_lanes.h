@@ -90,6 +90,26 @@ struct BlockSum {
     }
 };
 
+// sum[token][tile] += the products of a super-block: codes.operator()<i>(tile) is quad i of one, x [quad, `x_step`]
+// holds four activations of a token in a dword.
+template <int bits, int tiles, int tokens, class Codes>
+PTQ_INLINE void multiply_quads(const Codes& codes, const uint32_t* x, int64_t x_step, SignedInts sum[tokens][tiles]) {
+    BlockSum<bits> part[tokens][tiles];
+    const auto quad = [&]<int i>() __attribute__((always_inline)) {
+        Dwords c[tiles];
+#pragma GCC unroll 3
+        for (int r = 0; r < tiles; r++) c[r] = codes.template operator()<i>(r);
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 3
+            for (int r = 0; r < tiles; r++)
+                part[t][r].template add<i>(sum[t][r], c[r], static_cast<int32_t>(x[i * x_step + t]));
+    };
+    [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+        (quad.template operator()<i>(), ...);
+    }(std::make_integer_sequence<int, quads>{});
+}
+
 // --- results ---------------------------------------------------------------------------------------------------------
 
 // The zeros of the rows of a tile.

@@ -62,7 +62,7 @@ struct Kernels {
     void (*quantized)(const Quantized&, int64_t first, int64_t last);
     void (*spread)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
-    gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; `unpack_pairs` may be null
+    gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; those of numbers may be null
     gemm::Direct direct[7];                                  // of codes of 2 to 8 bits, or null
 };
 

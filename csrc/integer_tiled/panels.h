@@ -67,17 +67,9 @@ struct InPlace {
     template <int tiles, int tokens>
     PTQ_INLINE static void multiply(const uint8_t* codes, int64_t tile_step, const uint32_t* x,
                                     SignedInts sum[tokens][tiles]) {
-        BlockSum<bits> part[tokens][tiles];
-        const auto quad = [&]<int i>() __attribute__((always_inline)) {
-            Dwords c[tiles];
-#pragma GCC unroll 3
-            for (int r = 0; r < tiles; r++) c[r] = quad_of<bits, i>(codes + r * tile_step);
-            PTQ_EACH_SUM part[t][r].template add<i>(sum[t][r], c[r],
-                                                    static_cast<int32_t>(x[i * gemm::quad_tokens + t]));
-        };
-        [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-            (quad.template operator()<i>(), ...);
-        }(std::make_integer_sequence<int, quads>{});
+        multiply_quads<bits, tiles, tokens>(
+            [&]<int i>(int r) __attribute__((always_inline)) { return quad_of<bits, i>(codes + r * tile_step); }, x,
+            gemm::quad_tokens, sum);
     }
 };
 
@@ -109,6 +101,7 @@ PTQ_INLINE Lanes difference(const Dwords& codes, const SignedInts& zero) {
     return converted<Lanes>((SignedInts)(codes >> 8 * j & 0xffu) - zero);
 }
 
+#if defined(__AVX512F__)
 template <int bits>
 void floats_of_panel(const Weight& w, const Place& p) {
     const int64_t next = p.tiles * tile_rows;
@@ -127,6 +120,9 @@ void floats_of_panel(const Weight& w, const Place& p) {
     const auto& w = *static_cast<const Weight*>(weight);
     with_bits(w.bits, [&]<int bits>() { floats_of_panel<bits>(w, {tile, tiles, column, end, panel}); });
 }
+#else  // the kernel for few tokens is faster
+constexpr gemm::Unpack unpack_floats = nullptr;
+#endif
 
 #if defined(__AVX512BF16__)
 // Bytes 0 and 2 of the dwords of codes, less zero.

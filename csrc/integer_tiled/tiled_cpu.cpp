@@ -25,14 +25,13 @@ namespace {
 using torch::stable::empty;
 
 constexpr int64_t few_tokens = 8;     // more go to `many_tokens`,
-constexpr int64_t few_floats = 12;    // of floats, to `many_floats`: with AVX-512,
+constexpr int64_t few_floats = 16;    // of floats, to `many_floats`, where there is one,
 constexpr int64_t few_pairs = 3;      // with AMX, of bfloat16
-constexpr int64_t chunk_tokens = 32;  // without: their spread stays in the second-level cache
+constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
 bool are_many_floats(int64_t t, ScalarType type) {
-    const CpuLevel level = cpu_level();
-    if (level < CpuLevel::avx512) return false;
-    return t > (level >= CpuLevel::amx && type == ScalarType::BFloat16 ? few_pairs : few_floats);
+    const bool on_units = cpu_level() >= CpuLevel::amx && type == ScalarType::BFloat16;
+    return kernels().unpack_floats && t > (on_units ? few_pairs : few_floats);
 }
 
 Tensors cast(Tensors results, ScalarType dtype) {
@@ -64,8 +63,9 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
-    gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), gemm::Mode::quads, nullptr,
-                           Number::float32, p.t, p.w.k, p.q_scale, p.bias, p.out, p.out_type, from});
+    const gemm::Mode mode = !units && p.w.bits <= 4 ? gemm::Mode::nibbles : gemm::Mode::quads;
+    gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), mode, nullptr, Number::float32, p.t,
+                           p.w.k, p.q_scale, p.bias, p.out, p.out_type, from});
 }
 
 void many_floats(const Floats& p) {
@@ -114,26 +114,32 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
     const int64_t k = x.size(-1), t = tokens_of(x);
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
-    const bool many = are_many_floats(t, inside) && k;
-    const int64_t most = many ? t : std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
-    const std::unique_ptr<uint8_t[]> spread(new uint8_t[many ? 0 : most * spread_bytes(k)]);
-    const std::unique_ptr<float[]> sums(new float[many ? 0 : most * held.front().w.groups]);
     Tensors results;
     for (const Held& h : held) results.push_back(empty_result(x, h.w.n, inside));
+    const auto problem = [&](size_t i) {
+        return Floats{
+            held[i].w,           in.const_data_ptr(),           number_of(inside), nullptr, spread_bytes(k), nullptr,
+            held[i].bias_data(), results[i].mutable_data_ptr(), number_of(inside), t};
+    };
+    if (k && are_many_floats(t, inside)) {
+        for (size_t i = 0; i < held.size(); i++) many_floats(problem(i));
+        return cast(std::move(results), dtype);
+    }
+    const int64_t most = std::min(t, chunk_tokens), size = inside == ScalarType::BFloat16 ? 2 : 4;
+    const std::unique_ptr<uint8_t[]> spread(new uint8_t[most * spread_bytes(k)]);
+    const std::unique_ptr<float[]> sums(new float[most * held.front().w.groups]);
     for (int64_t from = 0; from < t; from += most) {
         std::vector<Floats> problems;
-        for (size_t i = 0; i < held.size(); i++)
-            problems.push_back({held[i].w, static_cast<const uint8_t*>(in.const_data_ptr()) + from * k * size,
-                                number_of(inside), spread.get(), spread_bytes(k), sums.get(), held[i].bias_data(),
-                                static_cast<uint8_t*>(results[i].mutable_data_ptr()) + from * held[i].w.n * size,
-                                number_of(inside), std::min(most, t - from)});
-        if (many) {
-            for (const Floats& p : problems) many_floats(p);
-        } else {
-            const Floats& one = problems.front();
-            run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels().spread(one, first, last); });
-            run_rows(kernels().floats, problems);
+        for (size_t i = 0; i < held.size(); i++) {
+            Floats p = problem(i);
+            p.x = static_cast<const uint8_t*>(p.x) + from * k * size;
+            p.out = static_cast<uint8_t*>(p.out) + from * p.w.n * size;
+            p.spread = spread.get(), p.sums = sums.get(), p.t = std::min(most, t - from);
+            problems.push_back(p);
         }
+        const Floats& one = problems.front();
+        run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels().spread(one, first, last); });
+        run_rows(kernels().floats, problems);
     }
     return cast(std::move(results), dtype);
 }

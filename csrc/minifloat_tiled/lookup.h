@@ -159,18 +159,18 @@ struct Values {
             _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
         return _mm256_permute4x64_epi64(_mm256_shuffle_epi8(bits_of, order), 0xd8);
     }
-    template <int first, class F>
-    PTQ_INLINE void two_columns(__m256i a, __m256i b, const F& f) const {
-        const auto numbers = [](__m128i half) { return (Lanes::Half)_mm256_cvtph_ps(half); };
-        f.template operator()<first>(Lanes{numbers(_mm256_castsi256_si128(a)), numbers(_mm256_castsi256_si128(b))});
-        f.template operator()<first + 2>(
-            Lanes{numbers(_mm256_extracti128_si256(a, 1)), numbers(_mm256_extracti128_si256(b, 1))});
+    template <int half>
+    PTQ_INLINE static Lanes numbers(__m256i a, __m256i b) {
+        const auto eight = [](__m256i x) { return (Lanes::Half)_mm256_cvtph_ps(_mm256_extracti128_si256(x, half)); };
+        return {eight(a), eight(b)};
     }
     template <class F>
     PTQ_INLINE void columns(Dwords codes, const F& f) const {
         const __m256i a = first_eight(codes), b = last_eight(codes);
-        two_columns<0>(words(a), words(b), f);
-        two_columns<1>(words(_mm256_srli_epi16(a, 8)), words(_mm256_srli_epi16(b, 8)), f);
+        const __m256i even_a = words(a), even_b = words(b);
+        const __m256i odd_a = words(_mm256_srli_epi16(a, 8)), odd_b = words(_mm256_srli_epi16(b, 8));
+        f.template operator()<0>(numbers<0>(even_a, even_b)), f.template operator()<1>(numbers<0>(odd_a, odd_b));
+        f.template operator()<2>(numbers<1>(even_a, even_b)), f.template operator()<3>(numbers<1>(odd_a, odd_b));
     }
 #else
     const float* table;

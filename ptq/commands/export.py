@@ -13,19 +13,20 @@ from ptq.commands.rewritten import Rewritten
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
+from ptq.files.dtypes import read_as
 from ptq.files.shards import Shards, write_bytes
-from ptq.hf import experts, fused
 from ptq.hf.described import packed_modules, plain_linears, transformers_config
 from ptq.hf.plugin import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
-from ptq.layers.packed_weight import GUARD, PackedWeight
+from ptq.layers.packed_weight import GUARD, NOT_OF_THE_FORMAT, PackedWeight
 from ptq.ops.activations import parse
 from ptq.pipeline.writer import COPIED, check_out
 from ptq.weights.compressed_tensors import Exportable, Scheme
 from ptq.weights.formats import Parts
+from ptq.weights.prepacked import PrepackedFormat
 
 INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-"""`QuantizationArgs` of inputs in 8 bits: as `ptq.ops.activations` quantises them, with clip 1."""
+"""`QuantizationArgs` of inputs in 8 bits: as `ptq.ops.activations` with clip 1, but for the scale, largest / 127.5."""
 
 
 def export(checkpoint: Path, out: Path) -> int:
@@ -34,47 +35,52 @@ def export(checkpoint: Path, out: Path) -> int:
 
     What was written is read again, and must give the bytes of the source. Returns the number of linears. Raises
     InputError, saying which option to quantise with, for what other runtimes do not have: rotations that run online,
-    a packed KV cache or embedding, inputs in other than 8 bits, formats of this package; and for a damaged checkpoint
-    and a folder that exists. RunError for a full disk.
+    a packed KV cache or embedding, inputs in few bits, formats of this package; and for models with experts, a damaged
+    checkpoint and a folder that exists. RunError for a full disk.
     """
     out = out.expanduser().absolute()
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None or not packed.linears:
         raise InputError(f"{checkpoint}: no weight of it is quantised; run `quantize quarot --offline` or `fp6` first")
-    _refuse_online(checkpoint, packed)
+    _refuse_beside(checkpoint, packed)
     check_out(out)
     check_integrity(checkpoint)
     config = transformers_config(source)
+    plain = plain_linears(config, packed)
+    if plain is None:
+        raise InputError(f"{checkpoint}: models with experts are not exported yet")
     modules, entries = packed_modules(config, packed), packed.entries()
-    schemes = {name: _scheme(checkpoint, name, module, entries[name]) for name, module in modules.items()}
-    linears = [_rewritten(name, module, schemes[name]) for name, module in modules.items()]
-    quantised = {name for name, entry in entries.items() if "activation" in entry}
-    described = describe(schemes, quantised, plain_linears(config, packed))
-    rewritten.write(source, out, linears, partial(_complete, source, described))
+    schemes = [_scheme(checkpoint, name, module, entries[name]) for name, module in modules.items()]
+    if any(scheme != schemes[0] for scheme in schemes):
+        raise InputError(f"{checkpoint}: its weights are stored in several ways, which is not exported")
+    half = read_as(source.config) == torch.float16
+    linears = [_rewritten(name, module, schemes[0], half) for name, module in modules.items()]
+    rewritten.write(source, out, linears, partial(_complete, source, describe(schemes[0], plain)))
     return len(linears)
 
 
-def _refuse_online(checkpoint: Path, packed: PtqConfig) -> None:
+def _refuse_beside(checkpoint: Path, packed: PtqConfig) -> None:
     """What a runtime would have to do beside multiplying with the weights."""
-    entries = packed.entries()
-    if packed.residual_rotation is not None or any("hadamard" in entry for entry in entries.values()):
-        raise InputError(
-            f"{checkpoint}: has rotations that run with the model, which other runtimes do not have; quantise with "
-            "`quarot --offline`, or `fp6` (QuIP# cannot be exported)"
-        )
     if packed.kv_cache is not None:
         raise InputError(f"{checkpoint}: other runtimes do not have its KV cache of few bits; quantise without it")
-    if experts.names_in(entries) or any(fused.module_name(name) != name for name in entries):
-        raise InputError(f"{checkpoint}: models with experts are not exported yet")
+    own = {*NOT_OF_THE_FORMAT} - {"format", "version", "activation"}
+    if packed.residual_rotation is not None or any(own & entry.keys() for entry in packed.schemes.values()):
+        raise InputError(
+            f"{checkpoint}: has rotations that run with the model, which other runtimes do not have; quantise with "
+            "`quarot --offline`, or `fp6` without --rotate (QuIP# cannot be exported)"
+        )
 
 
 def _scheme(checkpoint: Path, name: str, module: PackedWeight, entry: Mapping[str, Any]) -> Scheme:
-    if isinstance(module, PackedEmbedding) or name == "lm_head":
+    if isinstance(module, PackedEmbedding) or "." not in name:  # a head is a linear of the model itself
         raise InputError(f"{checkpoint}: embedding and head are packed; quantise without --embedding-bits")
+    if isinstance(module.format, PrepackedFormat):
+        raise InputError(f"{checkpoint}: is prepacked; pass the checkpoint that it was made from")
     if "activation" in entry and ((activation := parse(entry["activation"])).bits, activation.clip) != (8, 1):
         raise InputError(
-            f"{checkpoint}: inputs must be in 8 bits with clip 1, or 16; quantise with --activation-bits 8"
+            f"{checkpoint}: inputs must be in 16 bits, or in 8 with clip 1; quantise with --activation-bits 8 "
+            "--activation-clip 1"
         )
     if not isinstance(module.format, Exportable):
         raise InputError(f"{checkpoint}: {name}: compressed-tensors cannot hold the format {module.format.name}")
@@ -84,47 +90,47 @@ def _scheme(checkpoint: Path, name: str, module: PackedWeight, entry: Mapping[st
         raise InputError(f"{checkpoint}: {name}: {error}") from error
 
 
-def _rewritten(name: str, module: PackedWeight, scheme: Scheme) -> Rewritten:
+def _rewritten(name: str, module: PackedWeight, scheme: Scheme, half: bool) -> Rewritten:
+    """`half`: other runtimes bring the scales to float16, the dtype of the model."""
     format, shape = module.format, (module.out_features, module.in_features)
     assert isinstance(format, Exportable)
     buffers = module.format.buffers(*shape)
-    made = format.compress(
-        {part: torch.zeros(size, dtype=dtype) for part, (size, dtype) in buffers.items()}, *shape, scheme
-    )
 
     def compress(parts: Parts) -> Parts:
-        return format.compress(parts, *shape, scheme)
+        made = format.compress(parts, *shape, scheme)
+        scale = made["weight_scale"]
+        if half and scale.is_floating_point() and not torch.equal(scale.half().float(), scale.float()):
+            raise InputError(
+                f"{name}: scales do not fit into float16, the dtype of the model, so other runtimes would change them; "
+                "quantise the model in bfloat16 (`dtype` in its config.json)"
+            )
+        return made
 
     def decompress(tensors: Parts) -> Parts:
         return format.decompress(tensors, *shape, scheme)
 
+    empty = {part: torch.empty(size, dtype=dtype, device="meta") for part, (size, dtype) in buffers.items()}
+    made = format.compress(empty, *shape, scheme)
     specs = {end: (tensor.dtype, tuple(tensor.shape)) for end, tensor in made.items()}
     return Rewritten(name, tuple(buffers), specs, compress, decompress, dropped=(GUARD,))
 
 
-def describe(schemes: Mapping[str, Scheme], quantised: set[str], plain: list[str]) -> dict[str, Any]:
-    """The `quantization_config` of compressed-tensors. `quantised`: linears whose inputs are; `plain`: those that are
-    not packed."""
-    groups: list[tuple[Scheme, bool, list[str]]] = []
-    for name, scheme in schemes.items():
-        known = next((names for each, inputs, names in groups if (each, inputs) == (scheme, name in quantised)), None)
-        groups.append((scheme, name in quantised, [name])) if known is None else known.append(name)
-    alone = len(groups) == 1
+def describe(scheme: Scheme, plain: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of compressed-tensors, for a model whose linears are all packed so but those in
+    `plain`."""
+    group = {
+        "targets": ["Linear"],
+        "format": scheme.format,
+        "weights": scheme.weights,
+        "input_activations": INPUTS if scheme.quantised_input else None,
+        "output_activations": None,
+    }
     return {
         "quant_method": "compressed-tensors",
-        "format": groups[0][0].format if len({scheme.format for scheme, _, _ in groups}) == 1 else "mixed-precision",
+        "format": scheme.format,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
-        "config_groups": {
-            f"group_{i}": {
-                "targets": ["Linear"] if alone else names,
-                "format": scheme.format,
-                "weights": scheme.weights,
-                "input_activations": INPUTS if inputs else None,
-                "output_activations": None,
-            }
-            for i, (scheme, inputs, names) in enumerate(groups)
-        },
+        "config_groups": {"group_0": group},
         "ignore": plain,
     }
 

@@ -53,10 +53,12 @@ def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, Pac
     return found
 
 
-def plain_linears(config: PreTrainedConfig, packed: PtqConfig) -> list[str]:
-    """Linears of the model that are not packed."""
-    modules, entries = _without_weights(config).named_modules(), packed.entries()
-    return [name for name, module in modules if isinstance(module, nn.Linear) and name not in entries]
+def plain_linears(config: PreTrainedConfig, packed: PtqConfig) -> list[str] | None:
+    """Linears of the model that are not packed; None where it has experts."""
+    model, entries = _without_weights(config), packed.entries()
+    if any(experts.is_fused(module) for module in model.modules()):
+        return None
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in entries]
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -131,7 +131,7 @@ def separate(model: nn.Module, names: tuple[str, str, str] | None, layout: Layou
     layout is not the one by which files were read."""
     if names is None:
         return False
-    found = [(name, module) for name, module in model.named_modules() if _is_fused(module)]
+    found = [(name, module) for name, module in model.named_modules() if is_fused(module)]
     for name, module in found:
         key = numbers_of(module), type(_activation(module)), frozenset(module._parameters)
         if key not in _KINDS:
@@ -149,7 +149,8 @@ def separate(model: nn.Module, names: tuple[str, str, str] | None, layout: Layou
     return bool(found)
 
 
-def _is_fused(module: nn.Module) -> bool:
+def is_fused(module: nn.Module) -> bool:
+    """Whether these are all experts of a block in one."""
     parameters = module._parameters
     return (
         parameters.keys() in ({*FUSED}, {*FUSED, *BIASES})

@@ -22,6 +22,8 @@ class Scheme:
     """Its name of the byte layout."""
     weights: dict[str, Any]
     """Its `QuantizationArgs`."""
+    quantised_input: bool = False
+    """Whether inputs are integers of 8 bits."""
 
 
 @runtime_checkable
