@@ -81,10 +81,9 @@ struct Product {
     const uint32_t* rows = nullptr;  // floats, pairs: x in steps, `row_steps` apart, in the place of all of these
     int64_t row_steps = 0;
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
-    int32_t* offset =
-        nullptr;               // integers: minus the sums of x, times `byte_offset` where there is no zero: see `Quads`
-    int64_t tokens = 0;        // that a unit of `multiply` takes at most: whole blocks
-    int64_t block_tokens = 0;  // tokens of a block
+    int32_t* offset = nullptr;   // integers: minus the sums of x, times `byte_offset` without a zero: see `Quads`
+    int64_t tokens = 0;          // that a unit of `multiply` takes at most: whole blocks
+    int64_t block_tokens = 0;    // tokens of a block
 
     int64_t blocks() const { return (t + block_tokens - 1) / block_tokens; }
 };
