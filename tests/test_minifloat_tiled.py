@@ -167,6 +167,23 @@ def test_floats_against_float64(name, dtype, level):
             assert ((y.double() - exact).abs() <= 4e-6 * size + rounding_error * exact.abs() + 1e-7).all(), (n, k, t)
 
 
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_sums_of_floats_are_the_same_at_every_level_without_pairs(name):
+    if not native.available():
+        pytest.skip("native kernels are not built")
+    element = ELEMENTS[name]
+    tiles, x = weight(element, 50, 384, 128), torch.randn(18, 384, generator=draw(1))
+    try:
+        for t in (1, 2, 4, 7, 8, 9, 18):
+            found = []
+            for level in ("portable", "avx2", "avx512", "avx512vnni"):
+                if native.set_cpu_level(level) == level:
+                    found.append(floats(x[:t], *tiles, None, 50, element, 128))
+            assert all(torch.equal(y, found[0]) for y in found), t
+    finally:
+        native.set_cpu_level(None)
+
+
 @pytest.mark.parametrize("spread", [0, 1e3, 1e12, 1e60])
 def test_scales_of_any_size(spread, level):
     """Scales of a row that are zero, or up to `spread` apart in either direction: each group counts as it should."""

@@ -37,8 +37,7 @@ struct Quantized {
     int64_t t;
 };
 
-// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the
-// number of tokens.
+// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the number of tokens.
 struct Floats {
     Weight w;
     const void* x;  // [t, k]

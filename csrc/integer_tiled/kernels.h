@@ -36,8 +36,7 @@ struct Sums {
     int32_t* sums;                   // [t, groups]
 };
 
-// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the
-// number of tokens.
+// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the number of tokens.
 struct Floats {
     Weight w;
     const void* x;  // [t, k]
