@@ -11,8 +11,8 @@ from ptq.errors import InputError
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops.activations import Activation
-from ptq.planning.outline import Tensors, check_groups, chosen, outline
-from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.outline import Tensors, chosen, outline
+from ptq.planning.plan import LinearPlan, Plan, check_groups
 from ptq.planning.rotations import rotated
 from ptq.recipe import Recipe, Rounding
 

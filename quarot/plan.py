@@ -8,8 +8,8 @@ from ptq.kv.kv_cache import CacheQuantization, key_rotation
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops.activations import Activation
-from ptq.planning.outline import Tensors, check_groups, chosen, input_name, outline
-from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.outline import Tensors, chosen, input_name, outline
+from ptq.planning.plan import LinearPlan, Plan, check_groups
 from ptq.planning.rotations import keys_balanced, rotated
 from ptq.recipe import Recipe
 from ptq.weights import formats

@@ -74,6 +74,12 @@ OWN: dict[str, dict[str, Any]] = {
         ("lfm2", "lfm2_moe"), dict(layer_types=["conv", "full_attention"], hidden_size=80, block_multiple_of=8)
     ),
     "bamba": dict(attn_layer_indices=[1], hidden_size=80),
+    "nemotron_h": dict(
+        num_hidden_layers=5, tie_word_embeddings=False,
+        layer_types=["linear_attention", "moe", "full_attention", "mlp", "moe"], moe_latent_size=40, n_routed_experts=4,
+        moe_shared_expert_intermediate_size=56, mamba_num_heads=4, mamba_head_dim=36, ssm_state_size=16, n_groups=2,
+        chunk_size=16,
+    ),
     "granitemoehybrid": dict(
         layer_types=["linear_attention", "full_attention"], num_local_experts=0, shared_intermediate_size=152,
         hidden_size=80,
@@ -117,8 +123,12 @@ ALIKE = {
     "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
     "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
+    "nemotron_h",
 }  # fmt: skip
-"""Families of parts that others have too: runs of every kind would say nothing new, so a few tests must do."""
+"""Families of parts that others have too, where runs of every kind would say nothing new, so a few tests must do; and
+one with tests of its own (test_halves.py)."""
+NEVER_TIED = {"nemotron_h"}
+"""Those whose head transformers never ties to the embedding."""
 DISTINCT = [name for name in FAMILIES if name not in ALIKE]
 CACHED = [
     name for name in DISTINCT
@@ -212,10 +222,12 @@ def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
 
 
 def stored(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model as transformers writes them to files, without the head; with a matrix for each linear of
-    an expert."""
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-    return apart(revert_weight_conversion(model, state), FAMILIES[model.config.model_type].experts)
+    """The tensors of a model as transformers writes them to files, without a tied head; with a matrix for each linear
+    of an expert."""
+    tied = model.config.tie_word_embeddings
+    state = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
+    state = {fused.own_prefix(name, ()): x for name, x in revert_weight_conversion(model, state).items()}
+    return apart(state, FAMILIES[model.config.model_type].experts)
 
 
 def apart(tensors: Mapping[str, torch.Tensor], names: Names | None) -> dict[str, torch.Tensor]:

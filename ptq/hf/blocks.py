@@ -252,7 +252,10 @@ def _meta_model(
     body = model.get_submodule(parent)
     if layer is not None:
         splice.block = getattr(body, name)[layer]
-    setattr(body, name, nn.ModuleList([*(_Pass(splice.pair) for _ in range(layer or 0)), splice]))
+    stand_ins = [*(_Pass(splice.pair) for _ in range(layer or 0)), splice]
+    for stand_in, block in zip(stand_ins, getattr(body, name), strict=False):  # a model may ask for a block's kind
+        vars(stand_in).update({key: value for key, value in vars(block).items() if isinstance(value, str)})
+    setattr(body, name, nn.ModuleList(stand_ins))
     if family.experts is not None:
         experts.separate(model, family.experts.linears, fused.Layout.of(family.experts))
     for name, module in list(model.named_modules()):

@@ -102,7 +102,8 @@ def check_promised(plan: Plan, tensors: Collection[str], promised: Collection[st
 def _check_bias_of_expert(linear: LinearPlan, expert: int, tensors: Collection[str], promised: Collection[str]) -> None:
     """Of a linear that the model holds together with those of other experts."""
     name, owner = f"{linear.name}.bias", fused.module_name(linear.name).rpartition(f".{expert}.")[0]
-    whole = f"{owner}.{fused.BIASES[linear.role == 'down']}"
+    wholes = [f"{owner}.{leaf}" for leaf in fused.BIASES if leaf.startswith("down") == (linear.role == "down")]
+    whole = next((name for name in wholes if name in promised), wholes[0])
     if whole in promised and name not in tensors:
         raise InputError(
             f"the checkpoint has no tensor {whole!r}, nor {name!r}, but its config.json promises it: {OF_ANOTHER}"

@@ -21,7 +21,7 @@ from ptq.errors import InputError
 from ptq.fast import fast_steps
 from ptq.fast.fast_experts import FewTokens
 from ptq.fast.trials import hollow, numbers_of, trial
-from ptq.hf.fused import BIASES, FUSED, Layout, take_apart
+from ptq.hf.fused import BIASES, GATED, UNGATED, Layout, take_apart
 from ptq.layers.shared_input import products
 from ptq.models.family import Family
 from ptq.ops import expert_ops, steps
@@ -38,12 +38,12 @@ EXPERT_LINEAR = re.compile(r"\.experts\.\d+\.([^.]+)$")
 class Experts(nn.Module):
     """The experts 0, 1, ... of a block, each with linears of the given `names`: y = sum_e p_e down_e(act(gate_e x) *
     up_e x) over the experts e that were chosen for a token x, or with `gated` of both products in the place of
-    act(gate) * up. Sums are taken in the order of the experts.
+    act(gate) * up; with two names, y = sum_e p_e down_e(act(up_e x)). Sums are taken in the order of the experts.
     """
 
     def __init__(
         self,
-        names: tuple[str, str, str],
+        names: tuple[str, ...],
         count: int,
         hidden: int,
         width: int,
@@ -54,13 +54,17 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.names = names
-        shapes = dict(zip(names, ((hidden, width), (hidden, width), (width, hidden)), strict=True))
+        shapes = {name: (hidden, width) for name in names} | {names[-1]: (width, hidden)}
         for number in range(count):
             linears = {name: nn.Linear(*shape, bias=bias, device="meta", dtype=dtype) for name, shape in shapes.items()}
             self.add_module(str(number), nn.ModuleDict(linears))
         self.act_fn, self.gated = act_fn, gated
-        self.clamped = _clamped(gated) if gated is not None else () if act_fn is not None and _is_silu(act_fn) else None
+        self.clamped: tuple[float, ...] | None = None
         """What an op of ours needs to know of the gate, as `ptq.ops.expert_ops.gated` takes it; None: there is none."""
+        if gated is not None:
+            self.clamped = _clamped(gated)
+        elif act_fn is not None and len(names) == len(GATED) + 1 and _is_silu(act_fn):
+            self.clamped = ()
         self.few_tokens = FewTokens()
 
     def forward(
@@ -92,8 +96,11 @@ class Experts(nn.Module):
 
     def _mlp(self, number: int, x: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
         expert = cast(nn.ModuleDict, self._modules[str(number)])
-        gate_linear, up_linear, down_linear = (expert._modules[name] for name in self.names)
-        assert gate_linear is not None and up_linear is not None and down_linear is not None
+        *gates, up_linear, down_linear = (cast(nn.Module, expert._modules[name]) for name in self.names)
+        if not gates:
+            assert self.act_fn is not None
+            return down_linear(self.act_fn(up_linear(x)))
+        [gate_linear] = gates
         if self.clamped is not None and len(x) and has_steps(x):
             gate, up = products([gate_linear, up_linear], x)
             learns = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
@@ -119,16 +126,17 @@ def check_loadable(plan: Plan, family: Family) -> None:
         )
 
 
-def names_in(linears: Iterable[str]) -> tuple[str, str, str] | None:
-    """What these linears of a checkpoint call gate, up and down of an expert; None where none belongs to an expert."""
+def names_in(linears: Iterable[str]) -> tuple[str, ...] | None:
+    """What these linears of a checkpoint call gate, should there be one, up and down of an expert; None where none
+    belongs to an expert."""
     leaves = {found[1] for name in linears if (found := EXPERT_LINEAR.search(name))}
     return next((names for names in NAMES if leaves & set(names)), None)
 
 
-def separate(model: nn.Module, names: tuple[str, str, str] | None, layout: Layout | None = None) -> bool:
-    """Put `Experts` without weights, whose linears have these names, in the place of all fused experts of a model;
-    nothing with None. Whether there were any. Raises InputError for experts that compute something else, or whose
-    layout is not the one by which files were read."""
+def separate(model: nn.Module, names: tuple[str, ...] | None, layout: Layout | None = None) -> bool:
+    """Put `Experts` without weights, whose linears have these names (the last two, without gates), in the place of all
+    fused experts of a model; nothing with None. Whether there were any. Raises InputError for experts that compute
+    something else, or whose layout is not the one by which files were read."""
     if names is None:
         return False
     found = [(name, module) for name, module in model.named_modules() if is_fused(module)]
@@ -151,15 +159,21 @@ def separate(model: nn.Module, names: tuple[str, str, str] | None, layout: Layou
 
 def is_fused(module: nn.Module) -> bool:
     """Whether these are all experts of a block in one."""
-    parameters = module._parameters
+    matrices = _matrices(module)
+    parameters, biases = module._parameters, {f"{name}_bias" for name in matrices}
     return (
-        parameters.keys() in ({*FUSED}, {*FUSED, *BIASES})
+        parameters.keys() in ({*matrices}, {*matrices} | biases)
         and (_activation(module) is not None or hasattr(module, OWN_GATE))
         and all(
-            parameter is not None and parameter.dim() == (3 if name in FUSED else 2)
+            parameter is not None and parameter.dim() == (2 if name in BIASES else 3)
             for name, parameter in parameters.items()
         )
     )
+
+
+def _matrices(module: nn.Module) -> tuple[str, str]:
+    """What the two fused tensors of experts are called."""
+    return GATED if GATED[0] in module._parameters else UNGATED
 
 
 def _activation(module: nn.Module) -> nn.Module | None:
@@ -177,11 +191,13 @@ class _Kind:
     """Whether their class has a function of its own in the place of act(gate) * up."""
 
 
-def _separated(module: nn.Module, names: tuple[str, str, str], kind: _Kind) -> Experts:
-    down = module.get_parameter(FUSED[1])
+def _separated(module: nn.Module, names: tuple[str, ...], kind: _Kind) -> Experts:
+    matrices = _matrices(module)
+    names, down = names if matrices == GATED else names[-2:], module.get_parameter(matrices[1])
     count, hidden, width = (down.transpose(1, 2) if kind.layout.transposed else down).shape
     gated = _OwnGate(hollow(module), kind.layout.interleaved) if kind.own_gate else None
-    return Experts(names, count, hidden, width, _activation(module), down.dtype, gated, BIASES[0] in module._parameters)
+    biased = f"{matrices[1]}_bias" in module._parameters
+    return Experts(names, count, hidden, width, _activation(module), down.dtype, gated, biased)
 
 
 class _OwnGate:
@@ -215,7 +231,8 @@ def _kind_of(module: nn.Module) -> _Kind | None:
 def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
     generator = torch.Generator().manual_seed(0)
     fused: dict[str, Tensor] = {}
-    for name, (outputs, inputs) in zip(FUSED, ((24, 8), (8, 12)), strict=True):
+    matrices = _matrices(module)
+    for name, outputs, inputs in ((matrices[0], 24 if matrices == GATED else 12, 8), (matrices[1], 8, 12)):
         shape = (3, inputs, outputs) if kind.layout.transposed else (3, outputs, inputs)
         fused[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
         if (bias := f"{name}_bias") in module._parameters:
@@ -226,7 +243,7 @@ def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
     for name, tensor in fused.items():
         alone.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     ours = _separated(alone, NAMES[0], kind)
-    ours.load_state_dict(take_apart(fused, kind.layout, NAMES[0]), assign=True)
+    ours.load_state_dict(take_apart(fused, kind.layout, ours.names), assign=True)
     x = torch.randn(5, 8, generator=generator, dtype=torch.float64)
     chosen = torch.tensor([[0, 2], [2, 0], [2, 1], [0, 1], [0, 2]])
     shares = torch.rand(5, 2, generator=generator, dtype=torch.float64)

@@ -2,7 +2,7 @@
 and into parts of files that are read one by one."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jaxtyping import Float
@@ -14,13 +14,17 @@ from ptq.models.family import Experts as Names
 from ptq.models.family import Family
 from ptq.planning.plan import OF_ANOTHER
 
-FUSED = ("gate_up_proj", "down_proj")
-"""Parameters of a module of fused experts: [experts, 2 width, hidden] and [experts, hidden, width], or `Layout`."""
-BIASES = tuple(f"{name}_bias" for name in FUSED)
-"""Those that it may have besides: [experts, 2 width] and [experts, hidden]."""
+PARTS = {"gate_up_proj": slice(-3, -1), "up_proj": slice(-2, -1), "down_proj": slice(-1, None)}
+"""Parameters of a module of fused experts: [experts, 2 width, hidden] or, without a gate, [experts, width, hidden], and
+[experts, hidden, width], or `Layout`; and which of gate, up, down of every expert each holds."""
+GATED, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")
+BIASES = {f"{name}_bias": part for name, part in PARTS.items()}
+"""Those that it may have besides: [experts, 2 width] and so on."""
 RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics."), ("embed_out", "lm_head"))
 """Files of Mixtral, Ernie, GPT-NeoX have the first where modules have the second; transformers renames tensors when it
 loads them."""
+PREFIX = ("backbone.", "model.")
+"""What published files of Nemotron-H have in front of names, and what transformers, and files that a run writes."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +50,16 @@ def module_name(name: str) -> str:
 def is_fused_parameter(name: str) -> bool:
     """Whether this is a tensor in which transformers holds all experts of a block."""
     owner, _, leaf = name.rpartition(".")
-    return leaf in (*FUSED, *BIASES) and owner.endswith(".experts")
+    return (leaf in PARTS or leaf in BIASES) and owner.endswith(".experts")
 
 
 def take_apart(
-    fused: Mapping[str, Float[Tensor, "e ..."]], layout: Layout, names: tuple[str, str, str]
+    fused: Mapping[str, Float[Tensor, "e ..."]], layout: Layout, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """The tensors of experts 0, 1, ..., whose linears have these names, from the fused ones."""
     found = {}
     for leaf, tensor in fused.items():
-        bias, own = leaf in BIASES, names[:2] if leaf in (FUSED[0], BIASES[0]) else names[2:]
+        bias, own = leaf in BIASES, names[(PARTS | BIASES)[leaf]]
         rows = tensor if bias or not layout.transposed else tensor.transpose(1, 2)
         both = [rows[:, part::2] for part in range(2)] if layout.interleaved else rows.chunk(2, dim=1)
         for name, part in zip(own, both if len(own) == 2 else [rows], strict=True):
@@ -68,13 +72,14 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family, experts: int
     """The tensors of files with one matrix for each linear of an expert, as most models are published. Where files hold
     all `experts` of a block in one tensor, those are the same bytes under names of their own. Raises InputError for one
     that holds another number of them, or has no two halves."""
+    tensors = {own_prefix(name, tensors): info for name, info in tensors.items()}
     names, found = family.experts, {}
     if names is None:
-        return dict(tensors)
+        return tensors
     inside = module_name(f".{names.experts}")
     for name, info in tensors.items():
         owner, _, leaf = name.rpartition(".")
-        axes = 3 if leaf in FUSED else 2 if leaf in BIASES else 0
+        axes = 3 if leaf in PARTS else 2 if leaf in BIASES else 0
         if not (owner.endswith(inside) and axes and len(info.shape) == axes and info.nbytes):
             found[_in_files(name, names)] = info
             continue
@@ -82,7 +87,7 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family, experts: int
             raise InputError(
                 f"tensor {name!r} has shape {list(info.shape)}, but config.json says {experts} experts: {OF_ANOTHER}"
             )
-        block, parts = owner.removesuffix(inside), names.linears[:2] if leaf.startswith(FUSED[0]) else names.linears[2:]
+        block, parts = owner.removesuffix(inside), names.linears[(PARTS | BIASES)[leaf]]
         kind = "weight" if axes == 3 else "bias"
         for number, place, piece in _pieces(name, info, names, len(parts)):
             found[f"{block}.{names.experts}.{number}.{parts[place]}.{kind}"] = piece
@@ -118,6 +123,13 @@ def _rows(info: TensorInfo, number: int, rows: slice) -> TensorInfo:
     count, first = len(range(*rows.indices(outputs))), (number * outputs + rows.start) * columns
     stride = None if rows.step == 1 else (rows.step * columns, *(1 for _ in others))
     return info.part(first, (count, *others), stride)
+
+
+def own_prefix(name: str, names: Collection[str]) -> str:
+    """The name with transformers' own prefix, unless there is such a tensor, too."""
+    in_files, in_model = PREFIX
+    own = in_model + name.removeprefix(in_files)
+    return own if name.startswith(in_files) and own not in names else name
 
 
 def _in_files(name: str, names: Names) -> str:

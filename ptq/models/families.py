@@ -22,6 +22,7 @@ from ptq.models.family_parts import (
     LFM2,
     MAMBA2,
     MLA,
+    NEMOTRON_H,
     OWN_KEYS,
     POST_NORMS,
     QKV,
@@ -243,6 +244,7 @@ FAMILIES: dict[str, Family] = {
             returns_pair=True,
             mixers=(MAMBA2,),
         ),
+        Family("nemotron_h", **NEMOTRON_H),
         Family(
             "gpt_neox",
             layers="gpt_neox.layers",

@@ -8,19 +8,23 @@ from typing import Any
 class Experts:
     """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
 
-    Expert e is the gated MLP `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. How
-    its product with a token becomes a choice of experts is left to the model's own code.
+    Expert e is the MLP of `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. How its
+    product with a token becomes a choice of experts is left to the model's own code.
     """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    gate: str = "gate_proj"
+    gate: str | None = "gate_proj"
+    """None where an expert is `down(act(up(x)))`, and so the shared MLP."""
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str | None = None
-    """The gated MLP beside the experts, which every token passes; None where there is none."""
+    """The MLP beside the experts, which every token passes; None where there is none."""
     shared_gate: str | None = None
     """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
+    latent: tuple[str, str] = ("", "")
+    """The linears in front of all experts and behind their sum, in models whose experts work on fewer channels than
+    `hidden_size` (`ModelShape.latent`)."""
     kept: tuple[str, ...] = ()
     """Other tensors of a block with experts, such as what is added to the router's scores before the choice."""
     fused: bool = False
@@ -36,9 +40,9 @@ class Experts:
     scales of up would not come out at down."""
 
     @property
-    def linears(self) -> tuple[str, str, str]:
-        """What gate, up and down are called inside an expert."""
-        return self.gate, self.up, self.down
+    def linears(self) -> tuple[str, ...]:
+        """What gate, where there is one, up and down are called inside an expert."""
+        return tuple(name for name in (self.gate, self.up, self.down) if name)
 
 
 @dataclass(frozen=True)

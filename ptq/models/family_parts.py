@@ -58,6 +58,36 @@ MAMBA2 = Mixer(
     output="mamba.out_proj",
     kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
 )
+NEMOTRON_H: dict[str, Any] = dict(
+    embedding="model.embeddings",
+    final_norm="model.norm_f",
+    attention_norm="norm",
+    query="mixer.q_proj",
+    key="mixer.k_proj",
+    value="mixer.v_proj",
+    attention_output="mixer.o_proj",
+    mlp_norm="norm",
+    gate=None,
+    up="mixer.up_proj",
+    down="mixer.down_proj",
+    mixers=(
+        replace(
+            MAMBA2,
+            readers=("mixer.in_proj",),
+            output="mixer.out_proj",
+            kept=tuple(name.replace("mamba", "mixer") for name in MAMBA2.kept),
+        ),
+    ),
+    experts=Experts(
+        "mixer.gate",
+        "mixer.experts",
+        gate=None,
+        shared="mixer.shared_experts",
+        latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+        kept=("mixer.gate.e_score_correction_bias",),
+    ),
+)
+"""Fields of its row. A block is one thing alone: attention, a state space, an MLP or experts."""
 LFM2: dict[str, Any] = dict(
     final_norm="model.embedding_norm",
     attention_norm="operator_norm",

@@ -15,6 +15,11 @@ DENSE = ("first_k_dense_replace", "num_dense_layers")
 """And that of the first blocks, which have no experts."""
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 """And that of the experts that every token passes, as one MLP."""
+SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+"""And the width of that MLP, where it is no multiple of an expert's."""
+LATENT = "moe_latent_size"
+MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
+"""Kinds of blocks that do not mix tokens."""
 LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
 LARGEST_CHUNK = 4096
@@ -42,8 +47,12 @@ class ModelShape:
     """Width of one expert, as `intermediate` is that of an MLP."""
     shared_width: int = 0
     """Width of the MLP beside the experts, which every token passes."""
+    latent: int = 0
+    """Channels on which experts work, between two linears (`ptq.models.family.Experts`); 0: on the hidden states."""
     dense: frozenset[int] = frozenset()
     """Blocks without experts, in a model that has some."""
+    halves: tuple[bool, ...] = ()
+    """For every block whether it mixes tokens, and has no MLP, or the other way round; empty: each block does both."""
     without_keys: int = 0
     """Number of blocks, the last ones, that take keys and values over from earlier blocks."""
     wider: int = 1
@@ -60,6 +69,18 @@ class ModelShape:
     def has_experts(self, index: int) -> bool:
         """Whether a block has experts in the place of one MLP."""
         return self.experts > 0 and index not in self.dense
+
+    def has_mixer(self, index: int) -> bool:
+        """Whether a block mixes tokens, by attention or otherwise."""
+        return not self.halves or self.halves[index]
+
+    def has_mlp(self, index: int) -> bool:
+        """Whether a block has an MLP, or experts."""
+        return not self.halves or not self.halves[index]
+
+    def has_plain_mlp(self, index: int) -> bool:
+        """Whether a block has one MLP, and no experts in its place."""
+        return self.has_mlp(index) and not self.has_experts(index)
 
     def has_keys(self, index: int) -> bool:
         """Whether a block makes keys and values of its own."""
@@ -107,6 +128,7 @@ def shape_of(config: Any) -> ModelShape:
         layer_vocab=_size(config, "vocab_size_per_layer_input") if layer_input else 0,
         state=layout.width,
         unread=next((_size(config, key) for key in UNREAD if getattr(config, key, None)), 0),
+        halves=_halves(config),
         **experts,
     )
 
@@ -161,9 +183,11 @@ def _rotary(config: Any, head_dim: int) -> int:
 def _experts(config: Any) -> dict[str, Any]:
     """The sizes of a mixture of experts; nothing where the config speaks of none."""
     count = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
     if count is None or not getattr(config, "enable_moe_block", True):
         return {}
-    blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
+    if _halves(config) and not any(has_experts(config, index) for index in range(blocks)):
+        return {}
     per_token = next((name for name in CHOSEN if hasattr(config, name)), CHOSEN[0])
     experts, chosen = _size(config, count), _size(config, per_token)
     if chosen > experts:
@@ -178,17 +202,25 @@ def _experts(config: Any) -> dict[str, Any]:
         "experts": experts,
         "experts_per_token": chosen,
         "expert_width": _size(config, width if getattr(config, width, None) is not None else "intermediate_size"),
+        "latent": _size(config, LATENT) if getattr(config, LATENT, None) is not None else 0,
         "dense": frozenset(index for index in range(blocks) if not has_experts(config, index)),
     }
     if hasattr(config, "enable_moe_block"):  # the MLP that blocks have without experts, too
         found["shared_width"] = _size(config, "intermediate_size")
-    elif hasattr(config, "shared_expert_intermediate_size"):
-        found["shared_width"] = _size(config, "shared_expert_intermediate_size")
+    elif (shared := next((name for name in SHARED_WIDTH if hasattr(config, name)), None)) is not None:
+        found["shared_width"] = _size(config, shared)
     elif (shared := next((name for name in SHARED if hasattr(config, name)), None)) is not None:
         found["shared_width"] = found["expert_width"] * _size(config, shared)
     elif hasattr(config, "moe_topk"):  # Hunyuan
         found["shared_width"] = _size(config, "intermediate_size")
     return found
+
+
+def _halves(config: Any) -> tuple[bool, ...]:
+    """`ModelShape.halves` of a config: one whose `layer_types` has MLPs among what mixes tokens."""
+    kinds = getattr(config, "layer_types", None) or ()
+    alone = {MLP_ALONE, EXPERTS_ALONE}
+    return tuple(kind not in alone for kind in kinds) if alone & {*kinds} else ()
 
 
 def has_experts(config: Any, index: int) -> bool:
@@ -197,6 +229,8 @@ def has_experts(config: Any, index: int) -> bool:
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is not None:
         return kinds[index] == "sparse"
+    if _halves(config):
+        return config.layer_types[index] == EXPERTS_ALONE
     if index < max(getattr(config, name, None) or 0 for name in DENSE):
         return False
     if hasattr(config, "moe_layer_start_index") and not (

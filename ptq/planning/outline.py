@@ -2,7 +2,8 @@
 
 Every linear has its `role` in it, which is the field of `Family` that names it: `embedding`, `query`, `key`, `value`,
 `attention_output`, `gate`, `up`, `down`, `head`; the linears of an expert, and of the shared MLP beside experts, have
-those of an MLP, `router` chooses among experts, and `shared_gate` weighs the shared MLP. Those of a mixer
+those of an MLP, `router` chooses among experts, `latent_input` and `latent_output` stand in front of all experts and
+behind their sum, and `shared_gate` weighs the shared MLP. Those of a mixer
 (`ptq.models.family.Mixer`) are `mixer_input`, `mixer_inside`, `mixer_output` and `mixer_gate`; where blocks have inputs
 of their own (`ptq.models.family.LayerInputs`), these come from the `layer_embedding`, and are worked in by two of role
 `layer_input`. The linears of the blocks have `statistics`, so they may be rounded; routers and both kinds of gates have
@@ -12,7 +13,6 @@ Where a family names one fused linear in several fields, the outline has an entr
 whoever puts something onto the plan thinks of roles alone. `chosen` makes one linear of them.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -132,9 +132,10 @@ def first_row(role: str, shape: ModelShape, family: Family) -> int:
 def _block(index: int, shape: ModelShape, family: Family, attention: bool) -> Iterator[LinearPlan]:
     """The linears of a block, with those of plain attention or without."""
     block, sparse = f"{family.layers}.{index}", family.experts is not None and shape.has_experts(index)
+    plain = {True: shape.has_plain_mlp(index), False: shape.has_mixer(index) and attention}
     for role, (n, k) in _sizes(shape, index).items():
         name = getattr(family, role)
-        if name is None or (sparse if role in MLP else not attention):
+        if name is None or not plain[role in MLP]:
             continue
         statistics = f"{block}.{getattr(family, SHARED_INPUTS.get(role, role)) or name}"
         yield replace(_linear(role, f"{block}.{name}", n, k), statistics=statistics)
@@ -179,21 +180,28 @@ def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:
 
 
 def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPlan]:
-    """The router, the linears of the experts one after the other, those of the shared MLP, and what weighs it. Each MLP
-    has statistics of its own, up those of gate, whose input it reads."""
+    """The router, the linears of the experts one after the other, between those of a latent space where there is one,
+    those of the shared MLP, and what weighs it. Each MLP has statistics of its own, up those of gate, whose input it
+    reads."""
+
+    def mlp(owner: str, hidden: int, width: int) -> Iterator[LinearPlan]:
+        for role, n, k in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
+            name = getattr(names, role)
+            if name is not None:
+                read = getattr(names, SHARED_INPUTS.get(role, role)) or name
+                yield replace(_linear(role, f"{owner}.{name}", n, k), statistics=f"{owner}.{read}")
+
     yield _linear("router", f"{block}.{names.router}", shape.experts, shape.hidden)
-    into, out = (shape.expert_width, shape.hidden), (shape.hidden, shape.expert_width)
+    into, out = (f"{block}.{name}" for name in names.latent)
+    if shape.latent:
+        yield replace(_linear("latent_input", into, shape.latent, shape.hidden), statistics=into)
     for number in range(shape.experts):
-        expert = f"{block}.{names.experts}.{number}"
-        for role, (n, k) in {"gate": into, "up": into, "down": out}.items():
-            linear = _linear(role, f"{expert}.{getattr(names, role)}", n, k)
-            yield replace(linear, statistics=f"{expert}.{getattr(names, SHARED_INPUTS.get(role, role))}", expert=number)
+        for linear in mlp(f"{block}.{names.experts}.{number}", shape.latent or shape.hidden, shape.expert_width):
+            yield replace(linear, expert=number)
+    if shape.latent:
+        yield replace(_linear("latent_output", out, shape.hidden, shape.latent), statistics=out)
     if names.shared is not None:
-        shared = f"{block}.{names.shared}"
-        into, out = (shape.shared_width, shape.hidden), (shape.hidden, shape.shared_width)
-        for role, (n, k) in {"gate": into, "up": into, "down": out}.items():
-            linear = _linear(role, f"{shared}.{getattr(names, role)}", n, k)
-            yield replace(linear, statistics=f"{shared}.{getattr(names, SHARED_INPUTS.get(role, role))}")
+        yield from mlp(f"{block}.{names.shared}", shape.hidden, shape.shared_width)
     if names.shared_gate is not None:
         yield _linear("shared_gate", f"{block}.{names.shared_gate}", 1, shape.hidden)
 
@@ -282,15 +290,3 @@ def _or_plain(linear: LinearPlan, tensors: Tensors) -> LinearPlan:
     dtype = "float32" if stored is None else str(stored.dtype).removeprefix("torch.")
     dense = formats.get("dense", dtype=dtype) if linear.acts_online else None
     return replace(linear, statistics=None, format=dense)
-
-
-def check_groups(linear: LinearPlan, plan: Plan, group_size: int) -> None:
-    """Raise InputError where groups of this size (0: whole rows) do not divide the input channels of a linear."""
-    if group_size and linear.k % group_size:
-        common = math.gcd(*(other.k for other in plan.linears if other.statistics))
-        divisors = [group for group in (128, 64, 32, 16, 8) if common % group == 0]
-        remedy = f"--group-size {divisors[0]}" if divisors else "--group-size 0"
-        raise InputError(
-            f"{linear.name}: its {linear.k} input channels cannot be cut into groups of {group_size}; "
-            f"try {remedy}, or leave the layer out with --skip"
-        )

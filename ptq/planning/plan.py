@@ -4,6 +4,7 @@ A method (`quarot.plan`, ...) makes a `Plan` from a model's shape, its `Family` 
 calibrator, the writer and the tests read that one plan; nothing else in the package knows where a rotation goes.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -250,4 +251,16 @@ def check_claims(plan: Plan, tensors: dict[str, tuple[int, ...]]) -> None:
         raise InputError(
             f"no row of the family claims tensor {unclaimed[0]!r}{more}: this model has parts that ptq does not know; "
             "see docs/add-a-family.md"
+        )
+
+
+def check_groups(linear: LinearPlan, plan: Plan, group_size: int) -> None:
+    """Raise InputError where groups of this size (0: whole rows) do not divide the input channels of a linear."""
+    if group_size and linear.k % group_size:
+        common = math.gcd(*(other.k for other in plan.linears if other.statistics))
+        divisors = [group for group in (128, 64, 32, 16, 8) if common % group == 0]
+        remedy = f"--group-size {divisors[0]}" if divisors else "--group-size 0"
+        raise InputError(
+            f"{linear.name}: its {linear.k} input channels cannot be cut into groups of {group_size}; "
+            f"try {remedy}, or leave the layer out with --skip"
         )

@@ -30,11 +30,12 @@ READERS = {
     "up": "mlp_norm",
     "router": "mlp_norm",
     "shared_gate": "mlp_norm",
+    "latent_input": "mlp_norm",
     "mixer_input": "attention_norm",
     "mixer_gate": "attention_norm",
 }
 """Roles that read the residual stream, and the field of `Family` that names the norm in front of them."""
-WRITERS = ("attention_output", "mixer_output", "down")
+WRITERS = ("attention_output", "mixer_output", "down", "latent_output")
 
 
 def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep_tied: bool) -> Plan:
@@ -53,7 +54,8 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
         embedding = ends["embedding"]
         ends["head"] = replace(embedding, name=family.head, role="head")
     if residual is not None:
-        linears = [_r1(linear, plan, family, residual) for linear in linears]
+        outside = [linear.expert is None or not shape.latent for linear in linears]
+        linears = [_r1(x, plan, family, residual) if out else x for x, out in zip(linears, outside, strict=True)]
     if residual is not None and not kept_tied:
         # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
         ends["embedding"] = replace(ends["embedding"], input=residual)
@@ -96,7 +98,7 @@ def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family
     """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them. The MLP
     beside them, of another width, has signs of its own. Without signs: outputs of mixers, and MLPs and experts that
     would not pass them on."""
-    plain_gate = family.experts is None or family.experts.plain_gate
+    plain_gate = family.experts is None or (family.experts.plain_gate and family.experts.gate is not None)
     sources = {(_mlp(linear), linear.role): linear.source for linear in linears}
     for linear in linears:
         without_signs = family.gate is None if linear.expert is None else not plain_gate
@@ -172,7 +174,7 @@ def _notes(shape: ModelShape, family: Family, online: bool, untied: bool) -> Ite
 def mlp_widths(shape: ModelShape) -> dict[str, int]:
     """The widths of the MLPs of a model, and of its experts, by what to call them."""
     widths = {
-        "intermediate_size": 0 if shape.experts and not shape.dense else shape.intermediate,
+        "intermediate_size": shape.intermediate if any(map(shape.has_plain_mlp, range(shape.blocks))) else 0,
         "width of an expert": shape.expert_width,
         "width of the shared MLP": shape.shared_width,
     }
