@@ -107,7 +107,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, InputError | RunError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted; the same command continues"
+        return "interrupted; give the same command again"
     if isinstance(error, OSError) and error.filename is not None:  # a folder that cannot be made, read or removed
         return f"{error.filename}: {error.strerror}; check the path, its permissions and its disk"
     return f"internal error ({type(error).__name__}: {error}); --debug shows where"
@@ -152,11 +152,11 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
 
 def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
     """What is known of a result's quality, and how to know more."""
-    from ptq.pipeline.writer import TOKENIZERS
+    from ptq.files import beside
 
     if recipe.calibration is not None or model == "demo":
         return f"KL from the original: {kl:.4f} nats per token of calibration text"
-    if not any(any(out.glob(pattern)) for pattern in TOKENIZERS):
+    if not beside.has_tokenizer(out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
         )

@@ -12,6 +12,8 @@ KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int | None: ((int, type(None)), "an integer"),
     float: ((int, float), "a number"),
     bool: ((bool,), "true or false"),
+    float | None: ((int, float, type(None)), "a number"),
+    float | str | None: ((int, float, str, type(None)), "a number or a word"),
     str | None: ((str, type(None)), "a string"),
 }
 """What the options of a type may be, and how that is said."""
@@ -50,7 +52,7 @@ class Recipe:
             kinds, wanted = KINDS.get(cast(Any, option.type), ((), ""))
             if kinds and type(value) not in kinds:
                 raise InputError(f"{option.name} must be {wanted}, found {value!r}")
-        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
+        if not isinstance(self.skip, list | tuple) or not all(isinstance(pattern, str) for pattern in self.skip):
             raise InputError(f"skip must be a list of patterns, found {self.skip!r}")
         if self.embedding_bits not in (4, 6, 8, 16):
             raise InputError(

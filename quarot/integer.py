@@ -52,8 +52,6 @@ class IntegerGrid(Grouped):
     symmetric: bool = True
     steps: int = 16
     """Scales that the clip search tries; 1: the full range, no search. 80 give 1 % less error at 4 bits."""
-    floor: float | None = None
-    """The smallest of them, relative to the full range; None: by the bits."""
 
     dim: ClassVar[int] = 1
     per_row: ClassVar[bool] = True
@@ -61,7 +59,7 @@ class IntegerGrid(Grouped):
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
         """Per group, the scale with the least squared error. Raises InputError for NaN, infinity or a wrong width."""
         self.groups(w.shape[1], name)
-        floor = FLOOR[self.bits] if self.floor is None else self.floor
+        floor = FLOOR[self.bits]
         scale, zero = torch.ops.ptq.integer_fit(
             w.contiguous(), self.bits, self.group_size, self.symmetric, self.steps, floor
         )

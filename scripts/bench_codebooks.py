@@ -208,7 +208,8 @@ def search(rounds: int = 5, threads: Threads = 1) -> None:
                 native.set_cpu_level(level)
             speeds.append(w.numel() / seconds(lambda c=codebook, s=scales: c.round(w, s), rounds) / 1e6)
         row(f"E8, {bits} bits", CANDIDATES[bits], *(f"{speed:.1f}" for speed in speeds))
-    native.set_cpu_level(None)
+    if native.available():
+        native.set_cpu_level(None)
 
 
 def memory(field: str) -> float:

@@ -52,7 +52,7 @@ def test_a_changed_recipe_on_unfinished_work(tiny: Path, tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("ptq.pipeline.pipeline._finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         result = quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
-    check_refused(result, "interrupted; the same command continues", code=1)
+    check_refused(result, "interrupted; give the same command again", code=1)
     before = listing(tmp_path)
     again = ("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
     check_refused(quantize(*again, "--weight-bits", "3"), "weight_bits: 4 -> 3")
@@ -88,7 +88,7 @@ def test_what_cannot_fit_is_refused_before_it_starts(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(preflight.psutil, "virtual_memory", lambda: type("Memory", (), {"available": 10_000_000}))
+        patch.setattr(preflight.available, "memory", lambda: 10_000_000)
         check_refused(quantize("rotate", tiny, tmp_path / "out"), "of memory, 10 MB are free")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     check_refused(quantize("rotate", tiny, tmp_path / "out"), "of disk, 1 KB are free")

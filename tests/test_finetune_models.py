@@ -214,7 +214,7 @@ def test_memory_is_asked_for_before_anything_is_written(
         assert needs[less].memory < needs[more].memory
         assert needs[less].work < needs[more].work
         assert needs[less].seconds < needs[more].seconds
-    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: type("M", (), {"available": 1 << 20}))
+    monkeypatch.setattr(preflight.available.psutil, "virtual_memory", lambda: type("M", (), {"available": 1 << 20}))
     with pytest.raises(ptq.InputError, match="fine-tune less"):
         ptq.quantize(model, tmp_path / "out", recipe(model), QUIET)
     assert not list(tmp_path.iterdir())

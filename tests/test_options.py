@@ -254,6 +254,10 @@ def test_help(command: list[str]) -> None:
         (dict(damping="0.1"), "damping must be a number, found '0.1'"),
         (dict(online=1), "online must be true or false, found 1"),
         (dict(calibration=3), "calibration must be a string, found 3"),
+        (dict(skip=5), "skip must be a list of patterns, found 5"),
+        (dict(cache_clip="x"), "cache_clip must be a number, found 'x'"),
+        (dict(cache_clip=True), "cache_clip must be a number, found True"),
+        (dict(activation_clip=[]), "activation_clip must be a number or a word, found []"),
     ],
 )
 def test_what_python_gives_a_recipe(options: dict[str, Any], message: str) -> None:

@@ -70,7 +70,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
-    monkeypatch.setattr(preflight.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(preflight.available.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
 
 
 def test_memory_of_the_scores_of_latent_attention(tmp_path: Path) -> None:
@@ -146,3 +146,41 @@ def test_what_is_said_of_the_text(
 
 def test_nothing_is_said_of_a_text_that_nobody_named(tiny: Path, tmp_path: Path) -> None:
     assert IDLE not in quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest").stderr
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "free"),
+    [
+        ("0::/\n", {}, 64),
+        ("0::/\n", {"memory.max": "max", "memory.current": 7 * GIB}, 64),
+        ("0::/\n", {"memory.max": 8 * GIB, "memory.current": 7 * GIB}, 1),
+        ("0::/\n", {"memory.max": 8 * GIB, "memory.current": 9 * GIB}, 0),
+        ("0::/pod/box\n", {"pod/memory.max": 9 * GIB, "pod/memory.current": GIB, "pod/box/memory.max": "max"}, 8),
+        ("0::/docker/abc\n", {"memory.max": 4 * GIB, "memory.current": GIB}, 3),  # which it does not see
+        (
+            "3:cpu:/\n2:memory:/box\n0::/\n",
+            {"memory/box/memory.limit_in_bytes": 6 * GIB, "memory/box/memory.usage_in_bytes": GIB},
+            5,
+        ),
+    ],
+)
+def test_the_limit_of_a_container_counts(
+    own: str, files: dict[str, Any], free: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory(monkeypatch, 64 * GIB)
+    (tmp_path / "own").write_text(own)
+    for name, content in files.items():
+        path = tmp_path / "groups" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{content}\n")
+        (path.parent / "memory.stat").write_text(f"anon {GIB}\ninactive_file 0\n")
+    monkeypatch.setattr(preflight.available, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(preflight.available, "OWN_GROUPS", tmp_path / "own")
+    assert preflight.available.memory() == free * GIB
+    for stat in tmp_path.rglob("memory.stat"):  # files that were read, and are dropped when somebody wants the room
+        stat.write_text(f"anon {GIB}\ninactive_file {GIB}\ntotal_inactive_file {GIB}\n")
+    more = GIB if 0 < free < 64 else 0
+    assert preflight.available.memory() == free * GIB + more

@@ -100,8 +100,10 @@ def test_the_hub_is_known_or_a_proxy_is(monkeypatch):
 def test_patterns_choose_the_files():
     names = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
     names += ["merges.txt", "chat_template.jinja", "tokenizer_config.json", "tokenizer.json", "LICENSE"]
+    names += ["additional_chat_templates/tools.jinja", "qwen.tiktoken", "tekken.json"]
     pickles = ["pytorch_model.bin", "training_args.bin", "tokenizer.pkl", "optimizer.pt", "modeling_x.py"]
     copies = ["consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx", "sub/config.json"]
+    copies += ["original/tokenizer.model", "sub/tokenizer.json", "sub/merges.txt"]
     chosen = huggingface_hub.utils.filter_repo_objects(
         names + pickles + copies, allow_patterns=WANTED, ignore_patterns=UNWANTED
     )

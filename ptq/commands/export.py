@@ -1,6 +1,5 @@
 """`quantize export`: a packed checkpoint in the format of compressed-tensors, for other runtimes (vLLM, SGLang)."""
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,15 +11,16 @@ from ptq.commands import rewritten
 from ptq.commands.rewritten import Rewritten
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
+from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import read_as
-from ptq.files.shards import Shards, write_bytes
+from ptq.files.shards import Shards, write_json
 from ptq.hf.described import packed_modules, plain_linears, transformers_config
 from ptq.hf.plugin import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import GUARD, NOT_OF_THE_FORMAT, PackedWeight
 from ptq.ops.activations import parse
-from ptq.pipeline.writer import COPIED, check_out
+from ptq.pipeline.writer import check_out
 from ptq.weights.compressed_tensors import Exportable, Scheme
 from ptq.weights.formats import Parts
 from ptq.weights.prepacked import PrepackedFormat
@@ -137,5 +137,5 @@ def describe(scheme: Scheme, plain: list[str]) -> dict[str, Any]:
 
 def _complete(source: Checkpoint, described: dict[str, Any], shards: Shards) -> None:
     config = source.config | {"quantization_config": described}
-    write_bytes(shards.folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    rewritten.copy_files(source.folder, shards.folder, COPIED)
+    write_json(shards.folder / "config.json", config)
+    beside.copy(source.folder, shards.folder)

@@ -1,7 +1,6 @@
 """`quantize prepack`: a packed checkpoint with its weights in the layout that the kernels of a target read (tiles on a
 CPU, fragments on a GPU), so that loading need not make it."""
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,19 @@ from ptq.commands import rewritten
 from ptq.commands.rewritten import Rewritten
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
+from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
-from ptq.files.shards import Shards, write_bytes, write_json
+from ptq.files.shards import Shards, write_json
 from ptq.hf.described import packed_modules, transformers_config
 from ptq.hf.plugin import OPTIONAL, PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
 from ptq.pipeline.work import RECORD, read_record
-from ptq.pipeline.writer import COPIED, LOG, check_out, file_hashes
+from ptq.pipeline.writer import LOG, check_out, file_hashes
 from ptq.weights.formats import Parts
 from ptq.weights.prepacked import PrepackedFormat, target_of
 
-KEPT = (*COPIED, LOG, "report.html", "report.json")
+KEPT = (*beside.COPIED, LOG, "report.html", "report.json")
 
 
 def prepack(checkpoint: Path, out: Path, target: str) -> int:
@@ -88,8 +88,8 @@ def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], target: st
     given = source.config["quantization_config"]
     listed = PtqConfig.listing(entries, **{key: given.get(key) for key in OPTIONAL})
     config = source.config | {"quantization_config": listed.to_dict()}
-    write_bytes(shards.folder / "config.json", (json.dumps(config, indent=2, sort_keys=True) + "\n").encode())
-    rewritten.copy_files(source.folder, shards.folder, KEPT)
+    write_json(shards.folder / "config.json", config)
+    beside.copy(source.folder, shards.folder, KEPT)
     if not (source.folder / RECORD).is_file():
         return
     record = read_record(source.folder / RECORD)

@@ -1,7 +1,7 @@
 """A checkpoint with the tensors of some linears in another form: written, read again and put in its place."""
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,24 +52,20 @@ def write(source: Checkpoint, out: Path, linears: Sequence[Rewritten], complete:
     shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out))
     with exclusive(out):
         check_out(out)  # another run may have ended meanwhile
-        shards.begin()
-        for linear in linears:
-            made = linear.make({part: source.read(linear.source_name(part)) for part in linear.stored})
-            shards.place({f"{linear.name}.{end}": tensor for end, tensor in made.items()})
-        for name in kept:
-            shards.place({name: source.read(name)})
-        shards.finish()
-        _prove(source, linears, kept, shards)
-        complete(shards)
+        try:
+            shards.begin()
+            for linear in linears:
+                made = linear.make({part: source.read(linear.source_name(part)) for part in linear.stored})
+                shards.place({f"{linear.name}.{end}": tensor for end, tensor in made.items()})
+            for name in kept:
+                shards.place({name: source.read(name)})
+            shards.finish()
+            _prove(source, linears, kept, shards)
+            complete(shards)
+        except BaseException:  # nobody would go on with it
+            shutil.rmtree(shards.folder, ignore_errors=True)
+            raise
         put_in_place(shards.folder, out)
-
-
-def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
-    """Copy the files of a checkpoint whose names match."""
-    for pattern in patterns:
-        for path in sorted(source.glob(pattern)):
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
 
 
 def _prove(source: Checkpoint, linears: Sequence[Rewritten], kept: Sequence[str], shards: Shards) -> None:

@@ -9,8 +9,9 @@ from ptq.errors import InputError, RunError
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Weights, configuration and tokenizer of the top folder; no pickles, and not the second copy of the weights that some
 # repositories keep as consolidated.safetensors or in a sub-folder.
-WANTED = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "tokenizer*", "LICENSE*"]
-UNWANTED = ["*/*", "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]
+TOP = ["*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "LICENSE*"]
+WANTED = [*TOP, "*.jinja"]  # chat templates may lie in a folder
+UNWANTED = [*(f"*/{pattern}" for pattern in TOP), "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]
 
 
 def resolve(model: str) -> Path:

@@ -11,6 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ptq.errors import InputError, refused
 from ptq.files.checkpoint import Checkpoint
+from ptq.files.dtypes import levels
 from ptq.hf import experts, fused
 from ptq.hf.blocks import UNBUILT
 from ptq.hf.plugin import PtqConfig
@@ -23,6 +24,12 @@ from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
 
 def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
+    for level in levels(checkpoint.config):
+        blocks = level.get("num_hidden_layers")
+        if isinstance(blocks, int) and blocks > len(checkpoint.tensors):  # configs make lists of that length
+            raise InputError(
+                f"config.json: num_hidden_layers {blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"
+            )
     content = {key: _floats(value) for key, value in checkpoint.config.items() if key != "auto_map"}
     if content["model_type"] not in CONFIG_MAPPING:
         raise InputError(

@@ -1,16 +1,14 @@
 """Load a model to run it, plain or packed, with errors for people."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoTokenizer,
@@ -19,13 +17,12 @@ from transformers import (
 )
 
 import ptq.hf.plugin  # noqa: F401  (registers the plug-in that loads packed checkpoints)
-from ptq.errors import InputError, RunError
-from ptq.files import published, source
+from ptq.errors import InputError, refused
+from ptq.files import beside, published, source
 from ptq.files.checkpoint import Checkpoint, read_config
 from ptq.hf.described import transformers_config
-
-TOKENIZER = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""What the files of tokenizers are called."""
+from ptq.models.model_shape import UNREAD
+from ptq.planning.plan import OF_ANOTHER
 
 
 def load_model(
@@ -37,14 +34,14 @@ def load_model(
 
     Stored float16 becomes float32 on a CPU, where float16 products are hundreds of times slower. Safetensors only, no
     code from the checkpoint. Raises InputError where it cannot be loaded; also for a tensor that is missing, which
-    transformers would fill with random numbers.
+    transformers would fill with random numbers, and for a block or a bias that is not in the model.
     """
     folder = source.resolve(str(model))
     config = load_config(folder)
     stored = config.dtype
     if dtype is None and stored == torch.float16 and (device is None or device.type == "cpu"):
         dtype = torch.float32
-    try:
+    with refused(f"{model} could not be loaded"):
         kind, files = _files(folder, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
         loaded: Any = kind.from_pretrained(
             **files,
@@ -55,14 +52,32 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
-        raise _error(str(model), error) from error
     loaded, info = loaded
     if missing := sorted(info["missing_keys"]):
         raise InputError(
             f"{model}: {len(missing)} tensors of the model are not in its files, the first is {missing[0]!r}"
         )
+    _refuse_surplus(str(model), loaded, info["unexpected_keys"])
     return loaded
+
+
+def _refuse_surplus(what: str, model: PreTrainedModel, unread: Iterable[str]) -> None:
+    """Raise InputError for tensors of files that say the model is another one than its config: of blocks behind the
+    last, should there be none for multi-token prediction, and biases of linears and norms that have none."""
+    modules, config = dict(model.named_modules()), model.config.get_text_config()
+    predicts = any(getattr(config, key, None) for key in UNREAD)
+    for name in sorted(unread):
+        parts = name.split(".")
+        lists = (modules.get(".".join(parts[:place])) for place in range(len(parts)))
+        behind = any(
+            isinstance(blocks, nn.ModuleList) and part.isdigit() and int(part) >= len(blocks)
+            for blocks, part in zip(lists, parts, strict=True)
+        )
+        bias = parts[-1] == "bias" and hasattr(modules.get(".".join(parts[:-1])), "weight")
+        if bias or (behind and not predicts):
+            raise InputError(
+                f"{what}: its files hold tensor {name!r}, but its config.json does not promise it: {OF_ANOTHER}"
+            )
 
 
 def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
@@ -88,28 +103,15 @@ def _as_held(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or `demo`. Raises InputError where none is there or loads."""
     folder = source.resolve(str(model))
-    if not any(path for pattern in TOKENIZER for path in folder.glob(pattern)):
+    if not beside.has_tokenizer(folder):
         raise InputError(
             f"{folder}: holds no tokenizer, without which a text cannot be read; put the model's tokenizer.json and "
             "tokenizer_config.json there"
         )
-    return _from_pretrained(AutoTokenizer, folder, "tokenizer")
+    with refused(f"the tokenizer of {folder} could not be loaded"):
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
 def load_config(model: str | Path) -> Any:
     """The transformers config of a folder, a hub name or `demo`. Raises InputError where it cannot be loaded."""
-    read_config(source.resolve(str(model)))  # what is wrong with a folder, in plainer words than transformers'
-    return _from_pretrained(AutoConfig, model, "config")
-
-
-def _from_pretrained(kind: Any, model: str | Path, what: str) -> Any:
-    try:
-        return kind.from_pretrained(source.resolve(str(model)), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
-        raise _error(f"the {what} of {model}", error) from error
-
-
-def _error(what: str, error: Exception) -> InputError | RunError:
-    if isinstance(error, InputError | RunError):
-        return error
-    return InputError(f"{what} could not be loaded: {' '.join(str(error).split())}")
+    return transformers_config(Checkpoint.open(source.resolve(str(model))))

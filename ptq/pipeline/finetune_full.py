@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from jaxtyping import Float, Int
 from safetensors.torch import load_file
@@ -26,7 +25,7 @@ from torch import Tensor
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
 from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.pipeline import finetune, tuned
+from ptq.pipeline import available, finetune, tuned
 from ptq.pipeline.ends import plain
 from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
@@ -106,7 +105,7 @@ class _Model:
         tied = job.head == job.embedding and head is None  # and trained
         self.frozen_embedding = None if tied else tasks.matrix(job.embedding)
         size = 4 * sum(linear.n * linear.k for linear in job.plan.linears)
-        self.keep = 2 * size < psutil.virtual_memory().available
+        self.keep = 2 * size < available.memory()
 
     def trained(self) -> dict[str, Trained]:
         """How sign vectors, norms, biases and the head are trained, from where they are now."""

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
-from ptq.pipeline import finetune
+from ptq.pipeline import available, finetune
 from ptq.pipeline.finetune_full import LOGITS
 from ptq.pipeline.tasks import CHUNK_TOKENS
 from ptq.pipeline.writer import partial_folder
@@ -189,9 +188,9 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None)
 def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
     """Raise InputError where memory or disk cannot be enough for so many processes on this machine. What a run before
     has left counts as free: it is continued, or thrown away."""
-    available, wanted = psutil.virtual_memory().available, processes * needs.memory
-    if wanted > available:
-        raise InputError(f"this run needs about {_size(wanted)} of memory, {_size(available)} are free; "
+    free, wanted = available.memory(), processes * needs.memory
+    if wanted > free:
+        raise InputError(f"this run needs about {_size(wanted)} of memory, {_size(free)} are free; "
                          f"{needs.remedy}")  # fmt: skip
     folders = {work: max(0, needs.work - _used(work)), out: max(0, needs.out - _used(partial_folder(out)))}
     devices: dict[int, tuple[Path, int]] = {}

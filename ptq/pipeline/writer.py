@@ -4,12 +4,14 @@ import copy
 import hashlib
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ptq.errors import InputError, RunError
+from ptq.files import beside
 from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.hf import residual
@@ -23,10 +25,6 @@ from ptq.pipeline.work import RECORD, Record, compare, read_record
 MAX_SHARD_BYTES = 50_000_000_000
 """The default of transformers' `save_pretrained`, so that saving a loaded checkpoint gives the same files."""
 LOG = "ptq_log.jsonl"
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model")
-"""Files of which a model with a tokenizer has one at least."""
-COPIED = (*TOKENIZERS, "merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
-          "chat_template*", "LICENSE*")  # fmt: skip
 
 
 def partial_folder(out: Path) -> Path:
@@ -111,14 +109,13 @@ def written_tensors(job: Job) -> Specs:
 def complete(job: Job, shards: Shards) -> None:
     """Force the shards to disk and put config and tokenizer files beside them, and nothing else."""
     for path in shards.folder.iterdir():
-        if path.name not in shards.layout.headers:  # left by a run that was killed here
+        if path.is_dir():  # left by a run that was killed here
+            shutil.rmtree(path)
+        elif path.name not in shards.layout.headers:
             path.unlink()
     shards.finish()
     write_bytes(shards.folder / "config.json", _config_text(job).encode())
-    for pattern in COPIED:
-        for path in sorted(job.checkpoint.folder.glob(pattern)):
-            if path.is_file():
-                write_bytes(shards.folder / path.name, path.read_bytes())
+    beside.copy(job.checkpoint.folder, shards.folder)
 
 
 def write_record(
@@ -142,9 +139,8 @@ def write_record(
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of the files that a model is loaded from: tensors, their index, config.json, tokenizer and the like."""
-    patterns = ("*.safetensors", INDEX, "config.json", *COPIED)
-    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return {path.name: _sha256(path) for path in sorted(paths)}
+    patterns = ("*.safetensors", INDEX, "config.json", *beside.COPIED)
+    return {name: _sha256(folder / name) for name in beside.found(folder, patterns)}
 
 
 def put_in_place(folder: Path, out: Path) -> None:

@@ -1,0 +1,35 @@
+"""The files of a checkpoint beside config.json and the weights: tokenizer, chat templates, generation settings."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ptq.files.shards import write_bytes
+
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
+"""Files of which a model with a tokenizer has one at least."""
+TEMPLATES = "additional_chat_templates/*.jinja"
+"""Chat templates with names of their own, such as those for tools: in a folder, as transformers saves them."""
+COPIED = (
+    *TOKENIZERS,
+    *("merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
+    *("chat_template*", TEMPLATES, "LICENSE*"),
+)
+"""What a result takes over from its source."""
+
+
+def found(folder: Path, patterns: Iterable[str]) -> Iterator[str]:
+    """The files of a folder that match, once each and in order, as paths inside of it."""
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return (path.relative_to(folder).as_posix() for path in sorted(paths))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a model's folder holds a tokenizer."""
+    return any(found(folder, TOKENIZERS))
+
+
+def copy(source: Path, folder: Path, patterns: Iterable[str] = COPIED) -> None:
+    """Copy the files of `source` that match to `folder`, and force them to disk."""
+    for name in found(source, patterns):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_bytes(folder / name, (source / name).read_bytes())

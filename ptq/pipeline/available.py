@@ -1,0 +1,43 @@
+"""Memory that a run may take."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+NAMES = {"": ("memory.max", "memory.current", "inactive_file"),
+         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}  # fmt: skip
+"""Of control groups of version 2 and 1: the files with the limit and with what is in use, and what memory.stat calls
+the part of the latter that is given back when somebody asks for memory."""
+
+
+def memory() -> int:
+    """Bytes that are free: of the machine, or of the container or job whose limit leaves less."""
+    return min([psutil.virtual_memory().available, *_left(GROUPS, OWN_GROUPS)])
+
+
+def _left(groups: Path, own: Path) -> Iterator[int]:
+    """What the limits of this process's control group, and of those around it, leave. A container may see its own as
+    the outermost one, whatever the path says."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in {*controllers.split(",")} & NAMES.keys():
+            outermost = groups / controller
+            inner = outermost / path.lstrip("/")
+            for folder in (inner, *inner.parents):
+                if outermost in (folder, *folder.parents):
+                    yield from _left_in(folder, *NAMES[controller])
+
+
+def _left_in(folder: Path, limit: str, used: str, given_back: str) -> Iterator[int]:
+    try:
+        most, now = int((folder / limit).read_text()), int((folder / used).read_text())
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        yield max(0, most - now + int(counts.get(given_back, 0)))
+    except (OSError, ValueError):  # no limit (`max`), or nothing of the kind here
+        return

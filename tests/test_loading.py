@@ -1,0 +1,109 @@
+"""Models that are loaded to be measured: nothing of their files is left out in silence, and every refusal is one
+sentence."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TINY, check_refused, edit_config, edit_tensors, quantize, save_model
+
+import ptq
+from fp6.plan import Fp6Recipe
+from ptq.errors import InputError
+from ptq.hf.loading import load_config, load_model, load_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "model", **TINY)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "fewer blocks than there are": (edit_config(num_hidden_layers=1), "hold tensor 'model.layers.1.input_layernorm"),
+    "more blocks": (edit_config(num_hidden_layers=3), "16 tensors of the model are not in its files"),
+    "blocks without end": (
+        edit_config(num_hidden_layers=10**8, model_type="qwen2"),
+        "num_hidden_layers 100000000, but",
+    ),
+    "a bias that nobody reads": (
+        edit_config(mlp_bias=False),
+        "hold tensor 'model.layers.0.mlp.down_proj.bias', but its config.json does not promise it",
+    ),
+    "no heads": (edit_config(num_attention_heads=0), "integer modulo by zero"),
+    "a word that is no dtype": (edit_config(dtype="nope"), "nope"),
+    "a number that is no activation": (edit_config(hidden_act=5), "hidden_act"),
+    "padding outside the vocabulary": (edit_config(pad_token_id=10**6), "could not be loaded: Padding_idx"),
+}
+
+
+@pytest.mark.parametrize("damage", REFUSED)
+def test_refused(damage: str, model: Path) -> None:
+    edit, sentence = REFUSED[damage]
+    edit(model)
+    with pytest.raises(InputError) as error:
+        load_model(model)
+    assert sentence in str(error.value) and "\n" not in str(error.value)
+
+
+def test_tables_that_old_files_hold_and_other_parts_are_left_out(model: Path) -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4), "mtp.layers.0.norm.weight": torch.ones(16)}
+    edit_tensors(lambda tensors: tensors.update(extra))(model)
+    load_model(model)
+
+
+def test_blocks_for_multi_token_prediction_are_left_out(model: Path) -> None:
+    edit_config(num_hidden_layers=1, num_nextn_predict_layers=1)(model)
+    load_model(model)
+
+
+def test_configs_without_end_are_refused_by_every_command(model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    assert quantize("fp6", model, packed).exit_code == 0
+    (packed / "ptq.json").unlink()
+    edit_config(num_hidden_layers=10**8)(packed)
+    for arguments in (("inspect", packed), ("prepack", packed, tmp_path / "out", "--target", "cpu")):
+        check_refused(quantize(*arguments), "num_hidden_layers 100000000, but the checkpoint has")
+
+
+# --- files beside the weights ---------------------------------------------------------------------------------------
+
+
+def test_named_chat_templates_and_tokenizers_of_any_kind_are_taken_over(model: Path, tmp_path: Path) -> None:
+    (model / "additional_chat_templates").mkdir()
+    beside = {"additional_chat_templates/tools.jinja": "a", "tekken.json": "{}", "x.tiktoken": "b", "LICENSE": "c"}
+    for name, content in beside.items():
+        (model / name).write_text(content)
+    (model / "additional_chat_templates" / "notes.md").write_text("mine")
+    packed, prepacked = tmp_path / "packed", tmp_path / "prepacked"
+    assert quantize("fp6", model, packed).exit_code == 0
+    assert quantize("prepack", packed, prepacked, "--target", "cpu").exit_code == 0
+    for out in (packed, prepacked):
+        assert {name: (out / name).read_text() for name in beside} == beside
+        assert not (out / "additional_chat_templates" / "notes.md").exists()
+        assert quantize("verify", out).exit_code == 0
+        template = out / "additional_chat_templates" / "tools.jinja"
+        template.write_text("other")
+        check_refused(quantize("verify", out), f"{template}: is not the file that was written")
+        shutil.rmtree(template.parent)
+        check_refused(quantize("verify", out), f"{template}: is missing")
+
+
+def test_a_folder_without_tokenizer(model: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    with pytest.raises(InputError, match="holds no tokenizer"):
+        load_tokenizer(model)
+    assert load_config(model).num_hidden_layers == 2
+
+
+# --- records --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"recipe": {}, "recipe": {}}', '{"recipe": {"x": NaN}}', "[]"])
+def test_records_of_strangers(content: str, model: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    ptq.quantize(model, packed, Fp6Recipe(), ptq.RunOptions(progress=False, report=False))
+    (packed / "ptq.json").write_text(content)
+    check_refused(quantize("verify", packed), "ptq.json: not a record of a ptq run")
