@@ -31,9 +31,13 @@ from ptq.ops.op_declarations import call
 from ptq.weights import layouts
 from ptq.weights.compressed_tensors import Scheme
 from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
-from ptq.weights.grouped import Grouped
+from ptq.weights.grouped import Grouped, check_group_size
 from ptq.weights.rounding import Rounded
 
+OPS = torch.ops.ptq
+LINEAR = {"tiles": OPS.minifloat_linear_tiled.default, "fragments": OPS.minifloat_linear_fragments.default}
+QUANTIZED = {"tiles": OPS.minifloat_linear_quantized.default, "fragments": OPS.minifloat_quantized_fragments.default}
+"""By the layout of the weight."""
 Scale = Literal["bfloat16", "e8m0"]
 Search = Literal["absmax", "mse"]
 SCALES, SEARCHES = ("bfloat16", "e8m0"), ("absmax", "mse")
@@ -60,28 +64,28 @@ class MinifloatGrid(Grouped):
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
         """The scale of every group. Raises InputError for NaN, infinity or a wrong width."""
         self.groups(w.shape[1], name)
-        scale = torch.ops.ptq.minifloat_fit(w.contiguous(), *self._options)
-        return {"scale": _checked(scale, name)}
+        scale = OPS.minifloat_fit(w.contiguous(), *self._options)
+        return {"scale": self.finite(scale, name)}
 
     def nearest(
         self, w: Float[Tensor, "n k"], *, name: str = "weight"
     ) -> tuple[UInt8[Tensor, "n k"], Scales, float, float]:
         """`fit` and `round` in one pass over a weight of any dtype: codes, scales, |W - Ŵ|² and |W|²."""
         self.groups(w.shape[1], name)
-        codes, scale, error, energy = torch.ops.ptq.minifloat_nearest(w, *self._options)
-        return codes, {"scale": _checked(scale, name)}, float(error.sum()), float(energy.sum())
+        codes, scale, error, energy = OPS.minifloat_nearest(w, *self._options)
+        return codes, {"scale": self.finite(scale, name)}, float(error.sum()), float(energy.sum())
 
     def round(
         self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> UInt8[Tensor, "n c"]:
         scales, size = self.expanded(scales, columns)
-        return torch.ops.ptq.minifloat_encode(w.contiguous(), scales["scale"], *self.code.sizes, size)
+        return OPS.minifloat_encode(w.contiguous(), scales["scale"], *self.code.sizes, size)
 
     def decode(
         self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> Float32[Tensor, "n c"]:
         scales, size = self.expanded(scales, columns)
-        return torch.ops.ptq.minifloat_decode(codes, scales["scale"], *self.code.sizes, size)
+        return OPS.minifloat_decode(codes, scales["scale"], *self.code.sizes, size)
 
     def round_block(
         self,
@@ -92,20 +96,12 @@ class MinifloatGrid(Grouped):
         columns: Int64[Tensor, " c"],
     ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
         """`rounding.round_block` in one op."""
-        groups, group = torch.unique(self.groups_of(columns), return_inverse=True)  # only the scales of these columns
-        scale = scales["scale"][:, groups].t().contiguous()
-        return torch.ops.ptq.minifloat_ldlq(target, w, factor, scale, group, *self.code.sizes)
+        (scale,), group = self.transposed((scales["scale"],), columns)
+        return OPS.minifloat_ldlq(target, w, factor, scale, group, *self.code.sizes)
 
     @property
     def _options(self) -> tuple[int, int, int, bool, bool]:
         return *self.code.sizes, self.group_size, self.scale == "e8m0", self.search == "mse"
-
-
-def _checked(scale: Float32[Tensor, "n g"], name: str) -> Float32[Tensor, "n g"]:
-    bad = scale.isnan().any(1)
-    if bad.any():
-        raise InputError(f"{name}: NaN or infinity in row {int(bad.nonzero()[0])}; the weight cannot be quantised")
-    return scale
 
 
 @dataclass(frozen=True)
@@ -124,10 +120,7 @@ class MinifloatFormat:
             element_of(self.element)
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None
-        if type(self.group_size) is not int or self.group_size < 0:
-            raise InputError(
-                f"{self.name}: group_size must be 0 (per output channel) or more, found {self.group_size!r}"
-            )
+        check_group_size(self.group_size, f"{self.name}: ")
         if self.scale not in SCALES:
             raise InputError(f"{self.name}: scale must be bfloat16 or e8m0, found {self.scale!r}")
 
@@ -152,7 +145,7 @@ class MinifloatFormat:
 
     def pack(self, rounded: Rounded) -> Parts:
         return {
-            "codes": torch.ops.ptq.integer_pack(rounded.codes, self.code.bits),
+            "codes": OPS.integer_pack(rounded.codes, self.code.bits),
             "scale": pack_scale(rounded.scales["scale"], self.scale),
         }
 
@@ -167,13 +160,9 @@ class MinifloatFormat:
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         """x Wᵀ + bias. With tiles or fragments, products of bfloat16 x are exact and sums float32 (`fp6.tiled_ops`):
         W6A16."""
-        if "shape" in parts:
-            numbers = (parts["scale"], bias, parts["shape"].shape[0], *self.code.sizes, self.group_size)
-            if "fragments" in parts:
-                op, weight = torch.ops.ptq.minifloat_linear_fragments.default, parts["fragments"]
-            else:
-                op, weight = torch.ops.ptq.minifloat_linear_tiled.default, parts["tiles"]
-            return call(op, x, weight, *numbers)
+        if (layout := layouts.of(parts)) is not None:
+            numbers = parts["shape"].shape[0], *self.code.sizes, self.group_size
+            return call(LINEAR[layout], x, parts[layout], parts["scale"], bias, *numbers)
         w = self.dequantize(parts, parts["codes"].shape[0], x.shape[-1])
         return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
@@ -189,12 +178,10 @@ class MinifloatFormat:
         """The same on quantised tokens: W6A8, with exact integer sums where the element's numbers fit int8. Made for
         tiles and fragments; where there can be none, the tokens go as the numbers that they stand for."""
         parts = parts if "shape" in parts else self.prepack(parts, q.device)
-        if "shape" not in parts:
+        if (layout := layouts.of(parts)) is None:
             return self.linear(q.float() * q_scale[..., None], parts, bias).to(dtype)
-        numbers = (parts["scale"], bias, parts["shape"].shape[0], *self.code.sizes, self.group_size, dtype)
-        if "fragments" in parts:
-            return call(torch.ops.ptq.minifloat_quantized_fragments.default, q, q_scale, parts["fragments"], *numbers)
-        return call(torch.ops.ptq.minifloat_linear_quantized.default, q, q_scale, parts["tiles"], *numbers)
+        numbers = parts["shape"].shape[0], *self.code.sizes, self.group_size, dtype
+        return call(QUANTIZED[layout], q, q_scale, parts[layout], parts["scale"], bias, *numbers)
 
     def linear_tokens(
         self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
@@ -203,14 +190,14 @@ class MinifloatFormat:
         if "tiles" not in parts:
             return None
         numbers = (parts["shape"].shape[0], *self.code.sizes, self.group_size, activation.bits, activation.clip)
-        op = torch.ops.ptq.minifloat_linear_tokens.default
+        op = OPS.minifloat_linear_tokens.default
         return call(op, x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
         """See `ptq.fast.cpu_layer.WholeLayer`."""
         held = tiles.listed(parts, "tiles", "scale")
         weights = None if held is None else (*held, *self.code.sizes, self.group_size)
-        return None if weights is None else (torch.ops.ptq.minifloat_layer.default, weights)
+        return None if weights is None else (OPS.minifloat_layer.default, weights)
 
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
@@ -220,7 +207,7 @@ class MinifloatFormat:
         if held is None:
             return None
         numbers = width, *self.code.sizes, self.group_size, *treatments
-        return torch.ops.ptq.minifloat_experts.default(x, *rows, *held[:2], *numbers)
+        return OPS.minifloat_experts.default(x, *rows, *held[:2], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read: on a CPU tiles (`ptq.ops.tiles`), on a GPU fragments (`fp6.fragments`),
@@ -232,7 +219,7 @@ class MinifloatFormat:
         n, size = parts["codes"].shape
         k = size * 8 // self.code.bits  # maybe one too many: the zeros that fill the last byte count as a code here
         if layout == "tiles":
-            packed = torch.ops.ptq.integer_prepack(parts["codes"], self.code.bits, k)
+            packed = OPS.integer_prepack(parts["codes"], self.code.bits, k)
         else:
             packed = fragments.prepack(parts["codes"], self.code, k)
         scale = tiles.tile_scales(as_bfloat16(parts["scale"]))
@@ -261,7 +248,7 @@ class MinifloatFormat:
             return parts
         n, k = parts["shape"].shape[:2]
         if "tiles" in parts:
-            codes = torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.code.bits, k)
+            codes = OPS.integer_unprepack(parts["tiles"], n, self.code.bits, k)
         else:
             codes = fragments.unprepack(parts["fragments"], n, self.code, k)
         scale = tiles.untile_scales(parts["scale"], n)

@@ -15,6 +15,7 @@ from ptq.planning.outline import Tensors, chosen, outline
 from ptq.planning.plan import LinearPlan, Plan, check_groups
 from ptq.planning.rotations import rotated
 from ptq.recipe import Recipe, Rounding
+from ptq.weights.grouped import check_group_size
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,7 @@ class Fp6Recipe(Recipe):
             raise InputError(f"unknown element {self.element!r}; known elements: {', '.join(ELEMENTS)}, auto")
         if self.group_size is None:
             object.__setattr__(self, "group_size", 32 if self.scale == "e8m0" else 0)
-        if self._group_size < 0:
-            raise InputError(f"group size must be 0 (per output channel) or positive, found {self.group_size}")
+        check_group_size(self.group_size)
         if self.scale not in SCALES:
             raise InputError(f"scale must be bfloat16 or e8m0, found {self.scale!r}")
         if self.scale_search not in SEARCHES:

@@ -17,6 +17,7 @@ from ptq.ops.fragments import unpack
 from ptq.ops.op_declarations import declare_linear, declare_quantized_linear
 from ptq.ops.tiles import untile_scales
 from quarot import tiled_ops
+from quarot.integer_ops import scaled
 
 WEIGHT, NUMBERS = "Tensor fragments, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
 
@@ -31,10 +32,8 @@ def dequantize(
     k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
     """The weight that fragments stand for."""
-    number = untile_scales(scale, n).view(torch.bfloat16).float()
-    code = unpack(fragments, n, bits, k).float().view(*number.shape, group_size or k)
-    offset = 2 ** (bits - 1) if zero is None else untile_scales(zero, n)[..., None].float()
-    return ((code - offset) * number[..., None]).view(n, k)
+    zero = None if zero is None else untile_scales(zero, n)
+    return scaled(unpack(fragments, n, bits, k), untile_scales(scale, n), zero, bits)
 
 
 def quantized(

@@ -33,12 +33,15 @@ from ptq.ops.tiles import applies, listed, tile_scales, untile_scales
 from ptq.weights import layouts
 from ptq.weights.compressed_tensors import Scheme, to_bytes, to_words
 from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
-from ptq.weights.grouped import Grouped
+from ptq.weights.grouped import Grouped, check_group_size
 from ptq.weights.rounding import Rounded
 from quarot import expert_ops, fragment_ops, integer_ops, layer_ops, row_ops, tiled_ops  # noqa: F401 (their ops)
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
+OPS = torch.ops.ptq
+LINEAR = {"tiles": OPS.integer_linear_tiled.default, "fragments": OPS.integer_linear_fragments.default}
+"""By the layout of the weight."""
 LISTS = ("tiles", "scale", "zero")
 """Parts of several weights as ops on lists take them."""
 
@@ -60,19 +63,14 @@ class IntegerGrid(Grouped):
         """Per group, the scale with the least squared error. Raises InputError for NaN, infinity or a wrong width."""
         self.groups(w.shape[1], name)
         floor = FLOOR[self.bits]
-        scale, zero = torch.ops.ptq.integer_fit(
-            w.contiguous(), self.bits, self.group_size, self.symmetric, self.steps, floor
-        )
-        bad = scale.isnan().any(1)
-        if bad.any():
-            raise InputError(f"{name}: NaN or infinity in row {int(bad.nonzero()[0])}; the weight cannot be quantised")
-        return {"scale": scale, "zero": zero}
+        scale, zero = OPS.integer_fit(w.contiguous(), self.bits, self.group_size, self.symmetric, self.steps, floor)
+        return {"scale": self.finite(scale, name), "zero": zero}
 
     def round(
         self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> UInt8[Tensor, "n c"]:
         scales, size = self.expanded(scales, columns)
-        return torch.ops.ptq.integer_round(w.contiguous(), scales["scale"], scales["zero"], self.bits, size)
+        return OPS.integer_round(w.contiguous(), scales["scale"], scales["zero"], self.bits, size)
 
     def decode(
         self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
@@ -91,9 +89,8 @@ class IntegerGrid(Grouped):
         columns: Int64[Tensor, " c"],
     ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
         """`rounding.round_block` in one op."""
-        groups, group = torch.unique(self.groups_of(columns), return_inverse=True)  # only the scales of these columns
-        scale, zero = (scales[part][:, groups].t().float().contiguous() for part in ("scale", "zero"))
-        return torch.ops.ptq.integer_ldlq(target, w, factor, scale, zero, group, self.bits)
+        (scale, zero), group = self.transposed((scales["scale"], scales["zero"]), columns)
+        return OPS.integer_ldlq(target, w, factor, scale, zero, group, self.bits)
 
 
 @dataclass(frozen=True)
@@ -110,10 +107,7 @@ class IntegerFormat:
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 8:
             raise InputError(f"{self.name}: bits must be 2 to 8, found {self.bits!r}")
-        if type(self.group_size) is not int or self.group_size < 0:
-            raise InputError(
-                f"{self.name}: group_size must be 0 (per output channel) or more, found {self.group_size!r}"
-            )
+        check_group_size(self.group_size, f"{self.name}: ")
         if type(self.symmetric) is not bool:
             raise InputError(f"{self.name}: symmetric must be true or false, found {self.symmetric!r}")
 
@@ -132,7 +126,7 @@ class IntegerFormat:
     def pack(self, rounded: Rounded) -> Parts:
         scale = rounded.scales["scale"].bfloat16()
         assert torch.equal(scale.float(), rounded.scales["scale"]), "scales must be bfloat16 numbers"
-        parts = {"codes": torch.ops.ptq.integer_pack(rounded.codes, self.bits), "scale": scale.view(torch.int16)}
+        parts = {"codes": OPS.integer_pack(rounded.codes, self.bits), "scale": scale.view(torch.int16)}
         return parts if self.symmetric else {**parts, "zero": rounded.scales["zero"]}
 
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
@@ -153,18 +147,16 @@ class IntegerFormat:
         """See `ptq.layers.embedding.RowFormat`."""
         held, numbers = (parts["scale"], parts.get("zero"), index), (self.bits, self.group_size, k, dtype)
         if "codes" in parts:
-            return torch.ops.ptq.integer_rows.default(parts["codes"], *held, *numbers)
+            return OPS.integer_rows.default(parts["codes"], *held, *numbers)
         if "tiles" in parts:
-            return torch.ops.ptq.integer_rows_tiled.default(parts["tiles"], *held, parts["shape"].shape[0], *numbers)
+            return OPS.integer_rows_tiled.default(parts["tiles"], *held, parts["shape"].shape[0], *numbers)
         return row_ops.rows_of_fragments(parts["fragments"], *held, parts["shape"].shape[0], *numbers)
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        scale, zero, numbers = parts["scale"], parts.get("zero"), (self.bits, self.group_size)
-        if "shape" not in parts:
-            return call(torch.ops.ptq.integer_linear.default, x, parts["codes"], scale, zero, bias, *numbers)
-        ops, layout = torch.ops.ptq, "fragments" if "fragments" in parts else "tiles"
-        op = ops.integer_linear_fragments if layout == "fragments" else ops.integer_linear_tiled
-        return call(op.default, x, parts[layout], scale, zero, bias, parts["shape"].shape[0], *numbers)
+        held, numbers = (parts["scale"], parts.get("zero"), bias), (self.bits, self.group_size)
+        if (layout := layouts.of(parts)) is None:
+            return call(OPS.integer_linear.default, x, parts["codes"], *held, *numbers)
+        return call(LINEAR[layout], x, parts[layout], *held, parts["shape"].shape[0], *numbers)
 
     def linear_quantized(
         self,
@@ -177,17 +169,14 @@ class IntegerFormat:
     ) -> Float[Tensor, "*t n"]:
         """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; others go a slow way."""
         parts = parts if "shape" in parts else self.prepack(parts, q.device)
-        scale, zero = parts["scale"], parts.get("zero")
-        if "shape" not in parts:
+        held, numbers = (parts["scale"], parts.get("zero"), bias), (self.bits, self.group_size)
+        if (layout := layouts.of(parts)) is None:
             codes = bitstream.unpack(parts["codes"], self.bits, q.shape[-1])
-            return tiled_ops.product(q, q_scale, codes, scale, zero, bias, self.bits, self.group_size, dtype)
-        n = parts["shape"].shape[0]
-        if "fragments" in parts:
-            op = torch.ops.ptq.integer_quantized_fragments.default
-            numbers = n, self.bits, self.group_size, input_bits, dtype
-            return call(op, q, q_scale, parts["fragments"], scale, zero, bias, *numbers)
-        op, numbers = torch.ops.ptq.integer_linear_quantized.default, (n, self.bits, self.group_size, dtype)
-        return call(op, q, q_scale, parts["tiles"], scale, zero, bias, *numbers)
+            return tiled_ops.product(q, q_scale, codes, *held, *numbers, dtype)
+        weight = parts[layout], *held, parts["shape"].shape[0], *numbers
+        if layout == "fragments":
+            return call(OPS.integer_quantized_fragments.default, q, q_scale, *weight, input_bits, dtype)
+        return call(OPS.integer_linear_quantized.default, q, q_scale, *weight, dtype)
 
     def linear_tokens(
         self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
@@ -197,7 +186,7 @@ class IntegerFormat:
             return None
         weight = parts["tiles"], parts["scale"], parts.get("zero"), bias, parts["shape"].shape[0]
         numbers = self.bits, self.group_size, activation.bits, activation.clip
-        return call(torch.ops.ptq.integer_linear_tokens.default, x, *weight, *numbers, dtype)
+        return call(OPS.integer_linear_tokens.default, x, *weight, *numbers, dtype)
 
     def linears(
         self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]
@@ -206,7 +195,7 @@ class IntegerFormat:
         weights = _weights(parts, biases)
         if weights is None:
             return None
-        return torch.ops.ptq.integer_linears_tiled.default(x, *weights, self.bits, self.group_size)
+        return OPS.integer_linears_tiled.default(x, *weights, self.bits, self.group_size)
 
     def linears_quantized(
         self,
@@ -220,12 +209,12 @@ class IntegerFormat:
         weights = _weights(parts, biases)
         if weights is None:
             return None
-        return torch.ops.ptq.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
+        return OPS.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
         """See `ptq.fast.cpu_layer.WholeLayer`."""
         held = listed(parts, *LISTS)
-        return None if held is None else (torch.ops.ptq.integer_layer.default, (*held, self.bits, self.group_size))
+        return None if held is None else (OPS.integer_layer.default, (*held, self.bits, self.group_size))
 
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
@@ -235,7 +224,7 @@ class IntegerFormat:
         if held is None:
             return None
         numbers = width, self.bits, self.group_size, *treatments
-        return torch.ops.ptq.integer_experts.default(x, *rows, *held[:3], *numbers)
+        return OPS.integer_experts.default(x, *rows, *held[:3], *numbers)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.ops.tiles`),
@@ -246,7 +235,7 @@ class IntegerFormat:
         """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, size = parts["codes"].shape
         k = size * 8 // self.bits  # or up to three too many: the zeros that fill the last byte count as codes here
-        make = torch.ops.ptq.integer_prepack if layout == "tiles" else fragments.prepack
+        make = OPS.integer_prepack if layout == "tiles" else fragments.prepack
         scales = {part: tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
         return {layout: make(parts["codes"], self.bits, k), **scales, "shape": parts["codes"].new_empty(n, k, 0)}
 
@@ -281,7 +270,7 @@ class IntegerFormat:
             return parts
         n, k = parts["shape"].shape[:2]
         if "tiles" in parts:
-            codes = torch.ops.ptq.integer_unprepack(parts["tiles"], n, self.bits, k)
+            codes = OPS.integer_unprepack(parts["tiles"], n, self.bits, k)
         else:
             codes = fragments.unprepack(parts["fragments"], n, self.bits, k)
         scales = {part: untile_scales(parts[part], n) for part in ("scale", "zero") if part in parts}

@@ -107,9 +107,16 @@ def dequantize(
     k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
     """The weight that stored parts stand for."""
-    code = unpack(codes, bits, k).float().view(*scale.shape, group_size or k)
+    return scaled(unpack(codes, bits, k), scale, zero, bits)
+
+
+def scaled(
+    codes: UInt8[Tensor, "n k"], scale: Int16[Tensor, "n g"], zero: UInt8[Tensor, "n g"] | None, bits: int
+) -> Float32[Tensor, "n k"]:
+    """The numbers that codes stand for, in groups of one size."""
     offset = 2 ** (bits - 1) if zero is None else zero[..., None].float()
-    return ((code - offset) * scale.view(torch.bfloat16)[..., None].float()).flatten(1)
+    groups = codes.float().unflatten(1, (scale.shape[1], -1))
+    return ((groups - offset) * scale.view(torch.bfloat16)[..., None].float()).flatten(1)
 
 
 def _fake_fit(w, bits, group_size, symmetric, steps, floor):

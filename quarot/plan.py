@@ -13,6 +13,7 @@ from ptq.planning.plan import LinearPlan, Plan, check_groups
 from ptq.planning.rotations import keys_balanced, rotated
 from ptq.recipe import Recipe
 from ptq.weights import formats
+from ptq.weights.grouped import check_group_size
 
 CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 """Clip of activations by their bits. Cutting the largest numbers pays where steps are coarse; at 8 bits a clip of 0.9
@@ -67,8 +68,7 @@ class QuarotRecipe(Recipe):
         CacheQuantization(self.key_bits, self.value_bits, clip, self.cache_sinks)
         if self.weight_bits not in (*range(2, 9), 16):
             raise InputError(f"weight bits must be 2 to 8, or 16 to leave the weights alone; found {self.weight_bits}")
-        if self.group_size < 0:
-            raise InputError(f"group size must be 0 (per output channel) or positive, found {self.group_size}")
+        check_group_size(self.group_size)
 
     @property
     def rounds(self) -> bool:

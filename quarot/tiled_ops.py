@@ -26,6 +26,7 @@ from ptq.ops import activations as _activations  # noqa: F401 (its ops)
 from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear, declare_tokens_linear
 from ptq.ops.tiles import REFERENCES as TILE_REFERENCES
 from ptq.ops.tiles import unpack, untile_scales
+from quarot.integer_ops import scaled
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
 SCHEMAS = {
@@ -46,10 +47,8 @@ def dequantize(
     k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
     """The weight that tiles stand for."""
-    number = untile_scales(scale, n).view(torch.bfloat16).float()
-    code = unpack(tiles, n, bits, k).float().view(*number.shape, group_size or k)
-    offset = 2 ** (bits - 1) if zero is None else untile_scales(zero, n)[..., None].float()
-    return ((code - offset) * number[..., None]).view(n, k)
+    zero = None if zero is None else untile_scales(zero, n)
+    return scaled(unpack(tiles, n, bits, k), untile_scales(scale, n), zero, bits)
 
 
 def product(

@@ -32,6 +32,10 @@ from ptq.weights.rounding import Rounded
 from quip_sharp import expert_ops, fragment_ops, layer_ops, tiled_ops  # noqa: F401 (their ops)
 from quip_sharp.codebook import E8Codebook
 
+OPS = torch.ops.ptq
+LINEAR = {"tiles": OPS.e8p_linear_tiled.default, "fragments": OPS.e8p_linear_fragments.default}
+QUANTIZED = {"tiles": OPS.e8p_linear_quantized.default, "fragments": OPS.e8p_quantized_fragments.default}
+"""By the layout of the weight."""
 PLANES = {2: ("abs", "signs"), 3: ("abs", "signs", "residual"), 4: ("abs", "signs", "residual_abs", "residual_signs")}
 
 SHIFTS = {"abs": 8, "signs": 0, "residual": 16, "residual_abs": 24, "residual_signs": 16}
@@ -81,13 +85,9 @@ class E8PFormat:
         return w if w.shape[1] == k else w[:, :k].contiguous()
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        if "shape" in parts:
+        if (layout := layouts.of(parts)) is not None:
             n = parts["shape"].shape[0]
-            if "fragments" in parts:
-                op, weight = torch.ops.ptq.e8p_linear_fragments.default, parts["fragments"]
-            else:
-                op, weight = torch.ops.ptq.e8p_linear_tiled.default, parts["tiles"]
-            return call(op, x, weight, parts["scale"], bias, n, self.bits)
+            return call(LINEAR[layout], x, parts[layout], parts["scale"], bias, n, self.bits)
         w = self.dequantize(parts, parts["abs"].shape[0], x.shape[-1])
         return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
 
@@ -103,20 +103,15 @@ class E8PFormat:
         """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; other parts go a slow
         way."""
         parts = parts if "shape" in parts else self.prepack(parts, q.device)
-        scale = parts["scale"]
-        if "shape" not in parts:
-            return tiled_ops.product(q, q_scale, self._planes(parts), scale, bias, dtype)
+        if (layout := layouts.of(parts)) is None:
+            return tiled_ops.product(q, q_scale, self._planes(parts), parts["scale"], bias, dtype)
         n = parts["shape"].shape[0]
-        if "fragments" in parts:
-            op = torch.ops.ptq.e8p_quantized_fragments.default
-            return call(op, q, q_scale, parts["fragments"], scale, bias, n, self.bits, dtype)
-        op = torch.ops.ptq.e8p_linear_quantized.default
-        return call(op, q, q_scale, parts["tiles"], scale, bias, n, self.bits, dtype)
+        return call(QUANTIZED[layout], q, q_scale, parts[layout], parts["scale"], bias, n, self.bits, dtype)
 
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
         """See `ptq.fast.cpu_layer.WholeLayer`."""
         held = tiles.listed(parts, "tiles", "scale")
-        return None if held is None else (torch.ops.ptq.e8p_layer.default, (*held, self.bits))
+        return None if held is None else (OPS.e8p_layer.default, (*held, self.bits))
 
     def transformed_experts(
         self,
@@ -131,7 +126,7 @@ class E8PFormat:
         held = tiles.listed(weights, "tiles", "scale")
         if held is None:
             return None
-        return torch.ops.ptq.e8p_experts.default(x, *rows, *held[:2], *signs, width, self.bits, *treatments)
+        return OPS.e8p_experts.default(x, *rows, *held[:2], *signs, width, self.bits, *treatments)
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """What the kernels of the device read, and an empty part `shape` [n, 8 c, 0]: on a CPU tiles (`tiled_ops`), on
@@ -141,7 +136,7 @@ class E8PFormat:
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, c = parts["abs"].shape
-        make = torch.ops.ptq.e8p_prepack if layout == "tiles" else fragment_ops.pack
+        make = OPS.e8p_prepack if layout == "tiles" else fragment_ops.pack
         packed = make(self._planes(parts))
         return {layout: packed, "scale": parts["scale"], "shape": packed.new_empty(n, 8 * c, 0)}
 
@@ -150,7 +145,7 @@ class E8PFormat:
             return parts
         n, k = parts["shape"].shape[:2]
         if "tiles" in parts:
-            planes = torch.ops.ptq.e8p_unprepack(parts["tiles"], n, self.bits, k)
+            planes = OPS.e8p_unprepack(parts["tiles"], n, self.bits, k)
         else:
             planes = fragment_ops.unpack(parts["fragments"], n, self.bits, k)
         return {**dict(zip(PLANES[self.bits], planes.unbind(), strict=True)), "scale": parts["scale"]}

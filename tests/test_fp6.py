@@ -329,8 +329,8 @@ def test_kernels_ignore_strides_threads_and_take_nothing() -> None:
     [
         ({"element": "e5m0"}, "unknown element 'e5m0'; known elements: e3m2, e2m3"),
         ({"element": "auto"}, "unknown element 'auto'"),
-        ({"group_size": -1}, "group_size must be 0"),
-        ({"group_size": True}, "group_size must be 0"),
+        ({"group_size": -1}, "group size must be 0"),
+        ({"group_size": True}, "group size must be 0"),
         ({"scale": "float16"}, "scale must be bfloat16 or e8m0, found 'float16'"),
         ({"search": "mse"}, "unknown option 'search'; known options: element, group_size, scale"),
     ],

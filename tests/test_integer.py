@@ -300,7 +300,7 @@ def test_opcheck_of_the_solver_ops():
     [
         ({"bits": 9}, "bits must be 2 to 8, found 9"),
         ({"bits": True}, "bits must be 2 to 8"),
-        ({"group_size": -1}, "group_size must be 0"),
+        ({"group_size": -1}, "group size must be 0"),
         ({"grup": 3}, "unknown option 'grup'; known options: bits, group_size, symmetric"),
     ],
 )

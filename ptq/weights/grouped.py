@@ -1,10 +1,19 @@
 """Grids with scales for groups of neighbouring columns: `group_size` columns share one, 0: a whole row."""
 
-from jaxtyping import Int64
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float32, Int64, Shaped
 from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.weights.formats import Scales
+
+
+def check_group_size(found: object, where: str = "") -> None:
+    """Raise InputError for what is no size of a group."""
+    if type(found) is not int or found < 0:
+        raise InputError(f"{where}group size must be 0 (per output channel) or positive, found {found!r}")
 
 
 class Grouped:
@@ -24,6 +33,20 @@ class Grouped:
     def groups_of(self, columns: Int64[Tensor, " c"]) -> Int64[Tensor, " c"]:
         """The group of each column."""
         return columns // self.group_size if self.group_size else columns.new_zeros(columns.shape)
+
+    def finite(self, scale: Float32[Tensor, "n g"], name: str) -> Float32[Tensor, "n g"]:
+        """The scales. Raises InputError for a row with NaN, which is what NaN or infinity in the weight gives."""
+        bad = scale.isnan().any(1)
+        if bad.any():
+            raise InputError(f"{name}: NaN or infinity in row {int(bad.nonzero()[0])}; the weight cannot be quantised")
+        return scale
+
+    def transposed(
+        self, parts: Sequence[Shaped[Tensor, "n _g"]], columns: Int64[Tensor, " c"]
+    ) -> tuple[list[Float32[Tensor, "u n"]], Int64[Tensor, " c"]]:
+        """Scales of the groups of these columns alone, and which of them each column has."""
+        groups, group = torch.unique(self.groups_of(columns), return_inverse=True)
+        return [part[:, groups].t().float().contiguous() for part in parts], group
 
     def expanded(self, scales: Scales, columns: Int64[Tensor, " c"] | None) -> tuple[Scales, int]:
         """Scales and group size of all columns (None), or one group for each of the given ones."""

@@ -24,6 +24,11 @@ class LaidOut(Format, Protocol):
         ...
 
 
+def of(parts: Parts) -> str | None:
+    """The layout of a weight; None: as it is stored."""
+    return next((layout for layout in LAYOUTS.values() if layout in parts), None)
+
+
 def prepack(format: LaidOut, parts: Parts, device: torch.device | str, fits: bool = True) -> Parts:
     """`Format.prepack` of such a format, from stored parts or another layout; `fits`: whether these weights have
     layouts at all."""
