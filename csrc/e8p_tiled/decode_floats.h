@@ -5,15 +5,18 @@
 // products. A float32 x is cut into three bfloat16 numbers whose sum it is, exactly.
 #pragma once
 
+#include "integer_tiled/pair_sums.h"
+
 namespace ptq::e8p_tiled {
 namespace {
 
+using integer_tiled::part_bytes;
 using integer_tiled::read;
+#if defined(__AVX512BF16__)
+using integer_tiled::PairSums;
+#endif
 
 // --- x ---------------------------------------------------------------------------------------------------------------
-
-// Bytes of a block's 32 columns as bfloat16: of one part. The parts of a block follow each other.
-constexpr int64_t part_bytes = block_columns * 2;
 
 // Where each of a block's 32 columns comes from, in the order of the steps.
 struct Order {
@@ -98,24 +101,10 @@ void spread(const Floats& p, int64_t first, int64_t last) {
 // --- products --------------------------------------------------------------------------------------------------------
 
 #if defined(__AVX512BF16__)
-inline __m512bh two(const uint8_t* pair) {
-    int32_t x;
-    std::memcpy(&x, pair, sizeof x);
-    return (__m512bh)_mm512_set1_epi32(x);
-}
-
 template <int bits, int tokens, int parts>
 inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                      Lanes total[tokens]) {
-    // A product takes six cycles, and two begin in each: about twelve independent sums.
-    constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
-    __m512 acc[tokens][parts][chains];
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 3
-        for (int c = 0; c < parts; c++)
-#pragma GCC unroll 8
-            for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
+    PairSums<tokens, parts> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
         fetch(block, block_bytes(bits));
         Dwords weights[quads];
@@ -124,24 +113,10 @@ inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t b
         for (int i = 0; i < 2 * quads; i++) {
             Dwords pairs[2];
             to_pairs<bits>(weights[i / 2], pairs);
-            const __m512bh pair = (__m512bh)pairs[i % 2];
-#pragma GCC unroll 4
-            for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 3
-                for (int c = 0; c < parts; c++) {
-                    __m512& to = acc[t][c][i % chains];
-                    to = _mm512_dpbf16_ps(to, pair, two(x + t * stride + c * part_bytes + 4 * i));
-                }
+            sums.add(i, (__m512bh)pairs[i % 2], x + 4 * i, stride);
         }
     }
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++) {
-        total[t] = Lanes{};
-#pragma GCC unroll 3
-        for (int c = parts - 1; c >= 0; c--)
-#pragma GCC unroll 8
-            for (int i = 0; i < chains; i++) total[t] += (Lanes)acc[t][c][i];
-    }
+    sums.total(total);
 }
 #else
 template <int bits, int tokens, int parts>

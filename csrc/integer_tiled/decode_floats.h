@@ -6,6 +6,7 @@
 // bfloat16 numbers whose sum it is, exactly.
 #pragma once
 
+#include "integer_tiled/pair_sums.h"
 #include "integer_tiled/pairs.h"
 
 namespace ptq::integer_tiled {
@@ -83,12 +84,6 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
 }
 
 #if defined(__AVX512BF16__)
-inline __m512bh two(const uint8_t* pair) {
-    int32_t x;
-    std::memcpy(&x, pair, sizeof x);
-    return (__m512bh)_mm512_set1_epi32(x);
-}
-
 // A super-block is worked through in steps: one vector of it (bits 2 and 4: a shift and a look-up, no mask), or one
 // quad.
 template <int bits>
@@ -127,15 +122,7 @@ inline void pairs_of(const uint8_t* block, const Dwords* codes, int step, const 
 template <int bits, int tokens, int parts>
 inline void multiply_pairs(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                            const Table<bits>& table, Lanes total[tokens]) {
-    // A product takes six cycles, and two begin in each: about twelve independent sums.
-    constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
-    __m512 acc[tokens][parts][chains];
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 3
-        for (int c = 0; c < parts; c++)
-#pragma GCC unroll 8
-            for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
+    PairSums<tokens, parts> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
         fetch(block, block_bytes(bits));
         Dwords codes[quads];
@@ -146,24 +133,10 @@ inline void multiply_pairs(const uint8_t* block, int64_t blocks, const uint8_t* 
             pairs_of<bits>(block, codes, step, table, pairs);
 #pragma GCC unroll 8
             for (int i = 0; i < step_pairs<bits>; i++)
-#pragma GCC unroll 4
-                for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 3
-                    for (int c = 0; c < parts; c++) {
-                        const int place = place_of<bits>(step, i);
-                        __m512& to = acc[t][c][(step * step_pairs<bits> + i) % chains];
-                        to = _mm512_dpbf16_ps(to, pairs[i], two(x + t * stride + c * part_bytes + 4 * place));
-                    }
+                sums.add(step * step_pairs<bits> + i, pairs[i], x + 4 * place_of<bits>(step, i), stride);
         }
     }
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++) {
-        total[t] = Lanes{};
-#pragma GCC unroll 3
-        for (int c = parts - 1; c >= 0; c--)
-#pragma GCC unroll 8
-            for (int i = 0; i < chains; i++) total[t] += (Lanes)acc[t][c][i];
-    }
+    sums.total(total);
 }
 #else
 template <int bits>

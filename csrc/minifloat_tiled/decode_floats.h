@@ -2,6 +2,7 @@
 // is cut into three bfloat16 numbers whose sum it is, exactly. Included once per level, by decode.h.
 #pragma once
 
+#include "integer_tiled/pair_sums.h"
 #include "minifloat_tiled/lookup.h"
 
 namespace ptq::minifloat_tiled {
@@ -13,6 +14,9 @@ constexpr bool in_pairs = true;
 constexpr bool in_pairs = false;
 #endif
 using integer_tiled::part_bytes;
+#if defined(__AVX512BF16__)
+using integer_tiled::PairSums;
+#endif
 
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k;
@@ -56,47 +60,19 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
 }
 
 #if defined(__AVX512BF16__)
-inline __m512bh two(const uint8_t* pair) {
-    int32_t x;
-    std::memcpy(&x, pair, sizeof x);
-    return (__m512bh)_mm512_set1_epi32(x);
-}
-
 template <int bits, int tokens, int parts>
 inline void multiply_pairs(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                            const Pairs<bits>& pairs, Lanes total[tokens]) {
-    // A product takes six cycles, and two begin in each: about twelve independent sums.
-    constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
-    __m512 acc[tokens][parts][chains];
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 3
-        for (int c = 0; c < parts; c++)
-#pragma GCC unroll 8
-            for (int i = 0; i < chains; i++) acc[t][c][i] = _mm512_setzero_ps();
+    PairSums<tokens, parts> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
         integer_tiled::fetch(block, block_bytes(bits));
         over_quads<bits>(block, [&]<int i>(Dwords codes) {
             const __m512bh even = pairs.template at<false>(codes), odd = pairs.template at<true>(codes);
-#pragma GCC unroll 4
-            for (int t = 0; t < tokens; t++)
-#pragma GCC unroll 3
-                for (int c = 0; c < parts; c++) {
-                    const uint8_t* from = x + t * stride + c * part_bytes + 8 * i;
-                    __m512 &first = acc[t][c][2 * i % chains], &second = acc[t][c][(2 * i + 1) % chains];
-                    first = _mm512_dpbf16_ps(first, even, two(from));
-                    second = _mm512_dpbf16_ps(second, odd, two(from + 4));
-                }
+            sums.add(2 * i, even, x + 8 * i, stride);
+            sums.add(2 * i + 1, odd, x + 8 * i + 4, stride);
         });
     }
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++) {
-        total[t] = Lanes{};
-#pragma GCC unroll 3
-        for (int c = parts - 1; c >= 0; c--)
-#pragma GCC unroll 8
-            for (int i = 0; i < chains; i++) total[t] += (Lanes)acc[t][c][i];
-    }
+    sums.total(total);
 }
 #else
 template <int bits>
