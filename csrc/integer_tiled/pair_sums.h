@@ -17,7 +17,7 @@ inline __m512bh two(const uint8_t* pair) {
 // `parts`: those that an x of float32 is the sum of, largest first; 1 where x is bfloat16.
 template <int tokens, int parts>
 class PairSums {
-   public:
+  public:
     PTQ_INLINE PairSums() {
 #pragma GCC unroll 4
         for (int t = 0; t < tokens; t++)
@@ -49,7 +49,7 @@ class PairSums {
         }
     }
 
-   private:
+  private:
     // A product takes six cycles, and two begin in each: about twelve independent sums.
     static constexpr int most = 16 / (tokens * parts), chains = most >= 8 ? 8 : most >= 4 ? 4 : most >= 2 ? 2 : 1;
     __m512 acc[tokens][parts][chains];
