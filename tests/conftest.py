@@ -65,6 +65,7 @@ MIXED: dict[str, Any] = dict(
 """Likewise: sizes of what mixes tokens in the place of plain attention."""
 LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; every head has keys of its own
 TWO_MIXERS: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
+TWO_WINDOWS: dict[str, Any] = dict(layer_types=["full_attention", "sliding_attention"], sliding_window=16)
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
     "minicpm3": dict(LATENT, scale_emb=0.7, dim_model_base=36),  # with 12 and 256 every token expects itself, surely
@@ -93,6 +94,43 @@ OWN: dict[str, dict[str, Any]] = {
         num_kv_shared_layers=2, use_double_wide_mlp=True, attention_k_eq_v=True, global_head_dim=36,
         num_global_key_value_heads=1, hidden_size_per_layer_input=16, vocab_size_per_layer_input=96,
         final_logit_softcapping=5.0, enable_moe_block=False, top_k_experts=2,
+    ),
+    "gemma4_unified_text": dict(
+        num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16,
+        num_kv_shared_layers=2, use_double_wide_mlp=True, attention_k_eq_v=True, global_head_dim=36,
+        num_global_key_value_heads=1, final_logit_softcapping=5.0,
+    ),
+    "cohere2_moe": dict(
+        TWO_WINDOWS, num_shared_experts=2, expert_selection_fn="sigmoid", prefix_dense_intermediate_size=136,
+    ),
+    "cohere_compass_text": dict(
+        TWO_WINDOWS, logit_scale=0.3,
+        rope_parameters=dict(
+            full_attention=None,
+            sliding_attention=dict(rope_type="default", rope_theta=500.0, mrope_section=[4, 3, 3]),
+        ),
+    ),
+    "minimax": dict(
+        layer_types=["full_attention", "linear_attention"], linear_attn_alpha_factor=0.7, full_attn_alpha_factor=0.9,
+        mlp_beta_factor=1.3, block_size=16,
+    ),
+    "exaone_moe": dict(sliding_window_pattern=2, sliding_window=16),
+    "hy_v3": dict(router_scaling_factor=1.7),
+    "phimoe": dict(lm_head_bias=True),
+    "laguna": dict(
+        TWO_WINDOWS, num_attention_heads_per_layer=[4, 6], moe_routed_scaling_factor=1.7,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0),
+        ),
+    ),
+    "lfm3": dict(layer_types=["conv", "full_attention"], hidden_size=80),
+    "mimo_v2_flash": dict(
+        TWO_WINDOWS, num_key_value_heads=1, v_head_dim=12, n_routed_experts=4,
+        rope_parameters=dict(
+            full_attention=dict(rope_type="default", rope_theta=500.0, partial_rotary_factor=0.5),
+            sliding_attention=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
+        ),
     ),
     "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
     "granite_swa": dict(layer_rope_theta=[500.0, 0]),
@@ -124,6 +162,8 @@ ALIKE = {
     "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
     "nemotron_h",
+    "gemma4_unified_text", "cohere2_moe", "cohere_compass_text", "minimax", "exaone_moe", "hy_v3", "phimoe",
+    "granitemoe", "laguna", "lfm3", "mimo_v2_flash",
 }  # fmt: skip
 """Families of parts that others have too, where runs of every kind would say nothing new, so a few tests must do; and
 one with tests of its own (test_halves.py)."""
@@ -226,8 +266,9 @@ def stored(model: Any) -> dict[str, torch.Tensor]:
     of an expert."""
     tied = model.config.tie_word_embeddings
     state = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
-    state = {fused.own_prefix(name, ()): x for name, x in revert_weight_conversion(model, state).items()}
-    return apart(state, FAMILIES[model.config.model_type].experts)
+    family = FAMILIES[model.config.model_type]
+    state = {family.file_name(name): x for name, x in revert_weight_conversion(model, state).items()}
+    return apart(state, family.experts)
 
 
 def apart(tensors: Mapping[str, torch.Tensor], names: Names | None) -> dict[str, torch.Tensor]:

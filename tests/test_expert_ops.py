@@ -27,7 +27,6 @@ from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
 from ptq.fast import fast_steps
 from ptq.hf.experts import Experts
-from ptq.hf.fused import module_name
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
 from ptq.ops import hadamard
@@ -339,14 +338,17 @@ def test_a_bias_that_learns_goes_the_own_way(tmp_path: Path, seen: list[list[int
 
 # --- the router -----------------------------------------------------------------------------------------------------
 
+OWN_ROUTERS = {"hunyuan_v1_moe", "afmoe", "phimoe", "laguna"}
 
-@pytest.mark.parametrize("model_type", [name for name in SPARSE_FAMILIES if name not in ("hunyuan_v1_moe", "afmoe")])
+
+@pytest.mark.parametrize("model_type", [name for name in SPARSE_FAMILIES if name not in OWN_ROUTERS])
 @torch.no_grad()
 def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = AutoModelForCausalLM.from_config(tiny_config(model_type)).eval()
-    names = FAMILIES[model_type].experts
+    family = FAMILIES[model_type]
+    names = family.experts
     assert names is not None
-    router = model.model.layers[1].get_submodule(module_name(f".{names.router}")[1:])
+    router = model.model.layers[1].get_submodule(family.module_name(names.router))
     for parameter in router.parameters():
         parameter.normal_()
     assert fast_steps.is_router(router) and not any(

@@ -30,6 +30,7 @@ from ptq.hf import experts, fused
 from ptq.hf.blocks import Part
 from ptq.hf.experts import Experts
 from ptq.models.families import FAMILIES
+from ptq.models.family import Family
 from ptq.models.model_shape import shape_of
 from ptq.pipeline import pipeline, preflight
 from ptq.pipeline.ends import plain
@@ -350,8 +351,17 @@ def test_norms_that_a_setting_turns_off(tmp_path: Path) -> None:
 
 
 def test_names_of_files_and_of_modules() -> None:
-    assert fused.module_name("model.layers.0.block_sparse_moe.experts.3.w1") == "model.layers.0.mlp.experts.3.w1"
-    assert fused.module_name("model.layers.0.mlp.gate_proj") == "model.layers.0.mlp.gate_proj"
+    mixtral, block = FAMILIES["mixtral"], "model.layers.0"
+    for in_files, in_model in (
+        (f"{block}.block_sparse_moe.experts.3.w1", f"{block}.mlp.experts.3.w1"),
+        ("model.norm", "model.norm"),
+    ):
+        assert mixtral.module_name(in_files) == mixtral.module_name(in_model) == in_model
+        assert mixtral.file_name(in_files) == mixtral.file_name(in_model) == in_files
+    for same in (f"{block}.mlp.gate_proj", f"{block}.block_sparse_moe.gate", f"{block}.not_block_sparse_moe.gate"):
+        assert FAMILIES["llama"].module_name(same) == FAMILIES["llama"].file_name(same) == same
+    longer = Family("", renamed=(("router.layer", "router"),), published=(("backbone", "model"),))
+    assert longer.file_name("backbone.0.router.weight") == longer.file_name("model.0.router.layer.weight")
     assert experts.names_in(["lm_head", "a.mlp.gate_proj"]) is None
     assert experts.names_in(["a.mlp.gate_proj", "a.experts.12.w2"]) == ("w1", "w3", "w2")
     assert experts.names_in(["a.experts.12.up_proj"]) == ("gate_proj", "up_proj", "down_proj")

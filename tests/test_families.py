@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf import experts, fused, residual
-from ptq.models import families
-from ptq.models.families import FAMILIES
+from ptq.hf import experts, residual
+from ptq.models import family_parts
+from ptq.models.families import FAMILIES, row_of
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
 from ptq.pipeline import balance, pipeline, rewrite
@@ -39,13 +39,13 @@ from quarot.plan import QuarotRecipe, plan
 IDS = torch.arange(3, 60).reshape(1, -1)
 WITHOUT_DATA = QuarotRecipe(rounding="nearest", weight_bits=16)
 WITHOUT_VALUES = {
-    families.GATED_ATTENTION,
-    families.INDEXED_ATTENTION,
-    *families.MLA,
+    family_parts.GATED_ATTENTION,
+    family_parts.INDEXED_ATTENTION,
+    *family_parts.MLA,
     *FAMILIES["lfm2"].mixers,
     *FAMILIES["afmoe"].mixers,
     *FAMILIES["gpt_neox"].mixers,
-    *families.GEMMA_4_ATTENTION,
+    *family_parts.GEMMA_4_ATTENTION,
 }
 SUBSETS = [{"R1"}, {"R2"}, {"R4"}, {"R1", "R2"}, {"R1", "R2", "R4"}]
 
@@ -66,7 +66,7 @@ def exact(config: Any, tensors: dict[str, Tensor], experts_apart: tuple[str, str
     names."""
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
     experts.separate(model, experts_apart)
-    state = {fused.module_name(name): tensor.double() for name, tensor in tensors.items()}
+    state = {row_of(config).module_name(name): tensor.double() for name, tensor in tensors.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -118,7 +118,7 @@ def add_online(model: Any, plan: Plan) -> None:
     for linear in plan.linears:
         if linear.online is not None:
             order = linear.online.order
-            model.get_submodule(fused.module_name(linear.name)).register_forward_pre_hook(
+            model.get_submodule(row_of(model.config).module_name(linear.name)).register_forward_pre_hook(
                 lambda _, inputs, order=order: (hadamard.apply(inputs[0], None, order),)
             )
     if plan.online_residual is not None:

@@ -10,7 +10,7 @@ from conftest import DISTINCT, check_refused, decode, edit_config, edit_tensors,
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.models import families
+from ptq.models import family_parts
 from ptq.models.families import FAMILIES
 from ptq.models.family import Mixer
 from ptq.ops.hadamard import largest_block
@@ -63,7 +63,7 @@ def test_what_reads_the_stream_and_what_writes_it(model_type: str, tmp_path: Pat
 def test_latent_attention_with_queries_of_full_rank(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "deepseek_v3", q_lora_rank=None)
     linears = planned(folder, 0)
-    assert mixer_of(linears, "deepseek_v3") == families.MLA[1] and "self_attn.q_b_proj" not in linears
+    assert mixer_of(linears, "deepseek_v3") == family_parts.MLA[1] and "self_attn.q_b_proj" not in linears
     assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
 
 

@@ -11,7 +11,6 @@ from conftest import DISTINCT, KEYS_WITHOUT_NORM, PLAIN_ATTENTION, TINY, WRITTEN
 from transformers import AutoModelForCausalLM
 
 from ptq.commands import evaluate
-from ptq.hf.fused import module_name
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
@@ -52,7 +51,7 @@ def inputs_of(model: torch.nn.Module, names: dict[str, tuple[str, ...]]) -> dict
     separated(model, family.experts.linears if family.experts else None)
     for name, linears in names.items():
         for linear in linears:
-            module = model.get_submodule(module_name(linear))
+            module = model.get_submodule(family.module_name(linear))
             module.register_forward_pre_hook(lambda _, x, name=name: found[name].append(x[0].flatten(0, -2).double()))
     with torch.no_grad():
         model(IDS)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf.fused import module_name
 from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
 from ptq.layers.packed_weight import loaded_signs
-from ptq.models.families import FAMILIES
+from ptq.models.families import FAMILIES, row_of
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
 from ptq.pipeline import pipeline, rewrite
@@ -48,7 +47,7 @@ def add_online(model: nn.Module, made: Plan) -> None:
         module.register_forward_hook(after)
 
     for linear in made.rounded():
-        wrap(model.get_submodule(module_name(linear.name)), linear)
+        wrap(model.get_submodule(row_of(model.config).module_name(linear.name)), linear)
 
 
 @pytest.mark.parametrize("model_type", DISTINCT)

@@ -195,7 +195,8 @@ def test_what_only_looks_like_a_norm_is_left_alone() -> None:
 
 
 WITH_LAYER_NORM = {
-    "nemotron", "jais2", "starcoder2", "stablelm", "olmo", "cohere", "cohere2", "phi", "gpt_neox",
+    "nemotron", "jais2", "starcoder2", "stablelm", "olmo", "cohere", "cohere2", "phi", "gpt_neox", "cohere2_moe",
+    "cohere_compass_text", "phimoe",
 }  # fmt: skip
 
 
@@ -207,8 +208,8 @@ def test_a_model_of_every_family(family: str) -> None:
     fast = copy.deepcopy(plain)
     fast_steps.install(fast)
     norms = [m for m in fast.modules() if type(m).__name__.endswith("RMSNorm") and m._parameters]
-    attention = [m for m in fast.modules() if type(m).__name__.endswith("Attention")]
-    others = "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "gemma4_text", "gpt_oss", "nemotron_h"
+    attention = [m for m in fast.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "q_proj")]
+    others = "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "gemma4_text", "gpt_oss", "nemotron_h", "gemma4_unified_text"
     turned = not FAMILIES[family].rope_interleaved and family not in others  # as the op does it
     assert (norms or family in WITH_LAYER_NORM) and all("forward" in vars(m) for m in norms)
     assert attention and all(("forward" in vars(m)) == turned for m in attention)

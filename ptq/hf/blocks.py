@@ -105,7 +105,7 @@ class Part:
         """Put tensors, named as in the whole model, into the part; floating ones in float32, in which it computes.
         `as_stored`: plain linears keep their weight's dtype, which saves memory and time where tokens are few."""
         for name, tensor in tensors.items():
-            owner, _, leaf = fused.module_name(name).rpartition(".")
+            owner, _, leaf = self.family.module_name(name).rpartition(".")
             module = self.module(owner)
             if leaf in module._buffers:
                 module._buffers[leaf] = (tensor.float() if tensor.is_floating_point() else tensor).to(self.device)
@@ -116,7 +116,7 @@ class Part:
             if tensor.shape[:1] == (1,):
                 tensor = tensor.clone()  # the last bits of a product with one row depend on where in memory it lies
             module._parameters[leaf] = frozen(tensor.to(self.device))
-        for owner in {fused.module_name(name).rpartition(".")[0] for name in tensors}:
+        for owner in {self.family.module_name(name).rpartition(".")[0] for name in tensors}:
             if isinstance(module := self.module(owner), PackedWeight):
                 module.prepack()  # as it is after loading, so that numbers are the same to the bit
 
@@ -168,7 +168,7 @@ class Part:
 
     def _inside(self, name: str) -> str:
         """What the block calls what has `name` in the whole model's files; of itself, nothing."""
-        return f"{fused.module_name(name)}.".removeprefix(self.prefix)[:-1]
+        return f"{self.family.module_name(name)}.".removeprefix(self.prefix)[:-1]
 
     @torch.no_grad()
     def embed(self, ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
@@ -210,7 +210,7 @@ class Part:
         self.splice.replacement = hidden
         inside = f"{self.family.layers}.{self.layer}.block."
         named = {
-            inside + self._inside(name) if self.prefix else fused.module_name(name): tensor
+            inside + self._inside(name) if self.prefix else self.family.module_name(name): tensor
             for name, tensor in tensors.items()
         }
         module: nn.Module = self.model

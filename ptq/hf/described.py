@@ -18,6 +18,8 @@ from ptq.hf.plugin import PtqConfig
 from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import PackedWeight
+from ptq.models.families import row_of
+from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
 
@@ -55,7 +57,8 @@ def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, Pac
     does not fit."""
     model, entries = _without_weights(config), packed.entries()
     experts.separate(model, experts.names_in(entries))
-    found = {name: swap(model, fused.module_name(name), entry) for name, entry in entries.items()}
+    family = row_of(config)
+    found = {name: swap(model, family.module_name(name), entry) for name, entry in entries.items()}
     embedding.tie(model)
     return found
 
@@ -82,13 +85,13 @@ def as_turned(shape: ModelShape, config: PreTrainedConfig) -> ModelShape:
     return replace(shape, rotary=next((2 * len(table) for table in tables if table is not None), shape.rotary))
 
 
-def check_promised(plan: Plan, tensors: Collection[str], promised: Collection[str]) -> None:
+def check_promised(plan: Plan, family: Family, tensors: Collection[str], promised: Collection[str]) -> None:
     """Check that the source has those tensors of blocks, and those biases of linears, that the model of its config has;
     `promised` are the names of that model's tensors. Raises InputError.
 
     transformers would fill a missing one with random numbers, and leave out one that the config does not promise.
     """
-    held = {fused.module_name(name) for name in tensors}
+    held = {family.module_name(name) for name in tensors}
     plain = [linear for linear in plan.linears if linear.expert is None]
     biases = {f"{linear.name}.bias" for linear in plain}
     claimed = {linear.source for linear in plain} | biases | {*plan.unit_norms, *plan.kept}
@@ -97,18 +100,19 @@ def check_promised(plan: Plan, tensors: Collection[str], promised: Collection[st
         if name not in held:
             raise InputError(f"the checkpoint has no tensor {name!r}, but its config.json promises it: {OF_ANOTHER}")
     for name in sorted(claimed & {*tensors}):
-        if fused.module_name(name) not in promised:
+        if family.module_name(name) not in promised:
             raise InputError(
                 f"the checkpoint holds tensor {name!r}, but its config.json does not promise it: {OF_ANOTHER}"
             )
     for linear in plan.linears:
         if linear.expert is not None:
-            _check_bias_of_expert(linear, linear.expert, tensors, promised)
+            owner, _, _ = family.module_name(linear.name).rpartition(f".{linear.expert}.")
+            _check_bias_of_expert(linear, owner, tensors, promised)
 
 
-def _check_bias_of_expert(linear: LinearPlan, expert: int, tensors: Collection[str], promised: Collection[str]) -> None:
-    """Of a linear that the model holds together with those of other experts."""
-    name, owner = f"{linear.name}.bias", fused.module_name(linear.name).rpartition(f".{expert}.")[0]
+def _check_bias_of_expert(linear: LinearPlan, owner: str, tensors: Collection[str], promised: Collection[str]) -> None:
+    """Of a linear that the model holds together with those of other experts, in the module `owner`."""
+    name = f"{linear.name}.bias"
     wholes = [f"{owner}.{leaf}" for leaf in fused.BIASES if leaf.startswith("down") == (linear.role == "down")]
     whole = next((name for name in wholes if name in promised), wholes[0])
     if whole in promised and name not in tensors:

@@ -2,7 +2,7 @@
 and into parts of files that are read one by one."""
 
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from jaxtyping import Float
@@ -20,11 +20,6 @@ PARTS = {"gate_up_proj": slice(-3, -1), "up_proj": slice(-2, -1), "down_proj": s
 GATED, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")
 BIASES = {f"{name}_bias": part for name, part in PARTS.items()}
 """Those that it may have besides: [experts, 2 width] and so on."""
-RENAMED = ((".block_sparse_moe.", ".mlp."), (".mlp.moe_statics.", ".mlp.gate.moe_statics."), ("embed_out", "lm_head"))
-"""Files of Mixtral, Ernie, GPT-NeoX have the first where modules have the second; transformers renames tensors when it
-loads them."""
-PREFIX = ("backbone.", "model.")
-"""What published files of Nemotron-H have in front of names, and what transformers, and files that a run writes."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +33,6 @@ class Layout:
     def of(cls, names: Names) -> "Layout":
         """That of a family."""
         return cls(names.transposed, names.interleaved)
-
-
-def module_name(name: str) -> str:
-    """What a model calls a linear of its checkpoint's files."""
-    for in_files, in_model in RENAMED:
-        name = name.replace(in_files, in_model)
-    return name
 
 
 def is_fused_parameter(name: str) -> bool:
@@ -72,16 +60,17 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family, experts: int
     """The tensors of files with one matrix for each linear of an expert, as most models are published. Where files hold
     all `experts` of a block in one tensor, those are the same bytes under names of their own. Raises InputError for one
     that holds another number of them, or has no two halves."""
-    tensors = {own_prefix(name, tensors): info for name, info in tensors.items()}
+    own = {name: family.file_name(name) for name in tensors}
+    tensors = {name if own[name] in tensors else own[name]: info for name, info in tensors.items()}
     names, found = family.experts, {}
     if names is None:
         return tensors
-    inside = module_name(f".{names.experts}")
+    inside = f".{names.experts}"
     for name, info in tensors.items():
         owner, _, leaf = name.rpartition(".")
         axes = 3 if leaf in PARTS else 2 if leaf in BIASES else 0
         if not (owner.endswith(inside) and axes and len(info.shape) == axes and info.nbytes):
-            found[_in_files(name, names)] = info
+            found[name] = info
             continue
         if info.shape[0] != experts:  # before there is a name for each
             raise InputError(
@@ -123,17 +112,3 @@ def _rows(info: TensorInfo, number: int, rows: slice) -> TensorInfo:
     count, first = len(range(*rows.indices(outputs))), (number * outputs + rows.start) * columns
     stride = None if rows.step == 1 else (rows.step * columns, *(1 for _ in others))
     return info.part(first, (count, *others), stride)
-
-
-def own_prefix(name: str, names: Collection[str]) -> str:
-    """The name with transformers' own prefix, unless there is such a tensor, too."""
-    in_files, in_model = PREFIX
-    own = in_model + name.removeprefix(in_files)
-    return own if name.startswith(in_files) and own not in names else name
-
-
-def _in_files(name: str, names: Names) -> str:
-    """What published files call a tensor, which may have the name that the model gives it."""
-    for own in (f".{names.router}.weight", *(f".{kept}" for kept in names.kept)):
-        name = name.replace(module_name(own), own) if name.endswith(module_name(own)) else name
-    return name

@@ -15,11 +15,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ptq.errors import InputError
 from ptq.fast import fast_decode
 from ptq.files.header import read_header
-from ptq.hf import experts, fused, residual
+from ptq.hf import experts, residual
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers import embedding
 from ptq.layers.linear import describe, swap
 from ptq.layers.packed_weight import PackedWeight
+from ptq.models.families import row_of
 from ptq.planning.plan import Plan
 
 QUANT_METHOD = "ptq"
@@ -155,7 +156,7 @@ class PtqQuantizer(HfQuantizer):
         files = kwargs.get("checkpoint_files")
         if files:
             paths = [Path(file) for file in files]
-            check_files(replaced | ends, paths, f"{model.base_model_prefix}.")
+            check_files(replaced | ends, paths, model)
             if turned is None:
                 residual.refuse_unread(paths)
 
@@ -193,7 +194,7 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
     "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
-    found, prefix = {name: fused.module_name(name) for name in names}, f"{model.base_model_prefix}."
+    found, prefix = {name: row_of(model.config).module_name(name) for name in names}, f"{model.base_model_prefix}."
     outside = [name for name, own in found.items() if not own.startswith(prefix)]
     if model.get_output_embeddings() is None and len(outside) == 1:
         del found[outside[0]]
@@ -202,22 +203,22 @@ def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     return {name: own.removeprefix(prefix) for name, own in found.items()}
 
 
-def check_files(modules: Mapping[str, nn.Module], files: list[Path], prefix: str) -> None:
-    """Check that the files hold every tensor of these modules, by their names there, in its shape and dtype; with
-    or without `prefix`, for transformers adds and removes it.
+def check_files(modules: Mapping[str, nn.Module], files: list[Path], model: PreTrainedModel) -> None:
+    """Check that the files of a model hold every tensor of these modules, by their names there, in its shape and dtype;
+    with or without the prefix that transformers adds and removes.
 
     transformers would fill a missing tensor with random numbers and go on. Raises InputError.
     """
-    # A checkpoint that was saved again may have the model's names in the place of the source's.
-    stored = {
-        fused.module_name(name.removeprefix(prefix)): info
-        for file in files
-        for name, info in read_header(file)[0].items()
-    }
+    family, prefix = row_of(model.config), f"{model.base_model_prefix}."
+
+    def own(name: str) -> str:  # a checkpoint that was saved again may have the model's names
+        return family.module_name(name.removeprefix(prefix))
+
+    stored = {own(name): info for file in files for name, info in read_header(file)[0].items()}
     for owner, module in modules.items():
         for leaf, parameter in module.state_dict().items():
             name = f"{owner}.{leaf}"
-            info = stored.get(fused.module_name(name.removeprefix(prefix)))
+            info = stored.get(own(name))
             if info is None:
                 raise InputError(f"{files[0].parent}: tensor {name!r} is missing; the checkpoint is damaged")
             if tuple(info.shape) != tuple(parameter.shape):

@@ -45,7 +45,7 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise InputError(
             f"config.json: model_type {whole['model_type']!r} has a text model of type {model_type!r} inside, which is "
-            f"not supported; known are {', '.join(sorted(FAMILIES))}. A new one is a row of ptq/models/families.py: "
+            f"not supported; known are {', '.join(sorted(FAMILIES))}. A new one is one row of a table: "
             "see docs/add-a-family.md"
         )
     tensors = {}

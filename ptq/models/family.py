@@ -3,6 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+Names = tuple[tuple[str, str], ...]
+"""Pieces of dotted names, and what stands in their place somewhere else."""
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -63,6 +66,8 @@ class Mixer:
     16 bits, as a router does."""
     kept: tuple[str, ...] = ()
     """Its other tensors, which no rotation touches; a bias (`.bias`) may be there or not."""
+    optional: tuple[str, ...] = ()
+    """Likewise, of which some blocks have none."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,11 @@ class Family:
     """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
     returns_pair: bool = False
     """Whether a block returns, beside the hidden states, one thing more, which no block needs."""
+    renamed: Names = ()
+    """Pieces of names in the files, and what transformers calls them in the model: it renames tensors when it loads
+    them, one pair after the other."""
+    published: Names = ()
+    """Pieces of names in published files alone, and what they are called in this row and in all that a run writes."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
     experts: Experts | None = None
@@ -148,6 +158,22 @@ class Family:
         """The row as a model with this transformers config has it."""
         return self if self.kept_if is None or getattr(config, self.kept_if) else replace(self, kept=())
 
+    def module_name(self, name: str) -> str:
+        """What a model calls a linear, or a tensor, of its checkpoint's files."""
+        for in_files, in_model in self.renamed:
+            name = _replaced(name, in_files, in_model)
+        return name
+
+    def file_name(self, name: str) -> str:
+        """What the files of a run call a tensor of published files, which may also have the name that it has in the
+        model."""
+        for published, own in self.published:
+            name = _replaced(name, published, own)
+        for in_files, in_model in reversed(self.renamed):
+            if _replaced(name, in_files, "") == name:  # a longer name may begin like the model's
+                name = _replaced(name, in_model, in_files)
+        return name
+
     @property
     def norms_keys(self) -> bool:
         """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
@@ -160,3 +186,7 @@ class Family:
         inside = dict.fromkeys(norm for norm in (self.attention_norm, self.mlp_norm) if norm)
         found = [f"{self.layers}.{index}.{norm}.weight" for index in range(blocks) for norm in inside]
         return (*found, f"{self.final_norm}.weight") if last else tuple(found)
+
+
+def _replaced(name: str, old: str, new: str) -> str:
+    return f".{name}.".replace(f".{old}.", f".{new}.")[1:-1]

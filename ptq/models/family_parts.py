@@ -58,7 +58,9 @@ MAMBA2 = Mixer(
     output="mamba.out_proj",
     kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
 )
+SPARSE_MOE = (("block_sparse_moe", "mlp"),)
 NEMOTRON_H: dict[str, Any] = dict(
+    published=(("backbone", "model"),),
     embedding="model.embeddings",
     final_norm="model.norm_f",
     attention_norm="norm",
@@ -101,3 +103,14 @@ LFM2: dict[str, Any] = dict(
     ),
 )
 """Fields of both rows of LFM 2."""
+LFM3: dict[str, Any] = dict(
+    LFM2,
+    kept=("post_operator_norm.weight", "post_ffn_norm.weight"),
+    kept_if="use_sandwich_norm",
+    rotate_residual=False,
+    mixers=(
+        LFM2["mixers"][0],
+        Mixer(QKV, "self_attn.o_proj", gates=("self_attn.gate_proj",), kept=HEAD_NORMS),
+    ),
+    renamed=(("self_attn.gate_proj", "self_attn.g_proj"),),
+)

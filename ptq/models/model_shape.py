@@ -157,10 +157,10 @@ def _check_settings(config: Any, blocks: int) -> None:
 
 
 def _intermediate(config: Any) -> int:
-    """The width of an MLP: of Granite 4, of the one that every token passes; LFM 2 may make another one of it."""
-    width = _size(
-        config, "shared_intermediate_size" if hasattr(config, "shared_intermediate_size") else "intermediate_size"
-    )
+    """The width of an MLP: of Granite 4, of the one that every token passes; of Command A+, of those in blocks without
+    experts; LFM 2 may make another one of it."""
+    names = ("shared_intermediate_size", "prefix_dense_intermediate_size", "intermediate_size")
+    width = _size(config, next((name for name in names if getattr(config, name, None)), names[-1]))
     if getattr(config, "block_auto_adjust_ff_dim", False):
         width = 2 * width // 3
         if (multiplier := config.block_ffn_dim_multiplier) is not None:

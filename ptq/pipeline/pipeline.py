@@ -87,7 +87,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     if plan.cache is not None:
         attention.check(config, plan.cache)
     promised = parameter_shapes(config)
-    check_promised(plan, checkpoint.tensors, promised)
+    check_promised(plan, family, checkpoint.tensors, promised)
     check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
     check_tensors(plan, checkpoint.tensors, promised)
     return Target(checkpoint, config, family, replace(plan, notes=(*notes, *more, *plan.notes)))

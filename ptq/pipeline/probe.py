@@ -87,7 +87,7 @@ class Probe:
             raise RunError(
                 f"block {index}: the rotated block differs from the original by {error:.1e} (relative; rounding is "
                 f"below {ROTATION_TOLERANCE}), so nothing was written: this {self.job.family.model_type} model may "
-                "have a part that the row in ptq/models/families.py does not know; please report it"
+                "have a part that the row of its family does not know; please report it"
             )
 
     def write(self, index: int, left: dict[str, Tensor], before: dict[str, Input], after: dict[str, Input]) -> None:

@@ -101,7 +101,8 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
 def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:
     """The tensors of blocks for multi-token prediction: in a place of their own, or behind the last block, where the
     config speaks of such blocks."""
-    places = ("mtp.", "model.mtp_", *(f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread)))
+    behind = (f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread))
+    places = ("mtp.", "model.mtp.", "model.mtp_", *behind)
     return {name for name in names if name.startswith(places)}
 
 
@@ -155,9 +156,10 @@ def _mixer(block: str, family: Family, names: Set[str]) -> Mixer | None:
 
 
 def _kept(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[str]:
-    """The other tensors of a mixer: of the biases those that are there."""
-    names = (f"{block}.{name}" for name in mixer.kept)
-    return (name for name in names if not name.endswith(".bias") or name in tensors)
+    """The other tensors of a mixer: of the biases, and of what only some blocks have, those that are there."""
+    names = (f"{block}.{name}" for name in (*mixer.kept, *mixer.optional))
+    may_lack = (".bias", *mixer.optional)
+    return (name for name in names if not name.endswith(may_lack) or name in tensors)
 
 
 def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:

@@ -1,0 +1,93 @@
+"""Rows of the table of model families (`ptq.models.families`): models with experts in some blocks, or in all."""
+
+from ptq.models.family import Experts, Family
+from ptq.models.family_parts import GATED_SHARED_EXPERT, HEAD_NORMS, POST_NORMS, SHARED_EXPERTS, SPARSE_MOE
+
+ROWS = (
+    *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
+    Family(
+        "flex_olmo",
+        attention_norm=None,
+        mlp_norm=None,
+        kept=(*HEAD_NORMS, *POST_NORMS),
+        rotate_residual=False,
+        experts=Experts(),
+    ),
+    Family("qwen2_moe", experts=GATED_SHARED_EXPERT),
+    Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
+    Family(
+        "ernie4_5_moe",
+        rope_interleaved=True,
+        renamed=(("mlp.moe_statics", "mlp.gate.moe_statics"),),
+        experts=Experts(shared="mlp.shared_experts", kept=("mlp.moe_statics.e_score_correction_bias",)),
+    ),
+    Family(
+        "hunyuan_v1_moe",
+        kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
+        experts=Experts("mlp.gate.wg", shared="mlp.shared_mlp"),
+    ),
+    Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
+    Family("solar_open", experts=SHARED_EXPERTS),
+    Family(
+        "mixtral",
+        renamed=SPARSE_MOE,
+        experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+    ),
+    Family(
+        "gpt_oss",
+        kept=("self_attn.sinks",),
+        plain_attention=False,
+        experts=Experts("mlp.router", fused=True, transposed=True, interleaved=True, plain_gate=False),
+    ),
+    Family(
+        "minimax_m2",
+        kept=HEAD_NORMS,
+        renamed=SPARSE_MOE,
+        experts=Experts(
+            "block_sparse_moe.gate",
+            "block_sparse_moe.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+            kept=("block_sparse_moe.e_score_correction_bias",),
+        ),
+    ),
+    Family(
+        "cohere2_moe",
+        mlp_norm="input_layernorm",
+        rope_interleaved=True,
+        rotate_residual=False,
+        experts=Experts(shared="mlp.shared_experts"),
+    ),
+    Family(
+        "exaone_moe",
+        kept=HEAD_NORMS,
+        renamed=(("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
+        experts=Experts(shared="mlp.shared_experts", kept=("mlp.e_score_correction_bias",)),
+    ),
+    Family(
+        "hy_v3",
+        kept=HEAD_NORMS,
+        renamed=(
+            ("mlp.router.gate", "mlp.gate"),
+            ("mlp.expert_bias", "mlp.e_score_correction_bias"),
+            ("mlp.shared_mlp", "mlp.shared_experts"),
+        ),
+        experts=Experts("mlp.router.gate", shared="mlp.shared_mlp", kept=("mlp.expert_bias",)),
+    ),
+    Family(
+        "phimoe",
+        rotate_residual=False,
+        renamed=(("block_sparse_moe.gate", "block_sparse_moe.router"), *SPARSE_MOE),
+        experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+    ),
+    Family(
+        "granitemoe",
+        renamed=(("block_sparse_moe.router.layer", "block_sparse_moe.router"),),
+        published=(
+            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+        ),
+        experts=Experts("block_sparse_moe.router.layer", "block_sparse_moe.experts", fused=True),
+    ),
+)

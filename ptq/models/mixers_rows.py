@@ -1,0 +1,161 @@
+"""Rows of the table of model families (`ptq.models.families`): models some of whose blocks, or all, do not have plain
+attention."""
+
+from dataclasses import replace
+
+from ptq.models.family import Experts, Family, LayerInputs, Mixer
+from ptq.models.family_parts import (
+    DELTA_NET,
+    FUSED_DELTA_NET,
+    GATED_ATTENTION,
+    GATED_SHARED_EXPERT,
+    GEMMA_4_ATTENTION,
+    HEAD_NORMS,
+    INDEXED_ATTENTION,
+    LFM2,
+    LFM3,
+    MAMBA2,
+    MLA,
+    NEMOTRON_H,
+    OWN_KEYS,
+    POST_NORMS,
+    QKV,
+    SHARED_EXPERTS,
+    SPARSE_MOE,
+)
+
+ROWS = (
+    Family(
+        "gemma4_text",
+        mlp_norm="pre_feedforward_layernorm",
+        kept=(*POST_NORMS, "layer_scalar"),
+        rotate_residual=False,
+        mixers=GEMMA_4_ATTENTION,
+        own_keys=OWN_KEYS,
+        layer_inputs=LayerInputs(),
+        experts=Experts(
+            "router.proj",
+            "experts",
+            shared="mlp",
+            kept=(
+                "router.scale",
+                "router.per_expert_scale",
+                "pre_feedforward_layernorm_2.weight",
+                "post_feedforward_layernorm_1.weight",
+                "post_feedforward_layernorm_2.weight",
+            ),
+            fused=True,
+        ),
+    ),
+    Family(
+        "afmoe",
+        mlp_norm="pre_mlp_layernorm",
+        kept=("post_attention_layernorm.weight", "post_mlp_layernorm.weight"),
+        rotate_residual=False,
+        mixers=(replace(GATED_ATTENTION, readers=(*QKV, "self_attn.gate_proj")),),
+        experts=Experts("mlp.router.gate", shared="mlp.shared_experts", kept=("mlp.expert_bias",)),
+    ),
+    Family(
+        "qwen3_next",
+        norm_offset=1.0,
+        mixers=(FUSED_DELTA_NET, GATED_ATTENTION),
+        experts=GATED_SHARED_EXPERT,
+    ),
+    Family("qwen3_5_text", norm_offset=1.0, mixers=(DELTA_NET, GATED_ATTENTION)),
+    Family(
+        "qwen3_5_moe_text",
+        norm_offset=1.0,
+        mixers=(DELTA_NET, GATED_ATTENTION),
+        experts=GATED_SHARED_EXPERT,
+    ),
+    *(Family(model_type, mixers=MLA) for model_type in ("minicpm3", "youtu")),
+    *(Family(model_type, mixers=MLA, experts=SHARED_EXPERTS) for model_type in ("deepseek_v3", "glm4_moe_lite")),
+    Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
+    Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
+    Family("glm_moe_dsa", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS, returns_pair=True),
+    Family("lfm2", **LFM2),
+    Family(
+        "lfm2_moe",
+        **LFM2,
+        experts=Experts(
+            "feed_forward.gate",
+            "feed_forward.experts",
+            gate="w1",
+            up="w3",
+            down="w2",
+            kept=("feed_forward.expert_bias",),
+        ),
+    ),
+    Family(
+        "bamba",
+        final_norm="model.final_layernorm",
+        mlp_norm="pre_ff_layernorm",
+        gate="feed_forward.gate_proj",
+        up="feed_forward.up_proj",
+        down="feed_forward.down_proj",
+        returns_pair=True,
+        mixers=(MAMBA2,),
+    ),
+    Family("nemotron_h", **NEMOTRON_H),
+    Family(
+        "gpt_neox",
+        layers="gpt_neox.layers",
+        embedding="gpt_neox.embed_in",
+        final_norm="gpt_neox.final_layer_norm",
+        head="embed_out",
+        renamed=(("embed_out", "lm_head"),),
+        gate=None,
+        up="mlp.dense_h_to_4h",
+        down="mlp.dense_4h_to_h",
+        rotate_residual=False,
+        unused=tuple(f"attention.{name}" for name in ("rotary_emb.inv_freq", "bias", "masked_bias")),
+        mixers=(Mixer(("attention.query_key_value",), "attention.dense"),),
+    ),
+    Family(
+        "granitemoehybrid",
+        gate="shared_mlp.input_linear",
+        up="shared_mlp.input_linear",
+        down="shared_mlp.output_linear",
+        mixers=(MAMBA2,),
+    ),
+    Family(
+        "gemma4_unified_text",
+        mlp_norm="pre_feedforward_layernorm",
+        kept=(*POST_NORMS, "layer_scalar"),
+        rotate_residual=False,
+        mixers=GEMMA_4_ATTENTION,
+        own_keys=OWN_KEYS,
+    ),
+    Family(
+        "minimax",
+        rotate_residual=False,
+        mixers=(
+            Mixer(
+                ("self_attn.qkv_proj", "self_attn.output_gate"),
+                "self_attn.out_proj",
+                kept=tuple(
+                    f"self_attn.{name}"
+                    for name in ("norm.weight", "slope_rate", "query_decay", "key_decay", "diagonal_decay")
+                ),
+            ),
+        ),
+        renamed=SPARSE_MOE,
+        experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+    ),
+    Family(
+        "laguna",
+        mixers=(Mixer(QKV, "self_attn.o_proj", gates=("self_attn.g_proj",), kept=HEAD_NORMS),),
+        renamed=(
+            ("mlp.experts.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+            ("mlp.shared_expert", "mlp.shared_experts"),
+        ),
+        experts=Experts(shared="mlp.shared_expert", kept=("mlp.experts.e_score_correction_bias",)),
+    ),
+    Family("lfm3", **LFM3),
+    Family(
+        "mimo_v2_flash",
+        mixers=(Mixer(QKV, "self_attn.o_proj", optional=("self_attn.attention_sink_bias",)),),
+        renamed=(("self_attn.attention_sink_bias", "self_attn.sinks"),),
+        experts=Experts(kept=("mlp.gate.e_score_correction_bias",)),
+    ),
+)
