@@ -107,15 +107,15 @@ def dequantize(
     k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
     """The weight that stored parts stand for."""
-    return scaled(unpack(codes, bits, k), scale, zero, bits)
+    return scaled(unpack(codes, bits, k), scale, zero, bits, group_size)
 
 
 def scaled(
-    codes: UInt8[Tensor, "n k"], scale: Int16[Tensor, "n g"], zero: UInt8[Tensor, "n g"] | None, bits: int
+    codes: UInt8[Tensor, "n k"], scale: Int16[Tensor, "n g"], zero: UInt8[Tensor, "n g"] | None, bits: int, size: int
 ) -> Float32[Tensor, "n k"]:
-    """The numbers that codes stand for, in groups of one size."""
+    """The numbers that codes stand for, in groups of that size; 0: a whole row."""
     offset = 2 ** (bits - 1) if zero is None else zero[..., None].float()
-    groups = codes.float().unflatten(1, (scale.shape[1], -1))
+    groups = codes.float().view(*scale.shape, size or codes.shape[1])
     return ((groups - offset) * scale.view(torch.bfloat16)[..., None].float()).flatten(1)
 
 

@@ -48,7 +48,7 @@ def dequantize(
 ) -> Float32[Tensor, "n k"]:
     """The weight that tiles stand for."""
     zero = None if zero is None else untile_scales(zero, n)
-    return scaled(unpack(tiles, n, bits, k), untile_scales(scale, n), zero, bits)
+    return scaled(unpack(tiles, n, bits, k), untile_scales(scale, n), zero, bits, group_size)
 
 
 def product(

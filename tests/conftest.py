@@ -134,6 +134,8 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
     "granite_swa": dict(layer_rope_theta=[500.0, 0]),
+    "granitemoe_swa": dict(TWO_WINDOWS, layer_rope_theta=[500.0, 0], shared_intermediate_size=0),
+    "granitemoeshared": dict(shared_intermediate_size=136),
     "gpt_oss": dict(
         sliding_window=16, swiglu_limit=0.7, layer_types=["sliding_attention", "full_attention"],
         rope_parameters=dict(
@@ -163,7 +165,7 @@ ALIKE = {
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
     "nemotron_h",
     "gemma4_unified_text", "cohere2_moe", "cohere_compass_text", "minimax", "exaone_moe", "hy_v3", "phimoe",
-    "granitemoe", "laguna", "lfm3", "mimo_v2_flash",
+    "granitemoe", "granitemoeshared", "granitemoe_swa", "laguna", "lfm3", "mimo_v2_flash",
 }  # fmt: skip
 """Families of parts that others have too, where runs of every kind would say nothing new, so a few tests must do; and
 one with tests of its own (test_halves.py)."""
@@ -178,9 +180,9 @@ CACHED = [
 """Those whose KV cache can be packed."""
 PLAIN_ATTENTION = [name for name, family in FAMILIES.items() if not family.mixers]
 """Those all of whose blocks have plain attention."""
-SPARSE_FAMILIES = [
-    name for name, family in FAMILIES.items() if family.experts and OWN.get(name, {}).get("enable_moe_block", True)
-]  # fmt: skip
+WITHOUT_EXPERTS = {"gemma4_text", "granitemoehybrid"}
+"""Those that have rows for experts, and tiny models without."""
+SPARSE_FAMILIES = [name for name, family in FAMILIES.items() if family.experts and name not in WITHOUT_EXPERTS]
 """Those whose tiny models have experts."""
 WRITTEN_PLAIN = [
     name for name, family in FAMILIES.items()

@@ -83,6 +83,32 @@ def test_through_the_command(method: str, variant: str, calibration_text: Path, 
     assert torch.equal(again(IDS).logits, packed(IDS).logits)
 
 
+@pytest.mark.parametrize("shared", [136, 0])
+@torch.no_grad()
+def test_granite_with_experts_beside_state_spaces(shared: int, calibration_text: Path, tmp_path: Path) -> None:
+    """Granite 4: beside the experts an MLP with names of its own, whose gate and up are fused; it may be missing."""
+    if not shared:
+        model = save_model(tmp_path / "model", "granitemoeshared", shared_intermediate_size=0)
+    else:
+        model = save_model(tmp_path / "model", "granitemoehybrid", num_local_experts=4, shared_intermediate_size=shared)
+    out, original = tmp_path / "out", load(model)
+    options = ("--samples", 8, "--sequence-length", 64, "--group-size", 8, "--activation-bits", 8)
+    result = quantize("quarot", model, out, "--calibration", calibration_text, *options)
+    assert result.exit_code == 0, result.output
+    packed = load(out)
+    found, wanted = packed(IDS).logits, original(IDS).logits
+    assert 1e-4 < (found - wanted).norm() / wanted.norm() < 0.6
+    roles = {linear.name.partition(".1.")[2]: linear for linear in plan(model).block(1)}
+    assert ("shared_mlp.input_linear" in roles) == bool(shared)
+    if shared:
+        both = roles["shared_mlp.input_linear"]
+        assert (both.role, both.n, len(both.parts)) == ("gate+up", 2 * shared, 2)
+        assert roles["shared_mlp.output_linear"].input.signs == "R4.1.shared"
+    assert roles["block_sparse_moe.experts.3.down_proj"].input.signs == "R4.1"
+    assert isinstance(packed.model.layers[1].block_sparse_moe.experts, Experts)
+    assert quantize("verify", out, "--against", model).exit_code == 0
+
+
 @pytest.mark.parametrize("chosen", [[[0, 1], [1, 3], [3, 0], [3, 1], [1, 0]], [[2, 0]]], ids=str)
 @torch.no_grad()
 def test_experts_are_those_of_transformers(chosen: list[list[int]]) -> None:
@@ -143,6 +169,15 @@ def test_files_with_other_names(tmp_path: Path) -> None:
     check_refused(quantize("fp6", folder, tmp_path / "out"), "no row of the family claims tensor 'backbone.norm_f")
 
 
+def test_two_names_of_one_tensor(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "phimoe")
+    one = "model.layers.1.block_sparse_moe.{}.weight"
+    edit_tensors(lambda t: t.update({one.format("router"): t.pop(one.format("gate")).clone()}))(folder)
+    assert quantize("fp6", folder, tmp_path / "out").exit_code == 0  # the name in the model, but for the last step
+    edit_tensors(lambda t: t.update({"model.layers.1.mlp.router.weight": t[one.format("router")].clone()}))(folder)
+    check_refused(quantize("fp6", folder, tmp_path / "other"), "are two names of one tensor")
+
+
 def test_taken_apart_by_hand() -> None:
     assert NAMES is not None
     up, down = torch.randn(3, 6, 4), torch.randn(3, 4, 6)
@@ -159,6 +194,9 @@ def test_taken_apart_by_hand() -> None:
         (edit_config(moe_latent_size=24), "fc1_latent_proj.weight' has shape [40, 72], but config.json says [24, 72]"),
         (edit_config(moe_latent_size=0), "moe_latent_size must be a positive whole number, found 0"),
         (edit_config(moe_shared_expert_intermediate_size=8), "but config.json says [8, 72]"),
+        (edit_config(n_routed_experts=10**7), "num_local_experts 10000000, but the checkpoint has"),
+        (edit_config(layers_block_type=["mlp"] * 10**4), "num_hidden_layers 10000, but the checkpoint has"),
+        (edit_config(chunk_size=20_000), "chunk_size must be 4096 at most, found 20000"),
         (edit_config(n_routed_experts=6), "gate.weight' has shape [4, 72], but config.json says [6, 72]"),
         (
             edit_tensors(lambda tensors: tensors.pop("backbone.layers.1.mixer.experts.2.up_proj.weight")),

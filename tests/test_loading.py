@@ -17,12 +17,16 @@ from ptq.hf.loading import load_config, load_model, load_tokenizer
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "model", **TINY)
+    return save_model(tmp_path / "model", **TINY, num_hidden_layers=3)
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "fewer blocks than there are": (edit_config(num_hidden_layers=1), "hold tensor 'model.layers.1.input_layernorm"),
-    "more blocks": (edit_config(num_hidden_layers=3), "16 tensors of the model are not in its files"),
+    "fewer blocks, and one for multi-token prediction": (
+        edit_config(num_hidden_layers=1, num_nextn_predict_layers=1),
+        "hold tensor 'model.layers.2.input_layernorm",
+    ),
+    "more blocks": (edit_config(num_hidden_layers=4), "16 tensors of the model are not in its files"),
     "blocks without end": (
         edit_config(num_hidden_layers=10**8, model_type="qwen2"),
         "num_hidden_layers 100000000, but",
@@ -54,17 +58,28 @@ def test_tables_that_old_files_hold_and_other_parts_are_left_out(model: Path) ->
 
 
 def test_blocks_for_multi_token_prediction_are_left_out(model: Path) -> None:
-    edit_config(num_hidden_layers=1, num_nextn_predict_layers=1)(model)
+    edit_config(num_hidden_layers=2, num_nextn_predict_layers=1)(model)
     load_model(model)
 
 
-def test_configs_without_end_are_refused_by_every_command(model: Path, tmp_path: Path) -> None:
-    packed = tmp_path / "packed"
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts"])
+def test_configs_without_end_are_refused_by_every_command(key: str, tmp_path: Path) -> None:
+    packed, out = tmp_path / "packed", tmp_path / "out"
+    model = save_model(tmp_path / "model", "mixtral", hidden_size=16, intermediate_size=24, head_dim=8)
     assert quantize("fp6", model, packed).exit_code == 0
     (packed / "ptq.json").unlink()
-    edit_config(num_hidden_layers=10**8)(packed)
-    for arguments in (("inspect", packed), ("prepack", packed, tmp_path / "out", "--target", "cpu")):
-        check_refused(quantize(*arguments), "num_hidden_layers 100000000, but the checkpoint has")
+    for folder in (packed, model):
+        edit_config(**{key: 10**8})(folder)
+    for arguments in (
+        ("inspect", packed), ("prepack", packed, out, "--target", "cpu"), ("export", packed, out), ("fp6", model, out),
+        ("verify", packed, "--against", model),
+    ):  # fmt: skip
+        check_refused(quantize(*arguments), " 100000000, but the checkpoint has")
+
+
+def test_blocks_for_multi_token_prediction_without_end(model: Path, tmp_path: Path) -> None:
+    edit_config(num_nextn_predict_layers=10**8)(model)
+    assert quantize("fp6", model, tmp_path / "out").exit_code == 0
 
 
 # --- files beside the weights ---------------------------------------------------------------------------------------
@@ -95,7 +110,7 @@ def test_a_folder_without_tokenizer(model: Path) -> None:
         (model / name).unlink()
     with pytest.raises(InputError, match="holds no tokenizer"):
         load_tokenizer(model)
-    assert load_config(model).num_hidden_layers == 2
+    assert load_config(model).num_hidden_layers == 3
 
 
 # --- records --------------------------------------------------------------------------------------------
@@ -107,3 +122,4 @@ def test_records_of_strangers(content: str, model: Path, tmp_path: Path) -> None
     ptq.quantize(model, packed, Fp6Recipe(), ptq.RunOptions(progress=False, report=False))
     (packed / "ptq.json").write_text(content)
     check_refused(quantize("verify", packed), "ptq.json: not a record of a ptq run")
+    assert "fetch the file again" not in quantize("verify", packed).stderr

@@ -96,11 +96,11 @@ def test_any_wrong_shape_is_an_error() -> None:
 def test_tensors_are_those_of_the_config(name: str) -> None:
     """A missing one would be filled with random numbers, a surplus one left out."""
     made, found = make(), tensors(SHAPE)
-    check_promised(made, found, found.keys())
+    check_promised(made, FAMILIES["llama"], found, found.keys())
     with pytest.raises(ptq.InputError, match=f"has no tensor '{name}', but its config.json promises it"):
-        check_promised(made, found.keys() - {name}, found.keys())
+        check_promised(made, FAMILIES["llama"], found.keys() - {name}, found.keys())
     with pytest.raises(ptq.InputError, match=f"holds tensor '{name}', but its config.json does not promise it"):
-        check_promised(made, found, found.keys() - {name})
+        check_promised(made, FAMILIES["llama"], found, found.keys() - {name})
 
 
 def test_a_stored_copy_of_a_tied_head_and_rotary_tables_are_unused() -> None:

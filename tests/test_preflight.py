@@ -159,6 +159,7 @@ GIB = 1 << 30
         ("0::/\n", {"memory.max": 8 * GIB, "memory.current": 7 * GIB}, 1),
         ("0::/\n", {"memory.max": 8 * GIB, "memory.current": 9 * GIB}, 0),
         ("0::/pod/box\n", {"pod/memory.max": 9 * GIB, "pod/memory.current": GIB, "pod/box/memory.max": "max"}, 8),
+        ("\nno colons\n0::/\n", {"memory.max": 8 * GIB, "memory.current": 7 * GIB}, 1),
         ("0::/docker/abc\n", {"memory.max": 4 * GIB, "memory.current": GIB}, 3),  # which it does not see
         (
             "3:cpu:/\n2:memory:/box\n0::/\n",
@@ -181,6 +182,6 @@ def test_the_limit_of_a_container_counts(
     monkeypatch.setattr(preflight.available, "OWN_GROUPS", tmp_path / "own")
     assert preflight.available.memory() == free * GIB
     for stat in tmp_path.rglob("memory.stat"):  # files that were read, and are dropped when somebody wants the room
-        stat.write_text(f"anon {GIB}\ninactive_file {GIB}\ntotal_inactive_file {GIB}\n")
+        stat.write_text(f"anon {GIB}\nactive_file {GIB // 2}\ninactive_file {GIB // 2}\ntotal_inactive_file {GIB}\n")
     more = GIB if 0 < free < 64 else 0
     assert preflight.available.memory() == free * GIB + more

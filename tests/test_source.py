@@ -103,6 +103,7 @@ def test_patterns_choose_the_files():
     names += ["additional_chat_templates/tools.jinja", "qwen.tiktoken", "tekken.json"]
     pickles = ["pytorch_model.bin", "training_args.bin", "tokenizer.pkl", "optimizer.pt", "modeling_x.py"]
     copies = ["consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx", "sub/config.json"]
+    copies += ["tokenizer/weights.onnx", "LICENSES/a.txt", "onnx/chat_template.jinja", "tokenizer_big/model.msgpack"]
     copies += ["original/tokenizer.model", "sub/tokenizer.json", "sub/merges.txt"]
     chosen = huggingface_hub.utils.filter_repo_objects(
         names + pickles + copies, allow_patterns=WANTED, ignore_patterns=UNWANTED

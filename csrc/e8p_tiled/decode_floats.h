@@ -12,9 +12,6 @@ namespace {
 
 using integer_tiled::part_bytes;
 using integer_tiled::read;
-#if defined(__AVX512BF16__)
-using integer_tiled::PairSums;
-#endif
 
 // --- x ---------------------------------------------------------------------------------------------------------------
 
@@ -104,7 +101,7 @@ void spread(const Floats& p, int64_t first, int64_t last) {
 template <int bits, int tokens, int parts>
 inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                      Lanes total[tokens]) {
-    PairSums<tokens, parts> sums;
+    integer_tiled::PairSums<tokens, parts> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
         fetch(block, block_bytes(bits));
         Dwords weights[quads];

@@ -1,5 +1,5 @@
 // Sums of the products of a tile's rows with a few tokens, over pairs of bfloat16: the same for every format.
-// Included once per level with AVX-512 BF16, into an anonymous namespace.
+// Included once per level, into an anonymous namespace; empty without AVX-512 BF16.
 #pragma once
 
 #include "integer_tiled/decode_lanes.h"

@@ -14,9 +14,6 @@ constexpr bool in_pairs = true;
 constexpr bool in_pairs = false;
 #endif
 using integer_tiled::part_bytes;
-#if defined(__AVX512BF16__)
-using integer_tiled::PairSums;
-#endif
 
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k;
@@ -63,7 +60,7 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
 template <int bits, int tokens, int parts>
 inline void multiply_pairs(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                            const Pairs<bits>& pairs, Lanes total[tokens]) {
-    PairSums<tokens, parts> sums;
+    integer_tiled::PairSums<tokens, parts> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
         integer_tiled::fetch(block, block_bytes(bits));
         over_quads<bits>(block, [&]<int i>(Dwords codes) {

@@ -110,13 +110,21 @@ def parse_json_object(data: bytes, where: str | Path) -> dict[str, Any]:
     Raises InputError that names `where` for anything else, including nesting deeper than the parser's stack.
     """
     try:
+        return json_object(data)
+    except ValueError as error:
+        raise InputError(f"{where}: {error}; fetch the file again") from None
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """The same. Raises ValueError that says what is wrong."""
+    try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
     except RecursionError:
-        raise InputError(f"{where}: the JSON is nested too deeply; the file is damaged or hostile") from None
+        raise ValueError("the JSON is nested too deeply") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
-        raise InputError(f"{where}: not valid JSON ({error}); fetch the file again") from None
+        raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(value, dict):
-        raise InputError(f"{where}: expected a JSON object, found {type(value).__name__}; fetch the file again")
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     return value
 
 

@@ -10,8 +10,9 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 # Weights, configuration and tokenizer of the top folder; no pickles, and not the second copy of the weights that some
 # repositories keep as consolidated.safetensors or in a sub-folder.
 TOP = ["*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "LICENSE*"]
-WANTED = [*TOP, "*.jinja"]  # chat templates may lie in a folder
-UNWANTED = [*(f"*/{pattern}" for pattern in TOP), "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]
+WANTED = [*TOP, "chat_template*", "additional_chat_templates/*.jinja"]
+UNWANTED = [*(f"*/{pattern}" for pattern in TOP), *(f"{name}*/*" for name in ("tokenizer", "LICENSE", "chat_template")),
+            "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]  # fmt: skip
 
 
 def resolve(model: str) -> Path:

@@ -20,25 +20,33 @@ from ptq.layers.linear import swap
 from ptq.layers.packed_weight import PackedWeight
 from ptq.models.families import row_of
 from ptq.models.family import Family
-from ptq.models.model_shape import ModelShape
+from ptq.models.model_shape import EXPERTS, ModelShape
 from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
 
 
 def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
-    for level in levels(checkpoint.config):
-        blocks = level.get("num_hidden_layers")
-        if isinstance(blocks, int) and blocks > len(checkpoint.tensors):  # configs make lists of that length
-            raise InputError(
-                f"config.json: num_hidden_layers {blocks}, but the checkpoint has {len(checkpoint.tensors)} tensors"
-            )
+    for level in levels(checkpoint.config):  # configs make lists of that length
+        _check_count("num_hidden_layers", level.get("num_hidden_layers"), len(checkpoint.tensors))
     content = {key: _floats(value) for key, value in checkpoint.config.items() if key != "auto_map"}
     if content["model_type"] not in CONFIG_MAPPING:
         raise InputError(
             f"{checkpoint.folder / 'config.json'}: transformers knows no model_type {content['model_type']!r}"
         )
     with refused(f"{checkpoint.folder / 'config.json'}: transformers refuses it"):
-        return CONFIG_MAPPING[content["model_type"]].from_dict(content)
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
+    text = config.get_text_config()
+    _check_count("num_hidden_layers", getattr(text, "num_hidden_layers", 0), len(checkpoint.tensors))
+    stacked = (info.shape[0] for info in checkpoint.tensors.values() if len(info.shape) > 2)
+    for key in EXPERTS:
+        _check_count(key, getattr(text, key, 0), max((len(checkpoint.tensors), *stacked)))
+    return config
+
+
+def _check_count(key: str, count: Any, most: int) -> None:
+    """Raise InputError for more blocks or experts than a checkpoint can hold, before anything is built that large."""
+    if isinstance(count, int) and count > most:
+        raise InputError(f"config.json: {key} {count}, but the checkpoint has {most} tensors")
 
 
 def _floats(value: Any) -> Any:

@@ -1,9 +1,10 @@
 """Experts as linears of their own, in the place of the fused parameters (`ptq.hf.fused`) in which transformers holds
 them.
 
-While a run quantises a block, and in a packed model that is loaded, every expert is three `nn.Linear`: to the plan, the
-rewriter, the Hessians, `QuantLinear` and the files they are linears like any other. No family is named: a module of
-fused experts is known by its parameters, and tried on random numbers before another takes its place.
+While a run quantises a block, and in a packed model that is loaded, gate, up and down of every expert, or up and down
+where there are no gates, are `nn.Linear`: to the plan, the rewriter, the Hessians, `QuantLinear` and the files they are
+linears like any other. No family is named: a module of fused experts is known by its parameters, and tried on random
+numbers before another takes its place.
 """
 
 import inspect

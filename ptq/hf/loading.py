@@ -63,18 +63,18 @@ def load_model(
 
 def _refuse_surplus(what: str, model: PreTrainedModel, unread: Iterable[str]) -> None:
     """Raise InputError for tensors of files that say the model is another one than its config: of blocks behind the
-    last, should there be none for multi-token prediction, and biases of linears and norms that have none."""
+    last, and behind those for multi-token prediction, and biases of linears and norms that have none."""
     modules, config = dict(model.named_modules()), model.config.get_text_config()
-    predicts = any(getattr(config, key, None) for key in UNREAD)
+    unread_blocks = next((count for key in UNREAD if (count := getattr(config, key, None))), 0)
     for name in sorted(unread):
         parts = name.split(".")
         lists = (modules.get(".".join(parts[:place])) for place in range(len(parts)))
         behind = any(
-            isinstance(blocks, nn.ModuleList) and part.isdigit() and int(part) >= len(blocks)
+            isinstance(blocks, nn.ModuleList) and part.isdecimal() and int(part[:10]) >= len(blocks) + unread_blocks
             for blocks, part in zip(lists, parts, strict=True)
         )
         bias = parts[-1] == "bias" and hasattr(modules.get(".".join(parts[:-1])), "weight")
-        if bias or (behind and not predicts):
+        if bias or behind:
             raise InputError(
                 f"{what}: its files hold tensor {name!r}, but its config.json does not promise it: {OF_ANOTHER}"
             )

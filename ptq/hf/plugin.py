@@ -194,7 +194,8 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
     "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
-    found, prefix = {name: row_of(model.config).module_name(name) for name in names}, f"{model.base_model_prefix}."
+    family, prefix = row_of(model.config), f"{model.base_model_prefix}."
+    found = {name: family.module_name(name) for name in names}
     outside = [name for name, own in found.items() if not own.startswith(prefix)]
     if model.get_output_embeddings() is None and len(outside) == 1:
         del found[outside[0]]

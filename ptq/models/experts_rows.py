@@ -1,7 +1,17 @@
 """Rows of the table of model families (`ptq.models.families`): models with experts in some blocks, or in all."""
 
+from dataclasses import replace
+
 from ptq.models.family import Experts, Family
-from ptq.models.family_parts import GATED_SHARED_EXPERT, HEAD_NORMS, POST_NORMS, SHARED_EXPERTS, SPARSE_MOE
+from ptq.models.family_parts import (
+    GATED_SHARED_EXPERT,
+    GRANITE_EXPERTS,
+    GRANITE_MOE,
+    HEAD_NORMS,
+    POST_NORMS,
+    SHARED_EXPERTS,
+    SPARSE_MOE,
+)
 
 ROWS = (
     *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
@@ -82,12 +92,10 @@ ROWS = (
         experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
     ),
     Family(
-        "granitemoe",
-        renamed=(("block_sparse_moe.router.layer", "block_sparse_moe.router"),),
-        published=(
-            ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
-            ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
-        ),
-        experts=Experts("block_sparse_moe.router.layer", "block_sparse_moe.experts", fused=True),
+        "granitemoe_swa",
+        kept=("self_attn.sinks",),
+        plain_attention=False,
+        experts=replace(GRANITE_EXPERTS, router="block_sparse_moe.router", shared=None),
     ),
+    *(Family(model_type, **GRANITE_MOE) for model_type in ("granitemoe", "granitemoeshared")),
 )

@@ -28,7 +28,7 @@ def check_generates(config: dict[str, Any]) -> None:
 
 def row_of(config: Any) -> Family:
     """The row of a transformers config; one without a word of its own where there is none."""
-    return FAMILIES.get(config.model_type, Family(config.model_type))
+    return FAMILIES.get(config.model_type) or Family(config.model_type)
 
 
 def family_of(config: dict[str, Any]) -> Family:

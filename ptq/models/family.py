@@ -22,7 +22,9 @@ class Experts:
     up: str = "up_proj"
     down: str = "down_proj"
     shared: str | None = None
-    """The MLP beside the experts, which every token passes; None where there is none."""
+    """The MLP beside the experts, which every token passes; None where no model of the family has one."""
+    shared_linears: tuple[str | None, str, str] | None = None
+    """What gate, up and down are called in that MLP, one name for both where they are fused; None: as in experts."""
     shared_gate: str | None = None
     """The linear of one row that says how much the shared MLP counts for a token; None where it always counts as 1."""
     latent: tuple[str, str] = ("", "")

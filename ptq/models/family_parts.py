@@ -114,3 +114,22 @@ LFM3: dict[str, Any] = dict(
     ),
     renamed=(("self_attn.gate_proj", "self_attn.g_proj"),),
 )
+GRANITE_EXPERTS = Experts(
+    "block_sparse_moe.router.layer",
+    "block_sparse_moe.experts",
+    shared="shared_mlp",
+    shared_linears=("input_linear", "input_linear", "output_linear"),
+    fused=True,
+)
+GRANITE_MOE: dict[str, Any] = dict(
+    gate="shared_mlp.input_linear",
+    up="shared_mlp.input_linear",
+    down="shared_mlp.output_linear",
+    renamed=(("block_sparse_moe.router.layer", "block_sparse_moe.router"),),
+    published=(
+        ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+        ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+    ),
+    experts=GRANITE_EXPERTS,
+)
+"""Fields of the rows of Granite 3 and 4 with experts. A config may leave out the shared MLP, or the experts."""

@@ -10,6 +10,7 @@ from ptq.models.family_parts import (
     GATED_ATTENTION,
     GATED_SHARED_EXPERT,
     GEMMA_4_ATTENTION,
+    GRANITE_MOE,
     HEAD_NORMS,
     INDEXED_ATTENTION,
     LFM2,
@@ -111,13 +112,7 @@ ROWS = (
         unused=tuple(f"attention.{name}" for name in ("rotary_emb.inv_freq", "bias", "masked_bias")),
         mixers=(Mixer(("attention.query_key_value",), "attention.dense"),),
     ),
-    Family(
-        "granitemoehybrid",
-        gate="shared_mlp.input_linear",
-        up="shared_mlp.input_linear",
-        down="shared_mlp.output_linear",
-        mixers=(MAMBA2,),
-    ),
+    Family("granitemoehybrid", **GRANITE_MOE, mixers=(MAMBA2,)),
     Family(
         "gemma4_unified_text",
         mlp_norm="pre_feedforward_layernorm",

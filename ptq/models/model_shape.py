@@ -15,13 +15,20 @@ DENSE = ("first_k_dense_replace", "num_dense_layers")
 """And that of the first blocks, which have no experts."""
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 """And that of the experts that every token passes, as one MLP."""
-SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+SHARED_WIDTH = (
+    "shared_expert_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "shared_intermediate_size",
+)
 """And the width of that MLP, where it is no multiple of an expert's."""
 LATENT = "moe_latent_size"
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
 """Kinds of blocks that do not mix tokens."""
 LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
+EXPERTS = ("num_experts", "num_local_experts")
+"""What configs call the number of experts in a block."""
+CHUNKS = ("mamba_chunk_size", "chunk_size")
 LARGEST_CHUNK = 4096
 """Tokens that a state space takes at once, 256 in practice: memory grows with the square of it."""
 
@@ -139,8 +146,9 @@ def _check_settings(config: Any, blocks: int) -> None:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
-    if hasattr(config, "mamba_chunk_size") and (chunk := _size(config, "mamba_chunk_size")) > LARGEST_CHUNK:
-        raise InputError(f"config.json: mamba_chunk_size must be {LARGEST_CHUNK} at most, found {chunk}")
+    for key in CHUNKS:
+        if hasattr(config, key) and (chunk := _size(config, key)) > LARGEST_CHUNK:
+            raise InputError(f"config.json: {key} must be {LARGEST_CHUNK} at most, found {chunk}")
     if getattr(config, "qk_layernorm", False):
         raise InputError("config.json: qk_layernorm true: the family is supported without norms of queries and keys")
     if not getattr(config, "use_expert_bias", True):
@@ -182,7 +190,7 @@ def _rotary(config: Any, head_dim: int) -> int:
 
 def _experts(config: Any) -> dict[str, Any]:
     """The sizes of a mixture of experts; nothing where the config speaks of none."""
-    count = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    count = next((name for name in EXPERTS if getattr(config, name, None)), None)
     blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
     if count is None or not getattr(config, "enable_moe_block", True):
         return {}
@@ -208,9 +216,9 @@ def _experts(config: Any) -> dict[str, Any]:
     if hasattr(config, "enable_moe_block"):  # the MLP that blocks have without experts, too
         found["shared_width"] = _size(config, "intermediate_size")
     elif (shared := next((name for name in SHARED_WIDTH if hasattr(config, name)), None)) is not None:
-        found["shared_width"] = _size(config, shared)
+        found["shared_width"] = _size(config, shared) if getattr(config, shared) else 0
     elif (shared := next((name for name in SHARED if hasattr(config, name)), None)) is not None:
-        found["shared_width"] = found["expert_width"] * _size(config, shared)
+        found["shared_width"] = found["expert_width"] * _size(config, shared) if getattr(config, shared) else 0
     elif hasattr(config, "moe_topk"):  # Hunyuan
         found["shared_width"] = _size(config, "intermediate_size")
     return found

@@ -6,10 +6,12 @@ from pathlib import Path
 import psutil
 
 GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-NAMES = {"": ("memory.max", "memory.current", "inactive_file"),
-         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}  # fmt: skip
-"""Of control groups of version 2 and 1: the files with the limit and with what is in use, and what memory.stat calls
-the part of the latter that is given back when somebody asks for memory."""
+NAMES = {"": ("memory.max", "memory.current", ""),
+         "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")}  # fmt: skip
+"""Of control groups of version 2 and 1: the files with the limit and with what is in use, and how lines of memory.stat
+begin."""
+GIVEN_BACK = ("active_file", "inactive_file", "slab_reclaimable")
+"""What these lines call the part of what is in use that is given back when somebody asks for memory."""
 
 
 def memory() -> int:
@@ -21,11 +23,10 @@ def _left(groups: Path, own: Path) -> Iterator[int]:
     """What the limits of this process's control group, and of those around it, leave. A container may see its own as
     the outermost one, whatever the path says."""
     try:
-        lines = own.read_text().splitlines()
-    except OSError:  # no Linux
+        lines = [line.split(":", 2) for line in own.read_text().splitlines() if line.count(":") > 1]
+    except (OSError, ValueError):  # no Linux
         return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
+    for _, controllers, path in lines:
         for controller in {*controllers.split(",")} & NAMES.keys():
             outermost = groups / controller
             inner = outermost / path.lstrip("/")
@@ -34,10 +35,10 @@ def _left(groups: Path, own: Path) -> Iterator[int]:
                     yield from _left_in(folder, *NAMES[controller])
 
 
-def _left_in(folder: Path, limit: str, used: str, given_back: str) -> Iterator[int]:
+def _left_in(folder: Path, limit: str, used: str, prefix: str) -> Iterator[int]:
     try:
         most, now = int((folder / limit).read_text()), int((folder / used).read_text())
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        yield max(0, most - now + int(counts.get(given_back, 0)))
+        yield max(0, most - now + sum(int(counts.get(f"{prefix}{name}", 0)) for name in GIVEN_BACK))
     except (OSError, ValueError):  # no limit (`max`), or nothing of the kind here
         return

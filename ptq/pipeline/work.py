@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.files.checkpoint import UNFINISHED
-from ptq.files.header import read_json_object
+from ptq.files.header import json_object
 from ptq.files.shards import remove_leftovers, write_json
 from ptq.pipeline import rewrite
 from ptq.planning.plan import Plan
@@ -22,7 +22,7 @@ from ptq.recipe import Recipe
 
 RECORD = "ptq.json"
 """The record inside a finished checkpoint."""
-MAX_RECORD_BYTES = 1_000_000_000
+MAX_RECORD_BYTES = 200_000_000
 """A line for each linear: those of 100 000 experts are 30 MB."""
 ROWS = ("seed", "samples", "sequence_length", "calibration")
 """What chooses the calibration rows, beside the text."""
@@ -143,8 +143,10 @@ def read_record(path: Path) -> dict[str, Any]:
     unfinished = path.name == UNFINISHED
     way = "pass --restart, or remove the folder" if unfinished else "fetch the checkpoint again, or quantise again"
     try:
-        record, _ = read_json_object(path, MAX_RECORD_BYTES)
-    except InputError as error:
+        if path.stat().st_size > MAX_RECORD_BYTES:
+            raise ValueError(f"larger than {MAX_RECORD_BYTES} bytes")
+        record = json_object(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: not a record of a ptq run ({error}); {way}") from error
     if not isinstance(record.get("recipe"), dict):
         raise InputError(f"{path}: not a record of a ptq run; {way}")

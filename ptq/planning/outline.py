@@ -101,9 +101,12 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
 def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]:
     """The tensors of blocks for multi-token prediction: in a place of their own, or behind the last block, where the
     config speaks of such blocks."""
-    behind = (f"{family.layers}.{shape.blocks + index}." for index in range(shape.unread))
-    places = ("mtp.", "model.mtp.", "model.mtp_", *behind)
-    return {name for name in names if name.startswith(places)}
+
+    def is_behind(name: str) -> bool:
+        number, _, rest = name.removeprefix(f"{family.layers}.").partition(".")
+        return bool(rest) and number.isdecimal() and 0 <= int(number[:10]) - shape.blocks < shape.unread
+
+    return {name for name in names if name.startswith(("mtp.", "model.mtp.", "model.mtp_")) or is_behind(name)}
 
 
 def _sizes(shape: ModelShape, index: int = 0) -> dict[str, tuple[int, int]]:
@@ -186,11 +189,13 @@ def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPl
     those of the shared MLP, and what weighs it. Each MLP has statistics of its own, up those of gate, whose input it
     reads."""
 
-    def mlp(owner: str, hidden: int, width: int) -> Iterator[LinearPlan]:
-        for role, n, k in (("gate", width, hidden), ("up", width, hidden), ("down", hidden, width)):
-            name = getattr(names, role)
+    own = names.gate, names.up, names.down
+
+    def mlp(owner: str, linears: tuple[str | None, str, str], hidden: int, width: int) -> Iterator[LinearPlan]:
+        gate, up, _ = linears
+        for role, name, n, k in zip(MLP, linears, (width, width, hidden), (hidden, hidden, width), strict=True):
             if name is not None:
-                read = getattr(names, SHARED_INPUTS.get(role, role)) or name
+                read = gate if gate and name == up else name
                 yield replace(_linear(role, f"{owner}.{name}", n, k), statistics=f"{owner}.{read}")
 
     yield _linear("router", f"{block}.{names.router}", shape.experts, shape.hidden)
@@ -198,12 +203,12 @@ def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPl
     if shape.latent:
         yield replace(_linear("latent_input", into, shape.latent, shape.hidden), statistics=into)
     for number in range(shape.experts):
-        for linear in mlp(f"{block}.{names.experts}.{number}", shape.latent or shape.hidden, shape.expert_width):
+        for linear in mlp(f"{block}.{names.experts}.{number}", own, shape.latent or shape.hidden, shape.expert_width):
             yield replace(linear, expert=number)
     if shape.latent:
         yield replace(_linear("latent_output", out, shape.hidden, shape.latent), statistics=out)
-    if names.shared is not None:
-        yield from mlp(f"{block}.{names.shared}", shape.hidden, shape.shared_width)
+    if names.shared is not None and shape.shared_width:
+        yield from mlp(f"{block}.{names.shared}", names.shared_linears or own, shape.hidden, shape.shared_width)
     if names.shared_gate is not None:
         yield _linear("shared_gate", f"{block}.{names.shared_gate}", 1, shape.hidden)
 
