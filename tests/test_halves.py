@@ -21,7 +21,9 @@ from conftest import (
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from ptq.files.checkpoint import Checkpoint
 from ptq.hf import fused
+from ptq.hf.described import transformers_config
 from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
@@ -176,6 +178,12 @@ def test_two_names_of_one_tensor(tmp_path: Path) -> None:
     assert quantize("fp6", folder, tmp_path / "out").exit_code == 0  # the name in the model, but for the last step
     edit_tensors(lambda t: t.update({"model.layers.1.mlp.router.weight": t[one.format("router")].clone()}))(folder)
     check_refused(quantize("fp6", folder, tmp_path / "other"), "are two names of one tensor")
+
+
+def test_more_experts_in_one_tensor_than_there_are_tensors(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "gpt_oss", num_hidden_layers=1, num_experts=30)
+    assert len(load_file(folder / "model.safetensors")) < 30
+    assert transformers_config(Checkpoint.open(folder)).num_local_experts == 30
 
 
 def test_taken_apart_by_hand() -> None:

@@ -37,9 +37,9 @@ def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         config = CONFIG_MAPPING[content["model_type"]].from_dict(content)
     text = config.get_text_config()
     _check_count("num_hidden_layers", getattr(text, "num_hidden_layers", 0), len(checkpoint.tensors))
-    stacked = (info.shape[0] for info in checkpoint.tensors.values() if len(info.shape) > 2)
+    stacked = [info.shape[0] for info in checkpoint.tensors.values() if len(info.shape) > 2]  # all experts in one
     for key in EXPERTS:
-        _check_count(key, getattr(text, key, 0), max((len(checkpoint.tensors), *stacked)))
+        _check_count(key, getattr(text, key, 0), max(len(checkpoint.tensors), *stacked, 0))
     return config
 
 

@@ -147,7 +147,7 @@ def _check_settings(config: Any, blocks: int) -> None:
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
     for key in CHUNKS:
-        if hasattr(config, key) and (chunk := _size(config, key)) > LARGEST_CHUNK:
+        if getattr(config, key, None) is not None and (chunk := _size(config, key)) > LARGEST_CHUNK:
             raise InputError(f"config.json: {key} must be {LARGEST_CHUNK} at most, found {chunk}")
     if getattr(config, "qk_layernorm", False):
         raise InputError("config.json: qk_layernorm true: the family is supported without norms of queries and keys")
