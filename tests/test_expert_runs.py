@@ -285,7 +285,7 @@ def test_options_and_configs(tmp_path: Path, calibration_text: Path) -> None:
         (dict(clip_qkv=8.0), "clip_qkv 8.0: models that clip their values are not supported"),
         (dict(num_experts_per_tok=0), "num_experts_per_tok must be a positive whole number, found 0"),
         (dict(num_experts_per_tok=9), "num_experts_per_tok 9, but there are only 4 experts"),
-        (dict(num_experts=10**6), "1000000 experts in a block, but the checkpoint has"),
+        (dict(num_experts=10**6), "num_experts 1000000, but the checkpoint has"),
         (dict(hidden_act="nosuch"), "config.json: transformers makes no model of it: it knows no 'nosuch'"),
         (dict(num_experts=5), "'model.layers.0.mlp.gate.weight' has shape [4, 16], but config.json says [5, 16]"),
     ):
