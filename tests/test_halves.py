@@ -19,6 +19,7 @@ from conftest import (
     tiny_model,
 )
 from safetensors.torch import load_file, save_file
+from test_expert_runs import METHODS
 from transformers import AutoModelForCausalLM
 
 from ptq.files.checkpoint import Checkpoint
@@ -40,11 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "latent": {},
     "experts on hidden states": dict(moe_latent_size=None),
     "no experts": WITHOUT_EXPERTS,
-}
-METHODS = {
-    "quarot": ("quarot", "--group-size", 8, "--activation-bits", 8),
-    "quip-sharp": ("quip-sharp", "--bits", 4),
-    "fp6": ("fp6", "--rounding", "gptq"),
 }
 pytestmark = pytest.mark.usefixtures("fast")
 

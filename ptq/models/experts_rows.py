@@ -8,9 +8,10 @@ from ptq.models.family_parts import (
     GRANITE_EXPERTS,
     GRANITE_MOE,
     HEAD_NORMS,
+    MIXTRAL,
+    MIXTRAL_EXPERTS,
     POST_NORMS,
     SHARED_EXPERTS,
-    SPARSE_MOE,
 )
 
 ROWS = (
@@ -38,11 +39,7 @@ ROWS = (
     ),
     Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
     Family("solar_open", experts=SHARED_EXPERTS),
-    Family(
-        "mixtral",
-        renamed=SPARSE_MOE,
-        experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
-    ),
+    Family("mixtral", **MIXTRAL),
     Family(
         "gpt_oss",
         kept=("self_attn.sinks",),
@@ -52,15 +49,8 @@ ROWS = (
     Family(
         "minimax_m2",
         kept=HEAD_NORMS,
-        renamed=SPARSE_MOE,
-        experts=Experts(
-            "block_sparse_moe.gate",
-            "block_sparse_moe.experts",
-            gate="w1",
-            up="w3",
-            down="w2",
-            kept=("block_sparse_moe.e_score_correction_bias",),
-        ),
+        renamed=MIXTRAL["renamed"],
+        experts=replace(MIXTRAL_EXPERTS, kept=("block_sparse_moe.e_score_correction_bias",)),
     ),
     Family(
         "cohere2_moe",
@@ -88,8 +78,8 @@ ROWS = (
     Family(
         "phimoe",
         rotate_residual=False,
-        renamed=(("block_sparse_moe.gate", "block_sparse_moe.router"), *SPARSE_MOE),
-        experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+        renamed=(("block_sparse_moe.gate", "block_sparse_moe.router"), *MIXTRAL["renamed"]),
+        experts=MIXTRAL_EXPERTS,
     ),
     Family(
         "granitemoe_swa",

@@ -67,9 +67,9 @@ class Mixer:
     """Other linears on the output of that norm, with few rows, each of which decides for a whole head: they stay in
     16 bits, as a router does."""
     kept: tuple[str, ...] = ()
-    """Its other tensors, which no rotation touches; a bias (`.bias`) may be there or not."""
+    """Its other tensors, which no rotation touches."""
     optional: tuple[str, ...] = ()
-    """Likewise, of which some blocks have none."""
+    """Likewise, of which some blocks, or models, have none."""
 
 
 @dataclass(frozen=True)

@@ -53,43 +53,23 @@ GEMMA_4_ATTENTION = (
     replace(GATED_ATTENTION, readers=("self_attn.q_proj",), kept=("self_attn.q_norm.weight",)),
 )
 """Values are normed; some blocks take keys for values, others keys and values of an earlier block."""
+GEMMA_4: dict[str, Any] = dict(
+    mlp_norm="pre_feedforward_layernorm",
+    kept=(*POST_NORMS, "layer_scalar"),
+    rotate_residual=False,
+    mixers=GEMMA_4_ATTENTION,
+    own_keys=OWN_KEYS,
+)
+"""Fields of both rows of Gemma 4."""
 MAMBA2 = Mixer(
     readers=("mamba.in_proj",),
     output="mamba.out_proj",
-    kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight")),
+    kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "A_log", "D", "dt_bias", "norm.weight")),
+    optional=("mamba.conv1d.bias",),
 )
-SPARSE_MOE = (("block_sparse_moe", "mlp"),)
-NEMOTRON_H: dict[str, Any] = dict(
-    published=(("backbone", "model"),),
-    embedding="model.embeddings",
-    final_norm="model.norm_f",
-    attention_norm="norm",
-    query="mixer.q_proj",
-    key="mixer.k_proj",
-    value="mixer.v_proj",
-    attention_output="mixer.o_proj",
-    mlp_norm="norm",
-    gate=None,
-    up="mixer.up_proj",
-    down="mixer.down_proj",
-    mixers=(
-        replace(
-            MAMBA2,
-            readers=("mixer.in_proj",),
-            output="mixer.out_proj",
-            kept=tuple(name.replace("mamba", "mixer") for name in MAMBA2.kept),
-        ),
-    ),
-    experts=Experts(
-        "mixer.gate",
-        "mixer.experts",
-        gate=None,
-        shared="mixer.shared_experts",
-        latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
-        kept=("mixer.gate.e_score_correction_bias",),
-    ),
-)
-"""Fields of its row. A block is one thing alone: attention, a state space, an MLP or experts."""
+MIXTRAL_EXPERTS = Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
+MIXTRAL: dict[str, Any] = dict(renamed=(("block_sparse_moe", "mlp"),), experts=MIXTRAL_EXPERTS)
+"""Fields of the rows of Mixtral, and of others with its names."""
 LFM2: dict[str, Any] = dict(
     final_norm="model.embedding_norm",
     attention_norm="operator_norm",
@@ -98,22 +78,11 @@ LFM2: dict[str, Any] = dict(
     up="feed_forward.w3",
     down="feed_forward.w2",
     mixers=(
-        Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight", "conv.conv.bias")),
+        Mixer(("conv.in_proj",), "conv.out_proj", kept=("conv.conv.weight",), optional=("conv.conv.bias",)),
         Mixer(QKV, "self_attn.out_proj", kept=("self_attn.q_layernorm.weight", "self_attn.k_layernorm.weight")),
     ),
 )
 """Fields of both rows of LFM 2."""
-LFM3: dict[str, Any] = dict(
-    LFM2,
-    kept=("post_operator_norm.weight", "post_ffn_norm.weight"),
-    kept_if="use_sandwich_norm",
-    rotate_residual=False,
-    mixers=(
-        LFM2["mixers"][0],
-        Mixer(QKV, "self_attn.o_proj", gates=("self_attn.gate_proj",), kept=HEAD_NORMS),
-    ),
-    renamed=(("self_attn.gate_proj", "self_attn.g_proj"),),
-)
 GRANITE_EXPERTS = Experts(
     "block_sparse_moe.router.layer",
     "block_sparse_moe.experts",

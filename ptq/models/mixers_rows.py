@@ -2,6 +2,7 @@
 attention."""
 
 from dataclasses import replace
+from typing import Any
 
 from ptq.models.family import Experts, Family, LayerInputs, Mixer
 from ptq.models.family_parts import (
@@ -9,30 +10,22 @@ from ptq.models.family_parts import (
     FUSED_DELTA_NET,
     GATED_ATTENTION,
     GATED_SHARED_EXPERT,
-    GEMMA_4_ATTENTION,
+    GEMMA_4,
     GRANITE_MOE,
     HEAD_NORMS,
     INDEXED_ATTENTION,
     LFM2,
-    LFM3,
     MAMBA2,
+    MIXTRAL,
     MLA,
-    NEMOTRON_H,
-    OWN_KEYS,
-    POST_NORMS,
     QKV,
     SHARED_EXPERTS,
-    SPARSE_MOE,
 )
 
 ROWS = (
     Family(
         "gemma4_text",
-        mlp_norm="pre_feedforward_layernorm",
-        kept=(*POST_NORMS, "layer_scalar"),
-        rotate_residual=False,
-        mixers=GEMMA_4_ATTENTION,
-        own_keys=OWN_KEYS,
+        **GEMMA_4,
         layer_inputs=LayerInputs(),
         experts=Experts(
             "router.proj",
@@ -48,6 +41,7 @@ ROWS = (
             fused=True,
         ),
     ),
+    Family("gemma4_unified_text", **GEMMA_4),
     Family(
         "afmoe",
         mlp_norm="pre_mlp_layernorm",
@@ -97,7 +91,37 @@ ROWS = (
         returns_pair=True,
         mixers=(MAMBA2,),
     ),
-    Family("nemotron_h", **NEMOTRON_H),
+    Family(  # a block is one thing alone: attention, a state space, an MLP or experts
+        "nemotron_h",
+        published=(("backbone", "model"),),
+        embedding="model.embeddings",
+        final_norm="model.norm_f",
+        attention_norm="norm",
+        query="mixer.q_proj",
+        key="mixer.k_proj",
+        value="mixer.v_proj",
+        attention_output="mixer.o_proj",
+        mlp_norm="norm",
+        gate=None,
+        up="mixer.up_proj",
+        down="mixer.down_proj",
+        mixers=(
+            Mixer(
+                ("mixer.in_proj",),
+                "mixer.out_proj",
+                kept=tuple(name.replace("mamba", "mixer") for name in MAMBA2.kept),
+                optional=("mixer.conv1d.bias",),
+            ),
+        ),
+        experts=Experts(
+            "mixer.gate",
+            "mixer.experts",
+            gate=None,
+            shared="mixer.shared_experts",
+            latent=("mixer.fc1_latent_proj", "mixer.fc2_latent_proj"),
+            kept=("mixer.gate.e_score_correction_bias",),
+        ),
+    ),
     Family(
         "gpt_neox",
         layers="gpt_neox.layers",
@@ -114,14 +138,6 @@ ROWS = (
     ),
     Family("granitemoehybrid", **GRANITE_MOE, mixers=(MAMBA2,)),
     Family(
-        "gemma4_unified_text",
-        mlp_norm="pre_feedforward_layernorm",
-        kept=(*POST_NORMS, "layer_scalar"),
-        rotate_residual=False,
-        mixers=GEMMA_4_ATTENTION,
-        own_keys=OWN_KEYS,
-    ),
-    Family(
         "minimax",
         rotate_residual=False,
         mixers=(
@@ -134,8 +150,7 @@ ROWS = (
                 ),
             ),
         ),
-        renamed=SPARSE_MOE,
-        experts=Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
+        **MIXTRAL,
     ),
     Family(
         "laguna",
@@ -146,7 +161,20 @@ ROWS = (
         ),
         experts=Experts(shared="mlp.shared_expert", kept=("mlp.experts.e_score_correction_bias",)),
     ),
-    Family("lfm3", **LFM3),
+    Family(
+        "lfm3",
+        **dict[str, Any](
+            LFM2,
+            kept=("post_operator_norm.weight", "post_ffn_norm.weight"),
+            kept_if="use_sandwich_norm",
+            rotate_residual=False,
+            mixers=(
+                LFM2["mixers"][0],
+                Mixer(QKV, "self_attn.o_proj", gates=("self_attn.gate_proj",), kept=HEAD_NORMS),
+            ),
+            renamed=(("self_attn.gate_proj", "self_attn.g_proj"),),
+        ),
+    ),
     Family(
         "mimo_v2_flash",
         mixers=(Mixer(QKV, "self_attn.o_proj", optional=("self_attn.attention_sink_bias",)),),

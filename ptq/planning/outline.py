@@ -159,10 +159,9 @@ def _mixer(block: str, family: Family, names: Set[str]) -> Mixer | None:
 
 
 def _kept(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[str]:
-    """The other tensors of a mixer: of the biases, and of what only some blocks have, those that are there."""
-    names = (f"{block}.{name}" for name in (*mixer.kept, *mixer.optional))
-    may_lack = (".bias", *mixer.optional)
-    return (name for name in names if not name.endswith(may_lack) or name in tensors)
+    """The other tensors of a mixer: of the optional ones those that are there."""
+    yield from (f"{block}.{name}" for name in mixer.kept)
+    yield from (name for end in mixer.optional if (name := f"{block}.{end}") in tensors)
 
 
 def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:

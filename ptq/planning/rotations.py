@@ -54,8 +54,8 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
         embedding = ends["embedding"]
         ends["head"] = replace(embedding, name=family.head, role="head")
     if residual is not None:
-        outside = [linear.expert is None or not shape.latent for linear in linears]
-        linears = [_r1(x, plan, family, residual) if out else x for x, out in zip(linears, outside, strict=True)]
+        inside = {linear.name for linear in linears if shape.latent and linear.expert is not None}
+        linears = [x if x.name in inside else _r1(x, plan, family, residual) for x in linears]
     if residual is not None and not kept_tied:
         # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
         ends["embedding"] = replace(ends["embedding"], input=residual)
