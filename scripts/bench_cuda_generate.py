@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from fp6.plan import Fp6Recipe
 from ptq.errors import InputError
+from ptq.kv.attention import CACHE
 from ptq.ops import native
 from ptq.recipe import Recipe
 from quarot.plan import QuarotRecipe
@@ -82,7 +83,7 @@ class State:
 def logits_of(model: PreTrainedModel, state: State, ids: Tensor, positions: Tensor) -> Tensor:
     """A forward that appends to the cache. The mask is made here: transformers makes none for one token."""
     mask = torch.arange(state.length, device=ids.device) <= positions[:, None, :, None]
-    return model(ids, position_ids=positions, attention_mask=mask, past_key_values=state.cache).logits
+    return model(ids, position_ids=positions, attention_mask=mask, **{CACHE: state.cache}).logits
 
 
 def started(model: PreTrainedModel, prompt: Tensor, length: int) -> State:

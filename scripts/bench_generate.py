@@ -51,7 +51,7 @@ def measured(model: str, context: int, new_tokens: int, linears: str) -> None:
     from random_packed_model import bytes_per_token
     from transformers import AutoModelForCausalLM
 
-    import ptq  # noqa: F401
+    from ptq.kv.attention import CACHE
 
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     nbytes = bytes_per_token(loaded)
@@ -65,12 +65,12 @@ def measured(model: str, context: int, new_tokens: int, linears: str) -> None:
             times.append(time.perf_counter())
             for _ in range(new_tokens):
                 token = out.logits[:, -1:].float().argmax(-1)  # as `generate` does it
-                out = loaded(token, past_key_values=out.past_key_values, use_cache=True)
+                out = loaded(token, **{CACHE: out[CACHE]}, use_cache=True)
                 times.append(time.perf_counter())
             steps = [b - a for a, b in zip(times[1:], times[2:], strict=False)]
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             found = {"prefill": times[1] - times[0], "token": median(steps), "peak": peak}
-            print(json.dumps({**found, "cache": _cache_bytes(out.past_key_values)}), flush=True)
+            print(json.dumps({**found, "cache": _cache_bytes(out[CACHE])}), flush=True)
 
 
 def _cache_bytes(cache: Any) -> int:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from fp6.plan import Fp6Recipe
 from ptq.fast import fast_attention
+from ptq.kv.attention import CACHE
 from ptq.layers import shared_input
 from ptq.ops import matmul, prefill_attention
 from ptq.recipe import Recipe
@@ -96,7 +97,7 @@ def of_model(recipe: Recipe | None, layers: int, ours: bool) -> Counter[str]:
 
         def step(ids: Tensor, positions: Tensor) -> None:
             mask = torch.arange(64) <= positions[:, None, :, None]
-            model(ids, position_ids=positions, attention_mask=mask, past_key_values=cache)
+            model(ids, position_ids=positions, attention_mask=mask, **{CACHE: cache})
 
         step(torch.arange(5)[None], torch.arange(5)[None])
         step(torch.tensor([[7]]), torch.tensor([[5]]))  # signs and layers are known now

@@ -5,7 +5,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 PYTHON=${PYTHON:-python3}
-TORCH=torch==2.13.0 # what the project is tested with; the package itself takes any torch >= 2.11
 
 "$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
     echo "setup: Python 3.11 or newer is needed; name one with PYTHON=/path/to/python3" >&2
@@ -16,13 +15,16 @@ command -v c++ >/dev/null || {
     exit 2
 }
 [ -x .venv/bin/python ] || "$PYTHON" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
+install() {
+    .venv/bin/python -m pip --disable-pip-version-check --quiet install --constraint scripts/constraints.txt "$@" \
+        2> >(grep -v '^WARNING: Location' >&2)
+}
 
 [ -e .venv/.complete ] || echo "setup: downloading torch and the rest, about 1 GB, then compiling the kernels, 3 to 4 minutes on two cores" >&2
-# torch first and pinned: left to its dependants, pip would fetch its newest build with gigabytes of CUDA packages.
-pip install "$TORCH" --constraint <(echo "$TORCH")
-pip install --constraint <(echo "$TORCH") "scikit-build-core>=0.11" cmake ninja
-pip install --constraint <(echo "$TORCH") --no-build-isolation --editable ".${1:+[$1]}"
+# torch first: the kernels are compiled against it.
+install torch
+install scikit-build-core cmake ninja
+install --no-build-isolation --editable ".${1:+[$1]}"
 # Headers that a test compares layouts with; what they depend on is not needed.
-if [ "${1:-}" = test ]; then pip install --no-deps nvidia-cutlass; fi
+if [ "${1:-}" = test ]; then install --no-deps nvidia-cutlass; fi
 touch .venv/.complete

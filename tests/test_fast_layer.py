@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLaye
 import ptq
 from fp6.plan import Fp6Recipe
 from ptq.fast import cpu_layer, fast_attention, fast_decode, fast_layer
+from ptq.kv.attention import CACHE
 from ptq.models.families import FAMILIES
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
@@ -127,7 +128,7 @@ def test_heads_are_turned_in_part_where_the_family_does_it(family: str) -> None:
     for d, wanted in ((20, True), (10, family == "glm4_moe"), (22, False)):
         turns = torch.ones(1, 1, d), torch.ones(1, 1, d)
         found = fast_attention.cache_layer(
-            attention, kind, torch.ones(1, 1, 72), position_embeddings=turns, past_key_values=cache
+            attention, kind, torch.ones(1, 1, 72), position_embeddings=turns, **{CACHE: cache}
         )
         assert (found is not None) == wanted
 

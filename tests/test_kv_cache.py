@@ -295,15 +295,17 @@ def test_a_pickled_model_in_another_process(tmp_path: Path) -> None:
     assert torch.equal(generated, model.generate(ids, max_new_tokens=3, do_sample=False))
 
 
-def test_positional_arguments_of_the_base_model() -> None:
+def test_a_cache_for_the_base_model_by_place_and_by_its_older_name() -> None:
     model = model_of(FOUR)
     ids = tokens(1, 12)
-    cache = PackedCache(model.config, FOUR)
+    by_place, by_name = (PackedCache(model.config, FOUR) for _ in range(2))
     with torch.no_grad():
-        first = model.model(ids[:, :8], None, None, cache).last_hidden_state
+        first = model.model(ids[:, :8], None, None, by_place).last_hidden_state
+        again = model.model(ids[:, :8], past_key_values=by_name).last_hidden_state
         wanted = model.model(ids, use_cache=False).last_hidden_state
-        assert cache.get_seq_length() == 8
+        assert by_place.get_seq_length() == by_name.get_seq_length() == 8
         close(first, wanted[:, :8])
+        assert torch.equal(first, again)
         assert isinstance(model.model(ids).past_key_values, PackedCache)
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from ptq.errors import InputError
+from ptq.fast import fast_decode
+from ptq.kv.attention import CACHE
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.static_cache import StaticPackedCache
@@ -32,6 +34,17 @@ def test_generate_is_greedy_over_full_forwards(model_type: str) -> None:
     result = model.generate(ids, **GENERATE, return_dict_in_generate=True)
     assert isinstance(result.past_key_values, PackedCache)
     assert torch.equal(result.sequences, greedy(model, ids, 12))
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_name_of_ours_is_an_old_one() -> None:
+    """transformers 5.24 calls `past_key_values` `cache`, and warns."""
+    model, ids = model_of(MIXED), tokens(1, 9)
+    fast_decode.install(model)
+    for options in ({}, {"cache_implementation": "static"}):
+        assert model.generate(ids, **GENERATE, **options).shape == (1, 21)
+    with torch.no_grad():
+        model(ids[:, 1:2], **{CACHE: model(ids)[CACHE]})
 
 
 def test_static_and_chunked_generate_the_same() -> None:

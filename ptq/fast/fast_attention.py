@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.fast.trials import hollow, numbers_of, trial
-from ptq.kv.attention import forward, implementation
+from ptq.kv.attention import CACHE, forward, implementation
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
@@ -70,13 +70,13 @@ def cache_layer(
     hidden_states: Float[Tensor, "b t k"],
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
-    past_key_values: Cache | None = None,
     floats: tuple[Tensor, ...] = (),
     **others: Any,
 ) -> GrowingLayer | PackedLayer | None:
     """The layer of the cache that a decoded token goes to; None where this is something else than decoding without a
     mask, a cache of another kind, or nothing for the ops for few tokens (`floats`: what else they would take)."""
-    if attention_mask is not None or position_embeddings is None or past_key_values is None or module.training:
+    cache = others.get(CACHE)
+    if attention_mask is not None or position_embeddings is None or cache is None or module.training:
         return None
     if hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
         return None
@@ -85,12 +85,12 @@ def cache_layer(
         return None
     if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings, *floats):
         return None
-    if type(past_key_values) is PackedCache:
-        layer = past_key_values.layers[module.layer_idx]
+    if type(cache) is PackedCache:
+        layer = cache.layers[module.layer_idx]
         assert isinstance(layer, PackedLayer)
-        wanted = implementation(past_key_values.settings)
+        wanted = implementation(cache.settings)
     else:
-        layer, wanted = growing_layer(past_key_values, module.layer_idx), ATTENTION
+        layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
     if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
         return None
     return layer
@@ -166,7 +166,7 @@ def _gives_its_numbers(module: Any, normed: str, turned: int) -> bool:
     for own in (True, False):
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
-        inputs = {"position_embeddings": (cos, sin), "attention_mask": None, "past_key_values": cache}
+        inputs = {"position_embeddings": (cos, sin), "attention_mask": None, CACHE: cache}
         try:
             if own:
                 results.append(type(module).forward(alone, hidden_states=x, **inputs)[0])

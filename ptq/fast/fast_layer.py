@@ -25,6 +25,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ptq.fast import cpu_layer, fast_steps, gpu_layer
 from ptq.fast.trials import hollow, numbers_of, trial
+from ptq.kv.attention import CACHE
 from ptq.ops import matmul
 
 ATTENTION, MLP = "self_attn", "mlp"
@@ -37,7 +38,7 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 MULTIPLIER = "residual_multiplier"
 """What m is called where a layer has one."""
-OTHERS = ("position_embeddings", "attention_mask", "position_ids", "past_key_values", "use_cache")
+OTHERS = ("position_embeddings", "attention_mask", "position_ids", CACHE, "use_cache")
 """What a layer is called with besides its input."""
 
 

@@ -8,14 +8,13 @@ alone. The state is moved on in place, as the cache does it with what it is give
 import functools
 import inspect
 import itertools
-import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ptq.fast.trials import hollow, numbers_of, trial, with_globals
+from ptq.fast.trials import hollow, innermost, numbers_of, trial, with_globals
 from ptq.ops import mixer_ops
 from ptq.ops.matmul import FEW_DTYPES, is_plain
 
@@ -34,18 +33,16 @@ def forward_of(module: nn.Module) -> Step | None:
 def _mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
     fast = None if torch.compiler.is_compiling() else _with_steps(own)
-    if fast is None or any(hasattr(child, "_hf_hook") for child in module.children()):
-        return own(module, *args, **kwargs)  # which brings offloaded weights here
-    return fast(module, *args, **kwargs)
+    return (fast or own)(module, *args, **kwargs)
 
 
 @functools.cache
 def _with_steps(forward: Step) -> Step | None:
     """A forward function that differs in the steps alone that it calls; None where it calls none."""
-    forward = inspect.unwrap(forward)
-    if not isinstance(forward, types.FunctionType) or forward.__closure__:
+    inner = innermost(forward)
+    if inner is None:
         return None
-    names = {name: forward.__globals__.get(name) for name in STEPS if name in forward.__code__.co_names}
+    names = {name: inner.__globals__.get(name) for name in STEPS if name in inner.__code__.co_names}
     known = {name: step for name, own in names.items() if (step := step_for(name, own)) is not None}
     return with_globals(forward, known) if known else None
 

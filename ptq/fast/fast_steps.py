@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_mixers
-from ptq.fast.trials import hollow, trial, with_globals
+from ptq.fast.trials import hollow, innermost, trial, with_globals
 from ptq.layers.shared_input import products, stays_on_gpu
 from ptq.ops import steps
 from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_few, is_gpu
@@ -198,10 +198,10 @@ def _router_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 @functools.cache
 def _with_fast_linear(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """A forward function whose products of few tokens are taken by `ptq::dense_linear`; None where it has none."""
-    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
+    inner = innermost(forward)
+    if inner is None or not {"F", "linear"} <= set(inner.__code__.co_names):
         return None
-    names = forward.__code__.co_names
-    if not {"F", "linear"} <= set(names) or forward.__globals__.get("F") is not torch.nn.functional:
+    if inner.__globals__.get("F") is not torch.nn.functional:
         return None
     return with_globals(forward, {"F": _Functional()})
 
@@ -222,9 +222,8 @@ def _attention_forward(module: nn.Module, kind: fast_attention.Kind | None, *arg
 @functools.cache
 def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     """A forward function that differs in its rotary embedding alone; None where it has none that the op computes."""
-    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
-        return None
-    own = forward.__globals__.get(ROTARY) if ROTARY in forward.__code__.co_names else None
+    inner = innermost(forward)
+    own = inner.__globals__.get(ROTARY) if inner is not None and ROTARY in inner.__code__.co_names else None
     if not isinstance(own, types.FunctionType) or not _turns_alike(own, 16):
         return None
     in_part = _turns_alike(own, 10)

@@ -1,5 +1,6 @@
 """Where modules of a model are tried on random numbers, before others take their place, and how functions get them."""
 
+import inspect
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +23,21 @@ def trial() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+def innermost(function: Any) -> types.FunctionType | None:
+    """The function that decorators are around; None where it is none, or has variables of its own beside globals."""
+    inner = inspect.unwrap(function)
+    return inner if isinstance(inner, types.FunctionType) and not inner.__closure__ else None
+
+
 def with_globals(function: types.FunctionType, others: dict[str, Any]) -> types.FunctionType:
-    """A function that differs in some global names alone."""
-    names = {**function.__globals__, **others}
-    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    """A function that differs in some global names alone, inside of the same decorators."""
+    inner, names, closure = getattr(function, "__wrapped__", None), function.__globals__, function.__closure__
+    if inner is None:
+        names = {**names, **others}
+    else:
+        changed = types.CellType(with_globals(inner, others))
+        closure = tuple(changed if cell.cell_contents is inner else cell for cell in closure or ())
+    made = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
 

@@ -12,6 +12,7 @@ The same codes are seen on every way: a plain tensor goes through the ops that f
 """
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import DynamicCache, StaticCache
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import create_causal_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ptq.errors import InputError
@@ -39,7 +40,10 @@ plain keys and values."""
 SETTINGS = "ptq_cache_settings"
 """Attribute of the base model: its `CacheQuantization`."""
 
-ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+"""What forwards of transformers call the cache that they are given: the latter before 5.24."""
+
+ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
 """What the base models of all families take, in their order."""
 
 
@@ -200,9 +204,10 @@ def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not torch.compiler.is_compiling():
         _register(settings)  # a model that was pickled has come to another process
     kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-    cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+    name = "past_key_values" if "past_key_values" in kwargs else CACHE  # the forward itself takes the old one, too
+    cache, use_cache = kwargs.get(name), kwargs.get("use_cache")
     if cache is None and (config.use_cache if use_cache is None else use_cache):
-        cache = kwargs["past_key_values"] = PackedCache(config, settings)
+        cache = kwargs[name] = PackedCache(config, settings)
     if isinstance(cache, PackedCache):
         wanted = Signature.of(config, settings)
         if not torch.compiler.is_compiling() and cache.signature != wanted:
@@ -222,12 +227,12 @@ def _prepare_cache_for_generation(
         raise InputError("the model's KV cache is quantised already: leave out cache_implementation='quantized'")
     own = type(model)._prepare_cache_for_generation
     own(model, generation_config, model_kwargs, mode, batch_size, max_cache_length)
-    made = model_kwargs.get("past_key_values")
+    made = model_kwargs.get(CACHE)
     if getattr(made, "_is_user_defined", False) or getattr(made, "offloading", False):
         return
     settings = getattr(model.base_model, SETTINGS)
     if type(made) is DynamicCache:
-        model_kwargs["past_key_values"] = PackedCache(model.config, settings)
+        model_kwargs[CACHE] = PackedCache(model.config, settings)
     elif type(made) is StaticCache:
         length = max(made.get_max_length(), max_cache_length)  # the former is a window's where all layers have one
-        model_kwargs["past_key_values"] = PackedCache(model.config, settings, length)
+        model_kwargs[CACHE] = PackedCache(model.config, settings, length)

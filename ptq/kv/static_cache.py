@@ -5,8 +5,8 @@ All memory is there from the start, attention is asked for all of it, and the ma
 kernels skip chunks of 256 tokens that no query sees). Fill it with the prompt before the step is compiled:
 
     cache = StaticPackedCache(model.config, settings, max_length=4096)
-    model(prompt, past_key_values=cache)
-    step = torch.compile(lambda ids, position: model(ids, position_ids=position, past_key_values=cache).logits)
+    model(prompt, cache=cache)  # past_key_values=cache, before transformers 5.24
+    step = torch.compile(lambda ids, position: model(ids, position_ids=position, cache=cache).logits)
 
 Before a step is captured as a CUDA graph it must have run once outside of the capture: CUDA loads a kernel at its first
 call, which a capture does not allow.
