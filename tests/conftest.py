@@ -67,7 +67,9 @@ LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; eve
 TWO_MIXERS: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
 TWO_WINDOWS: dict[str, Any] = dict(layer_types=["full_attention", "sliding_attention"], sliding_window=16)
 OWN: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), LATENT),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "sarvam_mla"), LATENT
+    ),
     "minicpm3": dict(LATENT, scale_emb=0.7, dim_model_base=36),  # with 12 and 256 every token expects itself, surely
     **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), TWO_MIXERS),
     "youtu": dict(LATENT, pad_token_id=None),  # transformers makes that row of the embedding zeros when it loads
@@ -160,8 +162,8 @@ PARTIAL = dict(partial_rotary_factor=0.5)
 ALIKE = {
     "dots1", "solar_open", "mellum", "flex_olmo", "hunyuan_v1_moe", "lfm2_moe", "glm_moe_dsa", "afmoe",
     "ernie4_5_moe",
-    "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
-    "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "youtu", "minicpm3", "qwen3_5_moe_text",
+    "exaone", "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
+    "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "sarvam_mla", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
     "nemotron_h",
     "gemma4_unified_text", "cohere2_moe", "cohere_compass_text", "minimax", "exaone_moe", "hy_v3", "phimoe",

@@ -1,6 +1,7 @@
 """Contract of the family table: for every row, every rotation leaves the function as it was."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,13 @@ from conftest import (
     tiny_model,
     varied,
 )
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf import experts, residual
+from ptq.hf import described, experts, residual
 from ptq.models import family_parts
 from ptq.models.families import FAMILIES, row_of
 from ptq.models.model_shape import shape_of
@@ -255,3 +257,35 @@ def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:
     edit_config(layer_rope_theta=[0, 100.0, 100.0])(folder)
     found = quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest")
     check_refused(found, "layer_rope_theta lists 3 blocks, num_hidden_layers says 2")
+
+
+def test_a_family_that_this_transformers_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save_model(tmp_path / "model")
+    monkeypatch.setattr(described, "CONFIG_MAPPING", {})
+    check_refused(quantize("fp6", model, tmp_path / "out"), "knows no model_type 'llama'; a later one may")
+
+
+def test_exaone_as_it_is_published(tmp_path: Path) -> None:
+    """Other names of tensors and settings than transformers has: the same result, to the byte."""
+    folders = [
+        save_model(tmp_path / name, "exaone", tie_word_embeddings=False) for name in ("published", "transformers")
+    ]
+    names = load_file(folders[0] / "model.safetensors").keys()
+    assert all(name.startswith(("transformer.", "lm_head.")) for name in names)
+    assert "transformer.h.1.attn.attention.out_proj.weight" in names and "transformer.h.0.mlp.c_fc_1.weight" in names
+    path = folders[0] / "config.json"
+    config = json.loads(path.read_text())
+    config["num_layers"] = config.pop("num_hidden_layers")
+    config["layer_norm_epsilon"] = config.pop("rms_norm_eps")
+    config["activation_function"] = config.pop("hidden_act")
+    path.write_text(json.dumps(config))
+    state = tiny_model(tiny_config("exaone", tie_word_embeddings=False)).state_dict()
+    save_file({name: x.contiguous() for name, x in state.items()}, folders[1] / "model.safetensors")
+    packed = [folder.with_name(f"{folder.name} packed") for folder in folders]
+    for folder, out in zip(folders, packed, strict=True):
+        assert quantize("quarot", folder, out, "--rounding", "nearest").exit_code == 0
+    weights = [(out / "model.safetensors").read_bytes() for out in packed]
+    assert weights[0] == weights[1]
+    with torch.no_grad():
+        logits = [AutoModelForCausalLM.from_pretrained(out)(IDS).logits for out in packed]
+    assert torch.equal(*logits) and quantize("verify", packed[0]).exit_code == 0

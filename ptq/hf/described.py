@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -31,7 +32,8 @@ def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     content = {key: _floats(value) for key, value in checkpoint.config.items() if key != "auto_map"}
     if content["model_type"] not in CONFIG_MAPPING:
         raise InputError(
-            f"{checkpoint.folder / 'config.json'}: transformers knows no model_type {content['model_type']!r}"
+            f"{checkpoint.folder / 'config.json'}: transformers {transformers.__version__} knows no model_type "
+            f"{content['model_type']!r}; a later one may: pip install --upgrade transformers"
         )
     with refused(f"{checkpoint.folder / 'config.json'}: transformers refuses it"):
         config = CONFIG_MAPPING[content["model_type"]].from_dict(content)

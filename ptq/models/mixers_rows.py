@@ -64,7 +64,10 @@ ROWS = (
         experts=GATED_SHARED_EXPERT,
     ),
     *(Family(model_type, mixers=MLA) for model_type in ("minicpm3", "youtu")),
-    *(Family(model_type, mixers=MLA, experts=SHARED_EXPERTS) for model_type in ("deepseek_v3", "glm4_moe_lite")),
+    *(
+        Family(model_type, mixers=MLA, experts=SHARED_EXPERTS)
+        for model_type in ("deepseek_v3", "glm4_moe_lite", "sarvam_mla")
+    ),
     Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
     Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
     Family("glm_moe_dsa", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS, returns_pair=True),

@@ -20,6 +20,21 @@ ROWS = (
             "cwm",
         )
     ),
+    Family(
+        "exaone",
+        published=(
+            ("transformer.wte", "model.embed_tokens"),
+            ("transformer.h", "model.layers"),
+            ("transformer.ln_f", "model.norm"),
+            ("attn.attention", "self_attn"),
+            ("self_attn.out_proj", "self_attn.o_proj"),
+            ("ln_1", "input_layernorm"),
+            ("ln_2", "post_attention_layernorm"),
+            ("mlp.c_fc_0", "mlp.gate_proj"),
+            ("mlp.c_fc_1", "mlp.up_proj"),
+            ("mlp.c_proj", "mlp.down_proj"),
+        ),
+    ),
     Family("arcee", gate=None),
     Family(
         "apertus",
