@@ -77,6 +77,15 @@ OWN: dict[str, dict[str, Any]] = {
         ("lfm2", "lfm2_moe"), dict(layer_types=["conv", "full_attention"], hidden_size=80, block_multiple_of=8)
     ),
     "bamba": dict(attn_layer_indices=[1], hidden_size=80),
+    "jamba": dict(
+        hidden_size=80, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
+        mamba_dt_rank=12,
+    ),
+    "falcon_h1": dict(
+        mamba_d_ssm=None, mamba_rms_norm=True, projectors_bias=True, mamba_proj_bias=True, lm_head_multiplier=0.4,
+        key_multiplier=0.6, mlp_multipliers=[0.8, 0.5], ssm_multipliers=[0.7, 1.3, 0.6, 0.9, 1.1],
+        ssm_in_multiplier=1.2, ssm_out_multiplier=0.7, attention_in_multiplier=0.9, attention_out_multiplier=1.4,
+    ),
     "nemotron_h": dict(
         num_hidden_layers=5, tie_word_embeddings=False,
         layer_types=["linear_attention", "moe", "full_attention", "mlp", "moe"], moe_latent_size=40, n_routed_experts=4,
@@ -165,12 +174,12 @@ ALIKE = {
     "exaone", "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
     "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "sarvam_mla", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
-    "nemotron_h",
+    "nemotron_h", "falcon_h1", "jamba",
     "gemma4_unified_text", "cohere2_moe", "cohere_compass_text", "minimax", "exaone_moe", "hy_v3", "phimoe",
     "granitemoe", "granitemoeshared", "granitemoe_swa", "laguna", "lfm3", "mimo_v2_flash",
 }  # fmt: skip
 """Families of parts that others have too, where runs of every kind would say nothing new, so a few tests must do; and
-one with tests of its own (test_halves.py)."""
+some with tests of their own (test_halves.py, test_mixers.py)."""
 NEVER_TIED = {"nemotron_h"}
 """Those whose head transformers never ties to the embedding."""
 DISTINCT = [name for name in FAMILIES if name not in ALIKE]

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import DISTINCT, check_refused, decode, edit_config, edit_tensors, quantize, save_model, tiny_config
+from test_expert_runs import METHODS
 from transformers import AutoModelForCausalLM
 
 import ptq
+from ptq.hf.blocks import Part
+from ptq.layers.linear import QuantLinear
 from ptq.models import family_parts
 from ptq.models.families import FAMILIES
 from ptq.models.family import Mixer
@@ -65,6 +68,64 @@ def test_latent_attention_with_queries_of_full_rank(tmp_path: Path) -> None:
     linears = planned(folder, 0)
     assert mixer_of(linears, "deepseek_v3") == family_parts.MLA[1] and "self_attn.q_b_proj" not in linears
     assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
+
+
+@pytest.mark.parametrize(("model_type", "count"), [("falcon_h1", 2 * 9), ("jamba", 3 + 3 + 4 + 4 * 3)])
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_through_the_command(method: str, model_type: str, count: int, calibration_text: Path, tmp_path: Path) -> None:
+    """Attention and a state space in one block; Mamba with norms, in front of an MLP, and attention before experts."""
+    folder, out = save_model(tmp_path / "model", model_type), tmp_path / "out"
+    text = ("--calibration", calibration_text, "--samples", 4, "--sequence-length", 32)
+    made = quantize(*METHODS[method], folder, out, *text)
+    assert made.exit_code == 0, made.output
+    assert quantize("verify", out).exit_code == 0
+    loaded, original = (AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32) for source in (out, folder))
+    linears = {
+        name: x for name, x in loaded.model.layers.named_modules() if isinstance(x, (torch.nn.Linear, QuantLinear))
+    }
+    plain = [linears.pop("0.mamba.dt_proj")] if model_type == "jamba" else []
+    assert len(linears) == count and all(isinstance(linear, QuantLinear) for linear in linears.values())
+    assert not any(isinstance(linear, QuantLinear) for linear in plain)
+    ids = torch.arange(3, 60).reshape(3, 19)
+    found, wanted = loaded(ids).logits, original(ids).logits
+    assert 1e-4 < (found - wanted).norm() / wanted.norm() < 0.6
+    generated = loaded.generate(ids[:1, :7], max_new_tokens=5, do_sample=False)
+    for length in range(7, generated.shape[1]):  # greedy over full forwards
+        assert torch.equal(loaded(generated[:, :length]).logits[:, -1].argmax(-1), generated[:, length])
+
+
+def test_what_a_block_with_attention_and_a_mixer_is_rotated_by(tmp_path: Path) -> None:
+    linears = planned(save_model(tmp_path / "model", "falcon_h1"), 1)
+    llama = planned(save_model(tmp_path / "llama", "llama"), 1)
+    for name in (*family_parts.QKV, "self_attn.o_proj"):
+        found, wanted = linears[name], llama[name]
+        assert (found.input, found.output, found.online) == (wanted.input, wanted.output, wanted.online)
+        assert (found.statistics, found.norm) == (wanted.statistics, wanted.norm)
+    reader, writer = linears["mamba.in_proj"], linears["mamba.out_proj"]
+    assert reader.input == writer.output == linears["self_attn.q_proj"].input and reader.output is None
+    assert reader.statistics == reader.name and reader.norm == linears["self_attn.q_proj"].norm
+    assert writer.online is not None and writer.online.signs is None
+
+
+def test_jamba_without_experts(tmp_path: Path) -> None:
+    """As Jamba Reasoning 3B is published: of one expert, two are chosen."""
+    folder = save_model(tmp_path / "model", "jamba", torch.bfloat16, num_local_experts=1)
+    assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
+    linears = planned(folder, 1)
+    assert "feed_forward.down_proj" in linears and not any("experts" in name for name in linears)
+
+
+def test_what_is_special_about_falcon_h1(tmp_path: Path) -> None:
+    """Its multipliers are computed by the model, not by the block that holds them; some have no norm in the mixer."""
+    folder = save_model(tmp_path / "model", "falcon_h1", mamba_rms_norm=False)
+    assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
+    config = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).config
+    for layer in (0, 1):
+        part = Part(config, FAMILIES["falcon_h1"], layer, torch.device("cpu"))
+        vector = part.block.get_submodule("mamba").mup_vector
+        assert vector.flatten()[[0, 150, -1]].tolist() == pytest.approx([0.7, 1.3, 1.1])
+    check_refused(quantize("quarot", folder, tmp_path / "kv", "--kv-bits", 4), "not all blocks of the model have plain")
 
 
 def test_without_online_rotations(tmp_path: Path) -> None:

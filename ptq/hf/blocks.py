@@ -1,76 +1,28 @@
 """Parts of a model that run alone: the embedding, one decoder block, the head.
 
-Each is the transformers model of that family, built on the meta device, in which all other blocks pass on what they are
-given, so that masks, rotary tables, multipliers and norms are exactly the model's own. Only the part's tensors are ever
-in memory.
+Each is the transformers model of that family around it (`ptq.hf.spliced`). Only the part's tensors are ever in memory.
 
 Blocks may need more than hidden states: what travels from one to the next is then a *state*, which has the hidden
 states in front (`ptq.models.state`).
 """
 
-import copy
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ptq.errors import refused
-from ptq.fast import fast_decode, fast_steps
-from ptq.hf import experts, fused
+from ptq.hf.spliced import FastLinear, Splice, model_around, put
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
 from ptq.models.family import Family
 from ptq.models.state import Layout, given, recorded
-from ptq.ops import matmul
 from ptq.ops.activations import Activation
 
-UNBUILT = "config.json: transformers makes no model of it"
 UNRUN = "config.json: the model that transformers makes of it does not run"
-
-
-class _FastLinear(nn.Linear):
-    """A plain linear layer, in float32 on a CPU through the faster library."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return matmul.linear(input, self.weight, self.bias)
-
-
-class _Splice(nn.Module):
-    """Stands in for a decoder block: records the hidden states that enter, and puts others in their place."""
-
-    def __init__(self, block: nn.Module | None, pair: bool) -> None:
-        super().__init__()
-        self.block, self.pair = block, pair
-        self.replacement: Tensor | None = None
-        self.entered: Tensor | None = None
-        self.left: Tensor | None = None
-        self.shared: Any = None
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        self.entered = hidden_states
-        x = hidden_states if self.replacement is None else self.replacement
-        if self.block is not None:
-            found = self.block(x, *args, **kwargs)
-            x = found[0] if self.pair else found
-        self.left, self.shared = x, kwargs.get("shared_kv_states")
-        return (x, None) if self.pair else x
-
-
-class _Pass(nn.Module):
-    """Stands in for a decoder block in front of the one that runs."""
-
-    def __init__(self, pair: bool) -> None:
-        super().__init__()
-        self.pair = pair
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (hidden_states, None) if self.pair else hidden_states
 
 
 class Part:
@@ -83,8 +35,8 @@ class Part:
     def __init__(self, config: Any, family: Family, layer: int | None, device: torch.device) -> None:
         self.family, self.layer, self.device = family, layer, device
         self.layout = Layout.of(config)
-        self.splice = _Splice(None, family.returns_pair)
-        self.model = _meta_model(config, family, self.splice, layer, device)
+        self.splice = Splice(None, family.returns_pair)
+        self.model = model_around(config, family, self.splice, layer, device)
         self.prefix = f"{family.layers}.{layer}." if layer is not None else ""
 
     def __del__(self) -> None:
@@ -111,7 +63,7 @@ class Part:
                 module._buffers[leaf] = (tensor.float() if tensor.is_floating_point() else tensor).to(self.device)
                 continue
             assert leaf in module._parameters, name
-            kept = as_stored and leaf == "weight" and isinstance(module, _FastLinear)
+            kept = as_stored and leaf == "weight" and isinstance(module, FastLinear) and not self._is_read(name)
             tensor = tensor.float() if tensor.is_floating_point() and not kept else tensor
             if tensor.shape[:1] == (1,):
                 tensor = tensor.clone()  # the last bits of a product with one row depend on where in memory it lies
@@ -119,6 +71,10 @@ class Part:
         for owner in {self.family.module_name(name).rpartition(".")[0] for name in tensors}:
             if isinstance(module := self.module(owner), PackedWeight):
                 module.prepack()  # as it is after loading, so that numbers are the same to the bit
+
+    def _is_read(self, name: str) -> bool:
+        """Whether the model reads the weight of a linear by itself, so that it must have the dtype of the rest."""
+        return any(self._inside(name) in mixer.kept for mixer in self.family.mixers)
 
     def parameter(self, name: str) -> Tensor:
         """The tensor that is called `name` in the whole model."""
@@ -147,7 +103,7 @@ class Part:
 
     def put(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of the one that is called `name` in the whole model."""
-        _put(self.block, self._inside(name), module)
+        put(self.block, self._inside(name), module)
 
     def quantize_input(self, name: str, activation: Activation) -> None:
         """Quantise the input of a packed or dense `QuantLinear` from now on."""
@@ -237,62 +193,3 @@ class Part:
         if any(parameter.is_meta for parameter in norm.parameters()):
             parent, _, name = self.family.final_norm.rpartition(".")
             setattr(self.model.get_submodule(parent), name, nn.Identity())
-
-
-def _meta_model(
-    config: Any, family: Family, splice: _Splice, layer: int | None, device: torch.device
-) -> PreTrainedModel:
-    """The model of a config without weights, and with no block but the one that the splice is given; tables that are
-    computed, not stored, are real."""
-    config = copy.deepcopy(config)
-    config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
-    with refused(UNBUILT), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    parent, _, name = family.layers.rpartition(".")
-    body = model.get_submodule(parent)
-    if layer is not None:
-        splice.block = getattr(body, name)[layer]
-    stand_ins = [*(_Pass(splice.pair) for _ in range(layer or 0)), splice]
-    for stand_in, block in zip(stand_ins, getattr(body, name), strict=False):  # a model may ask for a block's kind
-        vars(stand_in).update({key: value for key, value in vars(block).items() if isinstance(value, str)})
-    setattr(body, name, nn.ModuleList(stand_ins))
-    if family.experts is not None:
-        experts.separate(model, family.experts.linears, fused.Layout.of(family.experts))
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            fast = _FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
-            _put(model, name, fast)
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):  # a part may hold few rows, and that of padding concerns gradients alone
-            module.padding_idx = None
-    with refused(UNBUILT):
-        for name, module in list(_rotary_tables(model)):
-            _put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
-    for module in model.modules():
-        _fill_buffers(model, module, device)
-    fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
-    fast_decode.install_attention(model)
-    return model.eval()
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
-
-
-def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if any(buffer.endswith("inv_freq") for buffer in module._buffers):
-            yield name, module
-
-
-def _fill_buffers(model: PreTrainedModel, module: nn.Module, device: torch.device) -> None:
-    """Compute the buffers of a module that are no rotary tables, such as the scale of an embedding, as transformers
-    does it for a model that was built on the meta device."""
-    empty = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
-    for name, buffer in empty.items():
-        unset = torch.nan if buffer.is_floating_point() else 0
-        module._buffers[name] = torch.full_like(buffer, unset, device=device)  # NaN is found by every proof
-    if empty:
-        with refused(UNBUILT), torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
-            model._init_weights(module)

@@ -14,8 +14,8 @@ from ptq.errors import InputError, refused
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import levels
 from ptq.hf import experts, fused
-from ptq.hf.blocks import UNBUILT
 from ptq.hf.plugin import PtqConfig
+from ptq.hf.spliced import UNBUILT
 from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import PackedWeight

@@ -52,9 +52,9 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mixer:
-    """A mixer: what mixes tokens in a block that has no plain attention, such as linear attention, a convolution, or
-    attention over a latent vector or with a gate. The fields name its linears, by what they read and write, and its
-    other tensors. What it computes between its linears is left to the model's own code.
+    """A mixer: what mixes tokens in the place of plain attention, or beside it, such as linear attention, a
+    convolution, or attention over a latent vector or with a gate. The fields name its linears, by what they read and
+    write, and its other tensors. What it computes between its linears is left to the model's own code.
     """
 
     readers: tuple[str, ...]
@@ -70,6 +70,8 @@ class Mixer:
     """Its other tensors, which no rotation touches."""
     optional: tuple[str, ...] = ()
     """Likewise, of which some blocks, or models, have none."""
+    beside: bool = False
+    """Whether its block has plain attention, too, on the output of the same norm; what both give is added."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class Family:
     plain_attention: bool = True
     """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
     returns_pair: bool = False
-    """Whether a block returns, beside the hidden states, one thing more, which no block needs."""
+    """Whether a block returns a tuple, with the hidden states in front; no block needs the rest."""
     renamed: Names = ()
     """Pieces of names in the files, and what transformers calls them in the model: it renames tensors when it loads
     them, one pair after the other."""
@@ -148,7 +150,8 @@ class Family:
     experts: Experts | None = None
     """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
     mixers: tuple[Mixer, ...] = ()
-    """What blocks may have in the place of query, key, value and attention_output: no R2 there, no packed KV cache."""
+    """What blocks may have in the place of query, key, value and attention_output, or beside them: no R2 there, no
+    packed KV cache."""
     own_keys: tuple[str, ...] = ()
     """Tensors that are not read in blocks which take keys and values over from an earlier block, where a checkpoint
     holds them all the same."""

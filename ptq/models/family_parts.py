@@ -61,6 +61,19 @@ GEMMA_4: dict[str, Any] = dict(
     own_keys=OWN_KEYS,
 )
 """Fields of both rows of Gemma 4."""
+FEED_FORWARD: dict[str, Any] = {name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
+"""Fields of rows whose MLP is called so."""
+MAMBA = Mixer(
+    readers=("mamba.in_proj",),
+    output="mamba.out_proj",
+    inside=("mamba.x_proj",),
+    kept=(
+        *(f"mamba.{name}" for name in ("conv1d.weight", "A_log", "D", "dt_proj.weight", "dt_proj.bias")),
+        *(f"mamba.{name}_layernorm.weight" for name in ("dt", "b", "c")),
+    ),
+    optional=("mamba.conv1d.bias",),
+)
+"""Mamba with norms, as Jamba has it. Its model reads the weight of dt_proj, of few columns, by itself."""
 MAMBA2 = Mixer(
     readers=("mamba.in_proj",),
     output="mamba.out_proj",

@@ -7,6 +7,7 @@ from typing import Any
 from ptq.models.family import Experts, Family, LayerInputs, Mixer
 from ptq.models.family_parts import (
     DELTA_NET,
+    FEED_FORWARD,
     FUSED_DELTA_NET,
     GATED_ATTENTION,
     GATED_SHARED_EXPERT,
@@ -15,6 +16,7 @@ from ptq.models.family_parts import (
     HEAD_NORMS,
     INDEXED_ATTENTION,
     LFM2,
+    MAMBA,
     MAMBA2,
     MIXTRAL,
     MLA,
@@ -67,6 +69,22 @@ ROWS = (
     *(
         Family(model_type, mixers=MLA, experts=SHARED_EXPERTS)
         for model_type in ("deepseek_v3", "glm4_moe_lite", "sarvam_mla")
+    ),
+    Family(
+        "jamba",
+        final_norm="model.final_layernorm",
+        mlp_norm="pre_ff_layernorm",
+        **FEED_FORWARD,
+        mixers=(MAMBA,),
+        experts=Experts("feed_forward.router", "feed_forward.experts"),
+    ),
+    Family(
+        "falcon_h1",
+        final_norm="model.final_layernorm",
+        mlp_norm="pre_ff_layernorm",
+        **FEED_FORWARD,
+        returns_pair=True,
+        mixers=(replace(MAMBA2, kept=MAMBA2.kept[:-1], optional=(*MAMBA2.optional, "mamba.norm.weight"), beside=True),),
     ),
     Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
     Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),

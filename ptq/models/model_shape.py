@@ -28,6 +28,8 @@ LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
 EXPERTS = ("num_experts", "num_local_experts")
 """What configs call the number of experts in a block."""
+NUMBERS_OF_EXPERTS = "layers_num_experts"
+"""And their number in every block, where a config computes that; 1: the block has an MLP and no experts."""
 CHUNKS = ("mamba_chunk_size", "chunk_size")
 LARGEST_CHUNK = 4096
 """Tokens that a state space takes at once, 256 in practice: memory grows with the square of it."""
@@ -194,7 +196,8 @@ def _experts(config: Any) -> dict[str, Any]:
     blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
     if count is None or not getattr(config, "enable_moe_block", True):
         return {}
-    if _halves(config) and not any(has_experts(config, index) for index in range(blocks)):
+    lists_blocks = _halves(config) or getattr(config, NUMBERS_OF_EXPERTS, None)
+    if lists_blocks and not any(has_experts(config, index) for index in range(blocks)):
         return {}
     per_token = next((name for name in CHOSEN if hasattr(config, name)), CHOSEN[0])
     experts, chosen = _size(config, count), _size(config, per_token)
@@ -237,6 +240,8 @@ def has_experts(config: Any, index: int) -> bool:
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is not None:
         return kinds[index] == "sparse"
+    if (numbers := getattr(config, NUMBERS_OF_EXPERTS, None)) is not None:
+        return numbers[index] > 1
     if _halves(config):
         return config.layer_types[index] == EXPERTS_ALONE
     if index < max(getattr(config, name, None) or 0 for name in DENSE):

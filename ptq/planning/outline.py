@@ -64,9 +64,10 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
             _linear("layer_embedding", inputs.embedding, shape.layer_vocab, shape.blocks * shape.layer_input)
         )
     for index, block in enumerate(blocks):
-        if block in mixers:
-            linears += _mixing(block, mixers[block], tensors)
-        linears += _block(index, shape, family, attention=block not in mixers)
+        mixer = mixers.get(block)
+        if mixer is not None:
+            linears += _mixing(block, mixer, tensors)
+        linears += _block(index, shape, family, attention=mixer is None or mixer.beside)
         if inputs is not None:
             linears += _layer_input(block, inputs, shape)
     if not shape.tied:
@@ -154,7 +155,8 @@ def _layer_input(block: str, names: LayerInputs, shape: ModelShape) -> Iterator[
 
 
 def _mixer(block: str, family: Family, names: Set[str]) -> Mixer | None:
-    """What a block has in the place of plain attention, by the tensors that are read; None where it has that."""
+    """What a block has in the place of plain attention, or beside it, by the tensors that are read; None where it has
+    plain attention alone."""
     return next((mixer for mixer in family.mixers if f"{block}.{mixer.readers[0]}.weight" in names), None)
 
 

@@ -1,0 +1,126 @@
+"""The transformers model of a family around one decoder block, without weights.
+
+It is built on the meta device, and all other blocks pass on what they are given, so that masks, rotary tables,
+multipliers and norms are exactly the model's own.
+"""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ptq.errors import refused
+from ptq.fast import fast_decode, fast_steps
+from ptq.hf import experts, fused
+from ptq.models.family import Family
+from ptq.ops import matmul
+
+UNBUILT = "config.json: transformers makes no model of it"
+
+
+class FastLinear(nn.Linear):
+    """A plain linear layer, in float32 on a CPU through the faster library."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return matmul.linear(input, self.weight, self.bias)
+
+
+class Splice(nn.Module):
+    """Stands in for a decoder block: records the hidden states that enter, and puts others in their place."""
+
+    def __init__(self, block: nn.Module | None, pair: bool) -> None:
+        super().__init__()
+        self.block, self.pair = block, pair
+        self.replacement: Tensor | None = None
+        self.entered: Tensor | None = None
+        self.left: Tensor | None = None
+        self.shared: Any = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.entered = hidden_states
+        x = hidden_states if self.replacement is None else self.replacement
+        if self.block is not None:
+            found = self.block(x, *args, **kwargs)
+            x = found[0] if self.pair else found
+        self.left, self.shared = x, kwargs.get("shared_kv_states")
+        return (x, None) if self.pair else x
+
+
+class Pass(nn.Module):
+    """Stands in for a decoder block in front of the one that runs."""
+
+    def __init__(self, pair: bool) -> None:
+        super().__init__()
+        self.pair = pair
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (hidden_states, None) if self.pair else hidden_states
+
+
+def model_around(
+    config: Any, family: Family, splice: Splice, layer: int | None, device: torch.device
+) -> PreTrainedModel:
+    """The model of a config without weights, and with no block but the one that the splice is given; tables that are
+    computed, not stored, are real."""
+    config = copy.deepcopy(config)
+    config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
+    with refused(UNBUILT), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    _fill_buffers(model, device)  # while all blocks are there: a model may compute what they hold
+    parent, _, name = family.layers.rpartition(".")
+    body = model.get_submodule(parent)
+    if layer is not None:
+        splice.block = getattr(body, name)[layer]
+    stand_ins = [*(Pass(splice.pair) for _ in range(layer or 0)), splice]
+    for stand_in, block in zip(stand_ins, getattr(body, name), strict=False):  # a model may ask for a block's kind
+        vars(stand_in).update({key: value for key, value in vars(block).items() if isinstance(value, str)})
+    setattr(body, name, nn.ModuleList(stand_ins))
+    if family.experts is not None:
+        experts.separate(model, family.experts.linears, fused.Layout.of(family.experts))
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear:
+            fast = FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
+            put(model, name, fast)
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):  # a part may hold few rows, and that of padding concerns gradients alone
+            module.padding_idx = None
+    with refused(UNBUILT):
+        for name, module in list(_rotary_tables(model)):
+            put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
+    fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
+    fast_decode.install_attention(model)
+    return model.eval()
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of that name."""
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
+
+
+def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if any(buffer.endswith("inv_freq") for buffer in module._buffers):
+            yield name, module
+
+
+def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Compute the buffers that are no rotary tables, such as the scale of an embedding, as transformers does it for a
+    model that was built on the meta device: a module's own, or all that the base model has a hand in."""
+    unset = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and not name.endswith("inv_freq"):
+                value = torch.nan if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full_like(buffer, value, device=device)  # NaN is found by every proof
+                unset.append((module, name))
+    if not unset:
+        return
+    with refused(UNBUILT), torch.random.fork_rng(devices=[]):  # weights on the meta device are drawn, too
+        for module in dict.fromkeys(module for module, _ in unset):
+            model._init_weights(module)
+        if any(module._buffers[name].isnan().any() for module, name in unset):
+            model._init_weights(model.base_model)
