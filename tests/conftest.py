@@ -143,6 +143,8 @@ OWN: dict[str, dict[str, Any]] = {
             sliding_attention=dict(rope_type="default", rope_theta=100.0, partial_rotary_factor=0.5),
         ),
     ),
+    "flint": TWO_WINDOWS,
+    "kolibri1": dict(layer_types=["sliding_attention", "full_attention"], sliding_window=16),
     "exaone4": dict(sliding_window_pattern=2),  # the second block has no RoPE
     "granite_swa": dict(layer_rope_theta=[500.0, 0]),
     "granitemoe_swa": dict(TWO_WINDOWS, layer_rope_theta=[500.0, 0], shared_intermediate_size=0),
@@ -174,7 +176,7 @@ ALIKE = {
     "exaone", "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
     "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "sarvam_mla", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
-    "nemotron_h", "falcon_h1", "jamba",
+    "nemotron_h", "falcon_h1", "jamba", "flint", "kolibri1",
     "gemma4_unified_text", "cohere2_moe", "cohere_compass_text", "minimax", "exaone_moe", "hy_v3", "phimoe",
     "granitemoe", "granitemoeshared", "granitemoe_swa", "laguna", "lfm3", "mimo_v2_flash",
 }  # fmt: skip

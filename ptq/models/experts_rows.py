@@ -25,6 +25,24 @@ ROWS = (
         experts=Experts(),
     ),
     Family("qwen2_moe", experts=GATED_SHARED_EXPERT),
+    Family(
+        "flint",
+        kept=(*HEAD_NORMS, "self_attn.softmax_offset"),
+        plain_attention=False,
+        renamed=(("self_attn.softmax_offset", "self_attn.sinks"),),
+        experts=Experts(shared="mlp.shared_expert"),
+    ),
+    Family(
+        "kolibri1",
+        kept=(*HEAD_NORMS, "post_attn_norm.weight", "post_ffn_norm.weight"),
+        rotate_residual=False,
+        renamed=(
+            ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+            ("post_attn_norm", "post_self_attn_layernorm"),
+            ("post_ffn_norm", "post_mlp_layernorm"),
+        ),
+        experts=replace(SHARED_EXPERTS, kept=("moe.router.expert_bias",)),
+    ),
     Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
     Family(
         "ernie4_5_moe",
