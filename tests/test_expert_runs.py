@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import (
     CACHED,
+    SPARSE_FAMILIES,
     TINY,
     WRITTEN_PLAIN,
     check_refused,
@@ -89,6 +90,20 @@ def test_through_the_command(model_type: str, method: str, calibration_text: Pat
     source = {name.removesuffix(".weight") for name in pipeline.plan(str(model), QuarotRecipe()).checkpoint.tensors}
     packed = json.loads((out / "config.json").read_text())["quantization_config"]
     assert set(packed["linears"]) < source
+
+
+@pytest.mark.parametrize("model_type", SPARSE_FAMILIES)
+def test_saved_again_in_16_bits(model_type: str, tmp_path: Path) -> None:
+    """transformers computes some routers in float32."""
+    model = save_model(tmp_path / "model", model_type, torch.bfloat16)
+    edit_tensors(routers_in_16_bits)(model)
+    ptq.quantize(model, tmp_path / "out", QuarotRecipe(rounding="nearest", group_size=8), QUIET)
+    for source, copy in (("out", "again"), ("again", "once more")):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / source)
+        loaded.save_pretrained(tmp_path / copy)
+        loaded.save_pretrained(tmp_path / copy)  # another time, too
+        written = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("out", copy)]
+        assert written[0] == written[1]
 
 
 LOAD = """

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ptq.errors import InputError
+from ptq.kv.attention import CACHE
 from ptq.kv.kv_cache import CacheQuantization, attach, key_rotation
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
@@ -306,6 +307,9 @@ def test_a_cache_for_the_base_model_by_place_and_by_its_older_name() -> None:
         assert by_place.get_seq_length() == by_name.get_seq_length() == 8
         close(first, wanted[:, :8])
         assert torch.equal(first, again)
+        other = PackedCache(tiny_config("llama", num_hidden_layers=3), FOUR)
+        with pytest.raises(InputError, match="was made for another model"):
+            model.model(ids, **{"past_key_values": None, CACHE: other})
         assert isinstance(model.model(ids).past_key_values, PackedCache)
 
 

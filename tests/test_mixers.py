@@ -3,6 +3,7 @@ with a gate or over a latent vector. What the families' own tests ask of every r
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ptq.ops.hadamard import largest_block
 from ptq.pipeline import pipeline
 from ptq.planning.plan import LinearPlan
 from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
 
 MIXED = [name for name in DISTINCT if FAMILIES[name].mixers]
 QUIET = ptq.RunOptions(progress=False, report=False)
@@ -112,6 +114,11 @@ def test_jamba_without_experts(tmp_path: Path) -> None:
     """As Jamba Reasoning 3B is published: of one expert, two are chosen."""
     folder = save_model(tmp_path / "model", "jamba", torch.bfloat16, num_local_experts=1)
     assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert hasattr(
+        loaded.config, "_is_quantized"
+    )  # for which Jamba would add the bias of dt_proj and take it off again
+    assert not hasattr(loaded.model.layers[0].mamba.config, "_is_quantized")
     linears = planned(folder, 1)
     assert "feed_forward.down_proj" in linears and not any("experts" in name for name in linears)
 
@@ -122,9 +129,13 @@ def test_what_is_special_about_falcon_h1(tmp_path: Path) -> None:
     assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
     config = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).config
     for layer in (0, 1):
-        part = Part(config, FAMILIES["falcon_h1"], layer, torch.device("cpu"))
+        with patch.object(torch, "full_like", wraps=torch.full_like) as made:
+            part = Part(config, FAMILIES["falcon_h1"], layer, torch.device("cpu"))
+        assert made.call_count == 1  # of the other block none
         vector = part.block.get_submodule("mamba").mup_vector
         assert vector.flatten()[[0, 150, -1]].tolist() == pytest.approx([0.7, 1.3, 1.1])
+    notes = pipeline.plan(str(folder), QuipSharpRecipe(rounding="nearest")).plan.notes
+    assert sum(note.startswith("mixer_input outputs 356: no Hadamard matrix") for note in notes) == 1
     check_refused(quantize("quarot", folder, tmp_path / "kv", "--kv-bits", 4), "not all blocks of the model have plain")
 
 

@@ -1,11 +1,13 @@
 """The transformers plug-in: `import ptq`, and `AutoModelForCausalLM.from_pretrained` loads a packed checkpoint."""
 
+import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -14,7 +16,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ptq.errors import InputError
 from ptq.fast import fast_decode
-from ptq.files.header import read_header
+from ptq.files.header import TensorInfo, read_header
 from ptq.hf import experts, residual
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers import embedding
@@ -138,6 +140,9 @@ class PtqQuantizer(HfQuantizer):
     requires_calibration = True  # packed checkpoints are made by `quantize`, never by from_pretrained
     separated = False
     """Whether the experts of the model are linears of their own."""
+    narrow: Mapping[str, torch.dtype] = {}
+    """Dtypes in the files of tensors in which transformers has more places than in the rest, as those of some routers.
+    """
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         assert isinstance(self.quantization_config, PtqConfig)
@@ -156,7 +161,9 @@ class PtqQuantizer(HfQuantizer):
         files = kwargs.get("checkpoint_files")
         if files:
             paths = [Path(file) for file in files]
-            check_files(replaced | ends, paths, model)
+            stored = stored_in(paths, model)
+            check_files(replaced | ends, stored, paths[0].parent, model)
+            self.narrow = {name: info.dtype for name, info in stored.items() if info.dtype == model.config.dtype}
             if turned is None:
                 residual.refuse_unread(paths)
 
@@ -167,6 +174,10 @@ class PtqQuantizer(HfQuantizer):
         cache = self.quantization_config.cache()
         if cache is not None:
             attach(model, cache)
+        prefix = f"{model.base_model_prefix}."
+        found = {name: (x.dtype, self.narrow.get(name.removeprefix(prefix))) for name, x in model.state_dict().items()}
+        self.narrow = {name: stored for name, (dtype, stored) in found.items() if stored not in (None, dtype)}
+        _leave_plain_steps(model)
         fast_decode.install(model)
         for own in own_names(model, self.quantization_config.linears).values():
             module = model.get_submodule(own)
@@ -178,6 +189,12 @@ class PtqQuantizer(HfQuantizer):
         if not self.separated:
             return weight_conversions
         return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """What is saved: the dtypes that were stored."""
+        state = model.state_dict()
+        state.update({name: state[name].to(dtype) for name, dtype in self.narrow.items() if name in state})
+        return state, {}
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
@@ -204,29 +221,44 @@ def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     return {name: own.removeprefix(prefix) for name, own in found.items()}
 
 
-def check_files(modules: Mapping[str, nn.Module], files: list[Path], model: PreTrainedModel) -> None:
-    """Check that the files of a model hold every tensor of these modules, by their names there, in its shape and dtype;
-    with or without the prefix that transformers adds and removes.
+def _leave_plain_steps(model: PreTrainedModel) -> None:
+    """Jamba's mixer, in a model that is quantised, adds the bias of dt_proj and takes it off again, lest it read packed
+    weights. Ours are never packed."""
+    for module in model.modules():
+        if isinstance(module._modules.get("dt_proj"), nn.Linear) and hasattr(module, "config"):
+            module.config = copy.copy(module.config)
+            vars(module.config).pop("_is_quantized", None)
+
+
+def _inside(name: str, model: PreTrainedModel) -> str:
+    """What a model's base calls a tensor of its files, which may also have the name that it has in the model."""
+    return row_of(model.config).module_name(name.removeprefix(f"{model.base_model_prefix}."))
+
+
+def stored_in(files: Iterable[Path], model: PreTrainedModel) -> dict[str, TensorInfo]:
+    """The tensors of a model's files, by what its base calls them."""
+    return {_inside(name, model): info for file in files for name, info in read_header(file)[0].items()}
+
+
+def check_files(
+    modules: Mapping[str, nn.Module], stored: Mapping[str, TensorInfo], folder: Path, model: PreTrainedModel
+) -> None:
+    """Check that the files of a model (`stored_in`) hold every tensor of these modules, by their names there, in its
+    shape and dtype; with or without the prefix that transformers adds and removes.
 
     transformers would fill a missing tensor with random numbers and go on. Raises InputError.
     """
-    family, prefix = row_of(model.config), f"{model.base_model_prefix}."
-
-    def own(name: str) -> str:  # a checkpoint that was saved again may have the model's names
-        return family.module_name(name.removeprefix(prefix))
-
-    stored = {own(name): info for file in files for name, info in read_header(file)[0].items()}
     for owner, module in modules.items():
         for leaf, parameter in module.state_dict().items():
             name = f"{owner}.{leaf}"
-            info = stored.get(own(name))
+            info = stored.get(_inside(name, model))
             if info is None:
-                raise InputError(f"{files[0].parent}: tensor {name!r} is missing; the checkpoint is damaged")
+                raise InputError(f"{folder}: tensor {name!r} is missing; the checkpoint is damaged")
             if tuple(info.shape) != tuple(parameter.shape):
                 raise InputError(
-                    f"{files[0].parent}: tensor {name!r} has shape {list(info.shape)}, config.json says "
+                    f"{folder}: tensor {name!r} has shape {list(info.shape)}, config.json says "
                     f"{list(parameter.shape)}; the checkpoint is damaged"
                 )
             packed = not (parameter.is_floating_point() and info.dtype.is_floating_point)
             if packed and info.dtype != parameter.dtype:
-                raise InputError(f"{files[0].parent}: tensor {name!r} is {info.dtype}, expected {parameter.dtype}")
+                raise InputError(f"{folder}: tensor {name!r} is {info.dtype}, expected {parameter.dtype}")

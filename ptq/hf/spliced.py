@@ -69,13 +69,15 @@ def model_around(
     config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
     with refused(UNBUILT), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    _fill_buffers(model, device)  # while all blocks are there: a model may compute what they hold
     parent, _, name = family.layers.rpartition(".")
     body = model.get_submodule(parent)
+    blocks = list(getattr(body, name))
+    others = {module for index, block in enumerate(blocks) if index != layer for module in block.modules()}
+    _fill_buffers(model, others, device)  # while all blocks are there: a model may compute what they hold
     if layer is not None:
-        splice.block = getattr(body, name)[layer]
+        splice.block = blocks[layer]
     stand_ins = [*(Pass(splice.pair) for _ in range(layer or 0)), splice]
-    for stand_in, block in zip(stand_ins, getattr(body, name), strict=False):  # a model may ask for a block's kind
+    for stand_in, block in zip(stand_ins, blocks, strict=False):  # a model may ask for a block's kind
         vars(stand_in).update({key: value for key, value in vars(block).items() if isinstance(value, str)})
     setattr(body, name, nn.ModuleList(stand_ins))
     if family.experts is not None:
@@ -107,11 +109,12 @@ def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def _fill_buffers(model: PreTrainedModel, others: set[nn.Module], device: torch.device) -> None:
     """Compute the buffers that are no rotary tables, such as the scale of an embedding, as transformers does it for a
-    model that was built on the meta device: a module's own, or all that the base model has a hand in."""
+    model that was built on the meta device: a module's own, or all that the base model has a hand in. Not those of
+    `others`."""
     unset = []
-    for module in model.modules():
+    for module in (module for module in model.modules() if module not in others):
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and not name.endswith("inv_freq"):
                 value = torch.nan if buffer.is_floating_point() else 0

@@ -204,7 +204,8 @@ def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if not torch.compiler.is_compiling():
         _register(settings)  # a model that was pickled has come to another process
     kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-    name = "past_key_values" if "past_key_values" in kwargs else CACHE  # the forward itself takes the old one, too
+    # The forward itself takes the old name, too, and prefers the new one.
+    name = CACHE if CACHE in kwargs or "past_key_values" not in kwargs else "past_key_values"
     cache, use_cache = kwargs.get(name), kwargs.get("use_cache")
     if cache is None and (config.use_cache if use_cache is None else use_cache):
         cache = kwargs[name] = PackedCache(config, settings)

@@ -150,8 +150,8 @@ class Family:
     experts: Experts | None = None
     """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
     mixers: tuple[Mixer, ...] = ()
-    """What blocks may have in the place of query, key, value and attention_output, or beside them: no R2 there, no
-    packed KV cache."""
+    """What blocks may have in the place of query, key, value and attention_output, or beside them: it has no R2, and
+    there is no packed KV cache."""
     own_keys: tuple[str, ...] = ()
     """Tensors that are not read in blocks which take keys and values over from an earlier block, where a checkpoint
     holds them all the same."""
