@@ -69,7 +69,7 @@ def test_what_generate_does_to_a_cache(change) -> None:
         assert torch.equal(seen, before)  # what was given out stays
     batch = layer_of(plain).keys.shape[0]
     for cache in (plain, growing):
-        cache.reset()  # in transformers 5.16 zeros stay, in later versions nothing
+        cache.reset()
     found, wanted = (cache.update(draw(1, 3, batch), draw(1, 4, batch), 0) for cache in (growing, plain))
     assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
 

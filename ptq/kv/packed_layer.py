@@ -172,7 +172,7 @@ class PackedLayer(CacheLayerMixin):
         self.length, self.starts = 0, None
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        """Remove the last -tokens_to_remove tokens; transformers 5.16 gives the number as a tensor."""
+        """Remove the last -tokens_to_remove tokens. Assisted generation may give the number as a tensor."""
         tokens_to_remove = int(tokens_to_remove)
         if not -self.length <= tokens_to_remove <= 0:
             raise InputError(
