@@ -91,7 +91,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Te
     widths = {name: width for name, width in widths.items() if width in sizes}
     widths |= {f"{linear.role} width": linear.n for linear in linears if "+" in linear.role and linear.output}
     widths |= {
-        f"{linear.role} {side}": rotation.size
+        f"{linear.name.rpartition('.')[2]} {side}": rotation.size
         for linear in linears
         if linear.role.startswith("mixer")
         for side, rotation in (("inputs", linear.input), ("outputs", linear.output))

@@ -115,9 +115,8 @@ def test_jamba_without_experts(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "model", "jamba", torch.bfloat16, num_local_experts=1)
     assert ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest"), QUIET).rotation_error < 1e-5
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert hasattr(
-        loaded.config, "_is_quantized"
-    )  # for which Jamba would add the bias of dt_proj and take it off again
+    # For which Jamba would add the bias of dt_proj and take it off again.
+    assert hasattr(loaded.config, "_is_quantized")
     assert not hasattr(loaded.model.layers[0].mamba.config, "_is_quantized")
     linears = planned(folder, 1)
     assert "feed_forward.down_proj" in linears and not any("experts" in name for name in linears)
@@ -135,7 +134,7 @@ def test_what_is_special_about_falcon_h1(tmp_path: Path) -> None:
         vector = part.block.get_submodule("mamba").mup_vector
         assert vector.flatten()[[0, 150, -1]].tolist() == pytest.approx([0.7, 1.3, 1.1])
     notes = pipeline.plan(str(folder), QuipSharpRecipe(rounding="nearest")).plan.notes
-    assert sum(note.startswith("mixer_input outputs 356: no Hadamard matrix") for note in notes) == 1
+    assert sum(note.startswith("in_proj outputs 356: no Hadamard matrix") for note in notes) == 1
     check_refused(quantize("quarot", folder, tmp_path / "kv", "--kv-bits", 4), "not all blocks of the model have plain")
 
 

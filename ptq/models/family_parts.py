@@ -61,8 +61,14 @@ GEMMA_4: dict[str, Any] = dict(
     own_keys=OWN_KEYS,
 )
 """Fields of both rows of Gemma 4."""
-FEED_FORWARD: dict[str, Any] = {name: f"feed_forward.{name}_proj" for name in ("gate", "up", "down")}
-"""Fields of rows whose MLP is called so."""
+FEED_FORWARD: dict[str, Any] = dict(
+    final_norm="model.final_layernorm",
+    mlp_norm="pre_ff_layernorm",
+    gate="feed_forward.gate_proj",
+    up="feed_forward.up_proj",
+    down="feed_forward.down_proj",
+)
+"""Fields of the rows of Bamba, Jamba and Falcon H1."""
 MAMBA = Mixer(
     readers=("mamba.in_proj",),
     output="mamba.out_proj",
