@@ -99,6 +99,28 @@ def test_products_with_quantised_tokens_refuse_a_gradient_in_our_words(format) -
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+def test_a_compiled_model_runs_where_gradients_are_recorded() -> None:
+    """torch.compile looks at the backward pass before anybody asks for it: it is refused when it runs."""
+    factors, order = hadamard.dense_factors("paley1:19", torch.device("cpu"))
+    format = IntegerFormat(4)
+    stored = format.buffers(16, 20).items()
+    parts = format.prepack({part: torch.ones(shape, dtype=dtype) for part, (shape, dtype) in stored}, "cpu")
+
+    def product(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        q, scale = torch.ops.ptq.hadamard_quantize(x, None, factors, order, 8, 1.0)
+        weight = (parts["tiles"], parts["scale"], None, bias, 16, 4, 0)
+        return torch.ops.ptq.integer_linear_quantized(q, scale, *weight, torch.float32)
+
+    x, bias = torch.randn(3, 20, requires_grad=True), torch.ones(16, requires_grad=True)
+    compiled = torch.compile(product, backend="aot_eager_decomp_partition")
+    y = compiled(x, bias)
+    assert torch.equal(y, product(x, bias)) and y.requires_grad
+    with pytest.raises(RuntimeError, match="no gradient through quantised activations"):
+        y.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("format", [IntegerFormat(4), MinifloatFormat("e2m3"), E8PFormat(2), None], ids=repr)
 def test_a_forward_derivative_is_refused_not_zero(format, recorded: bool) -> None:

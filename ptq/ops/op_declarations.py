@@ -135,12 +135,33 @@ def declare_tokens_linear(op: str, weight: str, numbers: str, quantized: str) ->
 
 
 def refuse_gradient(op: str) -> None:
-    """Let the backward pass through `ptq::<op>`, which rounds its input, raise RuntimeError."""
+    """Let the backward pass through `ptq::<op>`, which rounds its input, raise RuntimeError: when it runs, and not
+    already when `torch.compile` looks at it, which it does wherever gradients are not turned off."""
+
+    def setup(ctx, inputs, output):
+        nothing = (None if not isinstance(x, list) else [None] * len(x) for x in inputs)
+        ctx.shapes = [x.shape if isinstance(x, Tensor) else none for x, none in zip(inputs, nothing, strict=True)]
 
     def backward(ctx, *gradients):
-        raise RuntimeError("ptq: there is no gradient through quantised activations; take that of the original model")
+        some = next(gradient for gradient in gradients if gradient is not None and gradient.is_floating_point())
+        return tuple(
+            torch.ops.ptq.no_gradient(some, shape) if needed is True else shape if isinstance(shape, list) else None
+            for shape, needed in zip(ctx.shapes, ctx.needs_input_grad, strict=True)
+        )
 
-    torch.library.register_autograd(f"ptq::{op}", backward)
+    torch.library.register_autograd(f"ptq::{op}", backward, setup_context=setup)
+
+
+def _no_gradient(gradient: Tensor, shape: list[int]) -> Tensor:
+    raise RuntimeError("ptq: there is no gradient through quantised activations; take that of the original model")
+
+
+declare(
+    "no_gradient",
+    "(Tensor gradient, SymInt[] shape) -> Tensor",
+    reference=_no_gradient,
+    fake=lambda gradient, shape: gradient.new_empty(shape),
+)
 
 
 def _rows(numbers: str, weight: tuple[Any, ...], values: tuple[Any, ...]) -> int | torch.SymInt:
