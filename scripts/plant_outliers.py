@@ -123,6 +123,7 @@ def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape, Ten
         for name, tensor in tensors.items():
             scaled = tensor.to(torch.float64, copy=True)
             for axis, first, factor in wanted[name]:
+                axis = 1 - axis if family.transposed and tensor.dim() == 2 else axis
                 part = scaled.narrow(axis, first, len(factor))
                 part *= factor[:, None] if axis == 0 and tensor.dim() == 2 else factor
             tensors[name] = scaled.to(tensor.dtype)

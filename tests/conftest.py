@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.pytorch_utils import Conv1D
 from typer.testing import CliRunner, Result
 
 from ptq.cli import app
@@ -99,6 +100,8 @@ OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(  # heads fill hidden_size
         ("olmoe", "helium", "qwen2_moe", "flex_olmo", "stablelm", "gpt_neox"), dict(hidden_size=80)
     ),
+    "opt": dict(hidden_size=80, ffn_dim=152),
+    "gpt2": dict(hidden_size=80, n_inner=152),
     **dict.fromkeys(("gemma2", "vaultgemma"), dict(attn_logit_softcapping=0.6, final_logit_softcapping=5.0)),
     "gemma4_text": dict(
         num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16,
@@ -199,7 +202,7 @@ SPARSE_FAMILIES = [name for name, family in FAMILIES.items() if family.experts a
 """Those whose tiny models have experts."""
 WRITTEN_PLAIN = [
     name for name, family in FAMILIES.items()
-    if name not in SPARSE_FAMILIES or family.experts is None or not family.experts.fused
+    if not family.transposed and not (name in SPARSE_FAMILIES and family.experts and family.experts.fused)
 ]  # fmt: skip
 """Those of which transformers reads plain weights as a run writes them."""
 KEYS_WITHOUT_NORM = [name for name in CACHED if FAMILIES[name].norm_tensors and not FAMILIES[name].norms_keys]
@@ -232,6 +235,8 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     values = {**ODD, **switches, **OWN.get(model_type, {}), **changes}
     for key in {"layer_rope_theta", "layer_types"} & values.keys():  # one for each block
         values[key] = values[key][: values["num_hidden_layers"]]
+    if not hasattr(defaults, "num_key_value_heads"):  # every head has keys of its own
+        del values["num_key_value_heads"]
     if hasattr(defaults, "mamba_d_head"):
         values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
     return CONFIG_MAPPING[model_type](**values)
@@ -246,12 +251,12 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.dim() == 0:  # a constant of an activation
             continue
-        if "norm" in name and not name.endswith("bias"):
+        if ("norm" in name or ".ln_" in name) and not name.endswith("bias"):
             gain = 0.3 + 2.7 * torch.rand(parameter.shape, generator=generator)
             if "q_norm" in name and config.model_type == "gemma4_text":  # which does not scale the scores
                 gain = gain / parameter.shape[0] ** 0.5
             parameter.data = gain.to(dtype)
-        elif "embed" in name:
+        elif "embed" in name or name.endswith(("wte.weight", "wpe.weight")):
             parameter.data = (0.5 * noise + 0.3).to(dtype)
         elif name.endswith("e_score_correction_bias"):
             exact = name.rpartition(".")[2] in (model._keep_in_fp32_modules_strict or ())
@@ -277,12 +282,14 @@ def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
 
 
 def stored(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model as transformers writes them to files, without a tied head; with a matrix for each linear
-    of an expert."""
+    """The tensors of a model as transformers writes them to files, without a tied head; with a matrix [n, k] for each
+    linear, of an expert too."""
     tied = model.config.tie_word_embeddings
     state = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
     family = FAMILIES[model.config.model_type]
-    state = {family.file_name(name): x for name, x in revert_weight_conversion(model, state).items()}
+    turned = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    state = {name: x.T if name in turned else x for name, x in revert_weight_conversion(model, state).items()}
+    state = {family.file_name(name): x for name, x in state.items()}
     return apart(state, family.experts)
 
 

@@ -26,9 +26,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf import described, experts, residual
+from ptq.hf import described, experts, residual, transposed
 from ptq.models import family_parts
 from ptq.models.families import FAMILIES, row_of
+from ptq.models.family import Family
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
 from ptq.pipeline import balance, pipeline, rewrite
@@ -63,11 +64,13 @@ class InFloat64(TorchFunctionMode):
         return func(*map(wide, args), **{key: wide(value) for key, value in (kwargs or {}).items()})
 
 
-def exact(config: Any, tensors: dict[str, Tensor], experts_apart: tuple[str, str, str] | None = None) -> nn.Module:
-    """A float64 model with the given tensors; its experts those of transformers, or the package's with linears of these
-    names."""
+def exact(config: Any, tensors: dict[str, Tensor], family: Family | None = None) -> nn.Module:
+    """A float64 model with the given tensors; its experts and linears those of transformers, or the package's for a
+    family."""
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
-    experts.separate(model, experts_apart)
+    if family is not None:
+        experts.separate(model, family.experts.linears if family.experts else None)
+        transposed.as_linears(model)
     state = {row_of(config).module_name(name): tensor.double() for name, tensor in tensors.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return model
@@ -163,8 +166,7 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
     untied = tiny_config(model_type, tie_word_embeddings=shape.tied and not full.untied)
     original = exact(config, {**state, "lm_head.weight": source[embedding]} if shape.tied else state)
     tensors = rewritten(part, source)
-    names = family.experts.linears if family.experts else None
-    rotated = exact(untied, {"lm_head.weight": tensors[embedding], **tensors}, names)
+    rotated = exact(untied, {"lm_head.weight": tensors[embedding], **tensors}, family)
     add_online(rotated, part)
     with InFloat64():
         assert relative(rotated(IDS).logits, original(IDS).logits) < 1e-9
@@ -176,7 +178,7 @@ def test_rotations_keep_the_function_through_save_and_load(model_type: str, onli
     model = save_model(tmp_path / "model", model_type)
     recipe = dataclasses.replace(WITHOUT_DATA, online=online)
     if not online and model_type not in WRITTEN_PLAIN:
-        with pytest.raises(ptq.InputError, match="the experts of .* must be quantised"):
+        with pytest.raises(ptq.InputError, match="must be quantised"):
             ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
         return
     result = ptq.quantize(model, tmp_path / "out", recipe, ptq.RunOptions(progress=False))
@@ -241,7 +243,13 @@ def test_blocks_that_share_an_indexer_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type, setting", [("phi", dict(qk_layernorm=True)), ("lfm2_moe", dict(use_expert_bias=False))]
+    "model_type, setting",
+    [
+        ("phi", dict(qk_layernorm=True)),
+        ("lfm2_moe", dict(use_expert_bias=False)),
+        ("opt", dict(do_layer_norm_before=False)),
+        ("opt", dict(word_embed_proj_dim=40)),
+    ],
 )
 def test_parts_that_no_row_says_are_refused_by_their_setting(
     model_type: str, setting: dict[str, Any], tmp_path: Path
@@ -289,3 +297,29 @@ def test_exaone_as_it_is_published(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(out)(IDS).logits for out in packed]
     assert torch.equal(*logits) and quantize("verify", packed[0]).exit_code == 0
+
+
+def test_gpt2_as_it_is_published(tmp_path: Path) -> None:
+    """Names without a prefix, masks beside the weights, and these as [k, n]: the same result, to the byte."""
+    folders = [save_model(tmp_path / name, "gpt2") for name in ("published", "transformers")]
+    path = folders[0] / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): x for name, x in load_file(path).items()}
+    assert tensors["h.0.attn.c_attn.weight"].shape == (80, 240) and "wte.weight" in tensors
+    tensors |= {f"h.{block}.attn.bias": torch.ones(1, 1, 128, 128).tril() for block in range(2)}
+    save_file(tensors, path)
+    packed = [folder.with_name(f"{folder.name} packed") for folder in folders]
+    for folder, out in zip(folders, packed, strict=True):
+        assert quantize("quarot", folder, out, "--rounding", "nearest", "--skip", "*c_proj").exit_code == 0
+    weights = [(out / "model.safetensors").read_bytes() for out in packed]
+    assert weights[0] == weights[1]
+    model = AutoModelForCausalLM.from_pretrained(packed[0])
+    plain = model.get_submodule("transformer.h.1.attn.c_proj")
+    assert isinstance(plain, nn.Linear) and torch.equal(plain.weight, tensors["h.1.attn.c_proj.weight"].T)
+    model.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == weights[0]
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(IDS).logits, model(IDS).logits) and quantize("verify", packed[0]).exit_code == 0
+    check_refused(quantize("rotate", folders[0], tmp_path / "plain"), "gpt2: some linears must be quantised")
+    assert quantize("quarot", folders[0], tmp_path / "offline", "--rounding", "nearest", "--offline").exit_code == 0
+    check_refused(quantize("export", tmp_path / "offline", tmp_path / "exported"), "gpt2 is not exported")

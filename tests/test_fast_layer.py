@@ -34,9 +34,10 @@ KINDS = {
 OWN_ATTENTION = {
     "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2",
     "vaultgemma", "granite_swa", "granitemoe_swa", "gpt_oss", "cohere", "cohere2", "cohere2_moe", "phi", "stablelm",
-    "flint",
+    "flint", "opt", "gpt2",
 }  # fmt: skip
-"""Families whose rotary embedding is another one, that do more to queries and keys, or attend in another way."""
+"""Families whose rotary embedding is another one, or which have none, that do more to queries and keys, or attend in
+another way."""
 OTHERS = (
     dict.fromkeys(("olmo2", "olmo3", "olmo", "apertus", "nemotron", *sorted(OWN_ATTENTION)), [])
     | dict.fromkeys(("mixtral", "olmoe", "minimax_m2"), ["attention"] * 2)
@@ -109,7 +110,8 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     if family not in PLAIN_ATTENTION:
         return
-    kinds = [fast_attention.kind_of(layer.self_attn) for layer in plain.model.layers]
+    own = [module for module in plain.modules() if type(module).__name__.endswith("Attention")]
+    kinds = [fast_attention.kind_of(module) for module in own]
     in_part = family in ("phi3", "glm4_moe", "minimax_m2", "nemotron")
     assert kinds[0] == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part))
     fast = [kind for kind in kinds if kind is not None]

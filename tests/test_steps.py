@@ -196,7 +196,7 @@ def test_what_only_looks_like_a_norm_is_left_alone() -> None:
 
 WITH_LAYER_NORM = {
     "nemotron", "jais2", "starcoder2", "stablelm", "olmo", "cohere", "cohere2", "phi", "gpt_neox", "cohere2_moe",
-    "cohere_compass_text", "phimoe",
+    "cohere_compass_text", "phimoe", "opt", "gpt2",
 }  # fmt: skip
 
 
@@ -213,7 +213,7 @@ def test_a_model_of_every_family(family: str) -> None:
     ]
     others = (
         "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "gemma4_text", "gpt_oss", "nemotron_h", "gemma4_unified_text",
-        "jamba",
+        "jamba", "opt", "gpt2",
     )  # fmt: skip
     turned = not FAMILIES[family].rope_interleaved and family not in others  # as the op does it
     assert (norms or family in WITH_LAYER_NORM) and all("forward" in vars(m) for m in norms)

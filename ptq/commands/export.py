@@ -19,6 +19,7 @@ from ptq.hf.described import packed_modules, plain_linears, transformers_config
 from ptq.hf.plugin import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import GUARD, NOT_OF_THE_FORMAT, PackedWeight
+from ptq.models.families import row_of
 from ptq.ops.activations import parse
 from ptq.pipeline.writer import check_out
 from ptq.weights.compressed_tensors import Exportable, Scheme
@@ -48,6 +49,10 @@ def export(checkpoint: Path, out: Path) -> int:
     check_integrity(checkpoint)
     config = transformers_config(source)
     plain = plain_linears(config, packed)
+    if row_of(config).transposed:
+        raise InputError(
+            f"{checkpoint}: {config.model_type} is not exported, as other runtimes hold its weights as [k, n]"
+        )
     if plain is None:
         raise InputError(f"{checkpoint}: models with experts are not exported yet")
     modules, entries = packed_modules(config, packed), packed.entries()

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ptq.hf.spliced import FastLinear, Splice, model_around, put
+from ptq.hf.spliced import FastLinear, NoPositions, Splice, model_around, put
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
@@ -150,6 +150,7 @@ class Part:
         """Logits from the state that leaves the last block."""
         hidden, others = self.layout.split(state, 0)
         self.splice.replacement = hidden
+        self._leave_out_unfilled()
         with given(self.model):
             return self.model(inputs_embeds=hidden, use_cache=False, **others).logits
 
@@ -170,8 +171,8 @@ class Part:
             for name, tensor in tensors.items()
         }
         module: nn.Module = self.model
+        self._leave_out_unfilled()
         if not head:
-            self._without_norm()
             parent, _, _ = self.family.layers.rpartition(".")
             module = self.model.get_submodule(parent)
             named = {name.removeprefix(f"{parent}."): tensor for name, tensor in named.items()}
@@ -183,13 +184,12 @@ class Part:
         return left
 
     def _body(self, **inputs: Any) -> None:
-        self._without_norm()
+        self._leave_out_unfilled()
         parent, _, _ = self.family.layers.rpartition(".")
         self.model.get_submodule(parent)(**inputs, use_cache=False)
 
-    def _without_norm(self) -> None:
-        """Leave out the last norm, where the part has none."""
-        norm = self.model.get_submodule(self.family.final_norm)
-        if any(parameter.is_meta for parameter in norm.parameters()):
-            parent, _, name = self.family.final_norm.rpartition(".")
-            setattr(self.model.get_submodule(parent), name, nn.Identity())
+    def _leave_out_unfilled(self) -> None:
+        """Leave out the last norm and the table of positions, where the part has none."""
+        for name, stand_in in ((self.family.final_norm, nn.Identity()), (self.family.positions, NoPositions())):
+            if name and any(parameter.is_meta for parameter in self.model.get_submodule(name).parameters()):
+                put(self.model, name, stand_in)

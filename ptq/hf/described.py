@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ptq.errors import InputError, refused
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import levels
-from ptq.hf import experts, fused
+from ptq.hf import experts, fused, transposed
 from ptq.hf.plugin import PtqConfig
 from ptq.hf.spliced import UNBUILT
 from ptq.layers import embedding
@@ -135,4 +135,6 @@ def _check_bias_of_expert(linear: LinearPlan, owner: str, tensors: Collection[st
 
 def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
     with refused(UNBUILT), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
+    transposed.as_linears(model)
+    return model

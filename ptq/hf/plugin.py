@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ptq.errors import InputError
 from ptq.fast import fast_decode
 from ptq.files.header import TensorInfo, read_header
-from ptq.hf import experts, residual
+from ptq.hf import experts, residual, transposed
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers import embedding
 from ptq.layers.linear import describe, swap
@@ -147,6 +147,7 @@ class PtqQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         assert isinstance(self.quantization_config, PtqConfig)
         entries = self.quantization_config.entries()
+        transposed.as_linears(model)
         self.separated = experts.separate(model, experts.names_in(entries))
         if self.separated:
             model._can_compile_fullgraph = False  # which experts there are to run is asked of the tokens

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ptq.errors import refused
 from ptq.fast import fast_decode, fast_steps
-from ptq.hf import experts, fused
+from ptq.hf import experts, fused, transposed
 from ptq.models.family import Family
 from ptq.ops import matmul
 
@@ -60,6 +60,13 @@ class Pass(nn.Module):
         return (hidden_states, None) if self.pair else hidden_states
 
 
+class NoPositions(nn.Module):
+    """Stands in for a table of positions: adds nothing."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(())
+
+
 def model_around(
     config: Any, family: Family, splice: Splice, layer: int | None, device: torch.device
 ) -> PreTrainedModel:
@@ -69,6 +76,7 @@ def model_around(
     config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
     with refused(UNBUILT), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    transposed.as_linears(model)
     parent, _, name = family.layers.rpartition(".")
     body = model.get_submodule(parent)
     blocks = list(getattr(body, name))

@@ -2,10 +2,10 @@
 
 `install` uses transformers' own doors. (1) An attention function of ours, under a name that spells the settings, with
 the masks of "sdpa" (AttentionInterface, AttentionMaskInterface): every model of the table calls it after RoPE. It
-quantises and dequantises plain keys and values (no cache, or somebody else's), and reads a `PackedCache` directly.
-(2) A forward hook in front of the base model makes a `PackedCache` where a cache is wanted and none is given, and
-checks the one that is given. (3) `generate` makes its cache before the first forward: the model object (not its
-class) gets a `_prepare_cache_for_generation` of its own that puts a `PackedCache` in the place of what transformers
+quantises and dequantises plain keys and values (no cache, or somebody else's), and reads a `PackedCache` directly. (2)
+A forward hook in front of the module that holds the blocks makes a `PackedCache` where a cache is wanted and none is
+given, and checks the one that is given. (3) `generate` makes its cache before the first forward: the model object (not
+its class) gets a `_prepare_cache_for_generation` of its own that puts a `PackedCache` in the place of what transformers
 made. If a later transformers should stop calling it, results stay the same and only memory is lost, because of (1).
 
 The same codes are seen on every way: a plain tensor goes through the ops that fill the cache.
@@ -28,7 +28,7 @@ from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.kv_side import Side, rotate, row_starts
 from ptq.kv.packed_cache import PackedCache, Signature
 from ptq.kv.packed_layer import PackedStates
-from ptq.models.families import FAMILIES
+from ptq.models.families import FAMILIES, row_of
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard, kv_ops, prefill_attention
 from ptq.ops.op_declarations import refuse_forward_derivative, takes_forward_derivatives
@@ -38,13 +38,10 @@ MAX_DECODE = 8
 plain keys and values."""
 
 SETTINGS = "ptq_cache_settings"
-"""Attribute of the base model: its `CacheQuantization`."""
+"""Attribute of the module that holds the blocks: its `CacheQuantization`."""
 
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 """What forwards of transformers call the cache that they are given: the latter before 5.24."""
-
-ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE, "inputs_embeds", "use_cache")
-"""What the base models of all families take, in their order."""
 
 
 def install(model: Any, settings: CacheQuantization) -> None:
@@ -53,14 +50,21 @@ def install(model: Any, settings: CacheQuantization) -> None:
     check(config, settings)
     _register(settings)
     model.set_attn_implementation(implementation(settings))
-    base = model.base_model
-    if not hasattr(base, SETTINGS):
-        base.register_forward_pre_hook(_before_forward, with_kwargs=True)
-    setattr(base, SETTINGS, settings)
+    body = _body(model)
+    if not hasattr(body, SETTINGS):
+        _, *arguments = inspect.signature(type(body).forward).parameters
+        body.register_forward_pre_hook(functools.partial(_before_forward, arguments), with_kwargs=True)
+    setattr(body, SETTINGS, settings)
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
     if hasattr(model, "init_continuous_batching"):
         model.init_continuous_batching = _refuse_continuous_batching
+
+
+def _body(model: Any) -> torch.nn.Module:
+    """The module that holds the blocks of a model. `AutoModel`'s names begin behind the first part of the row's."""
+    first, *inside, _ = row_of(model.config).layers.split(".")
+    return model.get_submodule(".".join([first, *inside] if hasattr(model, first) else inside))
 
 
 def _refuse_continuous_batching(*args: Any, **kwargs: Any) -> None:
@@ -193,9 +197,9 @@ def quantized(
     return result[0], result[1]
 
 
-def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make or check the cache of a forward of the base model."""
-    config, settings = base.config, getattr(base, SETTINGS)
+def _before_forward(arguments: list[str], body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make or check the cache of a forward that takes these arguments."""
+    config, settings = body.config, getattr(body, SETTINGS)
     if config._attn_implementation != implementation(settings):
         raise InputError(
             f"the attention implementation was changed to {config._attn_implementation!r}: the model has a quantised "
@@ -203,7 +207,7 @@ def _before_forward(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         )
     if not torch.compiler.is_compiling():
         _register(settings)  # a model that was pickled has come to another process
-    kwargs = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+    kwargs = {**dict(zip(arguments, args, strict=False)), **kwargs}
     # The forward itself takes the old name, too, and prefers the new one.
     name = CACHE if CACHE in kwargs or "past_key_values" not in kwargs else "past_key_values"
     cache, use_cache = kwargs.get(name), kwargs.get("use_cache")
@@ -231,7 +235,7 @@ def _prepare_cache_for_generation(
     made = model_kwargs.get(CACHE)
     if getattr(made, "_is_user_defined", False) or getattr(made, "offloading", False):
         return
-    settings = getattr(model.base_model, SETTINGS)
+    settings = getattr(_body(model), SETTINGS)
     if type(made) is DynamicCache:
         model_kwargs[CACHE] = PackedCache(model.config, settings)
     elif type(made) is StaticCache:

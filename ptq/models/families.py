@@ -6,6 +6,7 @@ planners. To add a family, add a row: docs/add-a-family.md. The tests in tests/t
 table.
 """
 
+import re
 from typing import Any
 
 from ptq.errors import InputError
@@ -22,7 +23,7 @@ def check_generates(config: dict[str, Any]) -> None:
     """Raise InputError for a classifier, and for a model without a head, as models that embed texts are published."""
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else ():
-        if str(name).endswith(("Classification", "QuestionAnswering", "Model")):
+        if re.search("(Classification|QuestionAnswering|(?<!LMHead)Model)$", str(name)):
             raise InputError(f"config.json: architectures says {name!r}: only models that generate text are supported")
 
 

@@ -108,6 +108,9 @@ class Family:
     model_type: str
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
+    positions: str | None = None
+    """The table whose rows are added to those of the embedding, by place in the text; it stays in 16 bits. None: places
+    are known in attention alone."""
     final_norm: str = "model.norm"
     """The norm behind the last block. It is there in every model; of some it has no tensors (`norm_tensors`)."""
     head: str = "lm_head"
@@ -123,6 +126,8 @@ class Family:
     """The linear inside the activation; None where there is no gate, but `down(act(up(x)))`."""
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    transposed: bool = False
+    """Whether the linears of blocks are stored as [k, n], in files and in transformers (its `Conv1D`)."""
     kept: tuple[str, ...] = ()
     """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
     kept_if: str | None = None

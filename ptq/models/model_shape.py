@@ -146,6 +146,13 @@ def _check_settings(config: Any, blocks: int) -> None:
     """Raise InputError for settings that no family is supported with, and for some that make no sense."""
     if getattr(config, "clip_qkv", None) is not None:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
+    if not getattr(config, "do_layer_norm_before", True):
+        raise InputError("config.json: do_layer_norm_before false: norms behind attention and MLP are not supported")
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        raise InputError(
+            f"config.json: word_embed_proj_dim {config.word_embed_proj_dim}, hidden_size {config.hidden_size}: an "
+            "embedding of another width is not supported"
+        )
     if not getattr(config, "use_post_norm", True):
         raise InputError("config.json: use_post_norm false: the family is supported with its post-norms alone")
     for key in CHUNKS:
@@ -169,7 +176,9 @@ def _check_settings(config: Any, blocks: int) -> None:
 def _intermediate(config: Any) -> int:
     """The width of an MLP: of Granite 4, of the one that every token passes; of Command A+, of those in blocks without
     experts; LFM 2 may make another one of it."""
-    names = ("shared_intermediate_size", "prefix_dense_intermediate_size", "intermediate_size")
+    names = ("shared_intermediate_size", "prefix_dense_intermediate_size", "ffn_dim", "n_inner", "intermediate_size")
+    if getattr(config, "n_inner", 0) is None:  # GPT-2
+        return 4 * _size(config, "hidden_size")
     width = _size(config, next((name for name in names if getattr(config, name, None)), names[-1]))
     if getattr(config, "block_auto_adjust_ff_dim", False):
         width = 2 * width // 3

@@ -100,6 +100,7 @@ class _Model:
         self.teacher = Part(job.config, job.family, None, job.device)
         self.teacher.load({job.lm_head: job.tensor(job.head.source), **{name: job.tensor(name) for name in job.last}})
         self.bottom, self.blocks = Part(job.config, job.family, None, job.device), dict[int, Part]()
+        self.bottom.load(job.beside_embedding())
         head = tasks.matrix(job.head) if job.head.format is not None else None
         self.frozen_head = None if head is None else head.whole(job.head.k).to(job.device)
         tied = job.head == job.embedding and head is None  # and trained
@@ -109,7 +110,7 @@ class _Model:
 
     def trained(self) -> dict[str, Trained]:
         """How sign vectors, norms, biases and the head are trained, from where they are now."""
-        job, names = self.job, {*self.job.plan.kept, *self.job.last}
+        job, names = self.job, {*self.job.plan.kept, *self.job.last} - self.job.beside_embedding().keys()
         for linear in self.linears:
             leaves = (INPUT_SIGNS, OUTPUT_SIGNS, "bias")
             names |= {f"{linear.name}.{leaf}" for leaf in leaves} & self.tasks.shards.layout.tensors.keys()

@@ -185,15 +185,16 @@ class Job:
             if model == "rotated":
                 rows = self._rewrite(linear, rows.to(self.device), None, torch.float32)
             part.load({f"{linear.name}.weight": rows})
-        part.load({name: self.tensor(name) for name in self.layer_inputs})
+        part.load(self.beside_embedding())
         with _running(model):  # row by row, as `probe.row_by_row`: blocks' own inputs are products
             return torch.cat([part.embed(row) for row in places.to(self.device).split(1)])
 
-    @property
-    def layer_inputs(self) -> tuple[str, ...]:
-        """The other tensors of which a model makes the blocks' own inputs; none in most models."""
-        names = self.family.layer_inputs
-        return names.made_by if names is not None and len(self.embeddings) > 1 else ()
+    def beside_embedding(self) -> dict[str, Tensor]:
+        """The other tensors of which a model makes the state that enters its first block: the table of positions, and
+        those for the blocks' own inputs; none in most models."""
+        inputs, positions = self.family.layer_inputs, self.family.positions
+        names = inputs.made_by if inputs is not None and len(self.embeddings) > 1 else ()
+        return {name: self.tensor(name) for name in (*names, *((f"{positions}.weight",) if positions else ()))}
 
     def logits(
         self, matrix: Matrix, last: dict[str, Tensor], state: Float[Tensor, "rows t w"], model: Model = "packed"

@@ -17,7 +17,7 @@ from ptq.errors import InputError, RunError
 from ptq.files import published, source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
-from ptq.hf import experts, fused, text_model
+from ptq.hf import experts, fused, text_model, transposed
 from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
 from ptq.kv import attention
 from ptq.models.families import check_generates, family_of
@@ -72,7 +72,8 @@ def plan(model: str, recipe: Recipe) -> Target:
     check_generates(checkpoint.config)
     family, config = family_of(checkpoint.config), transformers_config(checkpoint)
     family, shape = family.of(config), shape_of(config)
-    checkpoint = replace(checkpoint, tensors=fused.as_published(checkpoint.tensors, family, shape.experts))
+    tensors = transposed.as_read(fused.as_published(checkpoint.tensors, family, shape.experts), family)
+    checkpoint = replace(checkpoint, tensors=tensors)
     if shape.experts and family.experts is None:
         raise InputError(
             f"config.json: {shape.experts} experts in a block: {family.model_type} is supported without experts alone"
@@ -84,6 +85,7 @@ def plan(model: str, recipe: Recipe) -> Target:
     plan = methods.planner(recipe.method)(as_turned(shape, config), family, recipe, checkpoint.tensors)
     plan = ends.packed(plan, recipe.embedding_bits)
     experts.check_loadable(plan, family)
+    transposed.check_loadable(plan, family)
     if plan.cache is not None:
         attention.check(config, plan.cache)
     promised = parameter_shapes(config)

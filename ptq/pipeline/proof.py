@@ -82,7 +82,7 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     those that the run measured, to the bit. Raises RunError."""
     packed = PtqConfig.parse(checkpoint.config)
     entries = packed.entries() if packed else {}
-    kept = job.residual_signs() | {name: job.tensor(name) for name in job.layer_inputs}
+    kept = job.residual_signs() | job.beside_embedding()
     for name, tensor in kept.items():
         if not torch.equal(checkpoint.read(name), tensor):
             raise RunError(f"{checkpoint.folder}: the written tensor {name!r} is not that of the run; please report it")

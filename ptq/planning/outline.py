@@ -88,6 +88,7 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
             *((f"{family.head}.bias",) if shape.tied and f"{family.head}.bias" in tensors else ()),
             *(f"{block}.{name}" for block in blocks for name in (*family.kept, *(inputs.kept if inputs else ()))),
             *(inputs.made_by if inputs else ()),
+            *((f"{family.positions}.weight",) if family.positions else ()),
             *(f"{block}.{name}" for block in sparse for name in others),
             *(name for block, mixer in mixers.items() for name in _kept(block, mixer, tensors)),
         ),
