@@ -152,6 +152,9 @@ OWN: dict[str, dict[str, Any]] = {
     "granite_swa": dict(layer_rope_theta=[500.0, 0]),
     "granitemoe_swa": dict(TWO_WINDOWS, layer_rope_theta=[500.0, 0], shared_intermediate_size=0),
     "granitemoeshared": dict(shared_intermediate_size=136),
+    "llama4_text": dict(
+        intermediate_size_mlp=136, interleave_moe_layer_step=2, no_rope_layer_interval=2, floor_scale=4, attn_scale=0.7,
+    ),
     "gpt_oss": dict(
         sliding_window=16, swiglu_limit=0.7, layer_types=["sliding_attention", "full_attention"],
         rope_parameters=dict(
@@ -200,6 +203,8 @@ WITHOUT_EXPERTS = {"gemma4_text", "granitemoehybrid"}
 """Those that have rows for experts, and tiny models without."""
 SPARSE_FAMILIES = [name for name, family in FAMILIES.items() if family.experts and name not in WITHOUT_EXPERTS]
 """Those whose tiny models have experts."""
+WEIGHTS_ON_INPUT = {"llama4_text"}
+"""Those whose experts are given rows times the router's weights (`ptq.hf.experts.SortedExperts`)."""
 WRITTEN_PLAIN = [
     name for name, family in FAMILIES.items()
     if not family.transposed and not (name in SPARSE_FAMILIES and family.experts and family.experts.fused)
@@ -304,6 +309,13 @@ def apart(tensors: Mapping[str, torch.Tensor], names: Names | None) -> dict[str,
         inside = fused.take_apart({leaf: tensor}, fused.Layout.of(names), names.linears)
         found |= {f"{owner}.{part}": one for part, one in inside.items()}
     return found
+
+
+def experts_of(model: Any) -> Any:
+    """The experts of the second block."""
+    family = FAMILIES[model.config.model_type]
+    assert family.experts is not None
+    return model.model.layers[1].get_submodule(family.module_name(family.experts.experts))
 
 
 def separated(model: Any, names: tuple[str, str, str] | None) -> Any:

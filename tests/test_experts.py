@@ -12,9 +12,11 @@ import torch
 from conftest import (
     DISTINCT,
     SPARSE_FAMILIES,
+    WEIGHTS_ON_INPUT,
     check_refused,
     edit_config,
     edit_tensors,
+    experts_of,
     quantize,
     save_model,
     separated,
@@ -68,7 +70,7 @@ def pair(model_type: str, dtype: torch.dtype) -> tuple[Any, Experts]:
     family = FAMILIES[model_type]
     assert family.experts is not None
     separated(models[1], family.experts.linears)
-    first, second = (model.to(dtype).model.layers[1].mlp.experts for model in models)
+    first, second = (experts_of(model.to(dtype)) for model in models)
     assert isinstance(second, Experts) and not isinstance(first, Experts)
     return first, second
 
@@ -82,9 +84,12 @@ def test_experts_are_those_of_transformers(model_type: str, chosen: list[list[in
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
         theirs, ours = pair(model_type, dtype)
         x = torch.randn(len(index), tiny_config(model_type).hidden_size, generator=generator).to(dtype)
-        shares = torch.rand(index.shape, generator=generator).to(dtype)
-        found = ours(x, index, shares)
-        assert found.dtype == dtype and close(found.double(), theirs(x, index, shares).double(), tolerance)
+        given = x, index, torch.rand(index.shape, generator=generator).to(dtype)
+        if model_type in WEIGHTS_ON_INPUT:
+            weights = torch.zeros(len(x), 4, dtype=dtype).scatter_(1, index, given[2])
+            given = ((weights.T[..., None] * x).flatten(0, 1),)
+        found = ours(*given)
+        assert found.dtype == dtype and close(found.double(), theirs(*given).double(), tolerance)
 
 
 @pytest.mark.parametrize("model_type", SPARSE)

@@ -11,7 +11,7 @@ Parts of models that run alone (`ptq.hf.blocks`) get the same, so that proofs ma
 
 Norms and attention modules get a `forward` of their own in the instance, as accelerate does it. The one of attention is
 the family's own function, with another `apply_rotary_pos_emb` among its globals, that of a router has another
-`F.linear`: nothing in transformers is changed.
+`F.linear`, or, where it is a linear itself, another `super().forward`: nothing in transformers is changed.
 """
 
 import copy
@@ -181,8 +181,15 @@ class _Functional:
         return getattr(torch.nn.functional, name)
 
 
+class _FewTokensLinear(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return _Functional().linear(input, self.weight, self.bias)
+
+
 def is_router(module: nn.Module) -> bool:
     """Whether a module does something with one product of its input and its matrix; with a bias or not."""
+    if isinstance(module, nn.Linear):
+        return _with_fast_base(type(module)) is not None
     weight = module._parameters.get("weight")
     if module._parameters.keys() - {"weight", "bias"} or weight is None or weight.dim() != 2:
         return False
@@ -192,7 +199,22 @@ def is_router(module: nn.Module) -> bool:
 
 def _router_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
-    return (own if torch.compiler.is_compiling() else _with_fast_linear(own) or own)(module, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return own(module, *args, **kwargs)
+    if (cls := _with_fast_base(type(module))) is not None:
+        alike = object.__new__(cls)
+        object.__setattr__(alike, "__dict__", vars(module))  # the same module, but for its class
+        return own(alike, *args, **kwargs)
+    return (_with_fast_linear(own) or own)(module, *args, **kwargs)
+
+
+@functools.cache
+def _with_fast_base(cls: Any) -> type[nn.Module] | None:
+    """A class like one of linears that do more than a linear, whose `super().forward` is `ptq::dense_linear` for few
+    tokens; None for any other."""
+    inner = inspect.unwrap(cls.forward)
+    does_more = cls.__bases__ == (nn.Linear,) and {"super", "forward"} <= set(inner.__code__.co_names)
+    return type(cls.__name__, (cls, _FewTokensLinear), {}) if does_more else None
 
 
 @functools.cache

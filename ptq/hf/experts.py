@@ -24,10 +24,8 @@ from ptq.fast.fast_experts import FewTokens
 from ptq.fast.trials import hollow, numbers_of, trial
 from ptq.hf.fused import BIASES, GATED, UNGATED, Layout, take_apart
 from ptq.layers.shared_input import products
-from ptq.models.family import Family
 from ptq.ops import expert_ops, steps
 from ptq.ops.matmul import has_steps
-from ptq.planning.plan import Plan
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """What the files of a checkpoint may call gate, up and down of an expert."""
@@ -59,7 +57,7 @@ class Experts(nn.Module):
         for number in range(count):
             linears = {name: nn.Linear(*shape, bias=bias, device="meta", dtype=dtype) for name, shape in shapes.items()}
             self.add_module(str(number), nn.ModuleDict(linears))
-        self.act_fn, self.gated = act_fn, gated
+        self.count, self.act_fn, self.gated = count, act_fn, gated
         self.clamped: tuple[float, ...] | None = None
         """What an op of ours needs to know of the gate, as `ptq.ops.expert_ops.gated` takes it; None: there is none."""
         if gated is not None:
@@ -117,14 +115,17 @@ class Experts(nn.Module):
         return down_linear(self.act_fn(gate) * up)
 
 
-def check_loadable(plan: Plan, family: Family) -> None:
-    """Raise InputError where the experts of a plan, written one by one, would be nothing to transformers."""
-    formats = [linear.format for linear in plan.linears if linear.expert is not None]
-    if family.experts is not None and family.experts.fused and formats and not any(formats):
-        raise InputError(
-            f"the experts of {family.model_type} must be quantised, some of them at least: as plain weights they are "
-            "written one by one, and transformers reads them only from one tensor for a whole block"
-        )
+class SortedExperts(Experts):
+    """The same with the router's weights on the input: y_e = down_e(act(gate_e p_e x) * up_e p_e x). Given are the rows
+    p_0 x of all tokens, then p_1 x, ...; those of tokens that have not chosen the expert are zeros, and stay so."""
+
+    def forward(self, hidden_states: Float[Tensor, "rows k"]) -> Float[Tensor, "rows k"]:  # pyright: ignore
+        """What the experts make of their rows, one by one."""
+        total, rows = torch.zeros_like(hidden_states), hidden_states.any(-1).nonzero()
+        if len(rows):
+            numbers, ones = rows // (len(total) // self.count), torch.ones_like(rows, dtype=total.dtype)
+            total[rows[:, 0]] = super().forward(hidden_states[rows[:, 0]], numbers, ones)
+        return total
 
 
 def names_in(linears: Iterable[str]) -> tuple[str, ...] | None:
@@ -190,6 +191,8 @@ class _Kind:
     layout: Layout
     own_gate: bool
     """Whether their class has a function of its own in the place of act(gate) * up."""
+    experts: type[Experts]
+    """What takes their place."""
 
 
 def _separated(module: nn.Module, names: tuple[str, ...], kind: _Kind) -> Experts:
@@ -198,7 +201,7 @@ def _separated(module: nn.Module, names: tuple[str, ...], kind: _Kind) -> Expert
     count, hidden, width = (down.transpose(1, 2) if kind.layout.transposed else down).shape
     gated = _OwnGate(hollow(module), kind.layout.interleaved) if kind.own_gate else None
     biased = f"{matrices[1]}_bias" in module._parameters
-    return Experts(names, count, hidden, width, _activation(module), down.dtype, gated, biased)
+    return kind.experts(names, count, hidden, width, _activation(module), down.dtype, gated, biased)
 
 
 class _OwnGate:
@@ -225,7 +228,7 @@ def _kind_of(module: nn.Module) -> _Kind | None:
     there = {False: _activation(module) is not None, True: hasattr(module, OWN_GATE)}
     gates = [own for own in there if there[own]]
     layouts = [Layout(*flags) for flags in itertools.product((False, True), repeat=2)]
-    kinds = (_Kind(layout, own) for layout in layouts for own in gates)
+    kinds = (_Kind(*parts) for parts in itertools.product(layouts, gates, (Experts, SortedExperts)))
     return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
 
 
@@ -239,7 +242,7 @@ def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
         if (bias := f"{name}_bias") in module._parameters:
             fused[bias] = torch.randn(3, outputs, generator=generator, dtype=torch.float64)
     alone = hollow(module)
-    alone.num_experts = 3
+    alone.num_experts, alone.hidden_size = 3, 8
     alone.act_fn = _activation(module)
     for name, tensor in fused.items():
         alone.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
@@ -248,11 +251,15 @@ def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
     x = torch.randn(5, 8, generator=generator, dtype=torch.float64)
     chosen = torch.tensor([[0, 2], [2, 0], [2, 1], [0, 1], [0, 2]])
     shares = torch.rand(5, 2, generator=generator, dtype=torch.float64)
+    given = x, chosen, shares
+    if kind.experts is SortedExperts:  # the weights of all experts are zeros where a token has not chosen them
+        weights = torch.zeros(5, 3, dtype=torch.float64).scatter_(1, chosen, shares)
+        given = ((weights.T[..., None] * x).flatten(0, 1),)
     try:
         if ours.gated is not None and not _keeps_channels_apart(ours.gated):
             return False
-        found = inspect.unwrap(type(module).forward)(alone, x, chosen, shares)
-        wanted = ours(x, chosen, shares)
+        found = inspect.unwrap(type(module).forward)(alone, *given)
+        wanted = ours(*given)
     except (RuntimeError, TypeError, AttributeError):
         return False  # it wants something else
     return isinstance(found, Tensor) and torch.allclose(found, wanted, rtol=1e-9)

@@ -12,7 +12,7 @@ from ptq.errors import InputError
 from ptq.files.header import TensorInfo
 from ptq.models.family import Experts as Names
 from ptq.models.family import Family
-from ptq.planning.plan import OF_ANOTHER
+from ptq.planning.plan import OF_ANOTHER, Plan
 
 PARTS = {"gate_up_proj": slice(-3, -1), "up_proj": slice(-2, -1), "down_proj": slice(-1, None)}
 """Parameters of a module of fused experts: [experts, 2 width, hidden] or, without a gate, [experts, width, hidden], and
@@ -39,6 +39,16 @@ def is_fused_parameter(name: str) -> bool:
     """Whether this is a tensor in which transformers holds all experts of a block."""
     owner, _, leaf = name.rpartition(".")
     return (leaf in PARTS or leaf in BIASES) and owner.endswith(".experts")
+
+
+def check_loadable(plan: Plan, family: Family) -> None:
+    """Raise InputError where the experts of a plan, written one by one, would be nothing to transformers."""
+    formats = [linear.format for linear in plan.linears if linear.expert is not None]
+    if family.experts is not None and family.experts.fused and formats and not any(formats):
+        raise InputError(
+            f"the experts of {family.model_type} must be quantised, some of them at least: as plain weights they are "
+            "written one by one, and transformers reads them only from one tensor for a whole block"
+        )
 
 
 def take_apart(

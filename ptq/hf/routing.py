@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from ptq.hf.blocks import Part
 
 Choice = tuple[Tensor, ...] | Tensor
-"""What a router gives: its logits, or these first, then the weights and the numbers of the chosen experts."""
+"""What a router gives: its logits, or these among others, such as weights and numbers of the chosen experts."""
 
 
 class Routes:
-    """What the routers of a block have given, call by call."""
+    """What the routers of a block have given, call by call. `place`: that of the logits in what a router gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: int = 0) -> None:
+        self.place = place
         self.made: list[Choice] = []
         self.again: list[Tensor] = []
         """The logits of the other model's routers, in the same calls."""
@@ -29,7 +30,11 @@ class Routes:
     def logits(self) -> Iterator[tuple[Float[Tensor, "1 t experts"], Float[Tensor, "1 t experts"]]]:
         """Logits of the routers, call by call: of the model that took the choices, and of the one that made them. Empty
         where no model has taken them."""
-        return ((found[None], _logits(self.made[call])[None]) for call, found in enumerate(self.again))
+        return ((found[None], self.logits_in(self.made[call])[None]) for call, found in enumerate(self.again))
+
+    def logits_in(self, choice: Choice) -> Float[Tensor, "t experts"]:
+        """The logits in what a router gives."""
+        return choice if isinstance(choice, Tensor) else choice[self.place]
 
 
 @contextmanager
@@ -48,15 +53,11 @@ def replayed(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[Non
     """Give what was kept in the place of what the named routers give, call by call; their own logits are kept too."""
 
     def replace(_: nn.Module, __: Any, choice: Choice) -> Choice:
-        routes.again.append(_logits(choice))
+        routes.again.append(routes.logits_in(choice))
         return routes.made[len(routes.again) - 1]
 
     with _hooked(part, routers, replace):
         yield
-
-
-def _logits(choice: Choice) -> Float[Tensor, "t experts"]:
-    return choice if isinstance(choice, Tensor) else choice[0]
 
 
 @contextmanager

@@ -109,15 +109,18 @@ def check(config: Any, settings: CacheQuantization) -> None:
                 "--kv-bits, --key-bits and --value-bits out"
             )
     if settings.sinks and _window(config) is not None:
-        raise InputError("KV cache: sinks do not go with sliding-window attention, where the first tokens drop out")
+        raise InputError(
+            "KV cache: sinks do not go with sliding-window or chunked attention, where the first tokens drop out"
+        )
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window, None where the context never outgrows it."""
+    """The sliding window, or the chunk, None where the context never outgrows it."""
     kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "sliding_attention" not in kinds:
+    chunked = "chunked_attention" in (kinds or ())
+    if kinds is not None and "sliding_attention" not in kinds and not chunked:
         return None
-    window = getattr(config, "sliding_window", None)
+    window = getattr(config, "attention_chunk_size" if chunked else "sliding_window", None)
     return None if window is None or window >= config.max_position_embeddings else window
 
 

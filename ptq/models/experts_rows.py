@@ -65,6 +65,23 @@ ROWS = (
         experts=Experts("mlp.router", fused=True, transposed=True, interleaved=True, plain_gate=False),
     ),
     Family(
+        "llama4_text",
+        gate="feed_forward.gate_proj",
+        up="feed_forward.up_proj",
+        down="feed_forward.down_proj",
+        kept_if="use_qk_norm",
+        plain_key_norm=True,
+        rope_interleaved=True,
+        experts=Experts(
+            "feed_forward.router",
+            "feed_forward.experts",
+            shared="feed_forward.shared_expert",
+            fused=True,
+            transposed=True,
+            logits=1,
+        ),
+    ),
+    Family(
         "minimax_m2",
         kept=HEAD_NORMS,
         renamed=MIXTRAL["renamed"],

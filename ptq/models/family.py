@@ -43,6 +43,8 @@ class Experts:
     plain_gate: bool = True
     """False where an expert makes more of the products of gate and up than act(gate) * up, such as a clamp: signs and
     scales of up would not come out at down."""
+    logits: int = 0
+    """The place of the logits in what the router's module gives, should that be a tuple."""
 
     @property
     def linears(self) -> tuple[str, ...]:
@@ -131,11 +133,14 @@ class Family:
     kept: tuple[str, ...] = ()
     """Other tensors of a block, which no rotation touches: q_norm and k_norm have gains per head and stay."""
     kept_if: str | None = None
-    """A setting of config.json: models in which it is false have none of the tensors `kept`. None: all have them."""
+    """A setting of config.json: models in which it is false have none of the tensors `kept`, and no `plain_key_norm`.
+    None: all have them."""
     norm_offset: float = 0.0
     """What norms add to their stored gain: 1 for Gemma, which stores g - 1."""
     norm_tensors: bool = True
     """False where no norm has a gain."""
+    plain_key_norm: bool = False
+    """Whether keys are normed without a gain, so that no tensor among `kept` says it."""
     rope_interleaved: bool = False
     """RoPE turns channels 2 i and 2 i + 1 of a head together; False: i and i + d / 2 of the d that it turns."""
     rotate_residual: bool = True
@@ -166,7 +171,11 @@ class Family:
 
     def of(self, config: Any) -> "Family":
         """The row as a model with this transformers config has it."""
-        return self if self.kept_if is None or getattr(config, self.kept_if) else replace(self, kept=())
+        return (
+            self
+            if self.kept_if is None or getattr(config, self.kept_if)
+            else replace(self, kept=(), plain_key_norm=False)
+        )
 
     def module_name(self, name: str) -> str:
         """What a model calls a linear, or a tensor, of its checkpoint's files."""
@@ -187,7 +196,8 @@ class Family:
     @property
     def norms_keys(self) -> bool:
         """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""
-        return any(name.endswith((".k_norm.weight", ".key_layernorm.weight")) for name in self.kept)
+        gains = (".k_norm.weight", ".key_layernorm.weight")
+        return self.plain_key_norm or any(name.endswith(gains) for name in self.kept)
 
     def norms(self, blocks: int, last: bool = True) -> tuple[str, ...]:
         """The gains of the norms whose output linears read, of so many blocks; `last`: that of the head's too."""

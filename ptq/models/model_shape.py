@@ -21,6 +21,15 @@ SHARED_WIDTH = (
     "shared_intermediate_size",
 )
 """And the width of that MLP, where it is no multiple of an expert's."""
+WIDTH = (
+    "shared_intermediate_size",
+    "prefix_dense_intermediate_size",
+    "intermediate_size_mlp",
+    "ffn_dim",
+    "n_inner",
+    "intermediate_size",
+)
+"""And the width of the MLP of blocks without experts; of Granite 4, of the one that every token passes."""
 LATENT = "moe_latent_size"
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
 """Kinds of blocks that do not mix tokens."""
@@ -30,6 +39,8 @@ EXPERTS = ("num_experts", "num_local_experts")
 """What configs call the number of experts in a block."""
 NUMBERS_OF_EXPERTS = "layers_num_experts"
 """And their number in every block, where a config computes that; 1: the block has an MLP and no experts."""
+BLOCKS_WITH_EXPERTS = "moe_layers"
+"""And the numbers of the blocks that have experts."""
 CHUNKS = ("mamba_chunk_size", "chunk_size")
 LARGEST_CHUNK = 4096
 """Tokens that a state space takes at once, 256 in practice: memory grows with the square of it."""
@@ -174,12 +185,10 @@ def _check_settings(config: Any, blocks: int) -> None:
 
 
 def _intermediate(config: Any) -> int:
-    """The width of an MLP: of Granite 4, of the one that every token passes; of Command A+, of those in blocks without
-    experts; LFM 2 may make another one of it."""
-    names = ("shared_intermediate_size", "prefix_dense_intermediate_size", "ffn_dim", "n_inner", "intermediate_size")
+    """The width of an MLP; LFM 2 may make another one of what the config says."""
     if getattr(config, "n_inner", 0) is None:  # GPT-2
         return 4 * _size(config, "hidden_size")
-    width = _size(config, next((name for name in names if getattr(config, name, None)), names[-1]))
+    width = _size(config, next((name for name in WIDTH if getattr(config, name, None)), WIDTH[-1]))
     if getattr(config, "block_auto_adjust_ff_dim", False):
         width = 2 * width // 3
         if (multiplier := config.block_ffn_dim_multiplier) is not None:
@@ -205,8 +214,8 @@ def _experts(config: Any) -> dict[str, Any]:
     blocks, width = _size(config, "num_hidden_layers"), "moe_intermediate_size"
     if count is None or not getattr(config, "enable_moe_block", True):
         return {}
-    lists_blocks = _halves(config) or getattr(config, NUMBERS_OF_EXPERTS, None)
-    if lists_blocks and not any(has_experts(config, index) for index in range(blocks)):
+    lists_blocks = any(getattr(config, name, None) is not None for name in (NUMBERS_OF_EXPERTS, BLOCKS_WITH_EXPERTS))
+    if (lists_blocks or _halves(config)) and not any(has_experts(config, index) for index in range(blocks)):
         return {}
     per_token = next((name for name in CHOSEN if hasattr(config, name)), CHOSEN[0])
     experts, chosen = _size(config, count), _size(config, per_token)
@@ -231,7 +240,7 @@ def _experts(config: Any) -> dict[str, Any]:
         found["shared_width"] = _size(config, shared) if getattr(config, shared) else 0
     elif (shared := next((name for name in SHARED if hasattr(config, name)), None)) is not None:
         found["shared_width"] = found["expert_width"] * _size(config, shared) if getattr(config, shared) else 0
-    elif hasattr(config, "moe_topk"):  # Hunyuan
+    elif hasattr(config, "moe_topk") or hasattr(config, BLOCKS_WITH_EXPERTS):  # Hunyuan, Llama 4
         found["shared_width"] = _size(config, "intermediate_size")
     return found
 
@@ -251,6 +260,8 @@ def has_experts(config: Any, index: int) -> bool:
         return kinds[index] == "sparse"
     if (numbers := getattr(config, NUMBERS_OF_EXPERTS, None)) is not None:
         return numbers[index] > 1
+    if (listed := getattr(config, BLOCKS_WITH_EXPERTS, None)) is not None:
+        return index in listed
     if _halves(config):
         return config.layer_types[index] == EXPERTS_ALONE
     if index < max(getattr(config, name, None) or 0 for name in DENSE):

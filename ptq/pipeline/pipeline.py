@@ -17,7 +17,7 @@ from ptq.errors import InputError, RunError
 from ptq.files import published, source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
-from ptq.hf import experts, fused, text_model, transposed
+from ptq.hf import fused, text_model, transposed
 from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
 from ptq.kv import attention
 from ptq.models.families import check_generates, family_of
@@ -84,7 +84,7 @@ def plan(model: str, recipe: Recipe) -> Target:
         )
     plan = methods.planner(recipe.method)(as_turned(shape, config), family, recipe, checkpoint.tensors)
     plan = ends.packed(plan, recipe.embedding_bits)
-    experts.check_loadable(plan, family)
+    fused.check_loadable(plan, family)
     transposed.check_loadable(plan, family)
     if plan.cache is not None:
         attention.check(config, plan.cache)

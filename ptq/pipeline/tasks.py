@@ -104,7 +104,7 @@ class Tasks:
             states = self.probe.states(index) if self.workers.first else {}
             few = not calibrated and (not states or states["original"].shape[1] <= matmul.FEW_TOKENS)
             part = self.job.original_block(index, as_stored=few)
-            routes = Routes()
+            routes = Routes(self.job.family.experts.logits if self.job.family.experts else 0)
             original, before = self.probe.run_original(index, part, states.get("original"), routes)
             if self.job.plan.finetune != "none":
                 finetune_blocks.teach(self, index, part)
