@@ -102,6 +102,7 @@ OWN: dict[str, dict[str, Any]] = {
     ),
     "opt": dict(hidden_size=80, ffn_dim=152),
     "gpt2": dict(hidden_size=80, n_inner=152),
+    "nanochat": dict(final_logit_softcapping=5.0),
     **dict.fromkeys(("gemma2", "vaultgemma"), dict(attn_logit_softcapping=0.6, final_logit_softcapping=5.0)),
     "gemma4_text": dict(
         num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=16,

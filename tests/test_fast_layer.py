@@ -34,7 +34,7 @@ KINDS = {
 OWN_ATTENTION = {
     "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2",
     "vaultgemma", "granite_swa", "granitemoe_swa", "gpt_oss", "cohere", "cohere2", "cohere2_moe", "phi", "stablelm",
-    "flint", "opt", "gpt2", "llama4_text",
+    "flint", "opt", "gpt2", "llama4_text", "nanochat",
 }  # fmt: skip
 """Families whose rotary embedding is another one, or which have none, that do more to queries and keys, or attend in
 another way."""

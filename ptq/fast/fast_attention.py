@@ -200,6 +200,7 @@ def _small_copy(module: Any, hidden: int, generator: torch.Generator) -> Any:
     for name in NORMS:
         if name in module._modules:
             norm = copy.deepcopy(module._modules[name]).to_empty(device="cpu").float()
-            norm.weight.copy_(torch.rand(norm.weight.shape, generator=generator) + 0.5)
+            for gain in norm.parameters():
+                gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
             setattr(alone, name, norm)
     return alone.eval()

@@ -202,7 +202,7 @@ def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
     setattr(alone, MLP, mlp)
     for name in module._modules.keys() - {ATTENTION, MLP, *layout}:
         setattr(alone, name, nn.Dropout())
-    norms, width = [], 0
+    norms, width = [], 8  # of norms without gains
     for name in layout:
         norm = (
             nn.Identity() if name is None else copy.deepcopy(module.get_submodule(name)).to_empty(device="cpu").float()

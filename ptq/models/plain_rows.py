@@ -36,6 +36,7 @@ ROWS = (
         ),
     ),
     Family("arcee", gate=None),
+    Family("nanochat", gate=None, up="mlp.fc1", down="mlp.fc2", norm_tensors=False, plain_key_norm=True),
     Family(
         "apertus",
         attention_norm="attention_layernorm",

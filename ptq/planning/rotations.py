@@ -3,7 +3,7 @@ them), put onto a plan.
 
 - R1 turns the residual stream: fused into the embedding, into every linear that reads the stream (with the norm's gain)
   and into every linear that writes it. Where the head is the embedding's own weight, that stays as it is, and R1 runs
-  online behind the embedding and, backwards, in front of the last norm.
+  online behind the embedding and, backwards, in front of the last norm; but norms without gains leave both alike.
 - R2 turns each value head: fused into v_proj's output and, per query head, into o_proj's input. One per layer: its
   signs are the same in every head, so grouped-query attention needs no special case.
 - R3 turns queries and keys after RoPE, when the model runs: nothing of it is in the weights, nor here
@@ -48,7 +48,7 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
     linears = [_r2(linear, block_of(linear, plan), shape) for linear in plan.linears if linear.role not in ends]
     if online:
         linears = list(_r4(linears, plan, shape, family))
-    tied = shape.tied and residual is not None
+    tied = shape.tied and residual is not None and family.norm_tensors  # without a gain the ends are rotated alike
     untied, kept_tied = tied and not keep_tied, tied and keep_tied
     if untied:
         embedding = ends["embedding"]
@@ -59,8 +59,9 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
     if residual is not None and not kept_tied:
         # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
         ends["embedding"] = replace(ends["embedding"], input=residual)
-        gain = f"{family.final_norm}.weight" if family.norm_tensors else None
-        ends["head"] = replace(ends["head"], input=residual, norm=gain)
+        if "head" in ends:
+            gain = f"{family.final_norm}.weight" if family.norm_tensors else None
+            ends["head"] = replace(ends["head"], input=residual, norm=gain)
     folded = family.norms(shape.blocks, last=not kept_tied) if residual else ()
     rewritten = {*folded, f"{family.head}.bias"} if untied else {*folded}  # the head is now a linear
     return replace(
