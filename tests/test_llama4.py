@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, decode, quantize, save_model, tiny_config, tokenizer
+from conftest import check_refused, quantize, save_model, tiny_config, tokenizer
 from safetensors.torch import load_file
 from test_gemma4 import IDS, QUIET, load, relative
 from torch import Tensor, nn
@@ -164,12 +164,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     sinks = ("--rounding", "nearest", "--kv-bits", 4, "--kv-sinks", 4)
     result = quantize("quarot", folder, tmp_path / "out", *sinks)
     check_refused(result, "sinks do not go with sliding-window or chunked attention")
-
-
-@torch.no_grad()
-def test_decoding_is_the_same_in_copies(tmp_path: Path) -> None:
-    """The router's product does not depend on where its weight lies."""
-    folder = save_model(tmp_path / "model", "llama4_text")
-    ptq.quantize(folder, tmp_path / "out", QuarotRecipe(rounding="nearest", activation_bits=8), QUIET)
-    first, second = (decode(load(tmp_path / "out")) for _ in range(2))
-    assert all(map(torch.equal, first, second))

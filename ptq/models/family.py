@@ -199,6 +199,12 @@ class Family:
         gains = (".k_norm.weight", ".key_layernorm.weight")
         return self.plain_key_norm or any(name.endswith(gains) for name in self.kept)
 
+    def beside_embedding(self, layer_inputs: bool) -> tuple[str, ...]:
+        """The tensors of which the state that enters the first block is made, beside those with a row for each token:
+        the table of positions and, if blocks have inputs of their own, what makes these."""
+        inputs = self.layer_inputs.made_by if self.layer_inputs is not None and layer_inputs else ()
+        return *inputs, *((f"{self.positions}.weight",) if self.positions else ())
+
     def norms(self, blocks: int, last: bool = True) -> tuple[str, ...]:
         """The gains of the norms whose output linears read, of so many blocks; `last`: that of the head's too."""
         if not self.norm_tensors:

@@ -190,11 +190,8 @@ class Job:
             return torch.cat([part.embed(row) for row in places.to(self.device).split(1)])
 
     def beside_embedding(self) -> dict[str, Tensor]:
-        """The other tensors of which a model makes the state that enters its first block: the table of positions, and
-        those for the blocks' own inputs; none in most models."""
-        inputs, positions = self.family.layer_inputs, self.family.positions
-        names = inputs.made_by if inputs is not None and len(self.embeddings) > 1 else ()
-        return {name: self.tensor(name) for name in (*names, *((f"{positions}.weight",) if positions else ()))}
+        """The other tensors of which a model makes the state that enters its first block; none in most models."""
+        return {name: self.tensor(name) for name in self.family.beside_embedding(len(self.embeddings) > 1)}
 
     def logits(
         self, matrix: Matrix, last: dict[str, Tensor], state: Float[Tensor, "rows t w"], model: Model = "packed"
