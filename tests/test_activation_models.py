@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model
+from tiny_models import save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 

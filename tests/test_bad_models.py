@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, edit_config, edit_tensors, listing, quantize, save_model
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize
 from safetensors.torch import load_file, save_file
+from tiny_models import save_model
 
 pytestmark = pytest.mark.usefixtures("fast")
 NAME = "model.layers.1.mlp.up_proj.weight"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CACHED, DISTINCT, KEYS_WITHOUT_NORM, WRITTEN_PLAIN, by_role, save_model
+from conftest import by_role
 from safetensors.torch import load_file, save_file
+from tiny_models import CACHED, DISTINCT, KEYS_WITHOUT_NORM, WRITTEN_PLAIN, save_model
 
 import ptq
 from ptq.hf.blocks import Part

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, edit_tensors, quantize, save_model
+from conftest import check_refused, edit_tensors, quantize
 from test_expert_runs import never_chosen
+from tiny_models import save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

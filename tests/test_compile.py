@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, save_model
 from test_kv_cache import MIXED, model_of, tokens
+from tiny_models import TINY, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, StaticCache
 

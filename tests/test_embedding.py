@@ -7,19 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    NEVER_TIED,
-    WRITTEN_PLAIN,
-    check_refused,
-    edit_config,
-    edit_tensors,
-    listing,
-    quantize,
-    save_model,
-    varied,
-)
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize
 from safetensors.torch import load_file, save_file
 from test_finetune_models import TINY, recipe
+from tiny_models import NEVER_TIED, WRITTEN_PLAIN, save_model, varied
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

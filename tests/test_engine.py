@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, save_model
+from tiny_models import TINY, save_model
 
 from ptq.engine import ALONE, Workers
 from ptq.errors import InputError, RunError

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import DISTINCT, SPARSE_FAMILIES, WEIGHTS_ON_INPUT, at_level, decode, save_model, tiny_config
+from conftest import at_level
+from tiny_models import DISTINCT, SPARSE_FAMILIES, WEIGHTS_ON_INPUT, decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 

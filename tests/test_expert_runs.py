@@ -9,21 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    CACHED,
-    SPARSE_FAMILIES,
-    TINY,
-    WRITTEN_PLAIN,
-    check_refused,
-    edit_config,
-    edit_tensors,
-    experts_of,
-    quantize,
-    save_model,
-)
+from conftest import check_refused, edit_config, edit_tensors, quantize
 from safetensors.torch import load_file
 from test_engine import finish, start
 from test_experts import IDS, QUIET, SPARSE, close, load, of_text
+from tiny_models import CACHED, SPARSE_FAMILIES, TINY, WRITTEN_PLAIN, experts_of, save_model
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 

@@ -9,20 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    DISTINCT,
-    SPARSE_FAMILIES,
-    WEIGHTS_ON_INPUT,
-    check_refused,
-    edit_config,
-    edit_tensors,
-    experts_of,
-    quantize,
-    save_model,
-    separated,
-    tiny_config,
-)
-from conftest import tiny_model as random_model
+from conftest import check_refused, edit_config, edit_tensors, quantize
+from tiny_models import DISTINCT, SPARSE_FAMILIES, WEIGHTS_ON_INPUT, experts_of, save_model, separated, tiny_config
+from tiny_models import tiny_model as random_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts

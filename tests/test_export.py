@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, listing, quantize, save_model
+from conftest import check_refused, listing, quantize
 from safetensors.torch import load_file, save_file
+from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
 from ptq.layers.linear import QuantLinear

@@ -7,20 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    DISTINCT,
-    NEVER_TIED,
-    WRITTEN_PLAIN,
-    check_refused,
-    edit_config,
-    quantize,
-    save_model,
-    stored,
-    tiny_config,
-    tiny_model,
-    varied,
-)
+from conftest import check_refused, edit_config, quantize
 from safetensors.torch import load_file, save_file
+from tiny_models import DISTINCT, NEVER_TIED, WRITTEN_PLAIN, save_model, stored, tiny_config, tiny_model, varied
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM

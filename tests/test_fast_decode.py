@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model, tiny_config, tiny_model
+from tiny_models import save_model, tiny_config, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

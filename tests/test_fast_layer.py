@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CACHED, DISTINCT, PLAIN_ATTENTION, decode, save_model, tiny_config
+from tiny_models import CACHED, DISTINCT, PLAIN_ATTENTION, decode, save_model, tiny_config
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, DynamicCache

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import decode, tiny_config
+from tiny_models import decode, tiny_config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM

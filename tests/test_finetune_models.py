@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DISTINCT, TINY, check_refused, quantize, save_model
+from conftest import check_refused, quantize
 from safetensors.torch import load_file
 from test_engine import finish, start
 from test_resume import QUIET, check_all_continue, contents, photographed
+from tiny_models import DISTINCT, TINY, save_model
 from transformers import AutoModelForCausalLM
 
 import ptq

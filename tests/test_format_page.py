@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_model
+from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
 import ptq

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, check_refused, edit_config, edit_tensors, listing, quantize, save_model
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize
 from test_fp8_source import FORMS, FP8, NAME, compressed, fp8_config, published
+from tiny_models import TINY, save_model
 from torch import Tensor
 
 from ptq.files.checkpoint import Checkpoint

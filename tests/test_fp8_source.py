@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, check_refused, edit_config, quantize, save_model
+from conftest import check_refused, edit_config, quantize
 from safetensors.torch import load_file, save_file
+from tiny_models import TINY, save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, FineGrainedFP8Config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, by_role, check_refused, decode, quantize, save_model, tiny_config
+from conftest import by_role, check_refused, quantize
 from safetensors.torch import load_file, save_file
 from test_resume import check_all_continue, photographed
 from test_resume import recipe as gptq
+from tiny_models import TINY, decode, save_model, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.glm4.modeling_glm4 import Glm4MLP

@@ -1,6 +1,6 @@
 """Gemma 4: blocks with an input of their own for every token, blocks that take keys and values over from earlier ones,
 keys that are values too, heads of two sizes, MLPs of two widths, experts beside an MLP. What the tests of all families
-ask of the smaller models (`tests/conftest.py`) is not asked again."""
+ask of the smaller models (`tests/tiny_models.py`) is not asked again."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, decode, edit_config, quantize, save_model, tiny_config, tiny_model
+from conftest import check_refused, edit_config, quantize
 from safetensors.torch import load_file, save_file
+from tiny_models import decode, save_model, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4Config, Gemma4ForConditionalGeneration
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_config
+from tiny_models import tiny_config
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_config, tiny_model
+from tiny_models import tiny_config, tiny_model
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.errors import InputError

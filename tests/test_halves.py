@@ -7,19 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    apart,
-    check_refused,
-    edit_config,
-    edit_tensors,
-    quantize,
-    save_model,
-    separated,
-    tiny_config,
-    tiny_model,
-)
+from conftest import check_refused, edit_config, edit_tensors, quantize
 from safetensors.torch import load_file, save_file
 from test_expert_runs import METHODS
+from tiny_models import apart, save_model, separated, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM
 
 from ptq.files.checkpoint import Checkpoint

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import save_model
 from safetensors.torch import load_file, save_file
+from tiny_models import save_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import ptq

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CACHED, DISTINCT, check_refused, quantize, save_model, tiny_config, tiny_model
+from conftest import check_refused, quantize
+from tiny_models import CACHED, DISTINCT, save_model, tiny_config, tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import CACHED
 from test_kv_cache import FOUR, GENERATE, MIXED, close, in_steps, logits, model_of, tokens
+from tiny_models import CACHED
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import at_level, save_model
+from conftest import at_level
+from tiny_models import save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, quantize, save_model, tiny_config, tokenizer
+from conftest import check_refused, quantize
 from safetensors.torch import load_file
 from test_gemma4 import IDS, QUIET, load, relative
+from tiny_models import save_model, tiny_config, tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, Llama4Config, Llama4ForConditionalGeneration
 from transformers.models.llama4.modeling_llama4 import Llama4TextExperts

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, check_refused, edit_config, edit_tensors, quantize, save_model
+from conftest import check_refused, edit_config, edit_tensors, quantize
+from tiny_models import TINY, save_model
 
 import ptq
 from fp6.plan import Fp6Recipe

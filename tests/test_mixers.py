@@ -7,8 +7,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import DISTINCT, check_refused, decode, edit_config, edit_tensors, quantize, save_model, tiny_config
+from conftest import check_refused, edit_config, edit_tensors, quantize
 from test_expert_runs import METHODS
+from tiny_models import DISTINCT, decode, save_model, tiny_config
 from transformers import AutoModelForCausalLM
 
 import ptq

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, edit_config, edit_tensors, listing, quantize, save_model
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize
 from safetensors.torch import load_file, save_file
+from tiny_models import save_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors

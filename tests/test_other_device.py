@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import save_model
+from tiny_models import save_model
 from torch.utils import backend_registration
 
 TEXT = dict(samples=16, sequence_length=32)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from conftest import DISTINCT, KEYS_WITHOUT_NORM, PLAIN_ATTENTION, TINY, WRITTEN_PLAIN, save_model, separated
+from tiny_models import DISTINCT, KEYS_WITHOUT_NORM, PLAIN_ATTENTION, TINY, WRITTEN_PLAIN, save_model, separated
 from transformers import AutoModelForCausalLM
 
 from ptq.commands import evaluate

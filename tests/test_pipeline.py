@@ -13,8 +13,9 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from conftest import DISTINCT, TINY, edit_tensors, save_model
+from conftest import edit_tensors
 from safetensors.torch import load_file
+from tiny_models import DISTINCT, TINY, save_model
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import PLAIN_ATTENTION, by_role, tiny_config
+from conftest import by_role
+from tiny_models import PLAIN_ATTENTION, tiny_config
 
 import ptq
 from ptq.hf.described import check_promised

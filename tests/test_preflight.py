@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_refused, listing, quantize, save_model, tiny_config
+from conftest import check_refused, listing, quantize
+from tiny_models import save_model, tiny_config
 
 import ptq
 from ptq.engine import Workers

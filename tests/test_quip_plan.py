@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DISTINCT, TINY, check_refused, edit_tensors, quantize, save_model, stored, tiny_config, tiny_model
+from conftest import check_refused, edit_tensors, quantize
 from safetensors.torch import load_file
 from test_families import IDS, InFloat64, exact, relative, rewritten
+from tiny_models import DISTINCT, TINY, save_model, stored, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 

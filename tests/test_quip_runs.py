@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, check_refused, quantize, save_model
+from conftest import check_refused, quantize
 from safetensors.torch import load_file, save_file
 from test_engine import finish, start
 from test_resume import check_all_continue, contents, photographed
+from tiny_models import TINY, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ptq

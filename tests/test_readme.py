@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import quantize, save_model
+from conftest import quantize
+from tiny_models import save_model
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quantize, save_model, tiny_config
+from conftest import quantize
+from tiny_models import save_model, tiny_config
 
 import ptq
 from ptq.errors import InputError

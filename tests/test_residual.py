@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import edit_config, edit_tensors, quantize, save_model
+from conftest import edit_config, edit_tensors, quantize
 from safetensors.torch import load_file
+from tiny_models import save_model
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 

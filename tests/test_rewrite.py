@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import DISTINCT, WRITTEN_PLAIN, save_model
 from safetensors.torch import load_file
+from tiny_models import DISTINCT, WRITTEN_PLAIN, save_model
 from torch import Tensor
 
 import ptq

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 import torch
-from conftest import tiny_config
+from tiny_models import tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm

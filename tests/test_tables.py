@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, save_model
+from tiny_models import TINY, save_model
 
 from ptq.commands.evaluate import Windows
 from ptq.pipeline.pipeline import Result, plan

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ops_at, save_model, spoil_free_memory
+from conftest import ops_at, spoil_free_memory
+from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
 import ptq

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, check_refused, edit_config, edit_tensors, quantize, save_model
+from conftest import check_refused, edit_config, edit_tensors, quantize
 from safetensors.torch import load_file, save_file
+from tiny_models import TINY, save_model
 from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.usefixtures("fast")

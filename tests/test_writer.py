@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check_refused, quantize, save_model
+from conftest import check_refused, quantize
 from safetensors.torch import load_file
+from tiny_models import save_model
 
 import ptq
 from ptq.pipeline import writer
