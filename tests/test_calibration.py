@@ -10,6 +10,7 @@ from datasets.exceptions import DatasetNotFoundError
 
 from ptq.errors import InputError, RunError
 from ptq.pipeline import pipeline, token_rows
+from ptq.statistics import calibration
 from ptq.statistics.calibration import fingerprint, load_rows
 from quarot.plan import QuarotRecipe
 
@@ -65,6 +66,25 @@ def test_the_probe_is_rows_that_gptq_does_not_see(tiny, calibration_text, sample
     if rows is not None:
         assert rows.shape == (samples, 64)
         assert sum(row in rows.tolist() for row in probe.tolist()) == shared
+
+
+def test_long_texts_are_tokenised_in_pieces(tmp_path, monkeypatch):
+    """A tokenizer may take two hundred bytes for a character. Pieces are those of one text: none begins anew."""
+    seen = []
+
+    def tokenizer(text, verbose=True, add_special_tokens=True):
+        seen.append(text)
+        return {"input_ids": [300] * add_special_tokens + [*text.encode()]}
+
+    path, content = tmp_path / "a.txt", "some\nlines of text\n\nand one much longer than a piece" + "." * 40 + "\nend\n"
+    path.write_text(content)
+    whole = load_rows(str(path), tokenizer, 1, len(content) + 1, seed=0)
+    assert seen == [content] and whole[0].tolist() == [300, *content.encode()]
+    monkeypatch.setattr(calibration, "PIECE", 22)
+    seen.clear()
+    assert torch.equal(load_rows(str(path), tokenizer, 1, len(content) + 1, seed=0), whole)
+    assert "".join(seen) == content and max(map(len, seen)) == 22
+    assert seen[:2] == ["some\nlines of text", "\n\nand one much longer "]
 
 
 def test_too_short(text):

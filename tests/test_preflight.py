@@ -12,6 +12,7 @@ from conftest import check_refused, listing, quantize
 from tiny_models import save_model, tiny_config
 
 import ptq
+from fp6.plan import Fp6Recipe
 from ptq.engine import Workers
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
@@ -94,6 +95,25 @@ def test_result_and_work_share_a_disk(tmp_path: Path, monkeypatch: pytest.Monkey
         preflight.check(Estimate(1.0, 1, work=401, out=600), *places)
 
 
+@pytest.mark.parametrize("full, remedy", [("work", "or name a folder on another disk with --work"), ("out", "OUT")])
+def test_what_to_do_is_said_of_the_disk_that_is_full(
+    full: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = "out" if full == "work" else "work"
+    Path("/dev/shm").stat().st_dev != tmp_path.stat().st_dev or pytest.skip("/dev/shm is no disk of its own")
+    places = {full: tmp_path / full, other: Path("/dev/shm") / "ptq" / other}
+    usage = {tmp_path: 1000, Path("/dev/shm"): 10**9}
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda folder: SimpleNamespace(free=usage[folder]))
+    with pytest.raises(ptq.InputError, match=f"{tmp_path}: this run needs about 1.5 KB of disk, .*{remedy}$"):
+        preflight.check(Estimate(1.0, 1, work=1500, out=1500), places["work"], places["out"])
+
+
+def test_a_run_without_statistics_needs_a_work_folder_too(tiny: Path) -> None:
+    recipe = Fp6Recipe()
+    needs = pipeline.estimate(pipeline.plan(str(tiny), recipe), str(tiny), recipe)
+    assert needs.work == preflight.MARK_BYTES * 15
+
+
 def test_what_a_run_before_has_left_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Estimate(1.0, 1, work=9000, out=9000)
     disk(monkeypatch, 2000)
@@ -142,7 +162,19 @@ def test_what_is_said_of_the_text(
     result = quantize("quarot", tiny, tmp_path / "out", "--calibration", calibration_text, *options)
     assert result.exit_code == 0
     assert (FEW in result.stderr) == ("are few" in result.stderr) == few
-    assert (IDLE in result.stderr) == idle
+    assert (IDLE in result.stderr) == idle and "repeats itself" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("letters", "found"),
+    [("a", "1 different rows of 8"), ("abcdefghi", "9 different tokens"), ("abcdefghij", None)],
+)
+def test_a_text_that_repeats_itself(letters: str, found: str | None, tiny: Path, tmp_path: Path) -> None:
+    drawn = torch.randint(len(letters), (1000,), generator=torch.Generator().manual_seed(0)).tolist()
+    (tmp_path / "text.txt").write_text("".join(letters[number] for number in drawn))
+    rows = ("--calibration", tmp_path / "text.txt", "--samples", 8, "--sequence-length", 64)
+    said = quantize("quarot", tiny, tmp_path / "out", *rows).stderr.replace("\n", " ")
+    assert ("repeats itself" in said) == (f"repeats itself ({found})" in said) == (found is not None)
 
 
 def test_nothing_is_said_of_a_text_that_nobody_named(tiny: Path, tmp_path: Path) -> None:

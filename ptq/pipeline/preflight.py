@@ -29,6 +29,10 @@ BASE_MEMORY = 500 << 20
 """Bytes that Python, torch and transformers take before any weight is read."""
 ENDS_SHARE = 0.3
 """Share of the result above which it is said what embedding and head take."""
+FEWEST_TOKENS = 10
+"""Different tokens that calibration text has at least."""
+MARK_BYTES = 8192
+"""What the work folder holds of a linear beside its statistics, on disk: a mark, and what its report says."""
 TOKENS_PER_CHANNEL = 10
 """Calibration tokens per input channel below which a Hessian is mostly noise."""
 STREAM_RATE = 60e6
@@ -99,7 +103,8 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
         seconds += plan.blocks * work / _matmul_rate()
     if needs_text(plan, recipe) or recipe.calibration is not None:
         memory += _mixing(block, shape, length)
-    made = Estimate(seconds, memory, hidden + parts * hessians, packed, _plain_ends(plan, sizes))
+    marks = MARK_BYTES * len(plan.linears)
+    made = Estimate(seconds, memory, hidden + parts * hessians + marks, packed, _plain_ends(plan, sizes))
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
 
 
@@ -169,6 +174,11 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None)
     """What a user should know about the calibration rows. `recipe` is what was asked for, without defaults."""
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
+    if rows is not None and (repeated := _repetition(rows)):
+        yield (
+            f"warning: the calibration text repeats itself ({repeated}): what is fitted to it, and measured on it, "
+            "says little about other text"
+        )
     needy = max(
         (linear for linear in plan.linears if linear.statistics), key=lambda x: x.k / _share(x, shape), default=None
     )
@@ -185,6 +195,14 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None)
         )
 
 
+def _repetition(rows: Tensor) -> str | None:
+    """How calibration rows repeat themselves; None where they do not."""
+    different, tokens = len(rows.unique(dim=0)), len(rows.unique())
+    if 10 * different < 9 * len(rows):
+        return f"{different} different rows of {len(rows)}"
+    return f"{tokens} different tokens" if tokens < FEWEST_TOKENS else None
+
+
 def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
     """Raise InputError where memory or disk cannot be enough for so many processes on this machine. What a run before
     has left counts as free: it is continued, or thrown away."""
@@ -193,16 +211,20 @@ def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
         raise InputError(f"this run needs about {_size(wanted)} of memory, {_size(free)} are free; "
                          f"{needs.remedy}")  # fmt: skip
     folders = {work: max(0, needs.work - _used(work)), out: max(0, needs.out - _used(partial_folder(out)))}
-    devices: dict[int, tuple[Path, int]] = {}
-    for folder, nbytes in folders.items():
-        existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-        device = existing.stat().st_dev
-        devices[device] = (existing, devices.get(device, (existing, 0))[1] + nbytes)
-    for existing, nbytes in devices.values():
-        free = shutil.disk_usage(existing).free
-        if nbytes > free:
-            raise InputError(f"{existing}: this run needs about {_size(nbytes)} of disk, {_size(free)} are free; "
-                             "free some, or name a folder on another disk with --work")  # fmt: skip
+    existing = {
+        folder: next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+        for folder in folders
+    }
+    devices = {folder: parent.stat().st_dev for folder, parent in existing.items()}
+    for folder, device in devices.items():
+        wanted = sum(nbytes for other, nbytes in folders.items() if devices[other] == device)
+        free = shutil.disk_usage(existing[folder]).free
+        if wanted > free:
+            remedy = "name a folder on another disk with --work" if folder == work else "choose another OUT"
+            raise InputError(
+                f"{existing[folder]}: this run needs about {_size(wanted)} of disk, {_size(free)} are free; free some, "
+                f"or {remedy}"
+            )
 
 
 def _used(folder: Path) -> int:

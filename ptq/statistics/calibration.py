@@ -16,9 +16,10 @@ from ptq.files import source
 from ptq.files.header import parse_json_object
 
 TEXT_FIELDS = ("text", "content")
-# A tokenizer takes over a hundred bytes of memory per token, so text is cut here: far above what is needed (English
-# has about 4 characters per token), and above all of WikiText-2.
+# Far above what is needed (English has about 4 characters per token), and above all of WikiText-2.
 MIN_TEXT_LIMIT = 16 << 20
+# A tokenizer takes over two hundred bytes of memory per token, and some have one for each character.
+PIECE = 1 << 18
 TEXT_PER_TOKEN = 32
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?", re.ASCII)
 HUB_ALIASES = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1", "c4": "allenai/c4:en"}
@@ -30,10 +31,10 @@ def load_rows(
     """`samples` rows of `sequence_length` token ids, and up to `extra` others behind them, as far as the text goes.
 
     `spec` is a .txt file, a .jsonl file (field `text` or `content`), `wikitext2`, `c4`, or a hub dataset as `name` or
-    `name:configuration` (split `train`, streamed). Documents are joined by an empty line; text beyond
-    max(16 MiB, 32 bytes per token wanted) is not looked at. The text is tokenised once, with the tokenizer's own
-    special tokens, and cut into windows; a private generator seeded with `seed` picks the rows, so the user's global
-    random state is left alone.
+    `name:configuration` (split `train`, streamed). Documents are joined by an empty line; text beyond max(16 MiB, 32
+    bytes per token wanted) is not looked at. The text is tokenised once, with the tokenizer's own special tokens, in
+    pieces of a quarter of a million characters, and cut into windows; a private generator seeded with `seed` picks the
+    rows, so the user's global random state is left alone.
 
     Raises InputError (no such file, not UTF-8, bad line, too few tokens), RunError (the hub cannot be reached).
     """
@@ -41,7 +42,7 @@ def load_rows(
         if value < 1:
             raise InputError(f"{option} {value}: must be at least 1")
     text = _load_text(spec, max(MIN_TEXT_LIMIT, TEXT_PER_TOKEN * samples * sequence_length))
-    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    ids = _tokens(text, tokenizer)
     windows = len(ids) // sequence_length
     if not text.strip():
         raise InputError(f"calibration {spec}: is empty; pass a text")
@@ -52,6 +53,27 @@ def load_rows(
         )
     chosen = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))[: samples + extra]
     return ids[: windows * sequence_length].view(windows, sequence_length)[chosen]
+
+
+def _tokens(text: str, tokenizer: Any) -> Int64[Tensor, " n"]:
+    """The tokens of a text. The first piece has the special tokens."""
+    found, start = [], 0
+    while start < len(text) or not found:
+        end = _end_of_piece(text, start)
+        options = {"add_special_tokens": False} if start else {}
+        ids = tokenizer(text[start:end], verbose=False, **options)["input_ids"]
+        found.append(torch.tensor(ids, dtype=torch.int64))
+        start = end
+    return torch.cat(found)
+
+
+def _end_of_piece(text: str, start: int) -> int:
+    """In front of an end of line and the blanks around it, if there is one: most tokenizers begin a new token there."""
+    if len(text) - start <= PIECE:
+        return len(text)
+    line = text.rfind("\n", start, start + PIECE)
+    length = len(text[start:line].rstrip()) if line > start else 0
+    return start + (length or PIECE)
 
 
 def fingerprint(*rows: Int64[Tensor, "_r _t"]) -> str:
