@@ -76,6 +76,34 @@ model.save_pretrained(sys.argv[2])
         assert (tmp_path / "saved" / name).read_bytes() == (packed / name).read_bytes(), name
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_process_that_is_forked_off_runs(packed: Path) -> None:
+    """OpenMP's threads are not in the copy: it must not wait for them."""
+    code = """
+import os, signal, sys, torch, ptq
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = torch.arange(3, 30).reshape(1, -1)
+wanted = model(torch.cat(9 * [ids])).logits
+if child := os.fork():
+    print(os.waitpid(child, 0)[1])
+else:
+    signal.alarm(60)
+    os._exit(not torch.allclose(model(torch.cat(9 * [ids])).logits, wanted, rtol=1e-4, atol=1e-4))
+"""
+    result = python(code, packed)
+    assert result.stdout == "0\n", result.stderr
+
+
+def test_adapters_are_trained_where_gradients_pass(packed: Path, tmp_path: Path) -> None:
+    """transformers' Trainer asks for it."""
+    assert load(packed).hf_quantizer.is_trainable
+    source = packed.parent / "model"
+    for name, changes in (("activations", dict(activation_bits=8)), ("cache", dict(key_bits=4))):
+        ptq.quantize(source, tmp_path / name, QuarotRecipe(rounding="nearest", **changes), QUIET)
+        assert not load(tmp_path / name).hf_quantizer.is_trainable
+
+
 def test_without_this_package_nothing_loads(packed: Path) -> None:
     """transformers only warns about a method that it does not know; the guard tensor has to stop it."""
     code = """

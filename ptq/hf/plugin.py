@@ -1,6 +1,8 @@
 """The transformers plug-in: `import ptq`, and `AutoModelForCausalLM.from_pretrained` loads a packed checkpoint."""
 
 import copy
+import functools
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MethodType
@@ -184,6 +186,7 @@ class PtqQuantizer(HfQuantizer):
             module = model.get_submodule(own)
             assert isinstance(module, PackedWeight), own
             module.prepack()  # one after the other, so that no two copies of the model are ever in memory
+        _keep_forks_alive()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
         """What transformers does to tensors between files and model: nothing is merged into experts that are apart."""
@@ -202,7 +205,10 @@ class PtqQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters can be trained on the model: no gradient passes inputs in few bits, nor such a cache."""
+        assert isinstance(self.quantization_config, PtqConfig)
+        schemes = self.quantization_config.schemes.values()
+        return self.quantization_config.kv_cache is None and not any("activation" in scheme for scheme in schemes)
 
 
 register_quantization_config(QUANT_METHOD)(PtqConfig)
@@ -220,6 +226,14 @@ def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     if hasattr(model, model.base_model_prefix):
         return found
     return {name: own.removeprefix(prefix) for name, own in found.items()}
+
+
+@functools.cache
+def _keep_forks_alive() -> None:
+    """Let processes that are forked off from now on run on one thread: to load a model takes several, which are not in
+    the copy, and OpenMP would wait for them for ever."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
 def _leave_plain_steps(model: PreTrainedModel) -> None:
