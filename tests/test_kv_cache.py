@@ -115,7 +115,7 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
 def test_what_does_not_fit_is_refused_before_anything_is_done(model_type: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", model_type)
     message = "sinks of its own" if "sinks" in str(FAMILIES[model_type].kept) else "caps the logits"
-    message = "not all blocks of the model have plain attention" if FAMILIES[model_type].mixers else message
+    message = f"not all blocks of {model_type} have plain attention" if FAMILIES[model_type].mixers else message
     for bits in ("--kv-bits", "--value-bits"):
         check_refused(quantize("quarot", model, tmp_path / "out", bits, 4, "--plan"), message)
     assert quantize("quarot", model, tmp_path / "out", "--activation-bits", 4, "--plan").exit_code == 0

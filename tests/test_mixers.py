@@ -136,7 +136,7 @@ def test_what_is_special_about_falcon_h1(tmp_path: Path) -> None:
         assert vector.flatten()[[0, 150, -1]].tolist() == pytest.approx([0.7, 1.3, 1.1])
     notes = pipeline.plan(str(folder), QuipSharpRecipe(rounding="nearest")).plan.notes
     assert sum(note.startswith("in_proj outputs 356: no Hadamard matrix") for note in notes) == 1
-    check_refused(quantize("quarot", folder, tmp_path / "kv", "--kv-bits", 4), "not all blocks of the model have plain")
+    check_refused(quantize("quarot", folder, tmp_path / "kv", "--kv-bits", 4), "not all blocks of falcon_h1 have plain")
 
 
 def test_without_online_rotations(tmp_path: Path) -> None:

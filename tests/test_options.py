@@ -1,5 +1,6 @@
 """The options of every command: which there are, where they arrive, which values are refused."""
 
+import inspect
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -272,6 +273,14 @@ def given(**options: Any) -> QuarotRecipe:
         object.__setattr__(recipe, name, value)
     recipe.__post_init__()
     return recipe
+
+
+def test_python_is_told_what_a_model_and_a_recipe_are(tiny: Path, tmp_path: Path) -> None:
+    function: Any = inspect.unwrap(ptq.quantize)  # in tests, the types in signatures are checked
+    with pytest.raises(ptq.InputError, match="model must be a folder, .*, found a Linear; .* save_pretrained"):
+        function(torch.nn.Linear(2, 2), tmp_path / "out", Fp6Recipe())
+    with pytest.raises(ptq.InputError, match="recipe must be a QuarotRecipe, .*, found a dict"):
+        function(tiny, tmp_path / "out", {"method": "fp6"})
 
 
 def test_paths_of_every_kind(tiny: Path, calibration_text: Path, tmp_path: Path, monkeypatch: Any) -> None:

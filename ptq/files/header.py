@@ -46,8 +46,9 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_RANK = 32
 PICKLE_MAGICS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 TO_SAFETENSORS = (
-    'convert it with `python -c "from transformers import AutoModelForCausalLM as M; '
-    "M.from_pretrained('OLD', dtype='auto').save_pretrained('NEW')\"` and pass NEW"
+    'convert it with `python -c "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T; '
+    "M.from_pretrained('OLD', dtype='auto').save_pretrained('NEW'); T.from_pretrained('OLD').save_pretrained('NEW')\"` "
+    "and pass NEW"
 )
 
 

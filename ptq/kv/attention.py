@@ -99,8 +99,9 @@ def check(config: Any, settings: CacheQuantization) -> None:
         raise InputError("KV cache: the model's attention has sinks of its own, which the packed cache cannot do")
     if family is not None and family.mixers:
         raise InputError(
-            "KV cache: not all blocks of the model have plain attention alone, and the packed cache can do nothing "
-            "else; leave --kv-bits, --key-bits and --value-bits out"
+            f"KV cache: not all blocks of {config.model_type} have plain attention alone, with the rows of queries, of "
+            "keys and of values in one piece each, and the packed cache can do nothing else; leave --kv-bits, "
+            "--key-bits and --value-bits out"
         )
     for name, ahead in (("use_bidirectional_attention", True), ("is_causal", False)):
         if getattr(config, name, None) is ahead:  # the former may be "vision": for images alone

@@ -125,6 +125,15 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
 
     Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
     """
+    if not isinstance(model, str | Path):
+        raise InputError(
+            f"model must be a folder, a hub name or `demo`, found a {type(model).__name__}; a model in memory is saved "
+            "by its save_pretrained, and that folder passed"
+        )
+    if not isinstance(recipe, Recipe):
+        raise InputError(
+            f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe, found a {type(recipe).__name__}"
+        )
     with engine.workers() as workers, without_kernel_hints():
         return _quantize(
             plan(str(model), recipe), str(model), Path(out).expanduser().absolute(), recipe, options, workers
