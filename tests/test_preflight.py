@@ -108,6 +108,15 @@ def test_what_to_do_is_said_of_the_disk_that_is_full(
         preflight.check(Estimate(1.0, 1, work=1500, out=1500), places["work"], places["out"])
 
 
+def test_another_work_folder_is_no_help_where_the_result_is_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk(monkeypatch, 1000)
+    for out, remedy in ((900, "--work$"), (1100, "another OUT$")):
+        with pytest.raises(ptq.InputError, match=remedy):
+            preflight.check(Estimate(1.0, 1, work=900, out=out), tmp_path / "work", tmp_path / "out")
+
+
 def test_a_run_without_statistics_needs_a_work_folder_too(tiny: Path) -> None:
     recipe = Fp6Recipe()
     needs = pipeline.estimate(pipeline.plan(str(tiny), recipe), str(tiny), recipe)

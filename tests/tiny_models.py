@@ -217,8 +217,9 @@ def tiny_config(model_type: str, **changes: Any) -> Any:
     values = {**ODD, **switches, **OWN.get(model_type, {}), **changes}
     for key in {"layer_rope_theta", "layer_types"} & values.keys():  # one for each block
         values[key] = values[key][: values["num_hidden_layers"]]
-    if not hasattr(defaults, "num_key_value_heads"):  # every head has keys of its own
-        del values["num_key_value_heads"]
+    for key in ("num_key_value_heads", "intermediate_size"):  # OPT and GPT-2 have none, or another name for it
+        if not hasattr(defaults, key):
+            del values[key]
     if hasattr(defaults, "mamba_d_head"):
         values["mamba_d_head"] = values["mamba_expand"] * values["hidden_size"] // values["mamba_n_heads"]
     return CONFIG_MAPPING[model_type](**values)

@@ -27,20 +27,11 @@ from ptq.layers import shared_input
 from ptq.ops import matmul, prefill_attention
 
 
-class FewTokensLinear(nn.Linear):
-    """A plain linear layer with another `forward`, for few tokens."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        assert weight is not None
-        return matmul.few_tokens_linear(input, weight, bias)
-
-
 def install(model: PreTrainedModel) -> None:
     """Make the plain linear layers and "sdpa" attention of a model fast. Another attention is left alone."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = FewTokensLinear
+            module.__class__ = fast_steps.FewTokensLinear
             if module.out_features == 1:
                 module.weight.data = module.weight.data.clone()  # as in `ptq.hf.blocks`, so that numbers are the same
     shared_input.attach(model)

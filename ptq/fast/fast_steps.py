@@ -181,9 +181,13 @@ class _Functional:
         return getattr(torch.nn.functional, name)
 
 
-class _FewTokensLinear(nn.Linear):
+class FewTokensLinear(nn.Linear):
+    """A plain linear layer with another `forward`, for few tokens."""
+
     def forward(self, input: Tensor) -> Tensor:
-        return _Functional().linear(input, self.weight, self.bias)
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        assert weight is not None
+        return few_tokens_linear(input, weight, bias)
 
 
 def is_router(module: nn.Module) -> bool:
@@ -214,7 +218,7 @@ def _with_fast_base(cls: Any) -> type[nn.Module] | None:
     tokens; None for any other."""
     inner = inspect.unwrap(cls.forward)
     does_more = cls.__bases__ == (nn.Linear,) and {"super", "forward"} <= set(inner.__code__.co_names)
-    return type(cls.__name__, (cls, _FewTokensLinear), {}) if does_more else None
+    return type(cls.__name__, (cls, FewTokensLinear), {}) if does_more else None
 
 
 @functools.cache

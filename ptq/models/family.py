@@ -171,11 +171,8 @@ class Family:
 
     def of(self, config: Any) -> "Family":
         """The row as a model with this transformers config has it."""
-        return (
-            self
-            if self.kept_if is None or getattr(config, self.kept_if)
-            else replace(self, kept=(), plain_key_norm=False)
-        )
+        has_them = self.kept_if is None or getattr(config, self.kept_if)
+        return self if has_them else replace(self, kept=(), plain_key_norm=False)
 
     def module_name(self, name: str) -> str:
         """What a model calls a linear, or a tensor, of its checkpoint's files."""

@@ -25,9 +25,9 @@ WIDTH = (
     "shared_intermediate_size",
     "prefix_dense_intermediate_size",
     "intermediate_size_mlp",
+    "intermediate_size",
     "ffn_dim",
     "n_inner",
-    "intermediate_size",
 )
 """And the width of the MLP of blocks without experts; of Granite 4, of the one that every token passes."""
 LATENT = "moe_latent_size"
@@ -186,9 +186,10 @@ def _check_settings(config: Any, blocks: int) -> None:
 
 def _intermediate(config: Any) -> int:
     """The width of an MLP; LFM 2 may make another one of what the config says."""
-    if getattr(config, "n_inner", 0) is None:  # GPT-2
+    said = next((name for name in WIDTH if getattr(config, name, None)), None)
+    if said is None and getattr(config, "n_inner", 0) is None:  # GPT-2
         return 4 * _size(config, "hidden_size")
-    width = _size(config, next((name for name in WIDTH if getattr(config, name, None)), WIDTH[-1]))
+    width = _size(config, said or "intermediate_size")
     if getattr(config, "block_auto_adjust_ff_dim", False):
         width = 2 * width // 3
         if (multiplier := config.block_ffn_dim_multiplier) is not None:

@@ -139,8 +139,7 @@ def refuse_gradient(op: str) -> None:
     already when `torch.compile` looks at it, which it does wherever gradients are not turned off."""
 
     def setup(ctx, inputs, output):
-        nothing = (None if not isinstance(x, list) else [None] * len(x) for x in inputs)
-        ctx.shapes = [x.shape if isinstance(x, Tensor) else none for x, none in zip(inputs, nothing, strict=True)]
+        ctx.shapes = [[None] * len(x) if isinstance(x, list) else getattr(x, "shape", None) for x in inputs]
 
     def backward(ctx, *gradients):
         some = next(gradient for gradient in gradients if gradient is not None and gradient.is_floating_point())

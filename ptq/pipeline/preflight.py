@@ -220,7 +220,9 @@ def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
         wanted = sum(nbytes for other, nbytes in folders.items() if devices[other] == device)
         free = shutil.disk_usage(existing[folder]).free
         if wanted > free:
-            remedy = "name a folder on another disk with --work" if folder == work else "choose another OUT"
+            without = wanted - (folders[work] if devices[work] == device else 0)
+            helps = without < wanted and without <= free
+            remedy = "name a folder on another disk with --work" if helps else "choose another OUT"
             raise InputError(
                 f"{existing[folder]}: this run needs about {_size(wanted)} of disk, {_size(free)} are free; free some, "
                 f"or {remedy}"
