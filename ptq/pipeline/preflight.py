@@ -221,8 +221,7 @@ def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
         free = shutil.disk_usage(existing[folder]).free
         if wanted > free:
             without = wanted - (folders[work] if devices[work] == device else 0)
-            helps = without < wanted and without <= free
-            remedy = "name a folder on another disk with --work" if helps else "choose another OUT"
+            remedy = "name a folder on another disk with --work" if without <= free else "choose another OUT"
             raise InputError(
                 f"{existing[folder]}: this run needs about {_size(wanted)} of disk, {_size(free)} are free; free some, "
                 f"or {remedy}"
