@@ -287,4 +287,4 @@ def test_the_estimate_counts_it(tiny: Path, calibration_text: Path) -> None:
     assert found.seconds > fixed.seconds and (found.memory, found.work) == (fixed.memory, fixed.work)
     nearest, plain = needs(rounding="nearest"), needs(rounding="nearest", activation_clip=0.9)
     assert nearest.seconds > plain.seconds and plain.memory < nearest.memory < fixed.memory
-    assert 0 == plain.work < nearest.work < fixed.work
+    assert 0 < plain.work < nearest.work < fixed.work  # of plain, the marks alone
