@@ -25,7 +25,7 @@ from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import source
 from ptq.hf.loading import load_model, load_tokenizer
-from ptq.statistics import calibration
+from ptq.statistics import text_sources
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 notes = Console(stderr=True)
@@ -88,7 +88,7 @@ def read_text(options: Options) -> tuple[str, str]:
         if "demo" not in (options.model, options.against):
             raise InputError("name the text to predict: --text FILE or --dataset wikitext2")
         path = demo_path() / "heldout.txt"
-    text = calibration.read_text(path)
+    text = text_sources.read_text(path)
     if not text.strip():
         raise InputError(f"{path} is empty; give a text of at least one window")
     return str(path), text

@@ -15,7 +15,7 @@ from ptq.pipeline import writer
 from ptq.pipeline.progress import without_kernel_hints
 from ptq.pipeline.work import RECORD, read_record
 from ptq.reporting.contents import summary
-from ptq.statistics.calibration import read_text
+from ptq.statistics.text_sources import read_text
 
 RANDOM_TOKENS = 512
 
