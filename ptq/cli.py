@@ -58,7 +58,10 @@ Out = Annotated[
     Path, typer.Argument(metavar="OUT", help="Folder of the result: new, empty, or of the same command unfinished.")
 ]
 Calibration = Annotated[
-    str | None, typer.Option(help="Calibration text: FILE.txt, FILE.jsonl, wikitext2, c4 or a hub dataset.")
+    str | None,
+    typer.Option(
+        help="Calibration text or chats: FILE.txt, FILE.jsonl, wikitext2, c4 or a dataset, NAME:CONFIGURATION:SPLIT."
+    ),
 ]
 EmbeddingBits = Annotated[
     int,

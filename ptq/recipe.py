@@ -28,7 +28,8 @@ class Recipe:
     rounding: Rounding = "gptq"
     """`nearest`, or LDLQ with Hessians from calibration data; `gptq` and `ldlq` are two names of the same solver."""
     calibration: str | None = None
-    """A .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset; None only where nothing needs data."""
+    """A .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset, as of `ptq.statistics.text_sources.load`; None only
+    where nothing needs data."""
     samples: int = 128
     sequence_length: int | None = None
     """Tokens per calibration row; None: 2048, or the model's limit where that is less."""

@@ -17,18 +17,18 @@ import torch
 import transformers
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from transformers import PreTrainedTokenizerBase
 
 from ptq.commands.evaluate import Agreement, Perplexity, Windows, compare, context_for, perplexity, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import source
 from ptq.hf.loading import load_model, load_tokenizer
+from ptq.pipeline.progress import counting
 from ptq.statistics import text_sources
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-notes = Console(stderr=True)
 
 
 class Dataset(StrEnum):
@@ -77,7 +77,7 @@ def target_device(requested: Device) -> torch.device:
     return torch.device(requested.value)
 
 
-def read_text(options: Options) -> tuple[str, str]:
+def read_text(options: Options, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     """(name, text) of what is to be predicted; the text exactly as the file has it."""
     if options.text and options.dataset:
         raise InputError("give --text or --dataset, not both")
@@ -88,7 +88,7 @@ def read_text(options: Options) -> tuple[str, str]:
         if "demo" not in (options.model, options.against):
             raise InputError("name the text to predict: --text FILE or --dataset wikitext2")
         path = demo_path() / "heldout.txt"
-    text = text_sources.read_text(path)
+    text = text_sources.read_text(path, tokenizer)
     if not text.strip():
         raise InputError(f"{path} is empty; give a text of at least one window")
     return str(path), text
@@ -114,15 +114,13 @@ def read_dataset(dataset: Dataset) -> str:
 
 def measure(options: Options) -> Measured:
     device = target_device(options.device)
-    text_name, text = read_text(options)
     tokenizer = load_tokenizer(options.model)
+    text_name, text = read_text(options, tokenizer)
     dtype = None if options.dtype is Dtype.auto else getattr(torch, options.dtype.value)
     model = load_model(options.model, dtype, device)
     context = context_for(model.config, options.context)
     windows = windows_from_text(tokenizer, text, context, text_name)
-    with progress_bar() as bar:
-        task = bar.add_task("windows", total=len(windows))
-        advance = lambda done, _: bar.update(task, completed=done)  # noqa: E731
+    with counting("windows") as advance:
         if options.against is None:
             result = perplexity(model, windows, progress=advance)
         else:
@@ -133,11 +131,6 @@ def measure(options: Options) -> Measured:
             original = load_model(options.against, model.dtype, device)
             result = compare(model, original, windows, progress=advance)
     return Measured(options, text_name, windows, result, str(model.dtype).removeprefix("torch."), str(device))
-
-
-def progress_bar() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=notes, transient=True)
 
 
 def as_json(measured: Measured) -> str:

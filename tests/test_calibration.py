@@ -7,11 +7,14 @@ import datasets
 import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
+from transformers import AutoTokenizer
 
+from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.pipeline import pipeline, token_rows
 from ptq.statistics import calibration
 from ptq.statistics.calibration import fingerprint, load_rows
+from ptq.statistics.text_sources import read_text
 from quarot.plan import QuarotRecipe
 
 
@@ -143,7 +146,11 @@ def test_jsonl_documents_are_joined_by_an_empty_line(tmp_path):
     [
         ('{"text": "x"', "not valid JSON"),
         ("[1]", "expected a JSON object"),
-        ('{"body": "x"}', "named `text` or `content`, found the fields .'body'."),
+        ('{"body": "x"}', "named `text` or `content`, or a list named `messages`, found the fields .'body'."),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "is a chat, and the model's tokenizer has no chat template",
+        ),
         ('{"text": 3}', "named `text` or `content`"),
         ("[" * 100_000, "nested too deeply"),
     ],
@@ -152,6 +159,62 @@ def test_bad_jsonl_names_the_line(tmp_path, line, words):
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n\n' + line + "\n")
     with pytest.raises(InputError, match=f"a.jsonl: line 3: .*{words}"):
         load_rows(str(tmp_path / "a.jsonl"), tokenizer, 1, 1, seed=0)
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role not in ('user', 'assistant') %}"
+    "{{ raise_exception('Only user and assistant\nare supported') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}\n{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer():
+    found = AutoTokenizer.from_pretrained(demo_path())
+    found.chat_template = TEMPLATE
+    return found
+
+
+def chat(*roles):
+    return {"messages": [{"role": role, "content": f"{role}'s own"} for role in roles]}
+
+
+def test_chats_are_written_out_by_the_model_s_template(tmp_path, chat_tokenizer, monkeypatch):
+    rows = [chat("user", "assistant"), {"text": "plain", "messages": []}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    text = "<|user|>user's own\n<|assistant|>assistant's own\n\n\nplain"
+    assert read_text(tmp_path / "a.jsonl", chat_tokenizer) == text
+    ids = chat_tokenizer(text)["input_ids"]
+    assert load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, 1, len(ids), seed=0).tolist() == [ids]
+    hub(monkeypatch, rows)
+    assert load_rows("org/name", chat_tokenizer, 1, len(ids), seed=0).tolist() == [ids]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (chat("user", "system"), "chat template does not take this chat: Only user and assistant"),
+        ({"messages": []}, "expected a list of messages, each with `role` and `content`"),
+        ({"messages": ["user: hello"]}, "expected a list of messages, each with `role` and `content`"),
+        (
+            {"messages": [{"from": "human", "value": "x"}]},
+            "expected a list of messages, each with `role` and `content`",
+        ),
+    ],
+)
+def test_bad_chats_name_the_line(tmp_path, chat_tokenizer, row, words):
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [chat("user"), row])))
+    with pytest.raises(InputError, match=f"a.jsonl: line 2: .*{words}$"):
+        load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, 1, 1, seed=0)
+
+
+def test_data_is_no_text(tmp_path):
+    for name in ("a.json", "a.PARQUET"):
+        (tmp_path / name).write_text("{}")
+        with pytest.raises(InputError, match="expected plain text, or a .jsonl file"):
+            read_text(tmp_path / name)
+    (tmp_path / "a.md").write_text("read")
+    assert read_text(tmp_path / "a.md") == "read"
 
 
 def test_what_is_not_a_source(tmp_path, monkeypatch):
@@ -197,12 +260,14 @@ def test_without_a_network_nothing_is_tried(monkeypatch):
         ("c4", ("allenai/c4", "en")),
         ("org/name", ("org/name", None)),
         ("org/name:part-2.1", ("org/name", "part-2.1")),
+        ("org/name:part:train_sft", ("org/name", "part")),
+        ("org/name::train_sft", ("org/name", None)),
     ],
 )
 def test_hub_datasets_are_streamed(monkeypatch, spec, args):
     calls = hub(monkeypatch, iter([{"text": "ab"}, {"text": ""}, {"text": "c\n"}]))
     assert load_rows(spec, tokenizer, 1, 9, seed=0).tolist() == [[300, *b"ab\n\n\n\nc\n"]]
-    assert calls == [(args, {"split": "train", "streaming": True})]
+    assert calls == [(args, {"split": "train_sft" if "sft" in spec else "train", "streaming": True})]
 
 
 def test_only_as_much_as_needed_is_fetched(monkeypatch):
@@ -228,6 +293,12 @@ def dropped_after_one():
         ),
         (TimeoutError(), RunError, "could not reach the hub.*TimeoutError: no reason given.*a local file"),
         (DatasetNotFoundError("x"), InputError, "neither a local file nor a public hub dataset"),
+        (
+            ValueError("Bad split: train. Available splits: ['a']"),
+            InputError,
+            r"Bad split: train. Available splits: \['a'\]; name both as org/name:CONFIGURATION:SPLIT",
+        ),
+        (json.JSONDecodeError("no", "x", 0), RunError, "could not reach the hub or read the dataset .JSONDecodeError"),
         (dropped_after_one(), RunError, "ConnectionResetError: gone"),
         ([{"body": "x"}], InputError, "calibration org/name: expected a string named `text`"),
     ],
@@ -247,10 +318,6 @@ def test_fingerprint():
 
 
 def test_with_a_real_tokenizer(caplog):
-    from transformers import AutoTokenizer
-
-    from ptq.demo import demo_path
-
     real = AutoTokenizer.from_pretrained(demo_path())
     rows = load_rows(str(demo_path() / "calibration.txt"), real, 4, 64, seed=0)
     assert rows.shape == (4, 64) and 0 <= int(rows.min()) and int(rows.max()) < len(real)

@@ -12,7 +12,7 @@ from ptq.files import source
 from ptq.files.checkpoint import INDEX, Checkpoint, check_finite
 from ptq.hf.loading import load_config, load_model, load_tokenizer
 from ptq.pipeline import writer
-from ptq.pipeline.progress import without_kernel_hints
+from ptq.pipeline.progress import counting, without_kernel_hints
 from ptq.pipeline.work import RECORD, read_record
 from ptq.reporting.contents import summary
 from ptq.statistics.text_sources import read_text
@@ -57,7 +57,8 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
     windows = _windows(original, text)
     with without_kernel_hints():
         models = load_model(folder, torch.float32), load_model(original, torch.float32)
-        agreement = evaluate.compare(*models, windows)
+        with counting("windows") as advance:
+            agreement = evaluate.compare(*models, windows, progress=advance)
     return Verification(tensors, files, recorded, agreement.model.tokens, agreement.kl, agreement.top1, is_source)
 
 
@@ -105,4 +106,5 @@ def _windows(original: Path, text: Path | None) -> evaluate.Windows:
         tokens = torch.randint(config.get_text_config().vocab_size, (1, context), generator=generator)
         return evaluate.Windows(tokens, context, "random tokens", "none")
     context = evaluate.context_for(config)
-    return evaluate.windows_from_text(load_tokenizer(original), read_text(text), context, str(text))
+    tokenizer = load_tokenizer(original)
+    return evaluate.windows_from_text(tokenizer, read_text(text, tokenizer), context, str(text))

@@ -7,7 +7,14 @@ from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bar
 
 from ptq.pipeline import finetune
@@ -36,6 +43,23 @@ def without_kernel_hints() -> Iterator[None]:
 
 def _no_hint(record: logging.LogRecord) -> bool:
     return "is falling back to its reference" not in record.getMessage()
+
+
+@contextmanager
+def counting(things: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr that counts; where that is no terminal, nothing. What it yields is called with how many are done,
+    and how many there are."""
+    with Bar(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(things, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class Progress:

@@ -22,18 +22,17 @@ def load_rows(
 ) -> Int64[Tensor, "r t"]:
     """`samples` rows of `sequence_length` token ids, and up to `extra` others behind them, as far as the text goes.
 
-    `spec` is a .txt file, a .jsonl file (field `text` or `content`), `wikitext2`, `c4`, or a hub dataset as `name` or
-    `name:configuration` (split `train`, streamed). Documents are joined by an empty line; text beyond max(16 MiB, 32
-    bytes per token wanted) is not looked at. The text is tokenised once, with the tokenizer's own special tokens, in
-    pieces of a quarter of a million characters, and cut into windows; a private generator seeded with `seed` picks the
-    rows, so the user's global random state is left alone.
+    `spec` is as of `text_sources.load`; text beyond max(16 MiB, 32 bytes per token wanted) is not looked at. It is
+    tokenised once, with the tokenizer's own special tokens, in pieces of a quarter of a million characters, and cut
+    into windows; a private generator seeded with `seed` picks the rows, so the user's global random state is left
+    alone.
 
     Raises InputError (no such file, not UTF-8, bad line, too few tokens), RunError (the hub cannot be reached).
     """
     for option, value in (("--samples", samples), ("--sequence-length", sequence_length)):
         if value < 1:
             raise InputError(f"{option} {value}: must be at least 1")
-    text = text_sources.load(spec, max(MIN_TEXT_LIMIT, TEXT_PER_TOKEN * samples * sequence_length))
+    text = text_sources.load(spec, max(MIN_TEXT_LIMIT, TEXT_PER_TOKEN * samples * sequence_length), tokenizer)
     ids = _tokens(text, tokenizer)
     windows = len(ids) // sequence_length
     if not text.strip():

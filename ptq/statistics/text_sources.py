@@ -11,31 +11,43 @@ from ptq.files import source
 from ptq.files.header import parse_json_object
 
 TEXT_FIELDS = ("text", "content")
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)?", re.ASCII)
+CHAT_FIELD = "messages"
+TEXT_FILES = (".txt", ".jsonl")
+DATA_FILES = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".zip")
+"""Ends of names of files that are no text, though some can be read as such."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+|:[\w.-]*:\w[\w.-]*)?", re.ASCII)
 HUB_ALIASES = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1", "c4": "allenai/c4:en"}
 
+Row = tuple[str, dict[str, Any]]
+"""Where a document comes from, and its fields."""
 
-def load(spec: str, limit: int) -> str:
-    """The text that a user named, as far as `limit`.
+
+def load(spec: str, limit: int, tokenizer: Any) -> str:
+    """The text that a user named, as far as `limit` characters: documents, joined by an empty line.
+
+    `spec` is a .txt file, a .jsonl file, `wikitext2`, `c4`, or a hub dataset, streamed: `name`, `name:configuration` or
+    `name:configuration:split` (`train` unless named; the configuration may be empty). A row of these has a `text` or
+    `content`, or `messages`, a chat, which the chat template of `tokenizer` writes out.
 
     Raises InputError (no such file, not UTF-8, bad line), RunError (the hub cannot be reached).
     """
     path = Path(spec).expanduser()
     if spec in HUB_ALIASES:
-        return _join(_hub_documents(spec), limit)
-    if path.suffix.lower() in (".txt", ".jsonl"):
-        return read_text(path, limit)
+        return _join(_hub_rows(spec), tokenizer, limit)
+    if path.suffix.lower() in TEXT_FILES:
+        return read_text(path, tokenizer, limit)
     if path.exists():
         raise InputError(f"calibration {spec}: expected a .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset")
     if not HUB_NAME.fullmatch(spec):
         raise InputError(f"calibration {spec!r}: no such file, and not a hub dataset like `org/name`; check the path")
-    return _join(_hub_documents(spec), limit)
+    return _join(_hub_rows(spec), tokenizer, limit)
 
 
-def _join(documents: Iterable[str], limit: int) -> str:
+def _join(rows: Iterable[Row], tokenizer: Any, limit: int) -> str:
     parts: list[str] = []
     size = 0
-    for document in documents:
+    for where, row in rows:
+        document = _document(row, tokenizer, where)
         parts.append(document)
         size += len(document)
         if size >= limit:
@@ -57,15 +69,18 @@ def _cannot_read(path: Path, error: OSError) -> InputError:
     return InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions")
 
 
-def read_text(path: Path, limit: int = sys.maxsize - 1) -> str:
+def read_text(path: Path, tokenizer: Any = None, limit: int = sys.maxsize - 1) -> str:
     """The text as the file is (no newline translation), cut at a character's start after `limit` bytes; of .jsonl
     the documents, cut after `limit` characters.
 
-    Raises InputError for a file that cannot be read, is not UTF-8, or has a line without text where there must be one.
+    Raises InputError for a file that cannot be read, is not UTF-8 or no text, or has a line without text where there
+    must be one.
     """
     path = path.expanduser()
     if path.suffix.lower() == ".jsonl":
-        return _join(_jsonl_documents(path), limit)
+        return _join(_jsonl_rows(path), tokenizer, limit)
+    if path.suffix.lower() in DATA_FILES:
+        raise InputError(f"{path}: expected plain text, or a .jsonl file with a document in every line")
     try:
         with path.open("rb") as file:
             data = file.read(min(limit + 1, path.stat().st_size + 1))
@@ -78,7 +93,7 @@ def read_text(path: Path, limit: int = sys.maxsize - 1) -> str:
     return _decode(data, path)
 
 
-def _jsonl_documents(path: Path) -> Iterator[str]:
+def _jsonl_rows(path: Path) -> Iterator[Row]:
     offset = 0
     try:
         with path.open("rb") as file:
@@ -86,21 +101,38 @@ def _jsonl_documents(path: Path) -> Iterator[str]:
                 line = _decode(raw, path, offset)
                 offset += len(raw)
                 if line.strip():
-                    row = parse_json_object(raw, f"{path}: line {number}")
-                    yield _field(row, f"{path}: line {number}")
+                    where = f"{path}: line {number}"
+                    yield where, parse_json_object(raw, where)
     except OSError as error:
         raise _cannot_read(path, error) from error
 
 
-def _field(row: dict[str, Any], where: str) -> str:
+def _document(row: dict[str, Any], tokenizer: Any, where: str) -> str:
     for name in TEXT_FIELDS:
         if isinstance(row.get(name), str):
             return row[name]
-    raise InputError(f"{where}: expected a string named `text` or `content`, found the fields {sorted(row)[:10]}")
+    if isinstance(row.get(CHAT_FIELD), list):
+        return _chat(row[CHAT_FIELD], tokenizer, where)
+    raise InputError(
+        f"{where}: expected a string named `text` or `content`, or a list named `{CHAT_FIELD}`, found the fields "
+        f"{sorted(row)[:10]}"
+    )
 
 
-def _hub_documents(spec: str) -> Iterator[str]:
-    """The documents of a hub dataset's `train` split, streamed: only what is used is fetched."""
+def _chat(messages: list[Any], tokenizer: Any, where: str) -> str:
+    """A chat as the model reads it. The template runs in the sandbox of transformers."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(f"{where}: is a chat, and the model's tokenizer has no chat template; pass text")
+    if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
+        raise InputError(f"{where}: expected a list of messages, each with `role` and `content`")
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception as error:  # a template raises whatever it likes
+        raise InputError(f"{where}: the model's chat template does not take this chat: {_one_line(error)}") from error
+
+
+def _hub_rows(spec: str) -> Iterator[Row]:
+    """The rows of one split of a hub dataset, streamed: only what is used is fetched."""
     try:
         import datasets
         from datasets.exceptions import DatasetNotFoundError
@@ -111,19 +143,29 @@ def _hub_documents(spec: str) -> Iterator[str]:
             f"calibration {spec}: this machine has no network, or cannot find the hub; pass a local file: "
             "--calibration FILE.txt"
         )
-    name, _, configuration = HUB_ALIASES.get(spec, spec).partition(":")
+    name, configuration, split, *_ = [*HUB_ALIASES.get(spec, spec).split(":"), "", ""]
     try:
-        for row in datasets.load_dataset(name, configuration or None, split="train", streaming=True):
-            yield _field(dict(row), f"calibration {spec}")
-    except InputError:
-        raise
+        for row in datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True):
+            yield f"calibration {spec}", dict(row)
     except DatasetNotFoundError as error:
         raise InputError(
             f"calibration {spec}: neither a local file nor a public hub dataset; check the name"
         ) from error
+    except ValueError as error:  # datasets' own, of a configuration or a split that there is not
+        if type(error) is not ValueError:
+            raise _cannot_fetch(spec, error) from error
+        raise InputError(f"calibration {spec}: {_one_line(error)}; name both as {name}:CONFIGURATION:SPLIT") from error
     except Exception as error:  # the network's and the files' errors share no base class; the cause stays chained
-        raise RunError(
-            f"calibration {spec}: could not reach the hub or read the dataset ({type(error).__name__}: "
-            f"{str(error).splitlines()[0][:120] if str(error) else 'no reason given'}); "
-            "check the network, or pass a local file: --calibration FILE.txt"
-        ) from error
+        raise _cannot_fetch(spec, error) from error
+
+
+def _cannot_fetch(spec: str, error: Exception) -> RunError:
+    reason = f"{type(error).__name__}: {_one_line(error)}"
+    return RunError(
+        f"calibration {spec}: could not reach the hub or read the dataset ({reason}); "
+        "check the network, or pass a local file: --calibration FILE.txt"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).splitlines()[0][:120] if str(error) else "no reason given"
