@@ -156,6 +156,18 @@ def test_settings_that_transformers_cannot_run(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_how_somebody_computed_attention_is_their_business(model_type: str, key: str, tmp_path: Path) -> None:
+    folders = [save_model(tmp_path / name, model_type) for name in ("plain", "said")]
+    edit_config(**{key: "flash_attention_2"})(folders[1])
+    for folder in folders:
+        result = quantize("quarot", folder, tmp_path / f"{folder.name}-out", "--rounding", "nearest")
+        assert result.exit_code == 0, result.output
+    config, other = ((tmp_path / f"{folder.name}-out" / "config.json").read_bytes() for folder in folders)
+    assert config == other
+
+
 def test_a_text_needs_a_tokenizer(model: Path, calibration_text: Path, tmp_path: Path) -> None:
     for path in model.glob("tokenizer*"):
         path.unlink()

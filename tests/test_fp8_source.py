@@ -58,6 +58,7 @@ class Form:
     dtype: torch.dtype = torch.float32
     shape: tuple[int, ...] | None = None
     beside: tuple[str, ...] = ()
+    of_cache: bool = False
 
 
 FORMS = {
@@ -82,6 +83,9 @@ FORMS = {
     "compressed whole": Form(
         {"quantization_config": compressed("tensor")}, (0, 0), "weight_scale", shape=(1,), beside=("input_scale",)
     ),
+    "compressed rows, and an FP8 cache": Form(
+        {"quantization_config": compressed("channel")}, (1, 0), leaf="weight_scale", of_cache=True
+    ),
     "compressed blocks": Form({"quantization_config": compressed("block", [16, 128])}, (16, 128), "weight_scale"),
 }  # fmt: skip
 
@@ -100,6 +104,9 @@ def published(folder: Path, form: Form, skip: tuple[str, ...] = ("embed", "norm"
         owner = name.removesuffix(".weight")
         stored |= {name: codes, f"{owner}.{form.leaf}": scales}
         stored |= {f"{owner}.{leaf}": torch.tensor(0.5) for leaf in form.beside}
+        if form.of_cache and owner.endswith("self_attn.k_proj"):
+            attention = owner.removesuffix(".k_proj")
+            stored |= {f"{attention}.{leaf}": torch.tensor([0.5]) for leaf in ("q_scale", "k_scale", "v_scale")}
         meant[name] = product.float().to(dtype)
     save_file(stored, fp8 / FILE, {"format": "pt"})
     save_file(meant, folder / FILE, {"format": "pt"})
@@ -141,7 +148,7 @@ def test_every_form_gives_the_bytes_of_the_plain_model(form: Form, tmp_path: Pat
     assert all(info.dtype == found[name].dtype for name, info in checkpoint.tensors.items())
     assert checkpoint.nbytes == Checkpoint.open(plain).nbytes
     assert "14 weights are read as bfloat16, each times its scale" in notes[0]
-    assert ("scales of activations are left out" in notes[0]) == bool(form.beside)
+    assert ("scales of activations and of the KV cache are left out" in notes[0]) == bool(form.beside or form.of_cache)
     for model in (plain, fp8):
         ptq.quantize(model, tmp_path / f"{model.name}-out", Fp6Recipe(), QUIET)
     assert same_result(tmp_path / "plain-out", tmp_path / "fp8-out")
@@ -174,7 +181,7 @@ def test_rotate_gives_a_plain_checkpoint(tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
     assert same_result(tmp_path / "plain-out", tmp_path / "fp8-out")
     assert "quantization_config" not in json.loads((tmp_path / "fp8-out" / "config.json").read_bytes())
-    assert "14 scales of activations are left out" in " ".join(result.stderr.split())
+    assert "14 scales of activations and of the KV cache are left out" in " ".join(result.stderr.split())
 
 
 def test_the_commands(tmp_path: Path) -> None:

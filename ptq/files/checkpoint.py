@@ -18,7 +18,7 @@ from jaxtyping import Float, Float32, Shaped
 from torch import Tensor
 
 from ptq.errors import InputError, RunError
-from ptq.files.header import TO_SAFETENSORS, TensorInfo, read_header, read_json_object
+from ptq.files.header import TO_SAFETENSORS, TensorInfo, read_header, read_json_object, tagged
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -45,7 +45,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], bytes]:
         if (folder / UNFINISHED).is_file():
             raise InputError(f"{folder}: unfinished work; repeat the command that began it, and use its result")
         raise InputError(f"{path}: missing; {_instead(folder)}")
-    config, raw = read_json_object(path, MAX_CONFIG_BYTES)
+    config, raw = read_json_object(path, MAX_CONFIG_BYTES, tagged)
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path}: expected a `model_type` string, found {config.get('model_type')!r}")
     return config, raw

@@ -31,6 +31,8 @@ SCALES = ("_scale_inv", "_scale")
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 INPUT_SCALES = ("input_scale", "activation_scale", "output_scale")
 """Scales beside a weight that say how activations were rounded when the model ran: of no use here."""
+CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
+"""Ends of names of scales beside an attention, of an FP8 KV cache: of no use either."""
 BLOCK = (128, 128)
 """What `quant_method: fp8` means where it does not say `weight_block_size`, as in transformers."""
 FORMATS = ("float-quantized", "naive-quantized")
@@ -65,7 +67,7 @@ def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
             info = replace(info, dtype=dtype, nbytes=prod(info.shape) * dtype.itemsize, scale=scales[name])
         elif name in taken:
             continue
-        elif name in of_inputs:
+        elif name in of_inputs or name.endswith(CACHE_SCALES):
             left += 1
             continue
         elif name.endswith(tuple(f".weight{suffix}" for suffix in SCALES)):
@@ -73,7 +75,7 @@ def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         tensors[name] = info
     note = f"published in FP8: {len(scales)} weights are read as {short(dtype)}, each times its scale"
     if left:
-        note += f"; {left} scales of activations are left out"
+        note += f"; {left} scales of activations and of the KV cache are left out"
     return replace(checkpoint, config=plain(checkpoint.config, dtype), tensors=tensors), (note,)
 
 

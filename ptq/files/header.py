@@ -6,7 +6,7 @@ strangers: nothing is allocated, and no tensor read, before every length, name, 
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -105,21 +105,28 @@ def _refuse_constant(word: str) -> float:
     raise ValueError(f"{word} is not JSON")
 
 
-def parse_json_object(data: bytes, where: str | Path) -> dict[str, Any]:
-    """Parse UTF-8 JSON from a stranger: an object, no duplicate names, no NaN.
+def tagged(word: str) -> dict[str, str]:
+    """A number that JSON does not have, as transformers writes it since version 5; before, it wrote the bare word."""
+    return {"__float__": word}
+
+
+def parse_json_object(
+    data: bytes, where: str | Path, constant: Callable[[str], Any] = _refuse_constant
+) -> dict[str, Any]:
+    """Parse UTF-8 JSON from a stranger: an object, no duplicate names. `constant` is called for Infinity and NaN.
 
     Raises InputError that names `where` for anything else, including nesting deeper than the parser's stack.
     """
     try:
-        return json_object(data)
+        return json_object(data, constant)
     except ValueError as error:
         raise InputError(f"{where}: {error}; fetch the file again") from None
 
 
-def json_object(data: bytes) -> dict[str, Any]:
+def json_object(data: bytes, constant: Callable[[str], Any] = _refuse_constant) -> dict[str, Any]:
     """The same. Raises ValueError that says what is wrong."""
     try:
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates, parse_constant=constant)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are ValueErrors
@@ -129,8 +136,11 @@ def json_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def read_json_object(path: Path, limit: int) -> tuple[dict[str, Any], bytes]:
-    """Read a JSON object of at most `limit` bytes; returns it with its raw bytes. Raises InputError."""
+def read_json_object(
+    path: Path, limit: int, constant: Callable[[str], Any] = _refuse_constant
+) -> tuple[dict[str, Any], bytes]:
+    """Read a JSON object of at most `limit` bytes as `parse_json_object` does; returns it with its raw bytes. Raises
+    InputError."""
     try:
         with path.open("rb") as file:
             data = file.read(limit + 1)
@@ -138,7 +148,7 @@ def read_json_object(path: Path, limit: int) -> tuple[dict[str, Any], bytes]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); check the folder and its permissions") from error
     if len(data) > limit:
         raise InputError(f"{path}: larger than the {limit} bytes that such a file may have; it is damaged or hostile")
-    return parse_json_object(data, path), data
+    return parse_json_object(data, path, constant), data
 
 
 def _is_size(value: Any) -> bool:

@@ -24,12 +24,15 @@ from ptq.models.family import Family
 from ptq.models.model_shape import EXPERTS, ModelShape
 from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
 
+IGNORED = ("auto_map", "attn_implementation", "_attn_implementation")
+"""Entries of a config.json, and of those inside of it, that are left out: code, and how somebody computed."""
+
 
 def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """The transformers config of a checkpoint; never code that it may name. Raises InputError where it is refused."""
     for level in levels(checkpoint.config):  # configs make lists of that length
         _check_count("num_hidden_layers", level.get("num_hidden_layers"), len(checkpoint.tensors))
-    content = {key: _floats(value) for key, value in checkpoint.config.items() if key != "auto_map"}
+    content = _read(checkpoint.config)
     if content["model_type"] not in CONFIG_MAPPING:
         raise InputError(
             f"{checkpoint.folder / 'config.json'}: transformers {transformers.__version__} knows no model_type "
@@ -51,15 +54,15 @@ def _check_count(key: str, count: Any, most: int) -> None:
         raise InputError(f"config.json: {key} {count}, but the checkpoint has {most} tensors")
 
 
-def _floats(value: Any) -> Any:
-    """JSON has no infinity: transformers writes it as {"__float__": "Infinity"}."""
+def _read(value: Any) -> Any:
+    """What transformers is given of a config.json. JSON has no infinity: it writes {"__float__": "Infinity"}."""
     if isinstance(value, list):
-        return [_floats(item) for item in value]
+        return [_read(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
         return float(value["__float__"])
-    return {key: _floats(item) for key, item in value.items()}
+    return {key: _read(item) for key, item in value.items() if key not in IGNORED}
 
 
 def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, PackedWeight]:
