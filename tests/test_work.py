@@ -106,10 +106,22 @@ def test_a_folder_of_somebody_else_is_left_alone(name: str, restart: bool, tmp_p
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"recipe": 1}', b"\xff\xfe"])
 def test_a_damaged_record(content: bytes, tmp_path: Path) -> None:
     (tmp_path / UNFINISHED).write_bytes(content)
+    (tmp_path / "linears").mkdir()
     with pytest.raises(ptq.InputError, match="not a record of a ptq run"):
         open_work(tmp_path, RECORD, restart=False)
     open_work(tmp_path, RECORD, restart=True)
     assert compare(RECORD, read_record(tmp_path / UNFINISHED)) == []
+
+
+def test_a_folder_with_a_file_like_a_record_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / UNFINISHED).write_text('{"my": "notes"}')
+    for name in ("thesis.tex", "linears"):
+        (tmp_path / name).write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    for restart in (False, True):
+        with pytest.raises(ptq.InputError, match="not a record of a ptq run; name another folder with --work"):
+            open_work(tmp_path, RECORD, restart)
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_only_the_work_of_this_run_is_removed(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def test_folders_that_may_be_used(model: Path, tmp_path: Path) -> None:
     [
         ("same", "same"),
         ("out", "out/work"),
+        ("out", "out.ptq-partial"),
+        ("out", "out.ptq-partial/work"),
         ("work/out", "work"),
         ("out", "link"),
         ("out", "."),

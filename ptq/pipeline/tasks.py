@@ -37,7 +37,7 @@ from ptq.pipeline.ends import Matrix
 from ptq.pipeline.job import Job
 from ptq.pipeline.probe import Probe, row_by_row
 from ptq.pipeline.progress import Progress
-from ptq.pipeline.work import remove_contents
+from ptq.pipeline.work import FOLDERS, REST, remove_contents
 from ptq.planning.plan import LinearPlan
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.clip_search import CLIP, Clips
@@ -68,7 +68,7 @@ class Tasks:
             if not shards.begun():  # then nothing that the folder says of them is true
                 remove_contents(work)
                 shards.begin()
-            for folder in ("linears", "clips", "hidden", "teacher", "hessians", "tuned", "probe", "outliers"):
+            for folder in FOLDERS:
                 (work / folder).mkdir(parents=True, exist_ok=True)
         workers.wait()
 
@@ -222,7 +222,7 @@ class Tasks:
 
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
-        path = self.work / "rest.json"
+        path = self.work / REST
         if not path.exists():
             dtypes = self.job.checkpoint.tensors
             tensors = {name: tensor.to(dtypes[name].dtype) for name, tensor in self.job.norms_and_kept("")}

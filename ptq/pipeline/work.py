@@ -24,6 +24,10 @@ RECORD = "ptq.json"
 """The record inside a finished checkpoint."""
 MAX_RECORD_BYTES = 200_000_000
 """A line for each linear: those of 100 000 experts are 30 MB."""
+FOLDERS = ("linears", "clips", "hidden", "teacher", "hessians", "tuned", "probe", "outliers")
+"""What is in a work folder,"""
+REST = "rest.json"
+"""and beside them, once what passes through is in its place."""
 ROWS = ("seed", "samples", "sequence_length", "calibration")
 """What chooses the calibration rows, beside the text."""
 
@@ -83,6 +87,7 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
     """
     path = folder / UNFINISHED
     if restart and path.exists():
+        _check_ours(folder)
         remove_work(folder)
     if not path.exists():
         _check_empty(folder)
@@ -97,6 +102,15 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
         )
     for inside in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
         remove_leftovers(inside)
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise InputError where a folder has a file that is called like a record and is none, and holds other things."""
+    try:
+        read_record(folder / UNFINISHED)
+    except InputError:  # damaged; beside it may lie what the run had made
+        if any(entry.name not in (UNFINISHED, *FOLDERS, REST) for entry in folder.iterdir()):
+            raise
 
 
 def _check_empty(folder: Path) -> None:
@@ -140,8 +154,9 @@ def remove_finished_work(folder: Path, record: Record) -> None:
 
 def read_record(path: Path) -> dict[str, Any]:
     """The record of a run, in its work folder or in its result. Raises InputError for a file that is none."""
-    unfinished = path.name == UNFINISHED
-    way = "pass --restart, or remove the folder" if unfinished else "fetch the checkpoint again, or quantise again"
+    way = "fetch the checkpoint again, or quantise again"
+    if path.name == UNFINISHED:
+        way = "name another folder with --work, or remove this one"
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:
             raise ValueError(f"larger than {MAX_RECORD_BYTES} bytes")

@@ -42,8 +42,9 @@ def check_folders(out: Path, work: Path, source: Path) -> None:
             raise InputError(
                 f"{work}: is removed at the end, so {other} cannot be in it; name another folder with --work"
             )
-    if inside[out] in work.resolve().parents:
-        raise InputError(f"{work}: lies inside the folder of the result; name another folder with --work")
+    partial = partial_folder(out).resolve()
+    if {inside[out], partial} & {*work.resolve().parents} or work.resolve() == partial:
+        raise InputError(f"{work}: is where the result is made; name another folder with --work")
 
 
 def check_out(out: Path) -> None:
