@@ -119,7 +119,8 @@ def _sentence(error: BaseException) -> str:
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
     if show_plan:
-        _show_plan(model, recipe)
+        if is_first_process():
+            _show_plan(model, recipe)
         return
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
         refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
@@ -131,8 +132,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     finished_before = (out.expanduser() / RECORD).is_file()
     with startup.interruptible():
         result = pipeline.quantize(model, out, recipe, options)
-    if os.environ.get("RANK", "0") != "0":
-        return  # started by torchrun: the first process speaks
+    if not is_first_process():
+        return
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
     console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
     if finished_before:
@@ -165,6 +166,11 @@ def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
         )
     places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
     return f"its quality was not measured, for want of text: `quantize verify {places} --text FILE` does"
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all that torchrun has started; of an error any may."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _show_plan(model: str, recipe: Recipe) -> None:
@@ -235,7 +241,8 @@ def inspect(
 def verify_command(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
     against: Annotated[
-        str | None, typer.Option(help="The original, to compare logits with; another is named so.")
+        str | None,
+        typer.Option(help="The original, to compare logits with, both whole in float32; another is named so."),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
     as_json: Json = False,
@@ -258,6 +265,8 @@ def verify_command(
         f"whole; without {RECORD} (save_pretrained writes none) changed bytes inside a tensor cannot be found"
     )  # fmt: skip
     typer.echo(f"{checkpoint}: {found.tensors} tensors in {found.files} files, {state}")
+    if found.added:
+        typer.echo(f"put beside them since, and read by transformers too: {', '.join(found.added)}")
     if found.kl is not None:
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
         typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "

@@ -26,6 +26,12 @@ def test_a_finished_result_is_left_as_it_is(packed: Path, tiny: Path) -> None:
     assert result.exit_code == 0 and "nothing was done" in result.stderr and "proven" not in result.stderr
 
 
+def test_one_process_of_many_shows_the_plan(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    result = quantize("quarot", tiny, tmp_path / "out", "--plan")
+    assert (result.exit_code, result.output) == (0, "")
+
+
 # --- bad places -----------------------------------------------------------------------------------------------------
 
 

@@ -264,6 +264,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a list of linears": (lambda c: c.update(linears=["lm_head"]), "must hold the objects"),
     "an unknown scheme": (lambda c: c["linears"].update({DOWN: "none"}), "no scheme is called 'none'"),
     "a scheme that is a list": (lambda c: c["linears"].update({DOWN: [1]}), r"no scheme is called \[1\]"),
+    "a scheme of no linear": (lambda c: c["schemes"].update(other=5), "of other: expected an object, found 5"),
     "a scheme that is text": (lambda c: c["schemes"].update(scheme0="int4"), "expected an object, found 'int4'"),
     "an unknown linear": (lambda c: c["linears"].update({"model.layers.9.q": "scheme0"}), "the model does not have"),
     "a norm": (lambda c: c["linears"].update({"model.norm": "scheme0"}), "which is a LlamaRMSNorm, no Linear"),

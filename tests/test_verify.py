@@ -110,8 +110,12 @@ def test_verify_detects_damage(damage: Callable[[Path], Any], message: str, pack
 def test_verify_leaves_added_files_alone(packed: Path, tmp_path: Path) -> None:
     """What somebody put beside the weights was not written by the run, and damages nothing."""
     copy = shutil.copytree(packed, tmp_path / "copy")
+    plain = quantize("verify", copy)
     (copy / "chat_template.jinja").write_text("{{ messages }}")
-    assert quantize("verify", copy).exit_code == 0
+    result = quantize("verify", copy)
+    assert result.exit_code == 0
+    assert result.stdout == plain.stdout + "put beside them since, and read by transformers too: chat_template.jinja\n"
+    assert json.loads(quantize("verify", copy, "--json").stdout)["added"] == ["chat_template.jinja"]
 
 
 def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """`quantize verify`: is a checkpoint what was written, and how close is it to the original?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +28,8 @@ class Verification:
     files: int
     recorded: bool
     """Whether the bytes are those that were written. False: other software wrote the files again and left no record."""
+    added: tuple[str, ...] = ()
+    """Files that a model is loaded from, and that were put there since: they are not checked."""
     tokens: int | None = None
     kl: float | None = None
     """Mean KL divergence from the original, nats per token."""
@@ -44,39 +46,41 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
     Without a record (`save_pretrained` writes none), everything else is checked.
     """
     folder = source.resolve(checkpoint)
-    files, tensors = check_integrity(folder)
-    recorded = (folder / RECORD).is_file()
+    found = check_integrity(folder)
     if against is None:
-        return Verification(tensors, files, recorded)
+        return found
     original = source.resolve(against)
     ours, theirs = (load_config(model).get_text_config() for model in (folder, original))
     for size in ("vocab_size", "hidden_size", "num_hidden_layers"):
         if (own := getattr(ours, size)) != (other := getattr(theirs, size)):
             raise InputError(f"{original}: is not the original of {folder}: its {size} is {other}, not {own}")
-    is_source = Checkpoint.open(original).identity() == read_record(folder / RECORD).get("source") if recorded else None
+    is_source = None
+    if found.recorded:
+        is_source = Checkpoint.open(original).identity() == read_record(folder / RECORD).get("source")
     windows = _windows(original, text)
     with without_kernel_hints():
         models = load_model(folder, torch.float32), load_model(original, torch.float32)
         with counting("windows") as advance:
             agreement = evaluate.compare(*models, windows, progress=advance)
-    return Verification(tensors, files, recorded, agreement.model.tokens, agreement.kl, agreement.top1, is_source)
+    return replace(found, tokens=agreement.model.tokens, kl=agreement.kl, top1=agreement.top1, source=is_source)
 
 
-def check_integrity(folder: Path) -> tuple[int, int]:
-    """Numbers of files and tensors of a checkpoint that is as it was written. Raises InputError where it is not."""
+def check_integrity(folder: Path) -> Verification:
+    """What is found of a checkpoint that is as it was written. Raises InputError where it is not."""
     found = Checkpoint.open(folder)
     groups = summary(found).groups
     hashes = writer.file_hashes(folder)
     recorded = (folder / RECORD).is_file()
+    added: set[str] = set()
     if recorded:
-        _check_hashes(folder, hashes)
+        added = _check_hashes(folder, hashes)
     elif not groups:
         raise InputError(f"{folder}: has no {RECORD}: it was not made by quantize, or the file is lost")
     for name in found.tensors:
         check_finite(name, found.read(name))
     if not recorded:
         _check_runs(folder, load_model(folder))  # which checks the shape and dtype of every packed tensor
-    return len(hashes), len(found.tensors)
+    return Verification(len(found.tensors), len(hashes) - len(added), recorded, tuple(sorted(added)))
 
 
 def _check_runs(folder: Path, model: PreTrainedModel) -> None:
@@ -87,15 +91,19 @@ def _check_runs(folder: Path, model: PreTrainedModel) -> None:
         raise InputError(f"{folder}: its logits are NaN: some tensor of it is damaged; fetch it again")
 
 
-def _check_hashes(folder: Path, hashes: dict[str, str]) -> None:
+def _check_hashes(folder: Path, hashes: dict[str, str]) -> set[str]:
+    """The files that were not written by the run. Raises InputError where one that was is another, and for weights that
+    were added."""
     expected = read_record(folder / RECORD).get("files")
     if not isinstance(expected, dict):
         raise InputError(f"{folder / RECORD}: lists no files; quantise again")
-    added = {name for name in hashes.keys() - expected.keys() if name.endswith(".safetensors") or name == INDEX}
-    for name in sorted(expected.keys() | added):
+    added = hashes.keys() - expected.keys()
+    weights = {name for name in added if name.endswith(".safetensors") or name == INDEX}
+    for name in sorted(expected.keys() | weights):
         if expected.get(name) != hashes.get(name):
             what = "is missing" if name not in hashes else "is not the file that was written (its SHA-256 differs)"
             raise InputError(f"{folder / name}: {what}; fetch it again")
+    return added
 
 
 def _windows(original: Path, text: Path | None) -> evaluate.Windows:

@@ -60,13 +60,12 @@ class PtqConfig(QuantizationConfigMixin):
             )
         if not isinstance(schemes, dict) or not isinstance(linears, dict):
             raise InputError("config.json: quantization_config must hold the objects `schemes` and `linears`")
+        for name, entry in schemes.items():
+            if not isinstance(entry, dict):
+                raise InputError(f"config.json: quantization_config of {name}: expected an object, found {entry!r}")
         for name, scheme in linears.items():
             if not isinstance(scheme, str) or scheme not in schemes:
                 raise InputError(f"config.json: quantization_config of {name}: no scheme is called {scheme!r}")
-            if not isinstance(schemes[scheme], dict):
-                raise InputError(
-                    f"config.json: quantization_config of {name}: expected an object, found {schemes[scheme]!r}"
-                )
         self.quant_method = quant_method  # pyright: ignore[reportAttributeAccessIssue]  (the enum is of built-in methods)
         self.version = version
         self.schemes: dict[str, Any] = schemes

@@ -45,7 +45,8 @@ class PackedCache(Cache):
     """The packed KV cache of a whole model.
 
     `config`: the model's transformers config. `max_length`: memory for so many tokens at once, and no more than them;
-    None grows as far as the model's max_position_embeddings. Raises InputError where the settings don't fit the model.
+    None grows, beyond the model's max_position_embeddings too, of which `generate` warns. Raises InputError where the
+    settings don't fit the model.
     """
 
     layer_class: type[PackedLayer] = PackedLayer
@@ -55,7 +56,6 @@ class PackedCache(Cache):
             raise InputError(f"PackedCache: max_length must be positive, found {max_length}")
         self.settings, self.max_length = settings, max_length
         self.signature = Signature.of(config, settings)
-        self.positions = _positions(config)
         self.starts: Tensor | None = None
         super().__init__(layers=[self.layer_class(self) for _ in range(self.signature.layers)])
 
@@ -67,8 +67,6 @@ class PackedCache(Cache):
         """Raises InputError where so many tokens are too many."""
         if self.max_length is not None and tokens > self.max_length:
             raise InputError(f"the KV cache was made for {self.max_length} tokens, {tokens} are needed")
-        if self.positions is not None and tokens > self.positions:
-            raise InputError(f"{tokens} tokens of context: the model's max_position_embeddings is {self.positions}")
 
     def begin_rows(self, mask: Tensor | None) -> None:
         """Note where the rows begin, behind their left padding. `mask` covers cached and new tokens."""
@@ -100,9 +98,3 @@ class PackedCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)
         self.starts = None if self.starts is None else self.starts.repeat_interleave(repeats)
-
-
-def _positions(config: Any) -> int | None:
-    """The longest context, None where the model stretches its positions by itself."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return None if rope.get("rope_type") == "dynamic" else getattr(config, "max_position_embeddings", None)
