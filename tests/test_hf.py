@@ -188,6 +188,19 @@ def test_layers_offloaded_to_disk(packed: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(model), logits(load(packed)), rtol=1e-4, atol=1e-4)
 
 
+def test_float16_on_a_cpu(tmp_path: Path) -> None:
+    """Holds the same numbers in float32, and is saved as it was stored; a head that is tied stays tied."""
+    recipe = QuarotRecipe(rounding="nearest", group_size=8)
+    ptq.quantize(save_model(tmp_path / "model", dtype=torch.float16), tmp_path / "out", recipe, QUIET)
+    with pytest.warns(UserWarning, match="float16 is slow on a CPU, so the model is loaded in float32"):
+        model = load(tmp_path / "out", dtype="auto")
+    assert model.dtype == torch.float32 and torch.equal(logits(model), logits(load(tmp_path / "out")))
+    model.save_pretrained(tmp_path / "again")
+    files = [load_file(tmp_path / folder / "model.safetensors") for folder in ("out", "again")]
+    assert files[0].keys() == files[1].keys() and torch.float16 in {tensor.dtype for tensor in files[0].values()}
+    assert all(files[1][name].dtype == x.dtype and torch.equal(files[1][name], x) for name, x in files[0].items())
+
+
 def test_save_pretrained_round_trips_shards(packed: Path, tmp_path: Path) -> None:
     """Saved in small shards, then loaded and saved whole again: the same bytes."""
     load(packed, dtype="auto").save_pretrained(tmp_path / "shards", max_shard_size="50KB")
