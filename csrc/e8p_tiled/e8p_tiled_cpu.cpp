@@ -144,7 +144,7 @@ Tensor prepack(const Tensor& codes) {
     const Tensor tiles = empty({row_tiles(n), blocks_in(8 * row_codes) * bits, 64}, ScalarType::Byte);
     const Pack p{const_cast<uint8_t*>(static_cast<const uint8_t*>(rows.const_data_ptr())),
                  static_cast<uint8_t*>(tiles.mutable_data_ptr()), n, row_codes, static_cast<int>(bits)};
-    run(pack_tiles, p, row_tiles(n), tile_rows * row_codes);
+    run(pack_tiles, p, row_codes ? row_tiles(n) : 0, tile_rows * row_codes);
     return tiles;
 }
 

@@ -114,7 +114,7 @@ Tensor pack(const Tensor& codes, int64_t bits) {
     const Tensor in = contiguous(codes), packed = empty({n, (k * bits + 7) / 8}, ScalarType::Byte);
     const Pack p{static_cast<const uint8_t*>(in.const_data_ptr()), static_cast<uint8_t*>(packed.mutable_data_ptr()), k,
                  static_cast<int>(bits)};
-    run(kernels().pack, p, n, k);
+    run(kernels().pack, p, k ? n : 0, k);
     return packed;
 }
 

@@ -210,7 +210,7 @@ Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
                  k,
                  bytes,
                  static_cast<int>(bits)};
-    run_codes(row_tiles(n), tile_rows * k, [&](int64_t first, int64_t last) { pack_tiles(p, first, last); });
+    run_codes(k ? row_tiles(n) : 0, tile_rows * k, [&](int64_t first, int64_t last) { pack_tiles(p, first, last); });
     return tiles;
 }
 
