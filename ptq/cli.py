@@ -52,7 +52,11 @@ def _options(
 
 
 Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, a hub name, or `demo`, which ships with ptq.")
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face folder, a hub name (ORG/NAME or ORG/NAME@REVISION), or `demo`, which ships with ptq.",
+    ),
 ]
 Out = Annotated[
     Path, typer.Argument(metavar="OUT", help="Folder of the result: new, empty, or of the same command unfinished.")

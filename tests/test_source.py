@@ -50,7 +50,21 @@ def test_demo_and_local_folders_never_ask_the_hub(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["missing", "./org/name", "/org/name", "../name", "a/b/c", "org/", "org/-x", "", "or g/x"]
+    "name",
+    [
+        "missing",
+        "./org/name",
+        "/org/name",
+        "../name",
+        "a/b/c",
+        "org/",
+        "org/-x",
+        "",
+        "or g/x",
+        "a/b@",
+        "a/b@-x",
+        "a/b@c@d",
+    ],
 )
 def test_what_is_neither_a_folder_nor_a_hub_name(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
@@ -69,14 +83,20 @@ def test_a_file_is_not_a_model(tmp_path):
         resolve(str(tmp_path / "model.safetensors"))
 
 
+@pytest.mark.parametrize("revision", ["", "v1.0", "refs/pr/3"])
 @pytest.mark.parametrize("known", [True, False])
-def test_download(tmp_path, monkeypatch, known):
+def test_download(tmp_path, monkeypatch, known, revision):
     """Where the hub cannot be found, what was downloaded before is taken, without a word to the network."""
     monkeypatch.setattr("ptq.files.source.hub_is_known", lambda: known)
     (tmp_path / "model.safetensors").write_bytes(b"")
     calls = hub(monkeypatch, folder=tmp_path)
-    assert resolve("org/name") == tmp_path
-    asked = {"allow_patterns": WANTED, "ignore_patterns": UNWANTED, "local_files_only": not known}
+    assert resolve(f"org/name@{revision}" if revision else "org/name") == tmp_path
+    asked = {
+        "revision": revision or None,
+        "allow_patterns": WANTED,
+        "ignore_patterns": UNWANTED,
+        "local_files_only": not known,
+    }
     assert calls == [("org/name", asked)]
 
 
@@ -123,6 +143,7 @@ def test_a_repository_without_safetensors(tmp_path, monkeypatch):
     [
         (errors.GatedRepoError("x", response=RESPONSE), InputError, "gated; accept its terms"),
         (errors.RepositoryNotFoundError("x", response=RESPONSE), InputError, "neither a local folder nor"),
+        (errors.RevisionNotFoundError("x", response=RESPONSE), InputError, "no such revision; name a branch"),
         (errors.HFValidationError("x"), InputError, "neither a local folder nor"),
         (errors.LocalEntryNotFoundError("x"), RunError, "run again, which continues it, or pass a local folder"),
         (errors.OfflineModeIsEnabled("x"), RunError, "OfflineModeIsEnabled.*run again, which continues it"),

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from ptq.errors import InputError, RunError
 
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?", re.ASCII)
+"""With `@` and a branch, a tag or a commit, or without."""
 # Weights, configuration and tokenizer of the top folder; no pickles, and not the second copy of the weights that some
 # repositories keep as consolidated.safetensors or in a sub-folder.
 TOP = ["*.safetensors", "*.json", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "LICENSE*"]
@@ -60,18 +61,30 @@ def hub_is_known() -> bool:
 
 def _download(name: str) -> Path:
     import huggingface_hub
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
 
+    repository, _, revision = name.partition("@")
     try:
         cached = not hub_is_known()  # then what was downloaded before, or an error at once
         folder = huggingface_hub.snapshot_download(
-            name, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=cached
+            repository,
+            revision=revision or None,
+            allow_patterns=WANTED,
+            ignore_patterns=UNWANTED,
+            local_files_only=cached,
         )
     except GatedRepoError as error:
         raise InputError(
-            f"{name}: the repository is gated; accept its terms at https://huggingface.co/{name}, "
+            f"{name}: the repository is gated; accept its terms at https://huggingface.co/{repository}, "
             "run `hf auth login` and try again"
         ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"{name}: the repository has no such revision; name a branch, a tag or a commit") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise InputError(
             f"{name}: neither a local folder nor a public hub repository; "
