@@ -14,30 +14,24 @@
 Weights are rounded with exactly the stored scale. True bits per weight: b + 16 / group_size, or b + 8 / group_size.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
+from jaxtyping import Float, Float32, Int, Int64, UInt8
 from torch import Tensor
 
 from fp6 import expert_ops, fragment_ops, fragments, layer_ops, minifloat_ops, tiled_ops  # noqa: F401 (their ops)
 from fp6.element import Element, element_of
 from ptq.errors import InputError
 from ptq.ops import bitstream, tiles
-from ptq.ops.activations import Activation
-from ptq.ops.op_declarations import call
-from ptq.weights import layouts
 from ptq.weights.compressed_tensors import Scheme
-from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.weights.formats import Parts, Scales, check_parts
 from ptq.weights.grouped import Grouped, check_group_size
+from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
 
 OPS = torch.ops.ptq
-LINEAR = {"tiles": OPS.minifloat_linear_tiled.default, "fragments": OPS.minifloat_linear_fragments.default}
-QUANTIZED = {"tiles": OPS.minifloat_linear_quantized.default, "fragments": OPS.minifloat_quantized_fragments.default}
-"""By the layout of the weight."""
 Scale = Literal["bfloat16", "e8m0"]
 Search = Literal["absmax", "mse"]
 SCALES, SEARCHES = ("bfloat16", "e8m0"), ("absmax", "mse")
@@ -105,7 +99,7 @@ class MinifloatGrid(Grouped):
 
 
 @dataclass(frozen=True)
-class MinifloatFormat:
+class MinifloatFormat(LaidOut):
     """The bytes described above, and the ops that multiply with them. Raises InputError for values out of range."""
 
     element: str = "e2m3"
@@ -114,6 +108,16 @@ class MinifloatFormat:
 
     name: ClassVar[str] = "fp6/minifloat"
     version: ClassVar[int] = 1
+    ops = Ops(
+        linear={"tiles": OPS.minifloat_linear_tiled.default, "fragments": OPS.minifloat_linear_fragments.default},
+        quantized={
+            "tiles": OPS.minifloat_linear_quantized.default,
+            "fragments": OPS.minifloat_quantized_fragments.default,
+        },
+        layer=OPS.minifloat_layer.default,
+        tokens=OPS.minifloat_linear_tokens.default,
+        experts=OPS.minifloat_experts.default,
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -132,6 +136,10 @@ class MinifloatFormat:
     @property
     def codebook(self) -> MinifloatGrid:
         return MinifloatGrid(self.element, self.group_size, self.scale)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return *self.code.sizes, self.group_size
 
     def options(self) -> dict[str, Any]:
         return {"element": self.element, "group_size": self.group_size, "scale": self.scale}
@@ -157,65 +165,7 @@ class MinifloatFormat:
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
         return self.codebook.decode(*self.unpack(parts, n, k))
 
-    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        """x Wᵀ + bias. With tiles or fragments, products of bfloat16 x are exact and sums float32 (`fp6.tiled_ops`):
-        W6A16."""
-        if (layout := layouts.of(parts)) is not None:
-            numbers = parts["shape"].shape[0], *self.code.sizes, self.group_size
-            return call(LINEAR[layout], x, parts[layout], parts["scale"], bias, *numbers)
-        w = self.dequantize(parts, parts["codes"].shape[0], x.shape[-1])
-        return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
-
-    def linear_quantized(
-        self,
-        q: Int8[Tensor, "*t k"],
-        q_scale: Float32[Tensor, "*t"],
-        parts: Parts,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        input_bits: int = 8,
-    ) -> Float[Tensor, "*t n"]:
-        """The same on quantised tokens: W6A8, with exact integer sums where the element's numbers fit int8. Made for
-        tiles and fragments; where there can be none, the tokens go as the numbers that they stand for."""
-        parts = parts if "shape" in parts else self.prepack(parts, q.device)
-        if (layout := layouts.of(parts)) is None:
-            return self.linear(q.float() * q_scale[..., None], parts, bias).to(dtype)
-        numbers = parts["shape"].shape[0], *self.code.sizes, self.group_size, dtype
-        return call(QUANTIZED[layout], q, q_scale, parts[layout], parts["scale"], bias, *numbers)
-
-    def linear_tokens(
-        self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
-    ) -> Float[Tensor, "*t n"] | None:
-        """The same where the input is quantised in the same call; None where the weight is not in tiles."""
-        if "tiles" not in parts:
-            return None
-        numbers = (parts["shape"].shape[0], *self.code.sizes, self.group_size, activation.bits, activation.clip)
-        op = OPS.minifloat_linear_tokens.default
-        return call(op, x, parts["tiles"], parts["scale"], bias, *numbers, dtype)
-
-    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """See `ptq.fast.cpu_layer.WholeLayer`."""
-        held = tiles.listed(parts, "tiles", "scale")
-        weights = None if held is None else (*held, *self.code.sizes, self.group_size)
-        return None if weights is None else (OPS.minifloat_layer.default, weights)
-
-    def experts(
-        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
-    ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.fast.fast_experts.WholeExperts`."""
-        held = tiles.listed(weights, "tiles", "scale")
-        if held is None:
-            return None
-        numbers = width, *self.code.sizes, self.group_size, *treatments
-        return OPS.minifloat_experts.default(x, *rows, *held[:2], *numbers)
-
-    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """What the kernels of the device read: on a CPU tiles (`ptq.ops.tiles`), on a GPU fragments (`fp6.fragments`),
-        scales as bfloat16, and an empty part `shape` [n, k, 0]. Where they don't fit the groups, the stored parts."""
-        return layouts.prepack(self, parts, device, fits=tiles.applies(self.group_size))
-
     def lay_out(self, parts: Parts, layout: str) -> Parts:
-        """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, size = parts["codes"].shape
         k = size * 8 // self.code.bits  # maybe one too many: the zeros that fill the last byte count as a code here
         if layout == "tiles":

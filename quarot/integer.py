@@ -27,23 +27,18 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.ops import bitstream, fragments
-from ptq.ops.activations import Activation
 from ptq.ops.op_declarations import call
-from ptq.ops.tiles import applies, listed, tile_scales, untile_scales
-from ptq.weights import layouts
+from ptq.ops.tiles import listed, tile_scales, untile_scales
 from ptq.weights.compressed_tensors import Scheme, to_bytes, to_words
-from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.weights.formats import Parts, Scales, check_parts
 from ptq.weights.grouped import Grouped, check_group_size
+from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
 from quarot import expert_ops, fragment_ops, integer_ops, layer_ops, row_ops, tiled_ops  # noqa: F401 (their ops)
 
 FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
 """Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
 OPS = torch.ops.ptq
-LINEAR = {"tiles": OPS.integer_linear_tiled.default, "fragments": OPS.integer_linear_fragments.default}
-"""By the layout of the weight."""
-LISTS = ("tiles", "scale", "zero")
-"""Parts of several weights as ops on lists take them."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ class IntegerGrid(Grouped):
 
 
 @dataclass(frozen=True)
-class IntegerFormat:
+class IntegerFormat(LaidOut):
     """The bytes described above, and the ops that multiply with them. Raises InputError for values out of range."""
 
     bits: int = 4
@@ -103,6 +98,15 @@ class IntegerFormat:
 
     name: ClassVar[str] = "quarot/integer"
     version: ClassVar[int] = 1
+    ops = Ops(
+        linear={"tiles": OPS.integer_linear_tiled.default, "fragments": OPS.integer_linear_fragments.default},
+        quantized={"tiles": OPS.integer_linear_quantized.default, "fragments": OPS.integer_quantized_fragments.default},
+        layer=OPS.integer_layer.default,
+        tokens=OPS.integer_linear_tokens.default,
+        experts=OPS.integer_experts.default,
+        told_bits=("fragments",),
+    )
+    scale_parts = ("scale", "zero")
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 8:
@@ -114,6 +118,10 @@ class IntegerFormat:
     @property
     def codebook(self) -> IntegerGrid:
         return IntegerGrid(self.bits, self.group_size, self.symmetric)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.bits, self.group_size
 
     def options(self) -> dict[str, Any]:
         return {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
@@ -152,41 +160,16 @@ class IntegerFormat:
             return OPS.integer_rows_tiled.default(parts["tiles"], *held, parts["shape"].shape[0], *numbers)
         return row_ops.rows_of_fragments(parts["fragments"], *held, parts["shape"].shape[0], *numbers)
 
-    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        held, numbers = (parts["scale"], parts.get("zero"), bias), (self.bits, self.group_size)
-        if (layout := layouts.of(parts)) is None:
-            return call(OPS.integer_linear.default, x, parts["codes"], *held, *numbers)
-        return call(LINEAR[layout], x, parts[layout], *held, parts["shape"].shape[0], *numbers)
+    def linear_stored(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None) -> Float[Tensor, "*t n"]:
+        scales = parts["scale"], parts.get("zero")
+        return call(OPS.integer_linear.default, x, parts["codes"], *scales, bias, *self.numbers)
 
-    def linear_quantized(
-        self,
-        q: Int8[Tensor, "*t k"],
-        q_scale: Float32[Tensor, "*t"],
-        parts: Parts,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        input_bits: int = 8,
-    ) -> Float[Tensor, "*t n"]:
-        """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; others go a slow way."""
-        parts = parts if "shape" in parts else self.prepack(parts, q.device)
-        held, numbers = (parts["scale"], parts.get("zero"), bias), (self.bits, self.group_size)
-        if (layout := layouts.of(parts)) is None:
-            codes = bitstream.unpack(parts["codes"], self.bits, q.shape[-1])
-            return tiled_ops.product(q, q_scale, codes, *held, *numbers, dtype)
-        weight = parts[layout], *held, parts["shape"].shape[0], *numbers
-        if layout == "fragments":
-            return call(OPS.integer_quantized_fragments.default, q, q_scale, *weight, input_bits, dtype)
-        return call(OPS.integer_linear_quantized.default, q, q_scale, *weight, dtype)
-
-    def linear_tokens(
-        self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
-    ) -> Float[Tensor, "*t n"] | None:
-        """The same where the input is quantised in the same call; None where the weight is not in tiles."""
-        if "tiles" not in parts:
-            return None
-        weight = parts["tiles"], parts["scale"], parts.get("zero"), bias, parts["shape"].shape[0]
-        numbers = self.bits, self.group_size, activation.bits, activation.clip
-        return call(OPS.integer_linear_tokens.default, x, *weight, *numbers, dtype)
+    def quantized_stored(
+        self, q: Int8[Tensor, "*t k"], q_scale: Float32[Tensor, "*t"], parts: Parts, bias: Tensor | None
+    ) -> Float32[Tensor, "*t n"]:
+        codes = bitstream.unpack(parts["codes"], self.bits, q.shape[-1])
+        scales = parts["scale"], parts.get("zero")
+        return tiled_ops.product(q, q_scale, codes, *scales, bias, self.bits, self.group_size, torch.float32)
 
     def linears(
         self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]
@@ -211,28 +194,7 @@ class IntegerFormat:
             return None
         return OPS.integer_linears_quantized.default(q, q_scale, *weights, self.bits, self.group_size, dtype)
 
-    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """See `ptq.fast.cpu_layer.WholeLayer`."""
-        held = listed(parts, *LISTS)
-        return None if held is None else (OPS.integer_layer.default, (*held, self.bits, self.group_size))
-
-    def experts(
-        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
-    ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.fast.fast_experts.WholeExperts`."""
-        held = listed(weights, *LISTS)
-        if held is None:
-            return None
-        numbers = width, self.bits, self.group_size, *treatments
-        return OPS.integer_experts.default(x, *rows, *held[:3], *numbers)
-
-    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """What the kernels of the device read, and an empty part `shape` [n, k, 0]: on a CPU tiles (`ptq.ops.tiles`),
-        on a GPU fragments (`ptq.ops.fragments`). Where they don't fit, the stored parts."""
-        return layouts.prepack(self, parts, device, fits=applies(self.group_size))
-
     def lay_out(self, parts: Parts, layout: str) -> Parts:
-        """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, size = parts["codes"].shape
         k = size * 8 // self.bits  # or up to three too many: the zeros that fill the last byte count as codes here
         make = OPS.integer_prepack if layout == "tiles" else fragments.prepack
@@ -279,7 +241,7 @@ class IntegerFormat:
 
 def _weights(parts: Sequence[Parts], biases: Sequence[Tensor | None]) -> tuple[list[Any], ...] | None:
     """Tiles, scales, zeros, biases and n of several weights, as the ops on lists take them."""
-    held = listed(parts, *LISTS)
+    held = listed(parts, "tiles", "scale", "zero")
     if held is None:
         return None
     given = any(bias is not None for bias in biases)

@@ -25,17 +25,13 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.ops import tiles
-from ptq.ops.op_declarations import call
-from ptq.weights import layouts
-from ptq.weights.formats import LayerOp, Parts, Rows, Scales, check_parts
+from ptq.weights.formats import Parts, Rows, Scales, check_parts
+from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
 from quip_sharp import expert_ops, fragment_ops, layer_ops, tiled_ops  # noqa: F401 (their ops)
 from quip_sharp.codebook import E8Codebook
 
 OPS = torch.ops.ptq
-LINEAR = {"tiles": OPS.e8p_linear_tiled.default, "fragments": OPS.e8p_linear_fragments.default}
-QUANTIZED = {"tiles": OPS.e8p_linear_quantized.default, "fragments": OPS.e8p_quantized_fragments.default}
-"""By the layout of the weight."""
 PLANES = {2: ("abs", "signs"), 3: ("abs", "signs", "residual"), 4: ("abs", "signs", "residual_abs", "residual_signs")}
 
 SHIFTS = {"abs": 8, "signs": 0, "residual": 16, "residual_abs": 24, "residual_signs": 16}
@@ -43,13 +39,19 @@ SHIFTS = {"abs": 8, "signs": 0, "residual": 16, "residual_abs": 24, "residual_si
 
 
 @dataclass(frozen=True)
-class E8PFormat:
+class E8PFormat(LaidOut):
     """The bytes described above, and the ops that multiply with them. Raises InputError for values out of range."""
 
     bits: int = 2
 
     name: ClassVar[str] = "quip_sharp/e8p"
     version: ClassVar[int] = 1
+    ops = Ops(
+        linear={"tiles": OPS.e8p_linear_tiled.default, "fragments": OPS.e8p_linear_fragments.default},
+        quantized={"tiles": OPS.e8p_linear_quantized.default, "fragments": OPS.e8p_quantized_fragments.default},
+        layer=OPS.e8p_layer.default,
+    )
+    row_part = "abs"
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in PLANES:
@@ -58,6 +60,10 @@ class E8PFormat:
     @property
     def codebook(self) -> E8Codebook:
         return E8Codebook(self.bits)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return (self.bits,)
 
     def options(self) -> dict[str, Any]:
         return {"bits": self.bits}
@@ -84,34 +90,10 @@ class E8PFormat:
         w = self.codebook.decode(*self.unpack(parts, n, k))
         return w if w.shape[1] == k else w[:, :k].contiguous()
 
-    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
-        if (layout := layouts.of(parts)) is not None:
-            n = parts["shape"].shape[0]
-            return call(LINEAR[layout], x, parts[layout], parts["scale"], bias, n, self.bits)
-        w = self.dequantize(parts, parts["abs"].shape[0], x.shape[-1])
-        return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
-
-    def linear_quantized(
-        self,
-        q: Int8[Tensor, "*t k"],
-        q_scale: Float32[Tensor, "*t"],
-        parts: Parts,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        input_bits: int = 8,
-    ) -> Float[Tensor, "*t n"]:
-        """The same on quantised tokens, with exact integer sums. Made for tiles and fragments; other parts go a slow
-        way."""
-        parts = parts if "shape" in parts else self.prepack(parts, q.device)
-        if (layout := layouts.of(parts)) is None:
-            return tiled_ops.product(q, q_scale, self._planes(parts), parts["scale"], bias, dtype)
-        n = parts["shape"].shape[0]
-        return call(QUANTIZED[layout], q, q_scale, parts[layout], parts["scale"], bias, n, self.bits, dtype)
-
-    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """See `ptq.fast.cpu_layer.WholeLayer`."""
-        held = tiles.listed(parts, "tiles", "scale")
-        return None if held is None else (OPS.e8p_layer.default, (*held, self.bits))
+    def quantized_stored(
+        self, q: Int8[Tensor, "*t k"], q_scale: Float32[Tensor, "*t"], parts: Parts, bias: Tensor | None
+    ) -> Float32[Tensor, "*t n"]:
+        return tiled_ops.product(q, q_scale, self._planes(parts), parts["scale"], bias, torch.float32)
 
     def transformed_experts(
         self,
@@ -128,13 +110,7 @@ class E8PFormat:
             return None
         return OPS.e8p_experts.default(x, *rows, *held[:2], *signs, width, self.bits, *treatments)
 
-    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
-        """What the kernels of the device read, and an empty part `shape` [n, 8 c, 0]: on a CPU tiles (`tiled_ops`), on
-        a GPU fragments (`fragment_ops`); elsewhere the stored parts."""
-        return layouts.prepack(self, parts, device)
-
     def lay_out(self, parts: Parts, layout: str) -> Parts:
-        """Stored parts as "tiles" or "fragments", on the device where they are."""
         n, c = parts["abs"].shape
         make = OPS.e8p_prepack if layout == "tiles" else fragment_ops.pack
         packed = make(self._planes(parts))

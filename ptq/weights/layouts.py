@@ -1,27 +1,26 @@
-"""The layouts of weights in memory: what the kernels of a device read, and how a format makes it from its stored parts.
+"""Weights as the kernels of a device read them: the layouts, and what all formats that have them do alike.
 
 The bytes of a layout are described where they are made: `ptq.ops.tiles`, `ptq.ops.fragments`, `fp6.fragments`,
 `quip_sharp.tiled_ops` and `quip_sharp.fragment_ops`.
 """
 
-from typing import Protocol, runtime_checkable
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
+from jaxtyping import Float, Float32, Int8
+from torch import Tensor
+from torch._ops import OpOverload
 
-from ptq.weights.formats import Format, Parts
+from ptq.ops.activations import Activation
+from ptq.ops.op_declarations import call
+from ptq.ops.tiles import applies, listed
+from ptq.weights.formats import Format, LayerOp, Parts, Rows
 
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """By the type of a torch device. Elsewhere the ops read the stored parts."""
-
-
-@runtime_checkable
-class LaidOut(Format, Protocol):
-    """A format that has these layouts."""
-
-    def lay_out(self, parts: Parts, layout: str) -> Parts:
-        """Stored parts as "tiles" or "fragments", on the device where they are, with an empty part `shape` [n, k, 0]
-        that says what they were made from."""
-        ...
 
 
 def of(parts: Parts) -> str | None:
@@ -29,11 +28,114 @@ def of(parts: Parts) -> str | None:
     return next((layout for layout in LAYOUTS.values() if layout in parts), None)
 
 
-def prepack(format: LaidOut, parts: Parts, device: torch.device | str, fits: bool = True) -> Parts:
-    """`Format.prepack` of such a format, from stored parts or another layout; `fits`: whether these weights have
-    layouts at all."""
-    layout = LAYOUTS.get(torch.device(device).type)
-    if layout in parts:
-        return parts
-    stored = {part: tensor.to(device).contiguous() for part, tensor in format.unprepack(parts).items()}
-    return format.lay_out(stored, layout) if fits and layout is not None else stored
+@dataclass(frozen=True)
+class Ops:
+    """The ops of a format on weights in a layout; all take a weight as `LaidOut.weight` gives it."""
+
+    linear: dict[str, OpOverload]
+    """By layout: the product with floating-point tokens."""
+    quantized: dict[str, OpOverload]
+    """By layout: the product with quantised tokens."""
+    layer: OpOverload
+    """See `ptq.ops.layer_ops`."""
+    tokens: OpOverload | None = None
+    """For tiles: the product with tokens that it quantises itself. None: the format has no such op."""
+    experts: OpOverload | None = None
+    """See `ptq.ops.expert_ops`. None: the format has no such op."""
+    told_bits: tuple[str, ...] = ()
+    """Layouts for which `quantized` takes the bits that the integers of the tokens have."""
+
+
+@runtime_checkable
+class LaidOut(Format, Protocol):
+    """A format that has these layouts. It names its ops and what they take; how they are called it inherits."""
+
+    ops: ClassVar[Ops]
+    scale_parts: ClassVar[tuple[str, ...]] = ("scale",)
+    """What the ops take behind the codes: these parts of a weight, None for one that it does not have."""
+    row_part: ClassVar[str] = "codes"
+    """A stored part that has the rows of W."""
+    group_size: int = 0
+    """Columns that share a scale; 0: all of a row."""
+
+    @property
+    @abstractmethod
+    def numbers(self) -> tuple[int, ...]:
+        """The options of the format as its ops take them."""
+        ...
+
+    @abstractmethod
+    def lay_out(self, parts: Parts, layout: str) -> Parts:
+        """Stored parts as "tiles" or "fragments", on the device where they are, with an empty part `shape` [n, k, 0]
+        that says what they were made from."""
+        ...
+
+    def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
+        """What the kernels of the device read, from stored parts or another layout: on a CPU tiles, on a GPU fragments.
+        Elsewhere, and where these do not fit the groups, the stored parts."""
+        layout = LAYOUTS.get(torch.device(device).type)
+        if layout in parts:
+            return parts
+        stored = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
+        return self.lay_out(stored, layout) if layout is not None and applies(self.group_size) else stored
+
+    def weight(self, parts: Parts, layout: str, bias: Tensor | None) -> tuple[Any, ...]:
+        """A weight in a layout as the ops take it: codes, scales, bias, n and numbers."""
+        scales = map(parts.get, self.scale_parts)
+        return parts[layout], *scales, bias, parts["shape"].shape[0], *self.numbers
+
+    def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
+        """x Wᵀ + bias, in the dtype of x."""
+        if (layout := of(parts)) is None:
+            return self.linear_stored(x, parts, bias)
+        return call(self.ops.linear[layout], x, *self.weight(parts, layout, bias))
+
+    def linear_stored(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None) -> Float[Tensor, "*t n"]:
+        """`linear` with stored parts."""
+        w = self.dequantize(parts, parts[self.row_part].shape[0], x.shape[-1])
+        return torch.nn.functional.linear(x.float(), w, None if bias is None else bias.float()).to(x.dtype)
+
+    def linear_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Parts,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        input_bits: int = 8,
+    ) -> Float[Tensor, "*t n"]:
+        """(q_scale * q) Wᵀ + bias, in `dtype`. Made for weights in a layout; others go a slow way."""
+        parts = parts if "shape" in parts else self.prepack(parts, q.device)
+        if (layout := of(parts)) is None:
+            return self.quantized_stored(q, q_scale, parts, bias).to(dtype)
+        told = (input_bits,) if layout in self.ops.told_bits else ()
+        return call(self.ops.quantized[layout], q, q_scale, *self.weight(parts, layout, bias), *told, dtype)
+
+    def quantized_stored(
+        self, q: Int8[Tensor, "*t k"], q_scale: Float32[Tensor, "*t"], parts: Parts, bias: Tensor | None
+    ) -> Float32[Tensor, "*t n"]:
+        """`linear_quantized` with stored parts, in float32: here of the numbers that the tokens stand for."""
+        return self.linear_stored(q.float() * q_scale[..., None], parts, bias)
+
+    def linear_tokens(
+        self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
+    ) -> Float[Tensor, "*t n"] | None:
+        """`linear_quantized` of the quantised x, to the bit; None where no one op does both: without tiles."""
+        if self.ops.tokens is None or "tiles" not in parts:
+            return None
+        weight = self.weight(parts, "tiles", bias)
+        return call(self.ops.tokens, x, *weight, activation.bits, activation.clip, dtype)
+
+    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
+        """See `ptq.fast.cpu_layer.WholeLayer`."""
+        held = listed(parts, "tiles", *self.scale_parts)
+        return None if held is None else (self.ops.layer, (*held, *self.numbers))
+
+    def experts(
+        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
+    ) -> Float[Tensor, "t k"] | None:
+        """See `ptq.fast.fast_experts.WholeExperts`."""
+        held = listed(weights, "tiles", *self.scale_parts)
+        if self.ops.experts is None or held is None:
+            return None
+        return self.ops.experts(x, *rows, *held[:-1], width, *self.numbers, *treatments)
