@@ -227,7 +227,7 @@ def main(
     many: Annotated[bool, typer.Option("--many", help="Integers and small floats times many tokens alone.")] = False,
 ) -> None:
     """Measure everything, print the table and write it."""
-    if native.cuda() is None:
+    if not native.has_cuda():
         raise SystemExit("bench_cuda: no CUDA device, or the CUDA kernels are not built: run scripts/gpu_check.sh")
     torch.manual_seed(0)
     torch.set_grad_enabled(False)

@@ -254,7 +254,7 @@ def main(
     if shape not in packed.SHAPES or not set(only or ()) <= set(VARIANTS):
         raise SystemExit(f"bench_cuda_generate: shapes are {', '.join(packed.SHAPES)}; rows are {', '.join(VARIANTS)}")
     where = torch.device(device)
-    if where.type == "cuda" and native.cuda() is None:
+    if where.type == "cuda" and not native.has_cuda():
         raise SystemExit("bench_cuda_generate: no CUDA device, or the kernels are not built: run scripts/gpu_check.sh")
     torch.manual_seed(0)
     with torch.no_grad():

@@ -38,13 +38,19 @@ def _find(name: str) -> Path | None:
     return next((f / name for f in folders if f is not None and (f / name).is_file()), None)
 
 
+def _cuda_library() -> Path | None:
+    """The CUDA kernels, where they are built and torch has CUDA and a device."""
+    gpu = _find(_CUDA)
+    return gpu if gpu is not None and torch.version.cuda is not None and torch.cuda.is_available() else None
+
+
 @functools.cache
 def load() -> bool:
     """Load the native libraries, once. Returns whether the CPU kernels are there; warns, once, when they are not.
 
     A library that is there and cannot be loaded is an error (`OSError`): the build does not fit this torch.
     """
-    cpu, gpu = _find(_CPU), _find(_CUDA)
+    cpu = _find(_CPU)
     if cpu is None:
         warnings.warn(
             "ptq: the native kernels are not built, so everything runs on slow references; "
@@ -54,20 +60,15 @@ def load() -> bool:
         return False
     torch.ops.load_library(str(cpu))
     memory.settle()
-    if gpu is not None and torch.version.cuda is not None and torch.cuda.is_available():
+    if (gpu := _cuda_library()) is not None:
         torch.ops.load_library(str(gpu))
     return True
 
 
-def cuda() -> Path | None:
-    """The library of CUDA kernels, where it is built and torch has CUDA and a device (loads it); else None."""
-    return _find(_CUDA) if load() and torch.version.cuda is not None and torch.cuda.is_available() else None
-
-
 @functools.cache
 def has_cuda() -> bool:
-    """Whether CUDA tensors meet the CUDA kernels."""
-    return cuda() is not None
+    """Whether CUDA tensors meet the CUDA kernels (loads them)."""
+    return load() and _cuda_library() is not None
 
 
 def available() -> bool:

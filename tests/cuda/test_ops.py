@@ -15,7 +15,7 @@ from quarot.integer import IntegerFormat
 
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device here", allow_module_level=True)
-if native.cuda() is None:
+if not native.has_cuda():
     pytest.skip("the CUDA kernels are not built (scripts/gpu_check.sh builds them)", allow_module_level=True)
 
 GPU = torch.device("cuda")
