@@ -114,16 +114,12 @@ def _check_index(weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked Hugging Face folder. `tensors` is in order of shard, then of position in the shard.
-
-    `metadata` joins the shards' safetensors metadata (the first shard wins); `shards` maps a file name to
-    (where its data section starts, its size in bytes).
-    """
+    """A checked Hugging Face folder. `tensors` is in order of shard, then of position in the shard; `shards` maps a
+    file name to (where its data section starts, its size in bytes)."""
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
     shards: dict[str, tuple[int, int]]
     config_bytes: bytes = field(repr=False)
     index_bytes: bytes = field(repr=False)  # empty for a single file
@@ -147,16 +143,14 @@ class Checkpoint:
             raise _no_safetensors(folder)
         weight_map, index_bytes = _read_index(index) if index.is_file() else ({}, b"")
         tables: dict[str, dict[str, TensorInfo]] = {}
-        metadata: dict[str, str] = {}
         shards: dict[str, tuple[int, int]] = {}
         for shard in sorted(set(weight_map.values())) or [SINGLE]:
-            tables[shard], found, start = read_header(folder / shard)
-            metadata = {**found, **metadata}
+            tables[shard], start = read_header(folder / shard)
             shards[shard] = (start, start + sum(info.nbytes for info in tables[shard].values()))
         if weight_map:
             _check_index(weight_map, tables, index)
         tensors = {name: info for table in tables.values() for name, info in table.items()}
-        return cls(folder, config, tensors, metadata, shards, config_bytes, index_bytes)
+        return cls(folder, config, tensors, shards, config_bytes, index_bytes)
 
     @property
     def nbytes(self) -> int:

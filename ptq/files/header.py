@@ -191,10 +191,10 @@ def _check_layout(tensors: Mapping[str, TensorInfo], path: Path, start: int, siz
         raise InputError(f"{path}: {size - at} bytes after the last tensor belong to none; fetch the file again")
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], int]:
+def read_header(path: Path) -> tuple[dict[str, TensorInfo], int]:
     """Read and check the header of one safetensors file.
 
-    Returns the tensors (in the header's order), the metadata, and where the data section starts.
+    Returns the tensors (in the header's order) and where the data section starts.
     Raises InputError that names the file, the tensor and what is wrong.
     """
     try:
@@ -220,7 +220,7 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str], int]
     start = 8 + length
     tensors = {name: _entry(name, entry, path, start) for name, entry in table.items()}
     _check_layout(tensors, path, start, size)
-    return tensors, metadata, start
+    return tensors, start
 
 
 def encode_header(
