@@ -112,15 +112,14 @@ def ldlq(
     codebook: Codebook,
     *,
     damping: float = 0.01,
-    order: str = "descending",
     sweeps: int = 0,
     name: str = "weight",
 ) -> Rounded:
     """LDLQ of W under the Hessian H = sum x xᵀ (any positive factor of it), float32 inside.
 
     `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
-    factor. `order`: `descending` diag(H), or `given`. Channels with diag(H) = 0 neither give nor receive feedback.
-    `sweeps`: the most sweeps of coordinate descent that follow (`ptq.weights.sweeps`).
+    factor. Channels with diag(H) = 0 neither give nor receive feedback. `sweeps`: the most sweeps of coordinate descent
+    that follow (`ptq.weights.sweeps`).
     The result is that of nearest rounding where this has the smaller loss and, with a warning and a note, where H has
     NaN or infinity. A float32 `h` is overwritten by its factor, since H may be as large as everything else together.
     Needs memory for two more [n, k].
@@ -133,7 +132,7 @@ def ldlq(
         warnings.warn(f"{name}: {note}", stacklevel=2)
         return replace(nearest(w, codebook, name=name), note=note)
     scales = codebook.fit(w, name=name)
-    problem, plain, used = _problem(w, h, diagonal, codebook, scales, damping, order, name)
+    problem, plain, used = _problem(w, h, diagonal, codebook, scales, damping, name)
     del w, h
     every = -(-problem.wt.shape[1] // LOSS_ROWS)
     part = problem.rows(every)
@@ -181,7 +180,6 @@ def _problem(
     codebook: Codebook,
     scales: Scales,
     damping: float,
-    order: str,
     name: str,
 ) -> tuple[Problem, Float32[Tensor, "c r"], float]:
     """Everything in rounding order, the errors of nearest rounding of some rows in it, and the damping used. Memory is
@@ -189,7 +187,7 @@ def _problem(
     missing = -w.shape[1] % codebook.dim
     if missing:
         w, h, diagonal = _filled(w, codebook), pad(h, (0, missing, 0, missing)), pad(diagonal, (0, missing))
-    columns = _columns(diagonal, codebook.dim, order)
+    columns = _columns(diagonal, codebook.dim)
     lower, added, used = factor(h, diagonal, columns, damping, name)
     every = -(-len(w) // LOSS_ROWS)
     plain = _nearest_error(w[::every].contiguous(), codebook, scales, every).t()[columns]
@@ -204,11 +202,9 @@ def _nearest_error(w: Float32[Tensor, "r k"], codebook: Codebook, scales: Scales
     return w - codebook.decode(codebook.round(w, scales), scales)
 
 
-def _columns(diagonal: Float32[Tensor, " k"], d: int, order: str) -> Int64[Tensor, " k"]:
+def _columns(diagonal: Float32[Tensor, " k"], d: int) -> Int64[Tensor, " k"]:
     """Where each column comes from. Rounding goes from the last to the first, so the heavy ones go to the end."""
-    assert order in ("descending", "given"), order
-    blocks = torch.arange(len(diagonal) // d, device=diagonal.device)
-    blocks = diagonal.view(-1, d).sum(1).argsort(stable=True) if order == "descending" else blocks.flip(0)
+    blocks = diagonal.view(-1, d).sum(1).argsort(stable=True)
     return (blocks[:, None] * d + torch.arange(d, device=diagonal.device)).flatten()
 
 
