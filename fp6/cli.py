@@ -7,6 +7,18 @@ import typer
 from ptq import cli
 from ptq.recipe import RunOptions
 
+ScaleSearch = Annotated[
+    Literal["absmax", "mse"], typer.Option(help="mse: the scale with the least squared error, of several; slower.")
+]
+ElementFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=ELEMENT",
+        help="Another element for some linears, such as '*.down_proj=e4m2'; repeatable, the first pattern that matches "
+        "counts.",
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the command of this method."""
@@ -32,10 +44,7 @@ def fp6(
         Literal["bfloat16", "e8m0"],
         typer.Option(help="e8m0: powers of two, as in the OCP Microscaling Formats (MXFP6, MXFP4)."),
     ] = "bfloat16",
-    scale_search: Annotated[
-        Literal["absmax", "mse"],
-        typer.Option(help="mse: the scale with the least squared error, of several; slower."),
-    ] = "absmax",
+    scale_search: ScaleSearch = "absmax",
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "nearest",
     rotate: Annotated[
         bool,
@@ -59,6 +68,7 @@ def fp6(
     show_plan: cli.ShowPlan = False,
     report: cli.Report = True,
     skip: cli.Skip = None,
+    element_for: ElementFor = None,
     debug: cli.Debug = False,
 ) -> None:
     """FP6: weights as small floats of 4 to 7 bits; no calibration text needed."""
@@ -66,8 +76,8 @@ def fp6(
 
     recipe = Fp6Recipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        seed=seed, embedding_bits=embedding_bits,
-        skip=tuple(skip or ()), element=element, group_size=group_size, scale=scale,
+        seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()), widths=tuple(element_for or ()),
+        element=element, group_size=group_size, scale=scale,
         scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
     )  # fmt: skip
     if rounding == "nearest":

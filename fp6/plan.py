@@ -23,6 +23,8 @@ class Fp6Recipe(Recipe):
     """Recipe of `quantize fp6`."""
 
     method: ClassVar[str] = "fp6"
+    width_option: ClassVar[str] = "--element-for"
+    known_widths: ClassVar[tuple[str, ...]] = (*ELEMENTS, "auto")
 
     rounding: Rounding = "nearest"
     element: str = "e2m3"
@@ -40,8 +42,8 @@ class Fp6Recipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.element != "auto" and self.element not in ELEMENTS:
-            raise InputError(f"unknown element {self.element!r}; known elements: {', '.join(ELEMENTS)}, auto")
+        if self.element not in self.known_widths:
+            raise InputError(f"unknown element {self.element!r}; known elements: {', '.join(self.known_widths)}")
         if self.group_size is None:
             object.__setattr__(self, "group_size", 32 if self.scale == "e8m0" else 0)
         check_group_size(self.group_size)
@@ -57,12 +59,12 @@ class Fp6Recipe(Recipe):
         assert self.group_size is not None  # since __post_init__
         return self.group_size
 
-    @property
-    def format(self) -> SearchedFormat | AutoFormat:
-        """How every linear is stored."""
-        if self.element == "auto":
+    def format_of(self, linear: str) -> SearchedFormat | AutoFormat:
+        """How a linear is stored, by its name."""
+        element = self.width_of(linear) or self.element
+        if element == "auto":
             return AutoFormat(group_size=self._group_size, scale=self.scale, search=self.scale_search)
-        return SearchedFormat(element_of(self.element).name, self._group_size, self.scale, self.scale_search)
+        return SearchedFormat(element_of(element).name, self._group_size, self.scale, self.scale_search)
 
 
 def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors) -> Plan:
@@ -73,7 +75,8 @@ def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors)
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 
     def rounded(linear: LinearPlan) -> LinearPlan:
-        check_groups(linear, made, recipe.format.group_size)
-        return replace(linear, activation=activation, format=recipe.format)
+        format = recipe.format_of(linear.name)
+        check_groups(linear, made, format.group_size)
+        return replace(linear, activation=activation, format=format)
 
-    return replace(made, linears=chosen(made, recipe.skip, tensors, rounded))
+    return replace(made, linears=chosen(made, recipe, tensors, rounded))

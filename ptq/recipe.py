@@ -1,6 +1,7 @@
 """What a user asks for: `Recipe` changes the bits of the result (hashed and stored), `RunOptions` does not."""
 
 from dataclasses import asdict, dataclass, fields
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -24,6 +25,10 @@ class Recipe:
     """The part of a recipe that all methods share; a method adds its own fields in a subclass."""
 
     method: ClassVar[str]
+    width_option: ClassVar[str] = "--bits-for"
+    """What is typed for `widths`."""
+    known_widths: ClassVar[tuple[str, ...]]
+    """What may stand behind the = there."""
 
     rounding: Rounding = "gptq"
     """`nearest`, or LDLQ with Hessians from calibration data; `gptq` and `ldlq` are two names of the same solver."""
@@ -42,6 +47,9 @@ class Recipe:
     """Bits of the embedding and the head, which are rounded to the nearest integers; 16 leaves them alone."""
     skip: tuple[str, ...] = ()
     """Shell-style patterns of linears that stay in the checkpoint's own dtype."""
+    widths: tuple[str, ...] = ()
+    """`PATTERN=WIDTH`: the linears that match have this width, one of `known_widths` (bits, or an element of FP6), and
+    not that of the others. Of several that match a linear the first counts, and before all of them `skip`."""
 
     def __post_init__(self) -> None:
         if self.rounding not in ("nearest", "gptq", "ldlq"):
@@ -53,8 +61,11 @@ class Recipe:
             kinds, wanted = KINDS.get(cast(Any, option.type), ((), ""))
             if kinds and type(value) not in kinds:
                 raise InputError(f"{option.name} must be {wanted}, found {value!r}")
-        if not isinstance(self.skip, list | tuple) or not all(isinstance(pattern, str) for pattern in self.skip):
-            raise InputError(f"skip must be a list of patterns, found {self.skip!r}")
+        for name in ("skip", "widths"):
+            patterns = getattr(self, name)
+            if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+                raise InputError(f"{name} must be a list of patterns, found {patterns!r}")
+        self._check_widths()
         if self.embedding_bits not in (4, 6, 8, 16):
             raise InputError(
                 "embedding bits must be 4, 6 or 8, or 16 to leave embedding and head alone; "
@@ -71,14 +82,32 @@ class Recipe:
         if not 0 < self.damping < 1:
             raise InputError(f"damping must be above 0 and below 1, found {self.damping}")
 
+    def _check_widths(self) -> None:
+        for entry in self.widths:
+            pattern, _, width = entry.partition("=")
+            if not pattern or not width:
+                example = f"'*.down_proj={max(self.known_widths)}'"
+                raise InputError(f"{self.width_option} must be PATTERN=WIDTH, such as {example}; found {entry!r}")
+            if width not in self.known_widths:
+                raise InputError(
+                    f"{self.width_option} {entry!r}: unknown width {width!r}; known are {', '.join(self.known_widths)} "
+                    "(--skip leaves linears alone)"
+                )
+
+    def width_of(self, linear: str) -> str | None:
+        """What `widths` say of a linear, by its name; None: nothing."""
+        parts = (entry.partition("=") for entry in self.widths)
+        return next((width for pattern, _, width in parts if fnmatch(linear, pattern)), None)
+
     @property
     def rounds(self) -> bool:
         """Whether anything is rounded: weights, activations or the KV cache."""
         return True
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form, the same for the same recipe."""
-        return {"method": self.method, **asdict(self)}
+        """JSON form, the same for the same recipe; without `widths`, that of a time when no recipe had any."""
+        given = {"method": self.method, **asdict(self)}
+        return given if self.widths else {key: value for key, value in given.items() if key != "widths"}
 
 
 @dataclass(frozen=True)

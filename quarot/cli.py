@@ -15,6 +15,14 @@ ActivationClip = Annotated[
     ),
 ]
 
+BitsFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=BITS",
+        help="Other bits for some linears, such as '*.down_proj=8'; repeatable, the first pattern that matches counts.",
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -66,6 +74,7 @@ def quarot(
     show_plan: cli.ShowPlan = False,
     report: cli.Report = True,
     skip: cli.Skip = None,
+    bits_for: BitsFor = None,
     debug: cli.Debug = False,
 ) -> None:
     """QuaRot: rotate a model so that nothing has outliers, then round weights, activations and KV cache to integers."""
@@ -73,8 +82,8 @@ def quarot(
 
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        seed=seed, embedding_bits=embedding_bits,
-        skip=tuple(skip or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
+        seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()), widths=tuple(bits_for or ()),
+        weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
         rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=_clip(activation_clip),
         key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
         cache_clip=kv_clip, cache_sinks=kv_sinks,

@@ -29,6 +29,7 @@ class QuarotRecipe(Recipe):
     """Recipe of `quantize quarot` and, with 16-bit weights and no online rotation, of `quantize rotate`."""
 
     method: ClassVar[str] = "quarot"
+    known_widths: ClassVar[tuple[str, ...]] = tuple(map(str, range(2, 9)))
 
     weight_bits: int = 4
     group_size: int = 0
@@ -68,6 +69,11 @@ class QuarotRecipe(Recipe):
         CacheQuantization(self.key_bits, self.value_bits, clip, self.cache_sinks)
         if self.weight_bits not in (*range(2, 9), 16):
             raise InputError(f"weight bits must be 2 to 8, or 16 to leave the weights alone; found {self.weight_bits}")
+        if self.weight_bits == 16 and self.widths:
+            raise InputError(
+                f"{self.width_option} is about weights that are rounded, and 16 weight bits leave all of them alone: "
+                "choose fewer, and leave out with --skip what is not to be rounded"
+            )
         check_group_size(self.group_size)
 
     @property
@@ -95,12 +101,11 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tenso
         if recipe.weight_bits == 16:
             return replace(linear, activation=activation)
         check_groups(linear, made, recipe.group_size)
-        format = formats.get(
-            "quarot/integer", bits=recipe.weight_bits, group_size=recipe.group_size, symmetric=recipe.symmetric
-        )
+        bits = int(recipe.width_of(linear.name) or recipe.weight_bits)
+        format = formats.get("quarot/integer", bits=bits, group_size=recipe.group_size, symmetric=recipe.symmetric)
         return replace(linear, activation=activation, format=format)
 
-    return replace(made, linears=chosen(made, recipe.skip, tensors, rounded), cache=_cache(shape, recipe))
+    return replace(made, linears=chosen(made, recipe, tensors, rounded), cache=_cache(shape, recipe))
 
 
 def _cache(shape: ModelShape, recipe: QuarotRecipe) -> CacheQuantization | None:

@@ -7,6 +7,14 @@ import typer
 from ptq import cli
 from ptq.recipe import RunOptions
 
+BitsFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=BITS",
+        help="Other bits for some linears, such as '*.down_proj=4'; repeatable, the first pattern that matches counts.",
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -54,6 +62,7 @@ def quip_sharp(
     show_plan: cli.ShowPlan = False,
     report: cli.Report = True,
     skip: cli.Skip = None,
+    bits_for: BitsFor = None,
     debug: cli.Debug = False,
 ) -> None:
     """QuIP#: weights of 2, 3 or 4 bits on the E8 lattice, after a random Hadamard transform on both of their sides."""
@@ -61,8 +70,8 @@ def quip_sharp(
 
     recipe = QuipSharpRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        sweeps=sweeps, seed=seed, embedding_bits=embedding_bits,
-        skip=tuple(skip or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
+        sweeps=sweeps, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
+        widths=tuple(bits_for or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
         finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
     if rounding == "nearest":

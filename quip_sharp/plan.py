@@ -26,6 +26,7 @@ class QuipSharpRecipe(Recipe):
     """Recipe of `quantize quip-sharp`."""
 
     method: ClassVar[str] = "quip_sharp"
+    known_widths: ClassVar[tuple[str, ...]] = ("2", "3", "4")
 
     rounding: Rounding = "ldlq"
     sweeps: int = 4
@@ -62,10 +63,10 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Te
             "--finetune is not made for models whose blocks share keys and values or have inputs of their own: leave "
             "it out, and quantise without"
         )
-    format = formats.get("quip_sharp/e8p", bits=recipe.bits)
     activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
 
     def transformed(linear: LinearPlan) -> LinearPlan:
+        format = formats.get("quip_sharp/e8p", bits=int(recipe.width_of(linear.name) or recipe.bits))
         if not recipe.rotate:
             return replace(linear, activation=activation, format=format)
         experts = linear.expert is not None and linear.role != "down"  # they read some tokens of one input
@@ -77,7 +78,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Te
         online = {"online": sides["input"], "online_output": sides["output"]}
         return replace(linear, **sides, **online, even_rows=True, activation=activation, format=format)
 
-    linears = chosen(made, recipe.skip, tensors, transformed)
+    linears = chosen(made, recipe, tensors, transformed)
     if recipe.finetune != "none" and not any(linear.format for linear in linears):
         raise InputError("--skip leaves nothing that --finetune could train: leave one of them out")
     rotations = [side for linear in linears for side in (linear.input, linear.output) if side is not None]

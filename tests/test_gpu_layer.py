@@ -36,6 +36,7 @@ RECIPES = {
     "E8P": QuipSharpRecipe(rounding="nearest"),
     "FP6": Fp6Recipe(),
     "cache": QuarotRecipe(rounding="nearest", key_bits=4, value_bits=4),
+    "mixed": QuarotRecipe(rounding="nearest", group_size=32, widths=("*.v_proj=8", "*.up_proj=2", "*.down_proj=6")),
 }
 
 

@@ -122,10 +122,10 @@ METHOD = [
 OPTIONS = {
     "quarot": [
         *METHOD, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
-        "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks",
+        "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks", "--bits-for",
     ],
-    "quip-sharp": [*METHOD, "--bits", "--finetune", "--finetune-epochs", "--sweeps"],
-    "fp6": [*METHOD, "--element", "--group-size", "--scale", "--scale-search"],
+    "quip-sharp": [*METHOD, "--bits", "--bits-for", "--finetune", "--finetune-epochs", "--sweeps"],
+    "fp6": [*METHOD, "--element", "--element-for", "--group-size", "--scale", "--scale-search"],
     "prepack": ["--target", "--debug"],
     "export": ["--debug"],
     "rotate": SHARED,
@@ -165,6 +165,8 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--damping": ("", "--damping 0.05", {"damping": 0.05}),
     "fp6 --damping": ("--rounding gptq", "--damping 0.05", {"damping": 0.05}),
     "--skip": ("", "--skip *.down_proj --skip *.0.*", {"skip": ("*.down_proj", "*.0.*")}),
+    "--bits-for": ("", "--bits-for *.down_proj=4 --bits-for *.0.*=3", {"widths": ("*.down_proj=4", "*.0.*=3")}),
+    "--element-for": ("", "--element-for *.down_proj=e4m2", {"widths": ("*.down_proj=e4m2",)}),
     "--report": ("--no-report", "--report", {"report": True}),
     "--no-report": ("", "--no-report", {"report": False}),
     "--activation-bits": ("", "--activation-bits 8", {"activation_bits": 8}),
@@ -231,7 +233,7 @@ def test_an_option_arrives(command: str, flag: str, monkeypatch: pytest.MonkeyPa
 def test_what_is_not_asked_for_is_the_default(
     command: str, recipe: Recipe, report: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = {**recipe.as_dict(), **asdict(ptq.RunOptions(report=report)), "show_plan": False}
+    expected = {**asdict(recipe), **asdict(ptq.RunOptions(report=report)), "method": recipe.method, "show_plan": False}
     assert asked(monkeypatch, command, "") == expected
 
 

@@ -58,7 +58,10 @@ def export(checkpoint: Path, out: Path) -> int:
     modules, entries = packed_modules(config, packed), packed.entries()
     schemes = [_scheme(checkpoint, name, module, entries[name]) for name, module in modules.items()]
     if any(scheme != schemes[0] for scheme in schemes):
-        raise InputError(f"{checkpoint}: its weights are stored in several ways, which is not exported")
+        raise InputError(
+            f"{checkpoint}: its weights are stored in several ways, which is not exported: quantise all in one width, "
+            "without --bits-for, --element-for and --element auto"
+        )
     half = read_as(source.config) == torch.float16
     linears = [_rewritten(name, module, schemes[0], half) for name, module in modules.items()]
     rewritten.write(source, out, linears, partial(_complete, source, describe(schemes[0], plain)))

@@ -14,9 +14,8 @@ whoever puts something onto the plan thinks of roles alone. `chosen` makes one l
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
-from fnmatch import fnmatch
 from itertools import groupby
 from typing import Protocol, runtime_checkable
 
@@ -25,7 +24,9 @@ import torch
 from ptq.errors import InputError
 from ptq.models.family import Experts, Family, LayerInputs, Mixer
 from ptq.models.model_shape import ModelShape
+from ptq.planning.patterns import skipped
 from ptq.planning.plan import LinearPlan, Plan
+from ptq.recipe import Recipe
 from ptq.weights import formats
 
 
@@ -244,30 +245,24 @@ def block_of(linear: LinearPlan, plan: Plan) -> int:
 
 
 def chosen(
-    plan: Plan, skip: Sequence[str], tensors: Tensors, change: Callable[[LinearPlan], LinearPlan]
+    plan: Plan, recipe: Recipe, tensors: Tensors, change: Callable[[LinearPlan], LinearPlan]
 ) -> tuple[LinearPlan, ...]:
     """The linears of a plan, fused ones as one, those that may be rounded as `change` makes them; where it gives no
-    format, and where a pattern of `skip` matches, the weight stays in the source's dtype.
+    format, and where a pattern of `recipe.skip` matches, the weight stays in the source's dtype.
 
-    Raises InputError for a pattern that matches nothing.
+    Raises InputError for a pattern that decides nothing (`ptq.planning.patterns`).
     """
     linears = fused(plan.linears)
-    names = [linear.name for linear in linears if linear.statistics]
-    for pattern in skip:
-        if not any(fnmatch(name, pattern) for name in names):
-            raise InputError(
-                f"--skip {pattern!r} matches no linear that would be quantised; names look like {names[0]}"
-            )
-    skipped = {name for name in names if any(fnmatch(name, pattern) for pattern in skip)}
+    alone = skipped([linear.name for linear in linears if linear.statistics], recipe)
     first: dict[str, str] = {}  # of the linears that share an input, the first that is not skipped
     for linear in linears:
-        if linear.statistics and linear.name not in skipped:
+        if linear.statistics and linear.name not in alone:
             first.setdefault(linear.statistics, linear.name)
 
     def treated(linear: LinearPlan) -> LinearPlan:
         if not linear.statistics:
             return linear
-        if linear.name in skipped:
+        if linear.name in alone:
             return _or_plain(linear, tensors)
         return _or_plain(change(replace(linear, statistics=first[linear.statistics])), tensors)
 
