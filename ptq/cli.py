@@ -6,7 +6,6 @@ mistyped option are answered without them.
 """
 
 import functools
-import json
 import os
 import shlex
 import sys
@@ -205,110 +204,6 @@ def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
     for name, option in options.items():
         if getattr(recipe, name) != defaults[name]:
             raise InputError(f"{option} does nothing {why}")
-
-
-@app.command()
-@command
-def inspect(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint.")],
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
-    from ptq.files import published
-    from ptq.files.checkpoint import Checkpoint
-    from ptq.reporting import console_tables, contents
-
-    opened = Checkpoint.open(source.resolve(checkpoint))
-    found = contents.summary(opened)
-    if as_json:
-        groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
-        print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,
-                          "bits_per_weight": found.bits_per_weight, "kv_cache": found.cache,
-                          "residual_rotation": found.residual, "report": found.report}, indent=2))  # fmt: skip
-        return
-    typer.echo(console_tables.contents_table(found))
-    if not (found.groups or found.cache or found.residual):
-        typer.echo("not quantised: every tensor is a plain one")
-    if (form := published.form(opened.config)) is not None:
-        typer.echo(f"published in {form}: `quantize` reads such weights as 16-bit numbers")
-    if found.report is not None:
-        typer.echo(f"report: {found.report}")
-    if found.residual is not None:
-        typer.echo(console_tables.residual_line(found.residual))
-    if found.cache is not None:
-        typer.echo(console_tables.cache_line(found.cache))
-
-
-@app.command(name="verify")
-@command
-def verify_command(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
-    against: Annotated[
-        str | None,
-        typer.Option(help="The original, to compare logits with, both whole in float32; another is named so."),
-    ] = None,
-    text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
-    as_json: Json = False,
-    debug: Debug = False,
-) -> None:
-    """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
-    if text is not None and against is None:
-        raise InputError("--text does nothing without --against, the original to compare with")
-    from transformers.utils.logging import disable_progress_bar
-
-    from ptq.commands import verify
-    from ptq.pipeline.work import RECORD
-
-    disable_progress_bar()  # transformers' own, of loading
-    found = verify.verify(checkpoint, against, text)
-    if as_json:
-        print(json.dumps(asdict(found), indent=2))
-        return
-    state = "every one as it was written" if found.recorded else (
-        f"whole; without {RECORD} (save_pretrained writes none) changed bytes inside a tensor cannot be found"
-    )  # fmt: skip
-    typer.echo(f"{checkpoint}: {found.tensors} tensors in {found.files} files, {state}")
-    if found.added:
-        typer.echo(f"put beside them since, and read by transformers too: {', '.join(found.added)}")
-    if found.kl is not None:
-        tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
-        typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
-                   f"{tokens}")  # fmt: skip
-    if found.source is False:
-        typer.echo(f"{against} is not what was quantised: {RECORD} of {checkpoint} records another config.json, other "
-                   "headers or other weights")  # fmt: skip
-
-
-@app.command(name="prepack")
-@command
-def prepack_command(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: new or empty.")],
-    target: Annotated[str, typer.Option(help="What runs it: cpu, sm_80 or sm_90.")] = "cpu",
-    debug: Debug = False,
-) -> None:
-    """Put the weights of a checkpoint into the order in which the kernels read them, so that loading need not."""
-    from ptq.commands import prepack
-
-    with startup.interruptible():
-        count = prepack.prepack(source.resolve(checkpoint), out, target)
-    typer.echo(f"{out}: {count} linears in the layout of {target}; each gives its bytes again")
-
-
-@app.command(name="export")
-@command
-def export_command(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: new or empty.")],
-    debug: Debug = False,
-) -> None:
-    """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` as compressed-tensors, which vLLM reads."""
-    from ptq.commands import export
-
-    with startup.interruptible():
-        count = export.export(source.resolve(checkpoint), out)
-    typer.echo(f"{out}: {count} linears in the format of compressed-tensors; each gives its bytes again")
 
 
 for register in methods.commands():

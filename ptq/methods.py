@@ -15,5 +15,6 @@ def planner(method: str) -> Callable[..., Any]:
 
 
 def commands() -> Iterator[Callable[[Any], None]]:
-    """The `register(app)` of every method."""
-    return (import_module(f"{method}.cli").register for method in METHODS)
+    """The `register(app)` of what is done with checkpoints, and of every method."""
+    modules = "ptq.cli_checkpoints", *(f"{method}.cli" for method in METHODS)
+    return (import_module(module).register for module in modules)
