@@ -80,7 +80,7 @@ def verify(
     )  # fmt: skip
     typer.echo(f"{checkpoint}: {found.tensors} tensors in {found.files} files, {state}")
     if found.added:
-        typer.echo(f"put beside them since, and read by transformers too: {', '.join(found.added)}")
+        typer.echo(f"put beside them since, and a model may be loaded from it: {', '.join(found.added)}")
     if found.kl is not None:
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
         typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "

@@ -164,6 +164,8 @@ def test_how_somebody_computed_attention_is_their_business(model_type: str, key:
     for folder in folders:
         result = quantize("quarot", folder, tmp_path / f"{folder.name}-out", "--rounding", "nearest")
         assert result.exit_code == 0, result.output
+    verified = quantize("verify", tmp_path / "said-out", "--against", folders[1])
+    assert verified.exit_code == 0, verified.output
     config, other = ((tmp_path / f"{folder.name}-out" / "config.json").read_bytes() for folder in folders)
     assert config == other
 

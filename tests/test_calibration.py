@@ -1,5 +1,6 @@
 """Calibration rows: the right windows of the right text, the same on every run, and a sentence for every bad input."""
 
+import copy
 import hashlib
 import json
 
@@ -208,6 +209,15 @@ def test_bad_chats_name_the_line(tmp_path, chat_tokenizer, row, words):
         load_rows(str(tmp_path / "a.jsonl"), chat_tokenizer, 1, 1, seed=0)
 
 
+def test_chats_are_the_same_on_any_day(tmp_path, chat_tokenizer):
+    dated = copy.deepcopy(chat_tokenizer)
+    dated.chat_template = (
+        "\n{% macro today() %}{{ strftime_now('%d %b %Y %f') }}{% endmacro %}<{{ today() }}>" + TEMPLATE
+    )
+    (tmp_path / "a.jsonl").write_text(json.dumps(chat("user")))
+    assert read_text(tmp_path / "a.jsonl", dated) == "\n<26 Jul 2024><|user|>user's own\n"
+
+
 def test_data_is_no_text(tmp_path):
     for name in ("a.json", "a.PARQUET"):
         (tmp_path / name).write_text("{}")
@@ -293,6 +303,11 @@ def dropped_after_one():
         ),
         (TimeoutError(), RunError, "could not reach the hub.*TimeoutError: no reason given.*a local file"),
         (DatasetNotFoundError("x"), InputError, "neither a local file nor a public hub dataset"),
+        (
+            ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"),
+            InputError,
+            r"Config name is missing. Please pick one among: \['a', 'b'\]; name both as org/name:CONFIGURATION:SPLIT",
+        ),
         (
             ValueError("Bad split: train. Available splits: ['a']"),
             InputError,

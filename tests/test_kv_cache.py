@@ -226,6 +226,13 @@ def test_more_tokens_than_the_model_was_made_for() -> None:
     close(in_steps(model, ids, [100, 30, 1, 1])[0], logits(model, ids))
 
 
+def test_a_table_of_positions_ends() -> None:
+    cache = PackedCache(tiny_config("gpt2"), FOUR)
+    cache.check_room(128)
+    with pytest.raises(InputError, match="129 tokens of context: the model has positions for 128"):
+        cache.check_room(129)
+
+
 def test_too_many_tokens_are_refused() -> None:
     model = model_of(FOUR)
     with pytest.raises(InputError, match="made for 20 tokens, 21 are needed"):

@@ -114,7 +114,10 @@ def test_verify_leaves_added_files_alone(packed: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").write_text("{{ messages }}")
     result = quantize("verify", copy)
     assert result.exit_code == 0
-    assert result.stdout == plain.stdout + "put beside them since, and read by transformers too: chat_template.jinja\n"
+    assert (
+        result.stdout
+        == plain.stdout + "put beside them since, and a model may be loaded from it: chat_template.jinja\n"
+    )
     assert json.loads(quantize("verify", copy, "--json").stdout)["added"] == ["chat_template.jinja"]
 
 

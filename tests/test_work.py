@@ -107,20 +107,23 @@ def test_a_folder_of_somebody_else_is_left_alone(name: str, restart: bool, tmp_p
 def test_a_damaged_record(content: bytes, tmp_path: Path) -> None:
     (tmp_path / UNFINISHED).write_bytes(content)
     (tmp_path / "linears").mkdir()
-    with pytest.raises(ptq.InputError, match="not a record of a ptq run"):
+    (tmp_path / f"{UNFINISHED}.1234.tmp").write_text("half")
+    with pytest.raises(ptq.InputError, match="not a record of a ptq run.*; pass --restart, or name another folder"):
         open_work(tmp_path, RECORD, restart=False)
     open_work(tmp_path, RECORD, restart=True)
     assert compare(RECORD, read_record(tmp_path / UNFINISHED)) == []
 
 
-def test_a_folder_with_a_file_like_a_record_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / UNFINISHED).write_text('{"my": "notes"}')
+@pytest.mark.parametrize("content", ['{"my": "notes"}', '{"recipe": {"flour": 3}}', None])
+def test_a_folder_with_more_in_it_than_work_is_left_alone(content: str | None, tmp_path: Path) -> None:
+    (tmp_path / UNFINISHED).write_text(content or json.dumps(RECORD.as_dict()))
     for name in ("thesis.tex", "linears"):
         (tmp_path / name).write_text("mine")
     before = sorted(tmp_path.iterdir())
-    for restart in (False, True):
-        with pytest.raises(ptq.InputError, match="not a record of a ptq run; name another folder with --work"):
-            open_work(tmp_path, RECORD, restart)
+    with pytest.raises(
+        ptq.InputError, match="holds thesis.tex, which is no work of ptq, and --restart would remove it"
+    ):
+        open_work(tmp_path, RECORD, restart=True)
     assert sorted(tmp_path.iterdir()) == before
 
 

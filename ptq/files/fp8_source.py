@@ -32,7 +32,7 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0f
 INPUT_SCALES = ("input_scale", "activation_scale", "output_scale")
 """Scales beside a weight that say how activations were rounded when the model ran: of no use here."""
 CACHE_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
-"""Ends of names of scales beside an attention, of an FP8 KV cache: of no use either."""
+"""Ends of names of scales of an FP8 KV cache, beside the linears of an attention: of no use either."""
 BLOCK = (128, 128)
 """What `quant_method: fp8` means where it does not say `weight_block_size`, as in transformers."""
 FORMATS = ("float-quantized", "naive-quantized")
@@ -61,13 +61,14 @@ def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         )
     taken = {scale.name for scale in scales.values()}
     of_inputs = {f"{name.rpartition('.')[0]}.{leaf}" for name in scales for leaf in INPUT_SCALES}
+    owners = {name.removesuffix(".weight").rpartition(".")[0] for name in scales}
     tensors, left = {}, 0
     for name, info in checkpoint.tensors.items():
         if name in scales:
             info = replace(info, dtype=dtype, nbytes=prod(info.shape) * dtype.itemsize, scale=scales[name])
         elif name in taken:
             continue
-        elif name in of_inputs or name.endswith(CACHE_SCALES):
+        elif name in of_inputs or (name.endswith(CACHE_SCALES) and name.rpartition(".")[0] in owners):
             left += 1
             continue
         elif name.endswith(tuple(f".weight{suffix}" for suffix in SCALES)):
@@ -75,7 +76,7 @@ def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         tensors[name] = info
     note = f"published in FP8: {len(scales)} weights are read as {short(dtype)}, each times its scale"
     if left:
-        note += f"; {left} scales of activations and of the KV cache are left out"
+        note += f"; {left} scales of activations or of a KV cache are left out"
     return replace(checkpoint, config=plain(checkpoint.config, dtype), tensors=tensors), (note,)
 
 

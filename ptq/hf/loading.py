@@ -42,7 +42,7 @@ def load_model(
     if dtype is None and stored == torch.float16 and (device is None or device.type == "cpu"):
         dtype = torch.float32
     with refused(f"{model} could not be loaded"):
-        kind, files = _files(folder, type(config) in MODEL_FOR_CAUSAL_LM_MAPPING)
+        kind, files = _files(folder, config)
         loaded: Any = kind.from_pretrained(
             **files,
             dtype=dtype or "auto",
@@ -80,12 +80,13 @@ def _refuse_surplus(what: str, model: PreTrainedModel, unread: Iterable[str]) ->
             )
 
 
-def _files(folder: Path, alone: bool) -> tuple[Any, dict[str, Any]]:
+def _files(folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     """The class of a model, which may be a text model `alone`, and what that class is to load: a folder; or config and
     weights, where they were published in few bits."""
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if published.form(read_config(folder)[0]) is None:
         kind = AutoModelForCausalLM if alone else AutoModelForMultimodalLM
-        return kind, {"pretrained_model_name_or_path": folder}
+        return kind, {"pretrained_model_name_or_path": folder, "config": config}
     checkpoint, _ = published.dequantised(Checkpoint.open(folder))
     config, weights = transformers_config(checkpoint), dict(_as_held(checkpoint))
     classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_MULTIMODAL_LM_MAPPING

@@ -143,25 +143,23 @@ class PtqQuantizer(HfQuantizer):
     separated = False
     """Whether the experts of the model are linears of their own."""
     narrow: Mapping[str, torch.dtype] = {}
-    """Dtypes in the files of tensors that have more places in the model: those of some routers, float16 on a CPU."""
+    """Dtypes in the files of tensors in which transformers has more places than in the rest, as those of some routers.
+    """
     on_cpu = False
-    """Whether the model comes to lie there."""
-    asked: torch.dtype | None = None
-    """The dtype that was asked for, where it is not the one of the model."""
+    """Whether the model comes to lie there, and stays: nothing else is there, or it is told to."""
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         devices = device_map.values() if isinstance(device_map, dict) else [device_map]
         self.on_cpu = not torch.accelerator.is_available() or {str(device) for device in devices} == {"cpu"}
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """float32 for float16 on a CPU: it holds the same numbers, and is what a run measures there."""
+        """float32 for float16 on a CPU: it holds the same numbers, and is what a run measures there. So it is saved."""
         if dtype != torch.float16 or not self.on_cpu:
             return dtype
         warnings.warn(
             "ptq: float16 is slow on a CPU, so the model is loaded in float32; with dtype=torch.bfloat16 it is fastest",
             stacklevel=2,
         )
-        self.asked = dtype
         return torch.float32
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
@@ -184,9 +182,7 @@ class PtqQuantizer(HfQuantizer):
             paths = [Path(file) for file in files]
             stored = stored_in(paths, model)
             check_files(replaced | ends, stored, paths[0].parent, model)
-            self.narrow = {
-                name: info.dtype for name, info in stored.items() if info.dtype == (self.asked or model.config.dtype)
-            }
+            self.narrow = {name: info.dtype for name, info in stored.items() if info.dtype == model.config.dtype}
             if turned is None:
                 residual.refuse_unread(paths)
 
@@ -215,11 +211,10 @@ class PtqQuantizer(HfQuantizer):
         return [conversion for conversion in weight_conversions if not isinstance(conversion, WeightConverter)]
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-        """What is saved: the dtypes that were stored; tensors that are one, as a tied head, stay one."""
+        """What is saved: the dtypes that were stored."""
         state = model.state_dict()
-        places = {name: tensor.data_ptr() or name for name, tensor in state.items()}  # offloaded ones are nowhere
-        narrow = {places[name]: state[name].to(dtype) for name, dtype in self.narrow.items() if name in state}
-        return {name: narrow.get(places[name], tensor) for name, tensor in state.items()}, {}
+        state.update({name: state[name].to(dtype) for name, dtype in self.narrow.items() if name in state})
+        return state, {}
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True

@@ -116,7 +116,7 @@ def check(config: Any, settings: CacheQuantization) -> None:
 
 
 def _window(config: Any) -> int | None:
-    """The sliding window, or the chunk, None where the context never outgrows it."""
+    """The sliding window, or the chunk, None where no context that the model is made for outgrows it."""
     kinds = getattr(config, "layer_types", None)
     chunked = "chunked_attention" in (kinds or ())
     if kinds is not None and "sliding_attention" not in kinds and not chunked:

@@ -17,6 +17,7 @@ from ptq.errors import InputError
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.kv_side import row_starts
 from ptq.kv.packed_layer import PackedLayer
+from ptq.models.families import row_of
 from ptq.models.model_shape import shape_of
 
 
@@ -45,8 +46,8 @@ class PackedCache(Cache):
     """The packed KV cache of a whole model.
 
     `config`: the model's transformers config. `max_length`: memory for so many tokens at once, and no more than them;
-    None grows, beyond the model's max_position_embeddings too, of which `generate` warns. Raises InputError where the
-    settings don't fit the model.
+    None grows, beyond the model's max_position_embeddings too, of which `generate` warns, unless there is a table of
+    positions. Raises InputError where the settings don't fit the model.
     """
 
     layer_class: type[PackedLayer] = PackedLayer
@@ -56,6 +57,7 @@ class PackedCache(Cache):
             raise InputError(f"PackedCache: max_length must be positive, found {max_length}")
         self.settings, self.max_length = settings, max_length
         self.signature = Signature.of(config, settings)
+        self.positions: int | None = config.max_position_embeddings if row_of(config).positions else None
         self.starts: Tensor | None = None
         super().__init__(layers=[self.layer_class(self) for _ in range(self.signature.layers)])
 
@@ -67,6 +69,8 @@ class PackedCache(Cache):
         """Raises InputError where so many tokens are too many."""
         if self.max_length is not None and tokens > self.max_length:
             raise InputError(f"the KV cache was made for {self.max_length} tokens, {tokens} are needed")
+        if self.positions is not None and tokens > self.positions:
+            raise InputError(f"{tokens} tokens of context: the model has positions for {self.positions}")
 
     def begin_rows(self, mask: Tensor | None) -> None:
         """Note where the rows begin, behind their left padding. `mask` covers cached and new tokens."""

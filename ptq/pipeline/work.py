@@ -105,12 +105,14 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
 
 
 def _check_ours(folder: Path) -> None:
-    """Raise InputError where a folder has a file that is called like a record and is none, and holds other things."""
-    try:
-        read_record(folder / UNFINISHED)
-    except InputError:  # damaged; beside it may lie what the run had made
-        if any(entry.name not in (UNFINISHED, *FOLDERS, REST) for entry in folder.iterdir()):
-            raise
+    """Raise InputError where a folder holds more than runs make: it may be somebody else's."""
+    for entry in folder.iterdir():
+        half_written = entry.name.startswith((f"{UNFINISHED}.", f"{REST}.")) and entry.suffix == ".tmp"
+        if entry.name not in (UNFINISHED, REST, *FOLDERS) and not half_written:
+            raise InputError(
+                f"{folder}: holds {entry.name}, which is no work of ptq, and --restart would remove it; move it, or "
+                "name another folder with --work"
+            )
 
 
 def _check_empty(folder: Path) -> None:
@@ -156,7 +158,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """The record of a run, in its work folder or in its result. Raises InputError for a file that is none."""
     way = "fetch the checkpoint again, or quantise again"
     if path.name == UNFINISHED:
-        way = "name another folder with --work, or remove this one"
+        way = "pass --restart, or name another folder with --work"
     try:
         if path.stat().st_size > MAX_RECORD_BYTES:
             raise ValueError(f"larger than {MAX_RECORD_BYTES} bytes")

@@ -17,6 +17,8 @@ DATA_FILES = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".zi
 """Ends of names of files that are no text, though some can be read as such."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+|:[\w.-]*:\w[\w.-]*)?", re.ASCII)
 HUB_ALIASES = {"wikitext2": "Salesforce/wikitext:wikitext-2-raw-v1", "c4": "allenai/c4:en"}
+FIXED_DATE = "{% macro strftime_now(format) -%}26 Jul 2024{%- endmacro %}{{ '' }}"
+"""In front of a chat template: many print the date, and the same command must give the same rows on any day."""
 
 Row = tuple[str, dict[str, Any]]
 """Where a document comes from, and its fields."""
@@ -126,7 +128,8 @@ def _chat(messages: list[Any], tokenizer: Any, where: str) -> str:
     if not messages or not all(isinstance(message, dict) and "role" in message for message in messages):
         raise InputError(f"{where}: expected a list of messages, each with `role` and `content`")
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        template = FIXED_DATE + tokenizer.get_chat_template()
+        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except Exception as error:  # a template raises whatever it likes
         raise InputError(f"{where}: the model's chat template does not take this chat: {_one_line(error)}") from error
 
@@ -145,16 +148,21 @@ def _hub_rows(spec: str) -> Iterator[Row]:
         )
     name, configuration, split, *_ = [*HUB_ALIASES.get(spec, spec).split(":"), "", ""]
     try:
-        for row in datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True):
-            yield f"calibration {spec}", dict(row)
+        rows = datasets.load_dataset(name, configuration or None, split=split or "train", streaming=True)
+    except ValueError as error:  # of datasets itself: a configuration or a split that there is not
+        if type(error) is not ValueError:
+            raise _cannot_fetch(spec, error) from error
+        reason = " ".join(str(error).split())[:500].rstrip(".")
+        raise InputError(f"calibration {spec}: {reason}; name both as {name}:CONFIGURATION:SPLIT") from error
     except DatasetNotFoundError as error:
         raise InputError(
             f"calibration {spec}: neither a local file nor a public hub dataset; check the name"
         ) from error
-    except ValueError as error:  # datasets' own, of a configuration or a split that there is not
-        if type(error) is not ValueError:
-            raise _cannot_fetch(spec, error) from error
-        raise InputError(f"calibration {spec}: {_one_line(error)}; name both as {name}:CONFIGURATION:SPLIT") from error
+    except Exception as error:  # as below
+        raise _cannot_fetch(spec, error) from error
+    try:
+        for row in rows:
+            yield f"calibration {spec}", dict(row)
     except Exception as error:  # the network's and the files' errors share no base class; the cause stays chained
         raise _cannot_fetch(spec, error) from error
 
