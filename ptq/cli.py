@@ -83,6 +83,13 @@ Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report
 Skip = Annotated[
     list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")
 ]
+BitsFor = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN=BITS",
+        help="Other bits for some linears, such as '*.down_proj=4'; repeatable, the first pattern that matches counts.",
+    ),
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 

@@ -15,14 +15,6 @@ ActivationClip = Annotated[
     ),
 ]
 
-BitsFor = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=BITS",
-        help="Other bits for some linears, such as '*.down_proj=8'; repeatable, the first pattern that matches counts.",
-    ),
-]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -74,7 +66,7 @@ def quarot(
     show_plan: cli.ShowPlan = False,
     report: cli.Report = True,
     skip: cli.Skip = None,
-    bits_for: BitsFor = None,
+    bits_for: cli.BitsFor = None,
     debug: cli.Debug = False,
 ) -> None:
     """QuaRot: rotate a model so that nothing has outliers, then round weights, activations and KV cache to integers."""

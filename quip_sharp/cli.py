@@ -7,14 +7,6 @@ import typer
 from ptq import cli
 from ptq.recipe import RunOptions
 
-BitsFor = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=BITS",
-        help="Other bits for some linears, such as '*.down_proj=4'; repeatable, the first pattern that matches counts.",
-    ),
-]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -62,7 +54,7 @@ def quip_sharp(
     show_plan: cli.ShowPlan = False,
     report: cli.Report = True,
     skip: cli.Skip = None,
-    bits_for: BitsFor = None,
+    bits_for: cli.BitsFor = None,
     debug: cli.Debug = False,
 ) -> None:
     """QuIP#: weights of 2, 3 or 4 bits on the E8 lattice, after a random Hadamard transform on both of their sides."""
