@@ -27,6 +27,7 @@ from ptq.files import source
 from ptq.hf.loading import load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.statistics import text_sources
+from ptq.statistics.calibration import bos_of
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -119,12 +120,13 @@ def measure(options: Options) -> Measured:
     dtype = None if options.dtype is Dtype.auto else getattr(torch, options.dtype.value)
     model = load_model(options.model, dtype, device)
     context = context_for(model.config, options.context)
-    windows = windows_from_text(tokenizer, text, context, text_name)
+    bos = bos_of(tokenizer, model.config)
+    windows = windows_from_text(tokenizer, text, context, text_name, bos)
     with counting("windows") as advance:
         if options.against is None:
             result = perplexity(model, windows, progress=advance)
         else:
-            theirs = windows_from_text(load_tokenizer(options.against), text, context)
+            theirs = windows_from_text(load_tokenizer(options.against), text, context, bos=bos)
             if not torch.equal(windows.tokens, theirs.tokens):
                 raise InputError(f"{options.model} and {options.against} tokenise the text differently")
             # In the same dtype, so that the divergence is not that of two precisions.

@@ -8,8 +8,10 @@ import datasets
 import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
+from tiny_models import save_model
 from transformers import AutoTokenizer
 
+from ptq.commands import verify
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.pipeline import pipeline, token_rows
@@ -59,12 +61,41 @@ def test_extra_rows_are_others_as_far_as_the_text_goes(text, extra, count):
     assert torch.equal(rows[:5], load_rows(text, tokenizer, 5, 10, seed=0))
 
 
+def test_windows_that_begin_with_a_token(text):
+    """Which is in front of every window and nowhere else: the text itself is read without special tokens."""
+
+    def bare(text, verbose=True, add_special_tokens=True):
+        assert not add_special_tokens
+        return {"input_ids": [*text.encode()]}
+
+    rows = load_rows(text, bare, 10, 10, seed=0, bos=300)  # 95 tokens: 10 windows of 9, a tail of 5
+    whole = [*range(32, 127)]
+    assert sorted(rows.tolist()) == [[300, *whole[i : i + 9]] for i in range(0, 90, 9)]
+    with pytest.raises(InputError, match="--sequence-length 1: must be at least 2"):
+        load_rows(text, bare, 1, 1, seed=0, bos=300)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma", "gemma2", "gemma3_text", "gemma4_text", "vaultgemma"])
+def test_rows_of_gemma_begin_with_bos(model_type, calibration_text, tmp_path):
+    """As does every window that `verify` measures; those of other models do not."""
+    model = save_model(tmp_path / "model", model_type)
+    recipe = QuarotRecipe(calibration=str(calibration_text), samples=8, sequence_length=32)
+    target = pipeline.plan(str(model), recipe)
+    found = [
+        *token_rows.choose(target.plan, target.config, recipe, model),
+        verify._windows(model, calibration_text).tokens,
+    ]
+    for rows in found:
+        assert bool((rows[:, 0] == 1).all()) == (model_type != "llama") and not (rows[:, 1:] == 1).any()
+
+
 @pytest.mark.parametrize("rounding", ["gptq", "nearest"])
 @pytest.mark.parametrize(("samples", "shared"), [(8, 0), (60, 0), (62, 4)])
 def test_the_probe_is_rows_that_gptq_does_not_see(tiny, calibration_text, samples, shared, rounding):
     """4000 tokens are 62 rows of 64: without any left, the probe is rows that it sees. Without GPTQ, it is as it is."""
     recipe = QuarotRecipe(calibration=str(calibration_text), samples=samples, sequence_length=64, rounding=rounding)
-    rows, probe = token_rows.choose(pipeline.plan(str(tiny), recipe).plan, 96, recipe, tiny)
+    target = pipeline.plan(str(tiny), recipe)
+    rows, probe = token_rows.choose(target.plan, target.config, recipe, tiny)
     assert probe.shape[1] == 64 and 2 <= len(probe) <= token_rows.PROBE_ROWS
     assert (rows is None) == (rounding == "nearest")
     if rows is not None:
@@ -94,7 +125,7 @@ def test_long_texts_are_tokenised_in_pieces(tmp_path, monkeypatch):
 def test_too_short(text):
     with pytest.raises(InputError) as caught:
         load_rows(text, tokenizer, 10, 10, seed=0)
-    for words in ("found 96 tokens, which is 9 rows of 10", "10 rows need 100", "--samples", "--sequence-length"):
+    for words in ("found 96 tokens, which is 9 rows of 10, not 10", "--samples", "--sequence-length"):
         assert words in str(caught.value)
 
 

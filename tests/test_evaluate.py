@@ -195,6 +195,12 @@ def test_text_without_special_tokens_says_so(byte_tokenizer):
     assert windows_from_text(bare, "abcd", 2).bos == "none"
 
 
+def test_a_family_that_needs_it_has_a_beginning_in_every_window(byte_tokenizer):
+    windows = windows_from_text(byte_tokenizer, "abcdefghij", 4, bos=0)
+    assert windows.tokens.tolist() == [[0, 1, 2, 3], [0, 4, 5, 6], [0, 7, 8, 9]]
+    assert (windows.found, windows.bos) == (10, "one in front of every window")
+
+
 def test_short_text_is_refused_with_the_count(byte_tokenizer):
     with pytest.raises(InputError, match="has 4 tokens, too few for one window of 5"):
         windows_from_text(byte_tokenizer, "abc", 5)

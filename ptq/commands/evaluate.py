@@ -3,6 +3,8 @@
 Protocol (Frantar et al. 2022, GPTQ, section 4; the same in QuaRot and QuIP#): the text is tokenised once, with the
 tokenizer's own special tokens and none per window; cut into windows of the context that do not overlap; the tail that
 fills no window is dropped; in each window every token but the first is predicted; perplexity is exp(mean token loss).
+Models that were never trained without a beginning-of-sequence token (`Family.needs_bos`: Gemma) get one in front of
+every window, as lm-eval does it; it is the token that is not predicted.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ptq.errors import InputError, RunError
+from ptq.statistics.calibration import windows_of
 
 PAPER_CONTEXT = 2048
 # Positions whose log-softmax is held at once: 256 x 128k float32 logits are 128 MiB, whatever the context.
@@ -117,24 +120,27 @@ def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
     return requested
 
 
-def windows_from_text(tokenizer: PreTrainedTokenizerBase, text: str, context: int, name: str = "the text") -> Windows:
-    """Tokenise the whole text once and cut it; the tail is dropped.
+def windows_from_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, context: int, name: str = "the text", bos: int | None = None
+) -> Windows:
+    """Tokenise the whole text once and cut it; the tail is dropped. `bos` is put in front of every window.
 
     Raises InputError, with this `name`, if the text fills no window.
     """
-    ids = tokenizer(text, verbose=False)["input_ids"]
-    count = len(ids) // context
-    if count == 0:
+    ids = tokenizer(text, verbose=False, add_special_tokens=bos is None)["input_ids"]
+    tokens = windows_of(torch.tensor(ids, dtype=torch.long), context, bos)
+    if len(tokens) == 0:
         raise InputError(
             f"{name} has {len(ids)} tokens, too few for one window of {context}; "
             "give a longer text, or a smaller --context where the command has one"
         )
     leads = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
+    once = "one at the start of the text, none per window" if leads else "none"
     return Windows(
-        tokens=torch.tensor(ids[: count * context], dtype=torch.long).view(count, context),
+        tokens=tokens,
         found=len(ids),
         tokenizer=f"{type(tokenizer).__name__}, {len(tokenizer)} tokens",
-        bos="one at the start of the text, none per window" if leads else "none",
+        bos=once if bos is None else "one in front of every window",
     )
 
 

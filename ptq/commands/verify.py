@@ -15,6 +15,7 @@ from ptq.pipeline import writer
 from ptq.pipeline.progress import counting, without_kernel_hints
 from ptq.pipeline.work import RECORD, read_record
 from ptq.reporting.contents import summary
+from ptq.statistics.calibration import bos_of
 from ptq.statistics.text_sources import read_text
 
 RANDOM_TOKENS = 512
@@ -115,4 +116,6 @@ def _windows(original: Path, text: Path | None) -> evaluate.Windows:
         return evaluate.Windows(tokens, context, "random tokens", "none")
     context = evaluate.context_for(config)
     tokenizer = load_tokenizer(original)
-    return evaluate.windows_from_text(tokenizer, read_text(text, tokenizer), context, str(text))
+    return evaluate.windows_from_text(
+        tokenizer, read_text(text, tokenizer), context, str(text), bos_of(tokenizer, config)
+    )

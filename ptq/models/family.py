@@ -148,6 +148,9 @@ class Family:
     before it is added, such as a norm with a gain."""
     plain_attention: bool = True
     """False where attention is more than softmax(q k + mask) v, such as sinks that are learned: no packed KV cache."""
+    needs_bos: bool = False
+    """Whether models were never trained without the beginning-of-sequence token in front, and predict little of sense
+    without it: windows of text begin with it when a run is calibrated, and when perplexity is measured."""
     returns_pair: bool = False
     """Whether a block returns a tuple, with the hidden states in front; no block needs the rest."""
     renamed: Names = ()

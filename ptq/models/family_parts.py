@@ -59,6 +59,7 @@ GEMMA_4: dict[str, Any] = dict(
     rotate_residual=False,
     mixers=GEMMA_4_ATTENTION,
     own_keys=OWN_KEYS,
+    needs_bos=True,
 )
 """Fields of both rows of Gemma 4."""
 FEED_FORWARD: dict[str, Any] = dict(

@@ -137,14 +137,15 @@ ROWS = (
         rope_interleaved=True,
         rotate_residual=False,
     ),
-    Family("gemma", norm_offset=1.0),
-    Family("vaultgemma", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0),
+    Family("gemma", norm_offset=1.0, needs_bos=True),
+    Family("vaultgemma", mlp_norm="pre_feedforward_layernorm", norm_offset=1.0, needs_bos=True),
     Family(
         "gemma2",
         mlp_norm="pre_feedforward_layernorm",
         kept=POST_NORMS,
         norm_offset=1.0,
         rotate_residual=False,
+        needs_bos=True,
     ),
     Family(
         "gemma3_text",
@@ -152,6 +153,7 @@ ROWS = (
         kept=(*HEAD_NORMS, *POST_NORMS),
         norm_offset=1.0,
         rotate_residual=False,
+        needs_bos=True,
     ),
     Family("cohere_compass_text", mlp_norm="input_layernorm", rotate_residual=False),
 )

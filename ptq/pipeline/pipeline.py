@@ -144,7 +144,7 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     work = Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
     device = _device(options.device, workers)
     asked, recipe = recipe, _resolved(recipe, model, target.config)
-    rows, probe = token_rows.choose(target.plan, shape_of(target.config).vocab, recipe, target.checkpoint.folder)
+    rows, probe = token_rows.choose(target.plan, target.config, recipe, target.checkpoint.folder)
     used = (probe,) if rows is None else (rows, probe)
     tokens = calibration.fingerprint(*used) if recipe.calibration else None
     record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)

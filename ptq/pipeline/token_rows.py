@@ -6,9 +6,11 @@ from pathlib import Path
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from ptq.errors import InputError
 from ptq.hf.loading import load_tokenizer
+from ptq.models.model_shape import shape_of
 from ptq.pipeline.preflight import needs_hessians, needs_text
 from ptq.pipeline.tasks import FINETUNE_CHUNKS
 from ptq.planning.plan import Plan
@@ -27,14 +29,14 @@ RANDOM_TOKENS = 4
 
 
 def choose(
-    plan: Plan, vocab: int, recipe: Recipe, model: Path
+    plan: Plan, config: PreTrainedConfig, recipe: Recipe, model: Path
 ) -> tuple[Int[Tensor, "samples t"] | None, Int[Tensor, "rows probe"]]:
     """Token ids: the calibration rows, or None where the recipe needs none, and the probe, which are other rows of the
     same text if it has any, and random tokens where there is no text. `recipe.sequence_length` must be known.
 
     Raises InputError where there is no text and it is needed, for too little text, for a tokenizer of another model.
     """
-    needed = needs_text(plan, recipe)
+    needed, vocab = needs_text(plan, recipe), shape_of(config).vocab
     if recipe.calibration is None:
         if needed:
             raise InputError(_without_text(plan, recipe))
@@ -48,7 +50,9 @@ def choose(
     assert recipe.sequence_length is not None
     length = recipe.sequence_length if needed else min(recipe.sequence_length, PROBE_LENGTH)
     samples = recipe.samples if needed else PROBE_ROWS
-    rows = calibration.load_rows(recipe.calibration, load_tokenizer(model), samples, length, recipe.seed, PROBE_ROWS)
+    tokenizer = load_tokenizer(model)
+    bos = calibration.bos_of(tokenizer, config)
+    rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, PROBE_ROWS, bos)
     if int(rows.max()) >= vocab:
         raise InputError(f"{model}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
     probe = rows[samples:] if len(rows) > samples else rows[:PROBE_ROWS]

@@ -4,10 +4,12 @@ import hashlib
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Int64
 from torch import Tensor
 
 from ptq.errors import InputError
+from ptq.models.families import row_of
 from ptq.statistics import text_sources
 
 # Far above what is needed (English has about 4 characters per token), and above all of WikiText-2.
@@ -18,40 +20,56 @@ TEXT_PER_TOKEN = 32
 
 
 def load_rows(
-    spec: str, tokenizer: Any, samples: int, sequence_length: int, seed: int, extra: int = 0
+    spec: str, tokenizer: Any, samples: int, sequence_length: int, seed: int, extra: int = 0, bos: int | None = None
 ) -> Int64[Tensor, "r t"]:
     """`samples` rows of `sequence_length` token ids, and up to `extra` others behind them, as far as the text goes.
 
     `spec` is as of `text_sources.load`; text beyond max(16 MiB, 32 bytes per token wanted) is not looked at. It is
-    tokenised once, with the tokenizer's own special tokens, in pieces of a quarter of a million characters, and cut
-    into windows; a private generator seeded with `seed` picks the rows, so the user's global random state is left
-    alone.
+    tokenised once, in pieces of a quarter of a million characters, and cut into windows (`windows_of`); a private
+    generator seeded with `seed` picks the rows, so the user's global random state is left alone.
 
     Raises InputError (no such file, not UTF-8, bad line, too few tokens), RunError (the hub cannot be reached).
     """
-    for option, value in (("--samples", samples), ("--sequence-length", sequence_length)):
-        if value < 1:
-            raise InputError(f"{option} {value}: must be at least 1")
+    for option, value, least in (
+        ("--samples", samples, 1),
+        ("--sequence-length", sequence_length, 1 if bos is None else 2),
+    ):
+        if value < least:
+            raise InputError(f"{option} {value}: must be at least {least}")
     text = text_sources.load(spec, max(MIN_TEXT_LIMIT, TEXT_PER_TOKEN * samples * sequence_length), tokenizer)
-    ids = _tokens(text, tokenizer)
-    windows = len(ids) // sequence_length
+    ids = _tokens(text, tokenizer, special=bos is None)
+    windows = windows_of(ids, sequence_length, bos)
     if not text.strip():
         raise InputError(f"calibration {spec}: is empty; pass a text")
-    if windows < samples:
+    if len(windows) < samples:
         raise InputError(
-            f"calibration {spec}: found {len(ids)} tokens, which is {windows} rows of {sequence_length}, but {samples} "
-            f"rows need {samples * sequence_length}; lower --samples or --sequence-length, or pass a longer text"
+            f"calibration {spec}: found {len(ids)} tokens, which is {len(windows)} rows of {sequence_length}, not "
+            f"{samples}; lower --samples or --sequence-length, or pass a longer text"
         )
-    chosen = torch.randperm(windows, generator=torch.Generator().manual_seed(seed))[: samples + extra]
-    return ids[: windows * sequence_length].view(windows, sequence_length)[chosen]
+    chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: samples + extra]
+    return windows[chosen]
 
 
-def _tokens(text: str, tokenizer: Any) -> Int64[Tensor, " n"]:
-    """The tokens of a text. The first piece has the special tokens."""
+def bos_of(tokenizer: Any, config: Any) -> int | None:
+    """The token in front of every window of text for a model with this transformers config; None for most models
+    (`Family.needs_bos`), and where the tokenizer has none."""
+    return tokenizer.bos_token_id if row_of(config.get_text_config()).needs_bos else None
+
+
+def windows_of(ids: Int64[Tensor, " n"], length: int, bos: int | None = None) -> Int64[Tensor, "w {length}"]:
+    """Tokens cut into windows that do not overlap; the tail that fills none is dropped. With `bos`, that token is in
+    front of every window, and part of its length."""
+    own = length if bos is None else length - 1
+    windows = ids[: len(ids) // own * own].view(-1, own)
+    return windows if bos is None else F.pad(windows, (1, 0), value=bos)
+
+
+def _tokens(text: str, tokenizer: Any, special: bool) -> Int64[Tensor, " n"]:
+    """The tokens of a text, with the tokenizer's own special tokens in the first piece if they are wanted."""
     found, start = [], 0
     while start < len(text) or not found:
         end = _end_of_piece(text, start)
-        options = {"add_special_tokens": False} if start else {}
+        options = {} if special and not start else {"add_special_tokens": False}
         ids = tokenizer(text[start:end], verbose=False, **options)["input_ids"]
         found.append(torch.tensor(ids, dtype=torch.int64))
         start = end
