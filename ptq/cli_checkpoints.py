@@ -56,7 +56,7 @@ def verify(
     checkpoint: Packed,
     against: Annotated[
         str | None,
-        typer.Option(help="The original, to compare logits with, both whole in float32; another is named so."),
+        typer.Option(help="The original, to compare logits with, a block of each at a time; another is named so."),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
     as_json: cli.Json = False,
@@ -85,6 +85,9 @@ def verify(
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
         typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
                    f"{tokens}")  # fmt: skip
+    if found.perplexity is not None and found.original_perplexity is not None:
+        growth = found.perplexity / found.original_perplexity - 1
+        typer.echo(f"perplexity {found.perplexity:.4f}, of {against} {found.original_perplexity:.4f} ({growth:+.2%})")
     if found.source is False:
         typer.echo(f"{against} is not what was quantised: {RECORD} of {checkpoint} records another config.json, other "
                    "headers or other weights")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Perplexity of any causal language model, plain or packed, by the papers' protocol (see ptq/commands/evaluate.py).
+"""Perplexity of any causal language model, plain or packed, by the papers' protocol (see ptq/commands/windows.py).
 
 python scripts/perplexity.py demo
 python scripts/perplexity.py OUT --against MODEL --dataset wikitext2 --json
@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
-from ptq.commands.evaluate import Agreement, Perplexity, Windows, compare, context_for, perplexity, windows_from_text
+from ptq.commands.evaluate import Agreement, Perplexity, compare, perplexity
+from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import source

@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging
 
 import ptq
-from ptq.commands.evaluate import Windows, perplexity, windows_from_text
+from ptq.commands.evaluate import perplexity
+from ptq.commands.windows import Windows, windows_from_text
 from ptq.demo import demo_path
 from ptq.pipeline.pipeline import Result
 from ptq.recipe import Recipe, Rounding

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import ptq  # noqa: F401  (lets from_pretrained load packed checkpoints)
-from ptq.commands.evaluate import compare, context_for, tokens_per_second, windows_from_text
+from ptq.commands.evaluate import compare, tokens_per_second
+from ptq.commands.windows import context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.files.checkpoint import Checkpoint
 from ptq.reporting.contents import summary

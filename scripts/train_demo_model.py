@@ -29,7 +29,8 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ptq.commands.evaluate import perplexity, windows_from_text
+from ptq.commands.evaluate import perplexity
+from ptq.commands.windows import windows_from_text
 
 DEMO = Path(__file__).resolve().parent.parent / "ptq" / "demo"
 END_OF_TEXT = "<|endoftext|>"

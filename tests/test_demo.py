@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ptq.commands.evaluate import context_for, perplexity, windows_from_text
+from ptq.commands.evaluate import perplexity
+from ptq.commands.windows import context_for, windows_from_text
 from ptq.demo import demo_path
 
 ROOT = Path(__file__).resolve().parent.parent

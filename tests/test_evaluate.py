@@ -15,7 +15,8 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from ptq.commands.evaluate import CHUNK, Windows, compare, context_for, perplexity, tokens_per_second, windows_from_text
+from ptq.commands.evaluate import CHUNK, compare, perplexity, tokens_per_second
+from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.errors import InputError, RunError
 from ptq.files import source
 

@@ -11,6 +11,7 @@ from tiny_models import DISTINCT, KEYS_WITHOUT_NORM, PLAIN_ATTENTION, TINY, WRIT
 from transformers import AutoModelForCausalLM
 
 from ptq.commands import evaluate
+from ptq.commands.windows import Windows
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
@@ -172,7 +173,7 @@ def test_predictions_by_position_are_those_of_the_evaluation(tmp_path: Path, mon
     with torch.no_grad():
         found = outliers.by_position(original(IDS).logits, packed(IDS).logits, IDS)
     assert found.shape == (3, 2, 31)
-    agreement = evaluate.compare(packed, original, evaluate.Windows(IDS, IDS.numel(), "", ""))
+    agreement = evaluate.compare(packed, original, Windows(IDS, IDS.numel(), "", ""))
     assert found.mean((1, 2)).tolist() == pytest.approx(
         [agreement.original.loss, agreement.model.loss, agreement.kl], rel=1e-5
     )

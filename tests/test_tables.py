@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny_models import TINY, save_model
 
-from ptq.commands.evaluate import Windows
+from ptq.commands.windows import Windows
 from ptq.pipeline.pipeline import Result, plan
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"

@@ -1,10 +1,6 @@
 """Perplexity by the papers' protocol, and the agreement of a model with its original.
 
-Protocol (Frantar et al. 2022, GPTQ, section 4; the same in QuaRot and QuIP#): the text is tokenised once, with the
-tokenizer's own special tokens and none per window; cut into windows of the context that do not overlap; the tail that
-fills no window is dropped; in each window every token but the first is predicted; perplexity is exp(mean token loss).
-Models that were never trained without a beginning-of-sequence token (`Family.needs_bos`: Gemma) get one in front of
-every window, as lm-eval does it; it is the token that is not predicted.
+In each window (`ptq.commands.windows`) every token but the first is predicted; perplexity is exp(mean token loss).
 """
 
 from __future__ import annotations
@@ -12,45 +8,24 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel
 
+from ptq.commands.windows import Windows, check_fit
 from ptq.errors import InputError, RunError
-from ptq.statistics.calibration import windows_of
 
-PAPER_CONTEXT = 2048
 # Positions whose log-softmax is held at once: 256 x 128k float32 logits are 128 MiB, whatever the context.
 CHUNK = 256
 _EXP_OVERFLOWS = 709.0
 
 Progress = Callable[[int, int], None]
 """Called with (windows done, windows in all)."""
-
-
-@dataclass(frozen=True)
-class Windows:
-    """Token ids cut into windows, with what a reader must know to repeat the measurement.
-
-    `found` counts the tokens of the whole text, the dropped tail included; `bos` says how the text begins.
-    """
-
-    tokens: Int[Tensor, "windows context"]
-    found: int
-    tokenizer: str
-    bos: str
-
-    @property
-    def context(self) -> int:
-        return self.tokens.shape[1]
-
-    def __len__(self) -> int:
-        return self.tokens.shape[0]
 
 
 @dataclass(frozen=True)
@@ -103,53 +78,12 @@ class Agreement:
         return self.model.loss - self.original.loss
 
 
-def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
-    """The window length: `requested`, or the papers' 2048 where the model reaches that far, else the model's maximum.
-
-    Raises InputError for a context that the model was not made for, or that predicts nothing.
-    """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if requested is None:
-        return PAPER_CONTEXT if longest is None else min(PAPER_CONTEXT, longest)
-    if requested < 2:
-        raise InputError(f"context {requested}: a window needs at least 2 tokens, one to read and one to predict")
-    if longest is not None and requested > longest:
-        raise InputError(
-            f"context {requested} is longer than the model's max_position_embeddings {longest}; ask for at most that"
-        )
-    return requested
-
-
-def windows_from_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, context: int, name: str = "the text", bos: int | None = None
-) -> Windows:
-    """Tokenise the whole text once and cut it; the tail is dropped. `bos` is put in front of every window.
-
-    Raises InputError, with this `name`, if the text fills no window.
-    """
-    ids = tokenizer(text, verbose=False, add_special_tokens=bos is None)["input_ids"]
-    tokens = windows_of(torch.tensor(ids, dtype=torch.long), context, bos)
-    if len(tokens) == 0:
-        raise InputError(
-            f"{name} has {len(ids)} tokens, too few for one window of {context}; "
-            "give a longer text, or a smaller --context where the command has one"
-        )
-    leads = ids[0] == tokenizer.bos_token_id and not text.startswith(str(tokenizer.bos_token))
-    once = "one at the start of the text, none per window" if leads else "none"
-    return Windows(
-        tokens=tokens,
-        found=len(ids),
-        tokenizer=f"{type(tokenizer).__name__}, {len(tokenizer)} tokens",
-        bos=once if bos is None else "one in front of every window",
-    )
-
-
 def perplexity(model: PreTrainedModel, windows: Windows, *, progress: Progress | None = None) -> Perplexity:
     """Perplexity of `model` on `windows`; log-softmax in float32, sums in float64, one window of logits at a time.
 
     Raises InputError if the windows do not fit the model, RunError if the model gives a loss that is not finite.
     """
-    _check_fit(model, windows)
+    check_fit(model.config, windows)
     means: list[float] = []
     with torch.inference_mode(), _evaluating(model):
         for row in windows.tokens:
@@ -169,18 +103,31 @@ def compare(
 
     Raises InputError if the windows do not fit a model or the vocabularies differ, RunError for losses not finite.
     """
-    _check_fit(model, windows)
-    _check_fit(original, windows)
-    rows: list[_Compared] = []
+    check_fit(model.config, windows)
+    check_fit(original.config, windows)
     with torch.inference_mode(), _evaluating(model), _evaluating(original):
-        for row in windows.tokens:
-            logits, original_logits = _logits(model, row), _logits(original, row)
-            ours, theirs = logits.shape[-1], original_logits.shape[-1]
-            if ours != theirs:
-                raise InputError(f"the models do not share a vocabulary: {ours} logits against {theirs}")
-            rows.append(_compare_window(logits, original_logits, row[1:], len(rows)))
-            if progress:
-                progress(len(rows), len(windows))
+        pairs = ((_logits(model, row), _logits(original, row)) for row in windows.tokens)
+        return compare_logits(pairs, windows, progress=progress)
+
+
+def compare_logits(
+    pairs: Iterable[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"]]],
+    windows: Windows,
+    *,
+    progress: Progress | None = None,
+) -> Agreement:
+    """Compare the logits of a model and of its original that predict all but the first token of every window.
+
+    Raises InputError if the vocabularies differ, RunError for losses not finite.
+    """
+    rows: list[_Compared] = []
+    for (logits, original_logits), row in zip(pairs, windows.tokens, strict=True):
+        ours, theirs = logits.shape[-1], original_logits.shape[-1]
+        if ours != theirs:
+            raise InputError(f"the models do not share a vocabulary: {ours} logits against {theirs}")
+        rows.append(_compare_window(logits, original_logits, row[1:], len(rows)))
+        if progress:
+            progress(len(rows), len(windows))
     return Agreement(
         model=_summary([row.loss for row in rows], windows.context),
         original=_summary([row.original_loss for row in rows], windows.context),
@@ -276,16 +223,6 @@ def _finite(loss: float, index: int) -> float:
     if not math.isfinite(loss):
         raise RunError(f"the loss in window {index} is {loss}: the model computes NaN or infinite logits there")
     return loss
-
-
-def _check_fit(model: PreTrainedModel, windows: Windows) -> None:
-    context_for(model.config, windows.context)
-    largest, vocabulary = int(windows.tokens.max()), model.config.get_text_config().vocab_size
-    if largest >= vocabulary:
-        raise InputError(
-            f"the tokenizer gives token {largest}, but the model knows only {vocabulary} tokens; "
-            "it is not this model's tokenizer"
-        )
 
 
 @contextmanager

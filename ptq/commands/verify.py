@@ -1,24 +1,32 @@
 """`quantize verify`: is a checkpoint what was written, and how close is it to the original?"""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ptq.commands import evaluate
+from ptq.commands.windows import Windows, check_fit, context_for, windows_from_text
 from ptq.errors import InputError
 from ptq.files import source
 from ptq.files.checkpoint import INDEX, Checkpoint, check_finite
 from ptq.hf.loading import load_config, load_model, load_tokenizer
+from ptq.models.state import Layout
 from ptq.pipeline import writer
 from ptq.pipeline.progress import counting, without_kernel_hints
+from ptq.pipeline.streamed import Streamed
 from ptq.pipeline.work import RECORD, read_record
 from ptq.reporting.contents import summary
 from ptq.statistics.calibration import bos_of
 from ptq.statistics.text_sources import read_text
 
 RANDOM_TOKENS = 512
+STATE_BYTES = 1 << 30
+"""Of the states of all windows that pass through a block together, of both models."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,9 @@ class Verification:
     kl: float | None = None
     """Mean KL divergence from the original, nats per token."""
     top1: float | None = None
+    perplexity: float | None = None
+    original_perplexity: float | None = None
+    """Both on the text, where there is one."""
     source: bool | None = None
     """Whether the model that it was compared with is, by the record, the one that was quantised; None: neither asked
     nor recorded."""
@@ -60,10 +71,41 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
         is_source = Checkpoint.open(original).identity() == read_record(folder / RECORD).get("source")
     windows = _windows(original, text)
     with without_kernel_hints():
-        models = load_model(folder, torch.float32), load_model(original, torch.float32)
-        with counting("windows") as advance:
-            agreement = evaluate.compare(*models, windows, progress=advance)
-    return replace(found, tokens=agreement.model.tokens, kl=agreement.kl, top1=agreement.top1, source=is_source)
+        agreement = _compare(Streamed.open(folder), Streamed.open(original), windows)
+    perplexities = (agreement.model.perplexity, agreement.original.perplexity) if text else (None, None)
+    return replace(
+        found,
+        tokens=agreement.model.tokens,
+        kl=agreement.kl,
+        top1=agreement.top1,
+        perplexity=perplexities[0],
+        original_perplexity=perplexities[1],
+        source=is_source,
+    )
+
+
+def _compare(model: Streamed, original: Streamed, windows: Windows) -> evaluate.Agreement:
+    """How close a model is to its original, with a block of one of them in memory at a time."""
+    for each in (model, original):
+        check_fit(each.config, windows)
+    with counting("blocks") as advance:
+        return evaluate.compare_logits(_logits(model, original, windows, advance), windows)
+
+
+def _logits(
+    model: Streamed, original: Streamed, windows: Windows, progress: evaluate.Progress
+) -> Iterator[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"]]]:
+    """Logits of both models that predict all but the first token of every window. As many windows as there is memory
+    for pass through a block together."""
+    state_bytes = 4 * windows.context * sum(Layout.of(each.config).width for each in (model, original))
+    groups = windows.tokens.split(max(1, STATE_BYTES // state_bytes))
+    for number, group in enumerate(groups):
+        ours, theirs = model.embed(group), original.embed(group)
+        for index in range(model.blocks):
+            ours, theirs = model.run(index, ours), original.run(index, theirs)
+            progress(number * model.blocks + index + 1, len(groups) * model.blocks)
+        for own, other in zip(model.logits(ours), original.logits(theirs), strict=True):
+            yield own[0, :-1], other[0, :-1]
 
 
 def check_integrity(folder: Path) -> Verification:
@@ -107,15 +149,13 @@ def _check_hashes(folder: Path, hashes: dict[str, str]) -> set[str]:
     return added
 
 
-def _windows(original: Path, text: Path | None) -> evaluate.Windows:
+def _windows(original: Path, text: Path | None) -> Windows:
     config = load_config(original)
     if text is None:
-        context = evaluate.context_for(config, min(RANDOM_TOKENS, evaluate.context_for(config)))
+        context = context_for(config, min(RANDOM_TOKENS, context_for(config)))
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(config.get_text_config().vocab_size, (1, context), generator=generator)
-        return evaluate.Windows(tokens, context, "random tokens", "none")
-    context = evaluate.context_for(config)
+        return Windows(tokens, context, "random tokens", "none")
+    context = context_for(config)
     tokenizer = load_tokenizer(original)
-    return evaluate.windows_from_text(
-        tokenizer, read_text(text, tokenizer), context, str(text), bos_of(tokenizer, config)
-    )
+    return windows_from_text(tokenizer, read_text(text, tokenizer), context, str(text), bos_of(tokenizer, config))

@@ -1,13 +1,19 @@
-"""The ends of a model, its embedding and its head: how a plan packs them, and their weights as a run reads them."""
+"""The ends of a model, its embedding and its head: how a plan packs them, their weights as a run reads them, and how
+they run."""
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtyping import Float, Int64
+import torch
+from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
+from ptq.hf.blocks import Part
 from ptq.layers.embedding import RowFormat, row_format
 from ptq.layers.packed_weight import GUARD
+from ptq.models.family import Family
+from ptq.ops.matmul import FEW_TOKENS
 from ptq.planning.plan import Plan
 from ptq.weights import formats
 from ptq.weights.formats import Parts
@@ -44,6 +50,34 @@ class Matrix:
     def _packed(self, k: int) -> tuple[RowFormat, Parts]:
         parts = {leaf.removeprefix("weight_"): t for leaf, t in self.tensors.items() if leaf != GUARD}
         return row_format(self.entry, "the embedding", len(parts["codes"]), k), parts
+
+
+def embed(
+    part: Part, ids: Int[Tensor, "rows t"], weights: Callable[[Int64[Tensor, " u"]], dict[str, Tensor]]
+) -> Float[Tensor, "rows t w"]:
+    """The state that enters the first block. The part is given the rows of tokens that occur alone, by name of the
+    weight as `weights` makes them; one row of tokens runs at a time, as blocks' own inputs are products."""
+    used, places = ids.unique(return_inverse=True)
+    part.load(weights(used))
+    return torch.cat([part.embed(row) for row in places.to(part.device).split(1)])
+
+
+def last(family: Family) -> tuple[str, ...]:
+    """Names of the tensors behind the last block, beside the head's weight: those of the last norm, and the head's
+    bias. Most models do not have all of them."""
+    return f"{family.final_norm}.weight", f"{family.final_norm}.bias", f"{family.head}.bias"
+
+
+def logits(
+    part: Part, matrix: Matrix, last: dict[str, Tensor], state: Float[Tensor, "rows t w"]
+) -> Iterator[Float[Tensor, "1 t v"]]:
+    """Logits of every row from the state that leaves the last block, the head's matrix and the tensors `last`."""
+    head = part.family.head
+    if matrix.entry is not None:
+        part.pack({head: matrix.entry})
+    tensors = {f"{head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
+    part.load({**tensors, **last}, as_stored=state.shape[1] <= FEW_TOKENS)
+    return (part.logits(row) for row in state.split(1))
 
 
 def plain(weight: Float[Tensor, "v k"]) -> Matrix:

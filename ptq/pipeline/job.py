@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Float64, Int
+from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
 from ptq.errors import refused
@@ -17,8 +17,7 @@ from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
 from ptq.layers.packed_weight import guard, stored_signs
 from ptq.models.family import Family
 from ptq.ops import hadamard
-from ptq.ops.matmul import FEW_TOKENS
-from ptq.pipeline import balance, rewrite
+from ptq.pipeline import balance, ends, rewrite
 from ptq.pipeline.ends import Matrix
 from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 from ptq.recipe import Recipe
@@ -170,24 +169,24 @@ class Job:
     def last(self) -> tuple[str, ...]:
         """Names of the tensors behind the last block, beside the head's weight: those of the last norm, and the head's
         bias."""
-        names = f"{self.family.final_norm}.weight", f"{self.family.final_norm}.bias", f"{self.family.head}.bias"
-        return tuple(name for name in names if name in self.checkpoint.tensors)
+        return tuple(name for name in ends.last(self.family) if name in self.checkpoint.tensors)
 
     def embed(
         self, matrices: Sequence[Matrix], ids: Int[Tensor, "batch t"], model: Model = "packed"
     ) -> Float[Tensor, "batch t k"]:
         """The state that enters the first block of a model, from the matrices of its `embeddings`; of the rotated one,
         from those of the source. Only the rows in use become float32."""
-        used, places = ids.unique(return_inverse=True)
-        part = self._ends(model)
-        for linear, matrix in zip(self.embeddings, matrices, strict=True):
-            rows = matrix.rows(used, linear.k)
-            if model == "rotated":
-                rows = self._rewrite(linear, rows.to(self.device), None, torch.float32)
-            part.load({f"{linear.name}.weight": rows})
+
+        def rows(linear: LinearPlan, matrix: Matrix, used: Int64[Tensor, " u"]) -> Float[Tensor, "u k"]:
+            found = matrix.rows(used, linear.k)
+            return self._rewrite(linear, found.to(self.device), None, torch.float32) if model == "rotated" else found
+
+        part, pairs = self._ends(model), list(zip(self.embeddings, matrices, strict=True))
         part.load(self.beside_embedding())
-        with _running(model):  # row by row, as `probe.row_by_row`: blocks' own inputs are products
-            return torch.cat([part.embed(row) for row in places.to(self.device).split(1)])
+        with _running(model):
+            return ends.embed(
+                part, ids, lambda used: {f"{x.name}.weight": rows(x, matrix, used) for x, matrix in pairs}
+            )
 
     def beside_embedding(self) -> dict[str, Tensor]:
         """The other tensors of which a model makes the state that enters its first block; none in most models."""
@@ -198,14 +197,10 @@ class Job:
     ) -> list[Float[Tensor, "1 t v"]]:
         """Logits of every row from the state that leaves the last block of a model, its head matrix and its tensors
         `last`."""
-        part = self._ends(model)
-        if matrix.entry is not None:
-            part.pack({self.family.head: matrix.entry})
-        tensors = {f"{self.family.head}.{leaf}": tensor for leaf, tensor in matrix.tensors.items()}
-        part.load({**tensors, **last}, as_stored=state.shape[1] <= FEW_TOKENS)
-        del matrix, tensors  # the largest of the model; the part may have it in float32
+        rows = ends.logits(self._ends(model), matrix, last, state)
+        del matrix  # the largest of the model; the part may have it in float32
         with _running(model):
-            return [part.logits(row) for row in state.split(1)]
+            return list(rows)
 
     def rewritten_last(self) -> dict[str, Tensor]:
         """The tensors `last`, as the rotated model has them."""

@@ -11,23 +11,19 @@ from jaxtyping import Float, Float64, Int
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ptq import engine, methods
+from ptq import engine
 from ptq.engine import Workers
 from ptq.errors import InputError, RunError
-from ptq.files import published, source
+from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
-from ptq.hf import fused, text_model, transposed
-from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
-from ptq.kv import attention
-from ptq.models.families import check_generates, family_of
-from ptq.models.family import Family
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
-from ptq.pipeline import ends, finetune_full, preflight, proof, token_rows
+from ptq.pipeline import finetune_full, preflight, proof, token_rows
 from ptq.pipeline.ends import plain
 from ptq.pipeline.job import Job
 from ptq.pipeline.progress import Progress, without_kernel_hints
+from ptq.pipeline.target import Target, plan
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import RECORD, Record, open_work, read_record, remove_finished_work, remove_work, rounded_before
 from ptq.pipeline.writer import (
@@ -41,58 +37,12 @@ from ptq.pipeline.writer import (
     write_record,
     written_tensors,
 )
-from ptq.planning.plan import Plan, check_claims, check_tensors
 from ptq.recipe import Recipe, RunOptions
 from ptq.reporting import report
 from ptq.reporting.contents import summary
 from ptq.statistics import calibration, outliers
 
 DEFAULTS = RunOptions()
-
-
-@dataclass(frozen=True)
-class Target:
-    """A model that can be quantised, and the plan for it."""
-
-    checkpoint: Checkpoint
-    config: PreTrainedConfig
-    family: Family
-    plan: Plan
-
-
-def plan(model: str, recipe: Recipe) -> Target:
-    """The plan for a model, from its config and its headers alone; no weight is read.
-
-    Raises InputError for a model that is missing, damaged, quantised already (FP8 and MXFP4 are read), of an unknown
-    family, or with a tensor which the plan does not account for.
-    """
-    checkpoint = Checkpoint.open(source.resolve(model))
-    checkpoint, notes = text_model.alone(checkpoint)
-    checkpoint, more = published.dequantised(checkpoint)
-    check_generates(checkpoint.config)
-    family, config = family_of(checkpoint.config), transformers_config(checkpoint)
-    family, shape = family.of(config), shape_of(config)
-    tensors = transposed.as_read(fused.as_published(checkpoint.tensors, family, shape.experts), family)
-    checkpoint = replace(checkpoint, tensors=tensors)
-    if shape.experts and family.experts is None:
-        raise InputError(
-            f"config.json: {shape.experts} experts in a block: {family.model_type} is supported without experts alone"
-        )
-    if shape.experts * (shape.blocks - len(shape.dense)) > len(checkpoint.tensors):
-        raise InputError(
-            f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
-        )
-    plan = methods.planner(recipe.method)(as_turned(shape, config), family, recipe, checkpoint.tensors)
-    plan = ends.packed(plan, recipe.embedding_bits)
-    fused.check_loadable(plan, family)
-    transposed.check_loadable(plan, family)
-    if plan.cache is not None:
-        attention.check(config, plan.cache)
-    promised = parameter_shapes(config)
-    check_promised(plan, family, checkpoint.tensors, promised)
-    check_claims(plan, {name: info.shape for name, info in checkpoint.tensors.items()})
-    check_tensors(plan, checkpoint.tensors, promised)
-    return Target(checkpoint, config, family, replace(plan, notes=(*notes, *more, *plan.notes)))
 
 
 def estimate(target: Target, model: str, recipe: Recipe) -> preflight.Estimate:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -10,10 +9,9 @@ from torch import Tensor
 
 from ptq.errors import InputError, RunError
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf.blocks import Part
 from ptq.hf.plugin import PtqConfig
-from ptq.pipeline.ends import Matrix
 from ptq.pipeline.job import Job
+from ptq.pipeline.streamed import Streamed
 
 LOGITS_TOLERANCE = 1e-3
 """Relative float32 difference of logits above which a rotation is called wrong; right ones stay near 1e-6."""
@@ -80,29 +78,16 @@ def account(checkpoint: Checkpoint, expected: set[str]) -> None:
 def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Float[Tensor, "b t v"]) -> None:
     """Run a written checkpoint part by part, from its own files and its own config.json, and compare its logits with
     those that the run measured, to the bit. Raises RunError."""
-    packed = PtqConfig.parse(checkpoint.config)
-    entries = packed.entries() if packed else {}
     kept = job.residual_signs() | job.beside_embedding()
     for name, tensor in kept.items():
         if not torch.equal(checkpoint.read(name), tensor):
             raise RunError(f"{checkpoint.folder}: the written tensor {name!r} is not that of the run; please report it")
-    hidden = job.embed([_matrix(checkpoint, linear.name, entries) for linear in job.embeddings], ids)
-    for index in range(job.plan.blocks):
-        part = Part(job.config, job.family, index, job.device)
-        part.pack({name: entry for name, entry in entries.items() if name.startswith(part.prefix)})
-        part.quantize_cache(packed.cache() if packed else None)
-        part.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(part.prefix)})
-        hidden = part.run(hidden)
-    last = {name: checkpoint.read(name) for name in job.last}
-    found = job.logits(_matrix(checkpoint, job.head.name, entries), last, hidden)
-    if not torch.equal(torch.cat(found), logits):
+    model = Streamed(checkpoint, job.config, job.family, PtqConfig.parse(checkpoint.config), device=job.device)
+    state = model.embed(ids)
+    for index in range(model.blocks):
+        state = model.run(index, state)
+    if not torch.equal(torch.cat(list(model.logits(state))), logits):
         raise RunError(
             f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run "
             "has written to the same OUT meanwhile, --restart begins again, otherwise please report it"
         )
-
-
-def _matrix(checkpoint: Checkpoint, name: str, entries: dict[str, dict[str, Any]]) -> Matrix:
-    """The embedding or the head of a written checkpoint."""
-    names = (tensor for tensor in checkpoint.tensors if tensor.startswith(f"{name}.weight"))
-    return Matrix({tensor.rpartition(".")[2]: checkpoint.read(tensor) for tensor in names}, entries.get(name))

@@ -1,0 +1,89 @@
+"""A model that is to be read: its checkpoint as a run sees it, and the plan for it. No weight is read."""
+
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedConfig
+
+from ptq import methods
+from ptq.errors import InputError
+from ptq.files import published, source
+from ptq.files.checkpoint import Checkpoint
+from ptq.hf import fused, text_model, transposed
+from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
+from ptq.kv import attention
+from ptq.models.families import check_generates, family_of
+from ptq.models.family import Family
+from ptq.models.model_shape import ModelShape, shape_of
+from ptq.pipeline import ends
+from ptq.planning.plan import Plan, check_claims, check_tensors
+from ptq.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Source:
+    """A plain model of a known family: the text model alone, weights of few bits as if they were stored in 16, and a
+    matrix [n, k] for every linear, those of experts, too."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    family: Family
+    shape: ModelShape
+    notes: tuple[str, ...]
+    """What a user should know."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model that can be quantised, and the plan for it."""
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    family: Family
+    plan: Plan
+
+
+def opened(model: str) -> Source:
+    """A model from its config and its headers.
+
+    Raises InputError for one that is missing, damaged, quantised already (FP8 and MXFP4 are read) or of an unknown
+    family.
+    """
+    checkpoint = Checkpoint.open(source.resolve(model))
+    checkpoint, notes = text_model.alone(checkpoint)
+    checkpoint, more = published.dequantised(checkpoint)
+    check_generates(checkpoint.config)
+    family, config = family_of(checkpoint.config), transformers_config(checkpoint)
+    family, shape = family.of(config), shape_of(config)
+    tensors = transposed.as_read(fused.as_published(checkpoint.tensors, family, shape.experts), family)
+    checkpoint = replace(checkpoint, tensors=tensors)
+    if shape.experts and family.experts is None:
+        raise InputError(
+            f"config.json: {shape.experts} experts in a block: {family.model_type} is supported without experts alone"
+        )
+    if shape.experts * (shape.blocks - len(shape.dense)) > len(checkpoint.tensors):
+        raise InputError(
+            f"config.json: {shape.experts} experts in a block, but the checkpoint has {len(checkpoint.tensors)} tensors"
+        )
+    return Source(checkpoint, config, family, shape, (*notes, *more))
+
+
+def check(found: Source, plan: Plan) -> None:
+    """Raise InputError for a tensor that a plan does not account for, or that is not what it promises."""
+    promised, tensors = parameter_shapes(found.config), found.checkpoint.tensors
+    check_promised(plan, found.family, tensors, promised)
+    check_claims(plan, {name: info.shape for name, info in tensors.items()})
+    check_tensors(plan, tensors, promised)
+
+
+def plan(model: str, recipe: Recipe) -> Target:
+    """The plan for a model. Raises InputError as `opened` and `check` do, and for a recipe that does not fit."""
+    found = opened(model)
+    shape, family, tensors = as_turned(found.shape, found.config), found.family, found.checkpoint.tensors
+    plan = methods.planner(recipe.method)(shape, family, recipe, tensors)
+    plan = ends.packed(plan, recipe.embedding_bits)
+    fused.check_loadable(plan, family)
+    transposed.check_loadable(plan, family)
+    if plan.cache is not None:
+        attention.check(found.config, plan.cache)
+    check(found, plan)
+    return Target(found.checkpoint, found.config, family, replace(plan, notes=(*found.notes, *plan.notes)))
