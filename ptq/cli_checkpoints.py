@@ -17,7 +17,7 @@ Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: 
 
 def register(app: typer.Typer) -> None:
     """Add these commands."""
-    for function in (inspect, verify, prepack, export):
+    for function in (inspect, verify, prepack, export, dequantize):
         app.command()(cli.command(function))
 
 
@@ -114,3 +114,14 @@ def export(checkpoint: Packed, out: Out, debug: cli.Debug = False) -> None:
     with startup.interruptible():
         count = export.export(source.resolve(checkpoint), out)
     typer.echo(f"{out}: {count} linears in the format of compressed-tensors; each gives its bytes again")
+
+
+def dequantize(checkpoint: Packed, out: Out, debug: cli.Debug = False) -> None:
+    """Write the weights of a checkpoint as plain numbers, for any runtime, and for training."""
+    from ptq.commands import dequantize
+
+    with startup.interruptible():
+        count, rounded = dequantize.dequantize(source.resolve(checkpoint), out)
+    typer.echo(f"{out}: {count} weights as plain numbers")
+    for what in rounded:
+        typer.echo(f"the checkpoint also rounds {what}; the plain model does not")

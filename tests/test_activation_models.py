@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ptq
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import blocks, residual
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
 from ptq.ops import activations

@@ -22,7 +22,7 @@ import ptq
 from ptq.errors import InputError
 from ptq.fast import cpu_layer, fast_steps
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.kv.packed_cache import PackedCache
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES

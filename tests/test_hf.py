@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import ptq
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import blocks, residual
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES

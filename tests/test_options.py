@@ -128,6 +128,7 @@ OPTIONS = {
     "fp6": [*METHOD, "--element", "--element-for", "--group-size", "--scale", "--scale-search"],
     "prepack": ["--target", "--debug"],
     "export": ["--debug"],
+    "dequantize": ["--debug"],
     "rotate": SHARED,
     "inspect": ["--json", "--debug"],
     "verify": ["--against", "--text", "--json", "--debug"],

@@ -10,7 +10,7 @@ from tiny_models import PLAIN_ATTENTION, tiny_config
 
 import ptq
 from ptq.hf.described import check_promised
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import ModelShape, shape_of

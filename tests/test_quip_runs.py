@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ptq
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import blocks
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import loaded_signs, stored_signs
 from ptq.models.families import FAMILIES

@@ -43,6 +43,6 @@ def test_the_commands_of_the_readme_are_understood(command: str, places: dict[st
 def test_there_are_commands_in_the_readme():
     found = readme_commands()
     assert {command.split()[0] for command in found} == {
-        "fp6", "quarot", "quip-sharp", "rotate", "export", "prepack", "inspect", "verify"
+        "fp6", "quarot", "quip-sharp", "rotate", "export", "dequantize", "prepack", "inspect", "verify"
     }  # fmt: skip
     assert len(found) >= 10

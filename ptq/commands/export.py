@@ -8,22 +8,21 @@ from typing import Any
 import torch
 
 from ptq.commands import rewritten
-from ptq.commands.rewritten import Rewritten
+from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
 from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import read_as
-from ptq.files.shards import Shards, write_json
+from ptq.files.shards import Shards, Specs, write_json
 from ptq.hf.described import packed_modules, plain_linears, transformers_config
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import GUARD, NOT_OF_THE_FORMAT, PackedWeight
 from ptq.models.families import row_of
 from ptq.ops.activations import parse
 from ptq.pipeline.writer import check_out
 from ptq.weights.compressed_tensors import Exportable, Scheme
-from ptq.weights.formats import Parts
 from ptq.weights.prepacked import PrepackedFormat
 
 INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
@@ -104,23 +103,25 @@ def _rewritten(name: str, module: PackedWeight, scheme: Scheme, half: bool) -> R
     assert isinstance(format, Exportable)
     buffers = module.format.buffers(*shape)
 
-    def compress(parts: Parts) -> Parts:
-        made = format.compress(parts, *shape, scheme)
+    stored, own = f"{name}.weight_", f"{name}."
+
+    def compress(tensors: Tensors) -> Tensors:
+        made = format.compress(without(stored, tensors), *shape, scheme)
         scale = made["weight_scale"]
         if half and scale.is_floating_point() and not torch.equal(scale.half().float(), scale.float()):
             raise InputError(
                 f"{name}: scales do not fit into float16, the dtype of the model, so other runtimes would change them; "
                 "quantise the model in bfloat16 (`dtype` in its config.json)"
             )
-        return made
+        return prefixed(own, made)
 
-    def decompress(tensors: Parts) -> Parts:
-        return format.decompress(tensors, *shape, scheme)
+    def decompress(tensors: Tensors) -> Tensors:
+        return prefixed(stored, format.decompress(without(own, tensors), *shape, scheme))
 
     empty = {part: torch.empty(size, dtype=dtype, device="meta") for part, (size, dtype) in buffers.items()}
     made = format.compress(empty, *shape, scheme)
-    specs = {end: (tensor.dtype, tuple(tensor.shape)) for end, tensor in made.items()}
-    return Rewritten(name, tuple(buffers), specs, compress, decompress, dropped=(GUARD,))
+    specs: Specs = {own + end: (tensor.dtype, tuple(tensor.shape)) for end, tensor in made.items()}
+    return Rewritten(tuple(stored + part for part in buffers), specs, compress, decompress, dropped=(own + GUARD,))
 
 
 def describe(scheme: Scheme, plain: list[str]) -> dict[str, Any]:

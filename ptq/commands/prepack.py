@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from ptq.commands import rewritten
-from ptq.commands.rewritten import Rewritten
+from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
 from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
-from ptq.files.shards import Shards, write_json
+from ptq.files.shards import Shards, Specs, write_json
 from ptq.hf.described import packed_modules, transformers_config
-from ptq.hf.plugin import OPTIONAL, PtqConfig
+from ptq.hf.packed_config import OPTIONAL, PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
 from ptq.pipeline.work import RECORD, read_record
 from ptq.pipeline.writer import LOG, check_out, file_hashes
-from ptq.weights.formats import Parts
 from ptq.weights.prepacked import PrepackedFormat, target_of
 
 KEPT = (*beside.COPIED, LOG, "report.html", "report.json")
@@ -72,15 +71,17 @@ def _tiled(name: str, module: PackedWeight, packed: PtqConfig, target: str) -> t
     if buffers == stored:
         return None
 
-    def lay_out(parts: Parts) -> Parts:
-        return {f"weight_{part}": tensor for part, tensor in format.lay_out(parts).items()}
+    prefix = f"{name}.weight_"
 
-    def take_back(tensors: Parts) -> Parts:
-        return format.inner.unprepack({end.removeprefix("weight_"): tensor for end, tensor in tensors.items()})
+    def lay_out(tensors: Tensors) -> Tensors:
+        return prefixed(prefix, format.lay_out(without(prefix, tensors)))
 
-    specs = {f"weight_{part}": (dtype, size) for part, (size, dtype) in buffers.items()}
+    def take_back(tensors: Tensors) -> Tensors:
+        return prefixed(prefix, format.inner.unprepack(without(prefix, tensors)))
+
+    specs: Specs = prefixed(prefix, {part: (dtype, size) for part, (size, dtype) in buffers.items()})
     made = {**rest, "format": format.name, "version": format.version, **format.options()}
-    return made, Rewritten(name, tuple(stored), specs, lay_out, take_back)
+    return made, Rewritten(tuple(prefix + part for part in stored), specs, lay_out, take_back)
 
 
 def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], target: str, shards: Shards) -> None:

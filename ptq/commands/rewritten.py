@@ -1,9 +1,10 @@
 """A checkpoint with the tensors of some linears in another form: written, read again and put in its place."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,54 +14,50 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive
 from ptq.files.shards import Shards, Specs, layout
 from ptq.pipeline.writer import MAX_SHARD_BYTES, check_out, partial_folder, put_in_place
-from ptq.weights.formats import Parts
+
+Tensors = dict[str, Tensor]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Rewritten:
-    """A linear whose tensors are others in the result."""
+    """Tensors of a checkpoint, mostly those of one linear, that are others in the result; all by their full names."""
 
-    name: str
     stored: tuple[str, ...]
-    """Parts of its format: the tensors `<name>.weight_<part>` of the source."""
+    """Tensors of the source that these are made from."""
     specs: Specs
-    """Its tensors in the result, by the end of their names behind `<name>.`; so are those of the functions."""
-    make: Callable[[Parts], Parts]
-    """From the stored parts."""
-    unmake: Callable[[Parts], Parts]
-    """The stored parts again."""
+    """Tensors of the result."""
+    make: Callable[[Tensors], Tensors]
+    """From the stored tensors."""
+    unmake: Callable[[Tensors], Tensors] | None
+    """The stored tensors again; None where numbers were rounded, and there is no way back."""
     dropped: tuple[str, ...] = ()
-    """Ends of names of tensors of the source that the result does without."""
-
-    def source_name(self, part: str) -> str:
-        return f"{self.name}.weight_{part}"
+    """Other tensors of the source that the result does without."""
 
 
-def write(source: Checkpoint, out: Path, linears: Sequence[Rewritten], complete: Callable[[Shards], None]) -> None:
-    """Write `source` to the folder `out` with those linears in their new form; `complete` adds config.json and whatever
+def write(source: Checkpoint, out: Path, changes: Sequence[Rewritten], complete: Callable[[Shards], None]) -> None:
+    """Write `source` to the folder `out` with those tensors in their new form; `complete` adds config.json and whatever
     else belongs to it.
 
-    What was written is read again, and must give the bytes of the source. Raises InputError for a folder that exists;
-    RunError for a full disk.
+    What was written is read again, and must give the bytes of the source, where there is a way back. Raises InputError
+    for a folder that exists; RunError for a full disk.
     """
-    gone = {linear.source_name(part) for linear in linears for part in linear.stored}
-    gone |= {f"{linear.name}.{end}" for linear in linears for end in linear.dropped}
+    gone = {name for change in changes for name in (*change.stored, *change.dropped)}
     kept = [name for name in source.tensors if name not in gone]
     specs: Specs = {name: (source.tensors[name].dtype, tuple(source.tensors[name].shape)) for name in kept}
-    for linear in linears:
-        specs |= {f"{linear.name}.{end}": spec for end, spec in linear.specs.items()}
+    for change in changes:
+        specs |= change.specs
     shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out))
     with exclusive(out):
         check_out(out)  # another run may have ended meanwhile
         try:
             shards.begin()
-            for linear in linears:
-                made = linear.make({part: source.read(linear.source_name(part)) for part in linear.stored})
-                shards.place({f"{linear.name}.{end}": tensor for end, tensor in made.items()})
+            for change in changes:
+                shards.place(change.make({name: source.read(name) for name in change.stored}))
             for name in kept:
                 shards.place({name: source.read(name)})
             shards.finish()
-            _prove(source, linears, kept, shards)
+            _prove(source, changes, kept, shards)
             complete(shards)
         except BaseException:  # nobody would go on with it
             shutil.rmtree(shards.folder, ignore_errors=True)
@@ -68,12 +65,13 @@ def write(source: Checkpoint, out: Path, linears: Sequence[Rewritten], complete:
         put_in_place(shards.folder, out)
 
 
-def _prove(source: Checkpoint, linears: Sequence[Rewritten], kept: Sequence[str], shards: Shards) -> None:
+def _prove(source: Checkpoint, changes: Sequence[Rewritten], kept: Sequence[str], shards: Shards) -> None:
     """Read again what was written. Raises RunError where it does not give the bytes of the source again."""
-    for linear in linears:
-        again = linear.unmake({end: shards.read(f"{linear.name}.{end}") for end in linear.specs})
-        for part in linear.stored:
-            _check_equal(linear.source_name(part), source.read(linear.source_name(part)), again[part])
+    for change in changes:
+        if change.unmake is not None:
+            again = change.unmake({name: shards.read(name) for name in change.specs})
+            for name in change.stored:
+                _check_equal(name, source.read(name), again[name])
     for name in kept:
         _check_equal(name, source.read(name), shards.read(name))
 
@@ -81,3 +79,13 @@ def _prove(source: Checkpoint, linears: Sequence[Rewritten], kept: Sequence[str]
 def _check_equal(name: str, stored: Tensor, again: Tensor) -> None:
     if not torch.equal(stored, again):
         raise RunError(f"{name}: what was written does not give its bytes again, so there is no result; run again")
+
+
+def prefixed(prefix: str, found: Mapping[str, T]) -> dict[str, T]:
+    """The same things under names with a prefix."""
+    return {prefix + name: value for name, value in found.items()}
+
+
+def without(prefix: str, found: Mapping[str, T]) -> dict[str, T]:
+    """Inverse of `prefixed`."""
+    return {name.removeprefix(prefix): value for name, value in found.items()}

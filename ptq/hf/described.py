@@ -14,7 +14,7 @@ from ptq.errors import InputError, refused
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import levels
 from ptq.hf import experts, fused, transposed
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.hf.spliced import UNBUILT
 from ptq.layers import embedding
 from ptq.layers.linear import swap

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Num
+from jaxtyping import Float, Float32, Int16, Num
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -135,3 +135,12 @@ def _norm(
 ) -> Float[Tensor, "*batch k"]:
     back = hadamard.apply(x, _signs(module, kept), construction, transpose=True)
     return type(module).forward(module, back) if kind is None else fast_steps.norm_forward(module, *kind, back)
+
+
+def untied(
+    rows: Float32[Tensor, "v k"], gain: Float[Tensor, " k"], signs: Int16[Tensor, " k"], construction: str
+) -> tuple[Float32[Tensor, "v k"], Float32[Tensor, "v k"]]:
+    """Embedding and head of a model whose ends do not turn, in the place of one matrix for ends that do: the rotation
+    fused into both, and what the last norm multiplies with into the head."""
+    vector = loaded_signs(signs)
+    return hadamard.apply(rows, vector, construction), hadamard.apply(rows * gain, vector, construction)

@@ -1,6 +1,6 @@
 """`QuantLinear`, the packed linear layer, and the entry of config.json that describes one."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ptq.errors import InputError
 from ptq.layers import embedding
-from ptq.layers.packed_weight import KeptSigns, PackedWeight, format_of, frozen, kept_signs, stored_signs
+from ptq.layers.packed_weight import KeptSigns, PackedWeight, format_of, frozen, kept_signs, loaded_signs, stored_signs
 from ptq.layers.shared_input import HERE, SharedInput
 from ptq.ops import activations, hadamard, input_steps, matmul
 from ptq.ops.activations import Activation
@@ -183,6 +183,24 @@ def online_of(entry: dict[str, Any], k: int, n: int) -> Online:
         raise InputError(f"signs must be true, beside hadamard and output_hadamard, or absent; found {signs!r}")
     activation = activations.parse(entry["activation"]) if "activation" in entry else None
     return Online(entry.get("hadamard"), entry.get("output_hadamard"), signs, activation)
+
+
+def plain_weight(module: PackedWeight, stored: Mapping[str, Tensor]) -> Float32[Tensor, "n k"]:
+    """The weight of a plain layer that computes what a packed one does, but for the rounding of its input:
+    diag(sv) H_nᵀ Ŵ H_k diag(su), with the symbols of `Online`. `stored` are the module's tensors as in its
+    `state_dict`."""
+    shape = module.out_features, module.in_features
+    weight = module.format.dequantize(
+        {part: stored[f"weight_{part}"] for part in module.format.buffers(*shape)}, *shape
+    )
+    if not isinstance(module, QuantLinear):
+        return weight
+    su, sv = (loaded_signs(stored[name]) if name in stored else None for name in (INPUT_SIGNS, OUTPUT_SIGNS))
+    if module.online.input is not None:
+        weight = hadamard.apply(weight, su, module.online.input, transpose=True)
+    if module.online.output is not None:
+        weight = hadamard.apply_columns(weight, sv, module.online.output, transpose=True)
+    return weight
 
 
 def swap(root: nn.Module, name: str, entry: Any) -> PackedWeight:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptq.errors import InputError, RunError
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.pipeline.job import Job
 from ptq.pipeline.streamed import Streamed
 

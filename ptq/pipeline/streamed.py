@@ -13,7 +13,7 @@ from ptq.files.checkpoint import Checkpoint, check_finite
 from ptq.hf import fused, residual
 from ptq.hf.blocks import Part
 from ptq.hf.described import transformers_config
-from ptq.hf.plugin import QUANT_METHOD, PtqConfig
+from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.models.families import family_of
 from ptq.models.family import Family
 from ptq.models.model_shape import shape_of

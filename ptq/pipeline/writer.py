@@ -15,7 +15,7 @@ from ptq.files import beside
 from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.hf import residual
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.layers.packed_weight import GUARD, guard
 from ptq.models.model_shape import UNREAD

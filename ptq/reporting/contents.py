@@ -7,7 +7,7 @@ from ptq.errors import InputError
 from ptq.files import published
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf.described import packed_modules, transformers_config
-from ptq.hf.plugin import PtqConfig
+from ptq.hf.packed_config import PtqConfig
 from ptq.reporting.report_schema import PAGE
 
 

@@ -1,0 +1,96 @@
+"""`quantize dequantize`: the weights of a packed checkpoint as plain numbers, for any runtime, and for training."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ptq.commands import rewritten
+from ptq.commands.rewritten import Rewritten, Tensors, without
+from ptq.commands.verify import check_integrity
+from ptq.errors import InputError
+from ptq.files import beside, dtypes
+from ptq.files.checkpoint import Checkpoint
+from ptq.files.shards import Shards, Specs, write_json
+from ptq.hf import dequantized, residual
+from ptq.hf.described import packed_modules, transformers_config
+from ptq.hf.packed_config import PtqConfig
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, plain_weight
+from ptq.layers.packed_weight import GUARD, PackedWeight
+from ptq.models.families import family_of
+from ptq.models.family import Family
+from ptq.pipeline.writer import check_out
+
+
+def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
+    """Write `checkpoint`, made by `quantize`, to the folder `out` as a plain checkpoint in the dtype of its config: of
+    every packed weight the numbers that it stands for, with all rotations in them.
+
+    Returns the number of packed weights, and what the plain model does not do: to round inputs, or keys and values.
+    Raises InputError for a checkpoint that is not packed, or damaged, for families whose plain weights transformers
+    reads in another form, and for a folder that exists. RunError for a full disk.
+    """
+    out = out.expanduser().absolute()
+    source = Checkpoint.open(checkpoint)
+    packed = PtqConfig.parse(source.config)
+    if packed is None:
+        raise InputError(f"{checkpoint}: is not quantised: its weights are plain numbers already")
+    check_out(out)
+    config, family, dtype = transformers_config(source), family_of(source.config), dtypes.read_as(source.config)
+    dequantized.check(family)
+    check_integrity(checkpoint)
+    modules = packed_modules(config, packed)
+    turned = packed.residual()
+    changes = [
+        _plain(name, module, source, dtype)
+        for name, module in modules.items()
+        if turned is None or name != family.embedding
+    ]
+    if turned is not None:
+        changes.append(_untied(source, family, modules.get(family.embedding), turned, dtype))
+    described = dtypes.plain(source.config, dtype)
+    if turned is not None:
+        described["tie_word_embeddings"] = False
+    rewritten.write(source, out, changes, partial(_complete, source, described))
+    return len(modules), packed.rounded()
+
+
+def _plain(name: str, module: PackedWeight, source: Checkpoint, dtype: torch.dtype) -> Rewritten:
+    shape, prefix = (module.out_features, module.in_features), f"{name}."
+    leaves = [*(f"weight_{part}" for part in module.format.buffers(*shape)), INPUT_SIGNS, OUTPUT_SIGNS]
+    stored = tuple(prefix + leaf for leaf in leaves if prefix + leaf in source.tensors)
+
+    def make(tensors: Tensors) -> Tensors:
+        return {f"{name}.weight": plain_weight(module, without(prefix, tensors)).to(dtype)}
+
+    return Rewritten(stored, {f"{name}.weight": (dtype, shape)}, make, None, dropped=(prefix + GUARD,))
+
+
+def _untied(
+    source: Checkpoint, family: Family, embedding: PackedWeight | None, construction: str, dtype: torch.dtype
+) -> Rewritten:
+    """Both ends of a model whose head is tied to its embedding, without what turns there (`residual.untied`)."""
+    name, norm, head = f"{family.embedding}.weight", f"{family.final_norm}.weight", f"{family.head}.weight"
+    signs, has_gain = residual.tensors(family), norm in source.tensors
+    packed = None if embedding is None else _plain(family.embedding, embedding, source, dtype)
+    first = (name,) if packed is None else packed.stored
+    info = source.tensors[f"{family.embedding}.{residual.SIGNS}"]
+
+    def make(tensors: Tensors) -> Tensors:
+        plain = tensors if packed is None else packed.make({key: tensors[key] for key in first})
+        gain = tensors[norm].float() + family.norm_offset if has_gain else torch.ones(info.shape)
+        matrices = residual.untied(plain[name].float(), gain, tensors[signs[0]], construction)
+        made = {key: matrix.to(dtype) for key, matrix in zip((name, head), matrices, strict=True)}
+        return made | ({norm: torch.full_like(tensors[norm], 1 - family.norm_offset)} if has_gain else {})
+
+    rows = embedding.out_features if embedding is not None else source.tensors[name].shape[0]
+    specs: Specs = dict.fromkeys((name, head), (dtype, (rows, *info.shape)))
+    if has_gain:
+        specs[norm] = source.tensors[norm].dtype, tuple(source.tensors[norm].shape)
+    stored = (*first, *signs, *((norm,) if has_gain else ()))
+    return Rewritten(stored, specs, make, None, dropped=() if packed is None else packed.dropped)
+
+
+def _complete(source: Checkpoint, config: dict[str, object], shards: Shards) -> None:
+    write_json(shards.folder / "config.json", config)
+    beside.copy(source.folder, shards.folder)

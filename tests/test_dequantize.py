@@ -1,0 +1,132 @@
+"""A packed model as a plain one: `quantize dequantize`, and `model.dequantize()`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import check_refused, listing, quantize
+from safetensors.torch import load_file
+from tiny_models import TINY, WRITTEN_PLAIN, save_model
+from transformers import AutoModel
+
+from ptq.errors import InputError
+from ptq.hf.loading import load_model
+from ptq.models.families import FAMILIES
+from ptq.pipeline.proof import largest_error
+
+IDS = torch.randint(96, (2, 24), generator=torch.Generator().manual_seed(0))
+EXACT = {
+    "fp6": ("fp6", "--embedding-bits", "8"),
+    "quarot": ("quarot", "--rounding", "nearest"),
+    "quip-sharp": ("quip-sharp", "--rounding", "nearest", "--activation-bits", "16"),
+}
+"""Runs whose models round nothing when they run."""
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=IDS, use_cache=False).logits
+
+
+def check_plain(folder: Path, packed: Path) -> None:
+    """A plain checkpoint computes what the packed one does, in memory and in files."""
+    stated = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in stated
+    expected = logits(load_model(packed))
+    assert largest_error(logits(load_model(folder)), expected) < 1e-5
+    made = load_model(packed).dequantize()
+    assert largest_error(logits(made), expected) < 1e-5
+    assert not hasattr(made.config, "quantization_config") and not made.is_quantized
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two ends", "tied"])
+@pytest.mark.parametrize("method", EXACT)
+def test_every_method(method: str, tied: bool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", tie_word_embeddings=tied)
+    assert quantize(EXACT[method][0], model, tmp_path / "out", *EXACT[method][1:]).exit_code == 0
+    result = quantize("dequantize", tmp_path / "out", tmp_path / "plain")
+    count = 14 + (0 if method != "fp6" else 1 if tied else 2)
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'plain'}: {count} weights as plain numbers\n")
+    check_plain(tmp_path / "plain", tmp_path / "out")
+    assert (tmp_path / "plain" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "model_type", ["gemma", "qwen3_moe", "olmo", "nanochat", "deepseek_v3", "qwen3_next", "gpt_neox"]
+)
+def test_families(model_type: str, tmp_path: Path) -> None:
+    """Norms with an offset, or without gains; experts; mixers; other names; tied, where they can be."""
+    model = save_model(tmp_path / "model", model_type)
+    assert quantize("quarot", model, tmp_path / "out", "--rounding", "nearest", "--embedding-bits", "8").exit_code == 0
+    assert quantize("dequantize", tmp_path / "out", tmp_path / "plain").exit_code == 0
+    check_plain(tmp_path / "plain", tmp_path / "out")
+
+
+def test_the_numbers_that_the_codes_stand_for(tmp_path: Path) -> None:
+    """Without rotations, the weight is what the format says; in the dtype of the config."""
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16, **TINY)
+    assert quantize("fp6", model, tmp_path / "out", "--element", "e4m2").exit_code == 0
+    assert quantize("dequantize", tmp_path / "out", tmp_path / "plain").exit_code == 0
+    plain, source = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "model"))
+    assert plain.keys() == source.keys()
+    for name, tensor in plain.items():
+        assert tensor.dtype == torch.bfloat16 and tensor.shape == source[name].shape
+        rounded = name.endswith("proj.weight")
+        assert torch.equal(tensor, source[name]) != rounded
+        assert (tensor.float() - source[name].float()).abs().max() < 0.13 * source[name].abs().max(), name
+
+
+def test_it_is_said_what_a_plain_model_does_not_round(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", **TINY)
+    options = ("--rounding", "nearest", "--activation-bits", "8", "--kv-bits", "4")
+    assert quantize("quarot", model, tmp_path / "out", *options).exit_code == 0
+    result = quantize("dequantize", tmp_path / "out", tmp_path / "plain")
+    assert "rounds inputs of linears, in 8 bits;" in result.stdout and "rounds keys and values" in result.stdout
+
+
+def test_what_comes_out_of_it_can_be_trained_and_quantised(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", **TINY)
+    assert quantize("quip-sharp", model, tmp_path / "out", "--rounding", "nearest").exit_code == 0
+    made: Any = load_model(tmp_path / "out").dequantize(torch.float32)
+    made(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(parameter.grad is not None for parameter in made.parameters())
+    made.save_pretrained(tmp_path / "saved")
+    assert quantize("dequantize", tmp_path / "out", tmp_path / "plain").exit_code == 0
+    assert quantize("fp6", tmp_path / "plain", tmp_path / "again").exit_code == 0
+
+
+def test_a_model_without_a_head(tmp_path: Path) -> None:
+    """Of a model whose ends turn, the last norm gives vectors that are turned back, which no plain norm does."""
+    for tied in (False, True):
+        model, out = save_model(tmp_path / f"model{tied}", tie_word_embeddings=tied), tmp_path / f"out{tied}"
+        assert quantize("quarot", model, out, "--rounding", "nearest").exit_code == 0
+        packed: Any = AutoModel.from_pretrained(out).eval()
+        if tied:
+            with pytest.raises(InputError, match="without its head"):
+                packed.dequantize()
+            continue
+        with torch.no_grad():
+            expected = packed(IDS).last_hidden_state
+            assert largest_error(packed.dequantize()(IDS).last_hidden_state, expected) < 1e-5
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", **TINY)
+    check_refused(quantize("dequantize", model, tmp_path / "out"), "is not quantised: its weights are plain numbers")
+    assert quantize("fp6", model, tmp_path / "out").exit_code == 0
+    before = listing(tmp_path)
+    check_refused(quantize("dequantize", tmp_path / "out", model), "exists and is not empty")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_oss"])
+def test_families_of_another_form(model_type: str, tmp_path: Path) -> None:
+    assert model_type not in WRITTEN_PLAIN and FAMILIES[model_type]
+    model = save_model(tmp_path / "model", model_type)
+    assert quantize("fp6", model, tmp_path / "out").exit_code == 0
+    check_refused(
+        quantize("dequantize", tmp_path / "out", tmp_path / "plain"), "transformers reads its weights in another"
+    )
+    assert not (tmp_path / "plain").exists()
