@@ -145,3 +145,19 @@ def test_rows_are_repeated_and_picked() -> None:
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([4, 0]))
     close(in_steps(model, ids[[2, 0], 20:], [10], cache)[0], wanted[[2, 0], 20:])
+
+
+@pytest.mark.parametrize(
+    "settings", (CacheQuantization(4, 16), CacheQuantization(16, 4), CacheQuantization(8, 8, sinks=4))
+)
+def test_begun_in_inference_mode_and_continued_outside(settings: CacheQuantization) -> None:
+    """Two tokens are fewer than the sinks, so that these are still to be written to."""
+    model, ids = model_of(settings), tokens(1, 9)
+    wanted = logits(model, ids)
+    with torch.inference_mode():
+        cache = model(ids[:, :2], use_cache=True)[CACHE]
+    found = []
+    for place in range(2, 9):
+        with torch.no_grad():
+            found.append(model(ids[:, place : place + 1], **{CACHE: cache}).logits)
+    close(torch.cat(found, 1), wanted[:, 2:])

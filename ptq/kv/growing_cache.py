@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ptq.errors import InputError
+from ptq.kv.kv_side import is_frozen
 
 CHUNK = 256
 """The room is a multiple of so many tokens, and an eighth more than was needed when it was made."""
@@ -30,7 +31,7 @@ class GrowingLayer(DynamicLayer):
         (keys, before), (values, others) = self._held["keys"], self._held["values"]
         if keys is not None and values is not None and before is not None and before == others:  # the usual case
             size = min(keys.shape[2], values.shape[2]) if keys.shape[0] == key[0] else 0
-            if before + key[2] <= size and not (_is_frozen(keys) or _is_frozen(values)):
+            if before + key[2] <= size and not (is_frozen(keys) or is_frozen(values)):
                 return keys, values, before
         if not self.is_initialized:
             self.lazy_initialization(like, like)
@@ -119,10 +120,6 @@ def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
         layer.__class__ = growing
         vars(layer)["_held"] = held
     return layer if isinstance(layer, GrowingLayer) else None
-
-
-def _is_frozen(room: Tensor) -> bool:
-    return room.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def _with_room(x: Float[Tensor, "b h before d"] | None, before: int, new: tuple[int, ...], like: Tensor) -> Tensor:

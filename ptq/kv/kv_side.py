@@ -45,6 +45,8 @@ class Side:
             op = torch.ops.ptq.kv_append if isinstance(start, int) else torch.ops.ptq.kv_append_at
             op(*self.tensors, x, start, self.bits, self.clip, self.channel_major)
             return
+        if is_frozen(self.tensors[0]):
+            self.tensors = [self.tensors[0].clone()]
         at = torch.arange(x.shape[2], device=self.device) + start
         self.tensors[0][at // CHUNK, :, :, at % CHUNK] = x.permute(2, 0, 1, 3)
 
@@ -60,6 +62,11 @@ class Side:
         """Keep these rows of the batch, in this order."""
         self.tensors = [x.index_select(1, rows.to(x.device)) for x in self.tensors]
         self.batch = len(rows)
+
+
+def is_frozen(held: Tensor) -> bool:
+    """Whether a tensor of a cache was made in inference mode, and may not be written to outside of it."""
+    return held.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def row_starts(mask: Tensor) -> Int64[Tensor, " b"]:

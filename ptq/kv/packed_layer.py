@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from ptq.errors import InputError
-from ptq.kv.kv_side import Side, rotate
+from ptq.kv.kv_side import Side, is_frozen, rotate
 from ptq.ops import hadamard, kv_ops
 from ptq.ops import kv_step as _kv_step  # noqa: F401 (registers the op)
 
@@ -90,6 +90,8 @@ class PackedLayer(CacheLayerMixin):
         column = starts[:, None] + torch.arange(self.key_sinks.shape[2], device=self.device) - start
         new = (column >= 0) & (column < key.shape[2])
         if isinstance(start, Tensor) or new.any():
+            if is_frozen(self.key_sinks):
+                self.key_sinks, self.value_sinks = self.key_sinks.clone(), self.value_sinks.clone()
             for kept, x in ((self.key_sinks, key), (self.value_sinks, value)):
                 index = column.clamp(0, key.shape[2] - 1)[:, None, :, None].expand(kept.shape)
                 kept.copy_(torch.where(new[:, None, :, None], x.float().gather(2, index), kept))
