@@ -16,6 +16,7 @@ from tiny_models import save_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import ptq
+from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import blocks, residual
 from ptq.hf.packed_config import PtqConfig
@@ -214,6 +215,21 @@ def test_save_pretrained_round_trips_shards(packed: Path, tmp_path: Path) -> Non
     assert (tmp_path / "whole" / "model.safetensors").read_bytes() == (packed / "model.safetensors").read_bytes()
 
 
+def test_fewer_blocks(packed: Path, tmp_path: Path) -> None:
+    """As of a plain model: cut off and saved, or by an option; the entries of the others are left alone."""
+    model = load(packed)
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+    model.save_pretrained(tmp_path / "cut")
+    for found in (load(tmp_path / "cut"), load(packed, num_hidden_layers=1)):
+        assert torch.equal(logits(found), logits(model)) and not torch.equal(logits(found), logits(load(packed)))
+
+
+def test_plain_weights_under_a_config_of_packed_ones(packed: Path, tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(packed)).save_pretrained(tmp_path / "plain")
+    with pytest.raises(InputError, match="holds plain numbers, and config.json says .* remove its quantization_config"):
+        load(tmp_path / "plain")
+
+
 def test_a_random_model_cannot_be_quantised_by_transformers(packed: Path) -> None:
     """`from_pretrained(plain, quantization_config=...)` would pack random numbers; packing is done by `quantize`."""
     config = PtqConfig(schemes={}, linears={})
@@ -284,7 +300,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a scheme that is a list": (lambda c: c["linears"].update({DOWN: [1]}), r"no scheme is called \[1\]"),
     "a scheme of no linear": (lambda c: c["schemes"].update(other=5), "of other: expected an object, found 5"),
     "a scheme that is text": (lambda c: c["schemes"].update(scheme0="int4"), "expected an object, found 'int4'"),
-    "an unknown linear": (lambda c: c["linears"].update({"model.layers.9.q": "scheme0"}), "the model does not have"),
+    "an unknown linear": (lambda c: c["linears"].update({"model.layers.0.q": "scheme0"}), "the model does not have"),
     "a norm": (lambda c: c["linears"].update({"model.norm": "scheme0"}), "which is a LlamaRMSNorm, no Linear"),
     "the model itself": (lambda c: c["linears"].update({"": "scheme0"}), "no Linear"),
     "a parameter": (lambda c: c["linears"].update({"model.norm.weight": "scheme0"}), "the model does not have"),

@@ -259,6 +259,9 @@ def test_caches_of_other_models_are_refused() -> None:
             in_steps(plain, tokens(1, 5), [5], PackedCache(plain.config, FOUR))
     with pytest.raises(InputError, match="leave out cache_implementation"):
         model.generate(tokens(1, 5), **GENERATE, cache_implementation="quantized")
+    for output_attentions, options in ((model, {}), (model.generate, GENERATE)):
+        with pytest.raises(InputError, match="output_attentions: attention over a KV cache of few bits"):
+            output_attentions(tokens(1, 5), output_attentions=True, **options)
     model.set_attn_implementation("sdpa")
     with pytest.raises(InputError, match="attention implementation was changed"):
         logits(model, tokens(1, 5))

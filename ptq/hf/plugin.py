@@ -24,8 +24,9 @@ from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.kv.kv_cache import attach
 from ptq.layers import embedding
 from ptq.layers.linear import swap
-from ptq.layers.packed_weight import PackedWeight
+from ptq.layers.packed_weight import GUARD, PackedWeight
 from ptq.models.families import row_of
+from ptq.models.family import Family
 
 
 class PtqQuantizer(HfQuantizer):
@@ -129,15 +130,22 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
-    "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
+    "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there, and one
+    that was given fewer blocks none for those of the others, as transformers for their tensors."""
     family, prefix = row_of(model.config), f"{model.base_model_prefix}."
-    found = {name: family.module_name(name) for name in names}
+    found = {name: family.module_name(name) for name in names if not _is_behind(name, family, model.config)}
     outside = [name for name, own in found.items() if not own.startswith(prefix)]
     if model.get_output_embeddings() is None and len(outside) == 1:
         del found[outside[0]]
     if hasattr(model, model.base_model_prefix):
         return found
     return {name: own.removeprefix(prefix) for name, own in found.items()}
+
+
+def _is_behind(name: str, family: Family, config: Any) -> bool:
+    """Whether this is a name in a block behind the last one of a config."""
+    number, _, rest = name.removeprefix(f"{family.layers}.").partition(".")
+    return bool(rest) and number.isdecimal() and int(number[:10]) >= config.num_hidden_layers
 
 
 @functools.cache
@@ -181,6 +189,14 @@ def check_files(
             info = stored.get(_inside(name, model))
             if info is None:
                 raise InputError(f"{folder}: tensor {name!r} is missing; the checkpoint is damaged")
+            if leaf == GUARD and tuple(info.shape) == (
+                getattr(module, "out_features", 0),
+                getattr(module, "in_features", 0),
+            ):
+                raise InputError(
+                    f"{folder}: tensor {name!r} holds plain numbers, and config.json says that they are packed: remove "
+                    "its quantization_config if the model is a plain one"
+                )
             if tuple(info.shape) != tuple(parameter.shape):
                 raise InputError(
                     f"{folder}: tensor {name!r} has shape {list(info.shape)}, config.json says "

@@ -212,6 +212,11 @@ def _before_forward(arguments: list[str], body: Any, args: tuple[Any, ...], kwar
     if not torch.compiler.is_compiling():
         _register(settings)  # a model that was pickled has come to another process
     kwargs = {**dict(zip(arguments, args, strict=False)), **kwargs}
+    if kwargs.get("output_attentions"):
+        raise InputError(
+            "output_attentions: attention over a KV cache of few bits gives no weights; load a checkpoint made "
+            "without --kv-bits, --key-bits and --value-bits"
+        )
     # The forward itself takes the old name, too, and prefers the new one.
     name = CACHE if CACHE in kwargs or "past_key_values" not in kwargs else "past_key_values"
     cache, use_cache = kwargs.get(name), kwargs.get("use_cache")
