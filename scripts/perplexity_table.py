@@ -30,6 +30,7 @@ from ptq.commands.windows import Windows, windows_from_text
 from ptq.demo import demo_path
 from ptq.pipeline.pipeline import Result
 from ptq.recipe import Recipe, Rounding
+from ptq.statistics.calibration import bos_of
 from quarot.plan import QuarotRecipe
 
 BITS = (8, 6, 4, 3, 2)
@@ -197,7 +198,9 @@ def prepared(
             measured, calibration = split_text(text, split, Path(temporary))
         else:
             measured = text.read_text()
-        found = windows_from_text(AutoTokenizer.from_pretrained(folder), measured, context)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        bos = bos_of(tokenizer, AutoConfig.from_pretrained(folder))
+        found = windows_from_text(tokenizer, measured, context, text.name, bos)
         found = Windows(found.tokens[:windows], found.found, found.tokenizer, found.bos)
         print(f"{model}: {len(found)} windows of {context} tokens from {text.name}; calibrated on {samples} such rows")
         yield Task(folder, calibration, found, samples, context)

@@ -3,20 +3,21 @@
 import copy
 import hashlib
 import json
+from types import SimpleNamespace
 
 import datasets
 import pytest
 import torch
 from datasets.exceptions import DatasetNotFoundError
 from tiny_models import save_model
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, GemmaConfig, LlamaConfig
 
 from ptq.commands import verify
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.pipeline import pipeline, token_rows
 from ptq.statistics import calibration
-from ptq.statistics.calibration import fingerprint, load_rows
+from ptq.statistics.calibration import bos_of, fingerprint, load_rows
 from ptq.statistics.text_sources import read_text
 from quarot.plan import QuarotRecipe
 
@@ -73,6 +74,14 @@ def test_windows_that_begin_with_a_token(text):
     assert sorted(rows.tolist()) == [[300, *whole[i : i + 9]] for i in range(0, 90, 9)]
     with pytest.raises(InputError, match="--sequence-length 1: must be at least 2"):
         load_rows(text, bare, 1, 1, seed=0, bos=300)
+
+
+def test_a_tokenizer_without_bos():
+    """The model's own config may say it; a family that needs none has none."""
+    bare = SimpleNamespace(bos_token_id=None)
+    assert bos_of(bare, LlamaConfig(bos_token_id=1)) is None and bos_of(bare, GemmaConfig(bos_token_id=2)) == 2
+    with pytest.raises(InputError, match="gemma: every text must begin with .* name it as bos_token"):
+        bos_of(bare, GemmaConfig(bos_token_id=None))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma", "gemma2", "gemma3_text", "gemma4_text", "vaultgemma"])

@@ -194,7 +194,7 @@ def test_inspect_refuses_what_it_does_not_know(packed: Path, tiny: Path, tmp_pat
     check_refused(quantize("inspect", model), "was quantised by 'gptq', not by ptq")
     hostile = shutil.copytree(packed, tmp_path / "hostile")
     content = json.loads((packed / "config.json").read_text())["quantization_config"]
-    content["linears"]["model.layers.7.mlp.up_proj"] = "scheme0"
+    content["linears"]["model.layers.0.mlp.other"] = "scheme0"
     edit_config(quantization_config=content)(hostile)
     check_refused(quantize("inspect", hostile), "which the model does not have")
     content["linears"].popitem()

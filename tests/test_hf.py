@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import quantize
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -222,6 +223,7 @@ def test_fewer_blocks(packed: Path, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "cut")
     for found in (load(tmp_path / "cut"), load(packed, num_hidden_layers=1)):
         assert torch.equal(logits(found), logits(model)) and not torch.equal(logits(found), logits(load(packed)))
+    assert quantize("verify", tmp_path / "cut").exit_code == quantize("inspect", tmp_path / "cut").exit_code == 0
 
 
 def test_plain_weights_under_a_config_of_packed_ones(packed: Path, tmp_path: Path) -> None:

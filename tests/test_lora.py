@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import quantize
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.config import KasaConfig
 from tiny_models import save_model
 
 from ptq.errors import InputError
@@ -69,7 +70,7 @@ def test_an_adapter_is_trained_saved_loaded_and_merged(method: str, tmp_path: Pa
 
 def test_what_needs_the_weight_is_refused(tmp_path: Path) -> None:
     model = packed(tmp_path)
-    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
+    for options in ({"use_dora": True}, {"init_lora_weights": "pissa"}, {"kasa_config": KasaConfig()}):
         with pytest.raises(InputError, match=rf"{next(iter(options))}.*model\.dequantize\(\)"):
             get_peft_model(model, prepared(LoraConfig(target_modules=["q_proj"], **options), model))  # type: ignore[arg-type]
     model = packed(tmp_path)
@@ -89,6 +90,17 @@ def test_experts(tmp_path: Path) -> None:
     found = {name.rpartition(".")[2] for name, module in adapted.named_modules() if isinstance(module, PackedLora)}
     assert found == {"q_proj", "k_proj", "v_proj", "o_proj"}
     trained(adapted)
+
+
+def test_which_linears_are_all(tmp_path: Path) -> None:
+    """Those inside of an adapter, too; without what is excluded; of a plain model, none."""
+    model = packed(tmp_path)
+    get_peft_model(model, prepared(LoraConfig(target_modules=["q_proj"]), model))
+    assert len(set(prepared(LoraConfig(target_modules="all-linear"), model).target_modules or ())) == 14
+    mamba = packed(tmp_path / "mamba", model_type="falcon_h1")  # where peft puts none on out_proj
+    get_peft_model(mamba, prepared(LoraConfig(target_modules="all-linear", exclude_modules=["out_proj"]), mamba))
+    with pytest.raises(InputError, match="no linear of the model is packed"):
+        prepared(LoraConfig(target_modules="all-linear"), load_model(tmp_path / "model"))
 
 
 def test_a_model_that_no_gradient_passes(tmp_path: Path) -> None:

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import quantize
+from safetensors.torch import load_file, save_file
 from tiny_models import DISTINCT, save_model
+from transformers import AutoModel
 
 from ptq.commands import evaluate, verify
 from ptq.hf.loading import load_model
@@ -55,11 +57,24 @@ def test_a_packed_model_to_the_bit(method: str, tmp_path: Path) -> None:
     "model_type", [name for name in DISTINCT if FAMILIES[name].renamed or FAMILIES[name].published]
 )
 def test_a_packed_model_that_was_saved_again(model_type: str, tmp_path: Path) -> None:
-    """Some tensors then have the names that they have in the model."""
+    """And whose tensors somebody has given the names that they have in the model, as transformers reads both."""
     model, out, again = save_model(tmp_path / "model", model_type), tmp_path / "out", tmp_path / "again"
     assert quantize("fp6", model, out).exit_code == 0
     load_model(out).save_pretrained(again)
+    tensors, family = load_file(again / "model.safetensors"), FAMILIES[model_type]
+    renamed = {family.module_name(name): tensor for name, tensor in tensors.items()}
+    save_file(renamed, again / "model.safetensors", {"format": "pt"})
     assert torch.equal(streamed(again), loaded(again))
+
+
+def test_what_was_saved_without_its_head_is_refused(tmp_path: Path) -> None:
+    model, out, again = save_model(tmp_path / "model"), tmp_path / "out", tmp_path / "again"
+    assert quantize("fp6", model, out).exit_code == 0
+    AutoModel.from_pretrained(out).save_pretrained(again)
+    for arguments in (("verify", again, "--against", model), ("dequantize", again, tmp_path / "plain")):
+        result = quantize(*arguments)
+        assert result.exit_code == 2
+        assert "no tensor 'model.embed_tokens.weight'; if AutoModel saved it" in result.stderr.splitlines()[-1]
 
 
 def test_windows_that_do_not_fit_into_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from ptq.files import beside, dtypes
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.shards import Shards, Specs, write_json
 from ptq.hf import dequantized, residual
-from ptq.hf.described import packed_modules, transformers_config
+from ptq.hf.described import check_whole, packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, plain_weight
+from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear, plain_weight
 from ptq.layers.packed_weight import GUARD, PackedWeight
 from ptq.models.families import family_of
 from ptq.models.family import Family
@@ -24,7 +24,7 @@ from ptq.pipeline.writer import check_out
 
 def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     """Write `checkpoint`, made by `quantize`, to the folder `out` as a plain checkpoint in the dtype of its config: of
-    every packed weight the numbers that it stands for, with all rotations in them.
+    every packed weight the numbers that it stands for, with all rotations in them, rounded to that dtype.
 
     Returns the number of packed weights, and what the plain model does not do: to round inputs, or keys and values.
     Raises InputError for a checkpoint that is not packed, or damaged, for families whose plain weights transformers
@@ -37,7 +37,8 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
         raise InputError(f"{checkpoint}: is not quantised: its weights are plain numbers already")
     check_out(out)
     config, family, dtype = transformers_config(source), family_of(source.config), dtypes.read_as(source.config)
-    dequantized.check(family)
+    dequantized.check(config)
+    check_whole(source, family)
     check_integrity(checkpoint)
     modules = packed_modules(config, packed)
     turned = packed.residual()
@@ -57,8 +58,8 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
 
 def _plain(name: str, module: PackedWeight, source: Checkpoint, dtype: torch.dtype) -> Rewritten:
     shape, prefix = (module.out_features, module.in_features), f"{name}."
-    leaves = [*(f"weight_{part}" for part in module.format.buffers(*shape)), INPUT_SIGNS, OUTPUT_SIGNS]
-    stored = tuple(prefix + leaf for leaf in leaves if prefix + leaf in source.tensors)
+    signs = (INPUT_SIGNS, OUTPUT_SIGNS) if isinstance(module, QuantLinear) and module.online.signs else ()
+    stored = tuple(prefix + leaf for leaf in (*(f"weight_{part}" for part in module.format.buffers(*shape)), *signs))
 
     def make(tensors: Tensors) -> Tensors:
         return {f"{name}.weight": plain_weight(module, without(prefix, tensors)).to(dtype)}
@@ -78,10 +79,9 @@ def _untied(
 
     def make(tensors: Tensors) -> Tensors:
         plain = tensors if packed is None else packed.make({key: tensors[key] for key in first})
-        gain = tensors[norm].float() + family.norm_offset if has_gain else torch.ones(info.shape)
-        matrices = residual.untied(plain[name].float(), gain, tensors[signs[0]], construction)
-        made = {key: matrix.to(dtype) for key, matrix in zip((name, head), matrices, strict=True)}
-        return made | ({norm: torch.full_like(tensors[norm], 1 - family.norm_offset)} if has_gain else {})
+        rows, gain = plain[name].float(), tensors.get(norm)
+        start, end, unit = residual.untied(rows, gain, tensors[signs[0]], construction, family.norm_offset)
+        return {name: start.to(dtype), head: end.to(dtype)} | ({} if unit is None else {norm: unit})
 
     rows = embedding.out_features if embedding is not None else source.tensors[name].shape[0]
     specs: Specs = dict.fromkeys((name, head), (dtype, (rows, *info.shape)))

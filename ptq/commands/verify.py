@@ -85,7 +85,7 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
 
 
 def _compare(model: Streamed, original: Streamed, windows: Windows) -> evaluate.Agreement:
-    """How close a model is to its original, with a block of one of them in memory at a time."""
+    """How close a model is to its original, with a block of one of them, or both heads, in memory at a time."""
     for each in (model, original):
         check_fit(each.config, windows)
     with counting("blocks") as advance:

@@ -68,7 +68,7 @@ def _read(value: Any) -> Any:
 def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, PackedWeight]:
     """The packed linears, and the embedding where it is, of the model built without weights. Raises InputError for what
     does not fit."""
-    model, entries = _without_weights(config), packed.entries()
+    model, entries = _without_weights(config), packed.entries_in(config)
     experts.separate(model, experts.names_in(entries))
     family = row_of(config)
     found = {name: swap(model, family.module_name(name), entry) for name, entry in entries.items()}
@@ -82,6 +82,15 @@ def plain_linears(config: PreTrainedConfig, packed: PtqConfig) -> list[str] | No
     if any(experts.is_fused(module) for module in model.modules()):
         return None
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in entries]
+
+
+def check_whole(checkpoint: Checkpoint, family: Family) -> None:
+    """Raise InputError for a checkpoint without its embedding under the name that a whole model has for it."""
+    if f"{family.embedding}.weight" not in checkpoint.tensors:
+        raise InputError(
+            f"{checkpoint.folder}: has no tensor '{family.embedding}.weight'; if AutoModel saved it, without the head, "
+            "load and save the model by AutoModelForCausalLM"
+        )
 
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:

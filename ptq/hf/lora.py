@@ -1,6 +1,7 @@
 """Adapters (LoRA) on packed linears, by peft: `get_peft_model(model, prepared(LoraConfig(...), model))`."""
 
 import copy
+import re
 import warnings
 from typing import Any
 
@@ -13,6 +14,8 @@ from ptq.errors import InputError
 from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
 
+READING = ("use_dora", "kasa_config")
+"""Settings with which peft reads the weight beside the adapter."""
 DRAWN = (True, False, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` for which peft reads nothing of the weight beside the adapter."""
 PLAIN = "make the weights plain numbers first: model.dequantize(), or `quantize dequantize`"
@@ -22,8 +25,9 @@ class PackedLora(lora.Linear):
     """peft's layer around a packed linear: y = W x + scale * B A x."""
 
     def __init__(self, base_layer: nn.Module, adapter_name: str, config: LoraConfig, **options: Any) -> None:
-        if config.use_dora or config.init_lora_weights not in DRAWN:
-            what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
+        own = next((name for name in READING if getattr(config, name, None)), None)
+        if own or config.init_lora_weights not in DRAWN:
+            what = own or f"init_lora_weights={config.init_lora_weights!r}"
             raise InputError(f"{what} reads the weight beside the adapter, which is packed; {PLAIN}")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Unsupported layer type")  # this class is what supports it
@@ -39,9 +43,13 @@ def prepared(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
     `PeftModel.from_pretrained(..., config=)` that of a trained one. `target_modules="all-linear"` means its packed
     linears; of a model with experts those outside of MLPs, as peft knows experts in the form of transformers alone.
 
-    Raises InputError for a model that no gradient passes, for adapters on experts, and when it is used for what needs
-    the weights themselves.
+    Raises InputError for a model without packed linears, or that no gradient passes, for adapters on experts, and when
+    it is used for what needs the weights themselves.
     """
+    linears = {name.removesuffix(".base_layer"): module for name, module in model.named_modules()
+               if isinstance(module, QuantLinear) and module is not model.get_output_embeddings()}  # fmt: skip
+    if not linears:
+        raise InputError("no linear of the model is packed: give the LoraConfig to peft as it is")
     quantizer = getattr(model, "hf_quantizer", None)
     if quantizer is not None and not quantizer.is_trainable:
         raise InputError(
@@ -51,21 +59,19 @@ def prepared(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
     config = copy.copy(config)
     inside = {name for module in model.modules() if isinstance(module, Experts) for name in module.names}
     if config.target_modules == "all-linear":
-        linears = (name for name, module in model.named_modules() if isinstance(module, QuantLinear))
-        head = model.get_output_embeddings()
-        found = {name for name in linears if model.get_submodule(name) is not head}
-        config.target_modules = sorted(name for name in found if name.rpartition(".")[2] not in inside)
-    elif inside:
-        _refuse_experts(config.target_modules, inside)
+        config.target_modules = sorted(name for name in linears if name.rpartition(".")[2] not in inside)
+    for name in linears:
+        if name.rpartition(".")[2] in inside and _means(config.target_modules, name):
+            raise InputError(
+                f"target_modules {config.target_modules!r} mean {name}: peft puts no adapter on experts that are "
+                f"packed one by one, nor on what has their names; name linears of attention, such as q_proj, or {PLAIN}"
+            )
     config._register_custom_module({QuantLinear: PackedLora})
     return config
 
 
-def _refuse_experts(targets: Any, inside: set[str]) -> None:
-    names = {targets} if isinstance(targets, str) else set(targets or ())
-    for name in sorted(names):
-        if isinstance(targets, str) or name.rpartition(".")[2] in inside:
-            raise InputError(
-                f"target_modules {name!r}: peft puts no adapter on experts that are packed one by one; name linears of "
-                f"attention, such as q_proj, in a list, or {PLAIN}"
-            )
+def _means(targets: Any, name: str) -> bool:
+    """Whether peft takes a linear to be among these target modules: a pattern, or names or ends of names."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(name == target or name.endswith(f".{target}") for target in targets or ())

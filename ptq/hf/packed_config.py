@@ -9,6 +9,7 @@ from ptq.errors import InputError
 from ptq.hf import residual
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import describe
+from ptq.models.families import row_of
 from ptq.planning.plan import Plan
 
 QUANT_METHOD = "ptq"
@@ -123,6 +124,13 @@ class PtqConfig(QuantizationConfigMixin):
     def entries(self) -> dict[str, Any]:
         """The scheme of every quantised linear, by module name. What a scheme says is checked by `linear.build`."""
         return {name: self.schemes[scheme] for name, scheme in self.linears.items()}
+
+    def entries_in(self, config: Any) -> dict[str, Any]:
+        """Those in the model of a transformers config: who gives it fewer blocks has no use for the entries of the
+        others, as transformers has none for their tensors."""
+        family, blocks = row_of(config), config.num_hidden_layers
+        numbers = {name: family.block_of(name) for name in self.linears}
+        return {name: entry for name, entry in self.entries().items() if (numbers[name] or 0) < blocks}
 
 
 register_quantization_config(QUANT_METHOD)(PtqConfig)

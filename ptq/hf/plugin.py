@@ -26,7 +26,6 @@ from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import GUARD, PackedWeight
 from ptq.models.families import row_of
-from ptq.models.family import Family
 
 
 class PtqQuantizer(HfQuantizer):
@@ -58,7 +57,7 @@ class PtqQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         assert isinstance(self.quantization_config, PtqConfig)
-        entries = self.quantization_config.entries()
+        entries = self.quantization_config.entries_in(model.config)
         transposed.as_linears(model)
         self.separated = experts.separate(model, experts.names_in(entries))
         if self.separated:
@@ -92,7 +91,7 @@ class PtqQuantizer(HfQuantizer):
         self.narrow = {name: stored for name, (dtype, stored) in found.items() if stored not in (None, dtype)}
         _leave_plain_steps(model)
         fast_decode.install(model)
-        for own in own_names(model, self.quantization_config.linears).values():
+        for own in own_names(model, self.quantization_config.entries_in(model.config)).values():
             module = model.get_submodule(own)
             assert isinstance(module, PackedWeight), own
             module.prepack()  # one after the other, so that no two copies of the model are ever in memory
@@ -130,22 +129,15 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
-    "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there, and one
-    that was given fewer blocks none for those of the others, as transformers for their tensors."""
+    "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
     family, prefix = row_of(model.config), f"{model.base_model_prefix}."
-    found = {name: family.module_name(name) for name in names if not _is_behind(name, family, model.config)}
+    found = {name: family.module_name(name) for name in names}
     outside = [name for name, own in found.items() if not own.startswith(prefix)]
     if model.get_output_embeddings() is None and len(outside) == 1:
         del found[outside[0]]
     if hasattr(model, model.base_model_prefix):
         return found
     return {name: own.removeprefix(prefix) for name, own in found.items()}
-
-
-def _is_behind(name: str, family: Family, config: Any) -> bool:
-    """Whether this is a name in a block behind the last one of a config."""
-    number, _, rest = name.removeprefix(f"{family.layers}.").partition(".")
-    return bool(rest) and number.isdecimal() and int(number[:10]) >= config.num_hidden_layers
 
 
 @functools.cache

@@ -138,9 +138,18 @@ def _norm(
 
 
 def untied(
-    rows: Float32[Tensor, "v k"], gain: Float[Tensor, " k"], signs: Int16[Tensor, " k"], construction: str
-) -> tuple[Float32[Tensor, "v k"], Float32[Tensor, "v k"]]:
-    """Embedding and head of a model whose ends do not turn, in the place of one matrix for ends that do: the rotation
-    fused into both, and what the last norm multiplies with into the head."""
+    rows: Float32[Tensor, "v k"],
+    gain: Float[Tensor, " k"] | None,
+    signs: Int16[Tensor, " k"],
+    construction: str,
+    norm_offset: float,
+) -> tuple[Float32[Tensor, "v k"], Float32[Tensor, "v k"], Float[Tensor, " k"] | None]:
+    """Embedding, head and last norm of a model whose ends do not turn, in the place of one matrix for ends that do: the
+    rotation fused into both matrices, and what the norm multiplies with into the head. `gain` and `signs` are as they
+    are stored, the gain None where the norm has none."""
     vector = loaded_signs(signs)
-    return hadamard.apply(rows, vector, construction), hadamard.apply(rows * gain, vector, construction)
+    embedding = hadamard.apply(rows, vector, construction)
+    if gain is None:
+        return embedding, embedding.clone(), None
+    head = hadamard.apply(rows * (gain.float() + norm_offset), vector, construction)
+    return embedding, head, torch.full_like(gain, 1 - norm_offset)

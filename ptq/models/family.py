@@ -193,6 +193,11 @@ class Family:
                 name = _replaced(name, in_model, in_files)
         return name
 
+    def block_of(self, name: str) -> int | None:
+        """The number of the block that a tensor or a linear is in; None where it is in none."""
+        number, _, rest = name.removeprefix(f"{self.layers}.").partition(".")
+        return int(number[:10]) if rest and number.isdecimal() and name.startswith(f"{self.layers}.") else None
+
     @property
     def norms_keys(self) -> bool:
         """Whether keys are normed, before RoPE or after it: scales of their channels would vanish, or do harm."""

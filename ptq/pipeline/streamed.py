@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptq.files.checkpoint import Checkpoint, check_finite
 from ptq.hf import fused, residual
 from ptq.hf.blocks import Part
-from ptq.hf.described import transformers_config
+from ptq.hf.described import check_whole, transformers_config
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.models.families import family_of
 from ptq.models.family import Family
@@ -48,7 +48,9 @@ class Streamed:
             config = transformers_config(checkpoint)
             family = family_of(checkpoint.config).of(config)
             tensors = fused.as_published(checkpoint.tensors, family, shape_of(config).experts)
-            return cls(replace(checkpoint, tensors=tensors), config, family, PtqConfig.parse(checkpoint.config))
+            checkpoint = replace(checkpoint, tensors=tensors)
+            check_whole(checkpoint, family)
+            return cls(checkpoint, config, family, PtqConfig.parse(checkpoint.config))
         found = target.opened(str(folder))
         plan = outline("", found.shape, found.family, found.checkpoint.tensors)
         target.check(found, replace(plan, linears=joined(plan.linears)))

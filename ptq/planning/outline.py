@@ -105,8 +105,8 @@ def _behind(shape: ModelShape, family: Family, names: Iterable[str]) -> set[str]
     config speaks of such blocks."""
 
     def is_behind(name: str) -> bool:
-        number, _, rest = name.removeprefix(f"{family.layers}.").partition(".")
-        return bool(rest) and number.isdecimal() and 0 <= int(number[:10]) - shape.blocks < shape.unread
+        block = family.block_of(name)
+        return block is not None and 0 <= block - shape.blocks < shape.unread
 
     return {name for name in names if name.startswith(("mtp.", "model.mtp.", "model.mtp_")) or is_behind(name)}
 

@@ -64,11 +64,14 @@ def summary(checkpoint: Checkpoint) -> Contents:
         stored[_packed_owner(tensor)] = stored.get(_packed_owner(tensor), 0) + info.nbytes
     groups = []
     for name, scheme in packed.schemes.items():
-        linears = tuple(linear for linear, used in packed.linears.items() if used == name)
-        if not linears:
+        named = [linear for linear, used in packed.linears.items() if used == name]
+        if not named:
             raise InputError(
                 f"{checkpoint.folder / 'config.json'}: quantization_config: no linear uses scheme {name!r}"
             )
+        linears = tuple(linear for linear in named if linear in modules)  # not those of blocks that were cut off
+        if not linears:
+            continue
         weights = sum(modules[linear].out_features * modules[linear].in_features for linear in linears)
         groups.append(Group(scheme, linears, weights, sum(stored.get(linear, 0) for linear in linears)))
     packed_bytes = sum(group.nbytes for group in groups)

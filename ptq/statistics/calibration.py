@@ -52,8 +52,17 @@ def load_rows(
 
 def bos_of(tokenizer: Any, config: Any) -> int | None:
     """The token in front of every window of text for a model with this transformers config; None for most models
-    (`Family.needs_bos`), and where the tokenizer has none."""
-    return tokenizer.bos_token_id if row_of(config.get_text_config()).needs_bos else None
+    (`Family.needs_bos`). Raises InputError where one is needed, and nobody says which."""
+    text = config.get_text_config()
+    if not row_of(text).needs_bos:
+        return None
+    bos = text.bos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if not isinstance(bos, int):
+        raise InputError(
+            f"{text.model_type}: every text must begin with the beginning-of-sequence token, and the tokenizer has "
+            "none; name it as bos_token in tokenizer_config.json"
+        )
+    return bos
 
 
 def windows_of(ids: Int64[Tensor, " n"], length: int, bos: int | None = None) -> Int64[Tensor, "w {length}"]:
