@@ -66,6 +66,8 @@ class Side:
 
 def is_frozen(held: Tensor) -> bool:
     """Whether a tensor of a cache was made in inference mode, and may not be written to outside of it."""
+    if torch.compiler.is_compiling():  # a graph cannot ask, and writes to a cache that was made before it
+        return False
     return held.is_inference() and not torch.is_inference_mode_enabled()
 
 
