@@ -96,7 +96,8 @@ def test_which_linears_are_all(tmp_path: Path) -> None:
     """Those inside of an adapter, too; without what is excluded; of a plain model, none."""
     model = packed(tmp_path)
     get_peft_model(model, prepared(LoraConfig(target_modules=["q_proj"]), model))
-    assert len(set(prepared(LoraConfig(target_modules="all-linear"), model).target_modules or ())) == 14
+    names = set(prepared(LoraConfig(target_modules="all-linear"), model).target_modules or ())
+    assert len(names) == 14 and "model.layers.0.self_attn.q_proj" in names
     mamba = packed(tmp_path / "mamba", model_type="falcon_h1")  # where peft puts none on out_proj
     get_peft_model(mamba, prepared(LoraConfig(target_modules="all-linear", exclude_modules=["out_proj"]), mamba))
     with pytest.raises(InputError, match="no linear of the model is packed"):

@@ -10,13 +10,12 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from ptq.files.checkpoint import Checkpoint, check_finite
-from ptq.hf import fused, residual
+from ptq.hf import residual
 from ptq.hf.blocks import Part
 from ptq.hf.described import check_whole, transformers_config
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.models.families import family_of
 from ptq.models.family import Family
-from ptq.models.model_shape import shape_of
 from ptq.pipeline import ends, target
 from ptq.pipeline.ends import Matrix
 from ptq.planning.outline import fused as joined
@@ -28,7 +27,7 @@ class Streamed:
     """Computes in float32, a row at a time: a packed model to the same bits as when it is loaded."""
 
     checkpoint: Checkpoint
-    """Its tensors by the names that the family's row has for them."""
+    """Its tensors by the names that the family's row has for them, or that the model has."""
     config: Any
     """Its transformers config."""
     family: Family
@@ -47,8 +46,6 @@ class Streamed:
         if isinstance(stated, dict) and stated.get("quant_method") == QUANT_METHOD:
             config = transformers_config(checkpoint)
             family = family_of(checkpoint.config).of(config)
-            tensors = fused.as_published(checkpoint.tensors, family, shape_of(config).experts)
-            checkpoint = replace(checkpoint, tensors=tensors)
             check_whole(checkpoint, family)
             return cls(checkpoint, config, family, PtqConfig.parse(checkpoint.config))
         found = target.opened(str(folder))
