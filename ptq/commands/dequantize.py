@@ -1,6 +1,5 @@
 """`quantize dequantize`: the weights of a packed checkpoint as plain numbers, for any runtime, and for training."""
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,9 +8,9 @@ from ptq.commands import rewritten
 from ptq.commands.rewritten import Rewritten, Tensors, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
-from ptq.files import beside, dtypes
+from ptq.files import dtypes
 from ptq.files.checkpoint import Checkpoint
-from ptq.files.shards import Shards, Specs, write_json
+from ptq.files.shards import Specs
 from ptq.hf import dequantized, residual
 from ptq.hf.described import check_whole, packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
@@ -52,7 +51,7 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     described = dtypes.plain(source.config, dtype)
     if turned is not None:
         described["tie_word_embeddings"] = False
-    rewritten.write(source, out, changes, partial(_complete, source, described))
+    rewritten.write(source, out, changes, rewritten.plain_files(source, described))
     return len(modules), packed.rounded()
 
 
@@ -89,8 +88,3 @@ def _untied(
         specs[norm] = source.tensors[norm].dtype, tuple(source.tensors[norm].shape)
     stored = (*first, *signs, *((norm,) if has_gain else ()))
     return Rewritten(stored, specs, make, None, dropped=() if packed is None else packed.dropped)
-
-
-def _complete(source: Checkpoint, config: dict[str, object], shards: Shards) -> None:
-    write_json(shards.folder / "config.json", config)
-    beside.copy(source.folder, shards.folder)

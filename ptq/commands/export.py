@@ -1,7 +1,6 @@
 """`quantize export`: a packed checkpoint in the format of compressed-tensors, for other runtimes (vLLM, SGLang)."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from ptq.commands import rewritten
 from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
-from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import read_as
-from ptq.files.shards import Shards, Specs, write_json
+from ptq.files.shards import Specs
 from ptq.hf.described import packed_modules, plain_linears, transformers_config
 from ptq.hf.packed_config import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
@@ -63,7 +61,8 @@ def export(checkpoint: Path, out: Path) -> int:
         )
     half = read_as(source.config) == torch.float16
     linears = [_rewritten(name, module, schemes[0], half) for name, module in modules.items()]
-    rewritten.write(source, out, linears, partial(_complete, source, describe(schemes[0], plain)))
+    described = source.config | {"quantization_config": describe(schemes[0], plain)}
+    rewritten.write(source, out, linears, rewritten.plain_files(source, described))
     return len(linears)
 
 
@@ -142,9 +141,3 @@ def describe(scheme: Scheme, plain: list[str]) -> dict[str, Any]:
         "config_groups": {"group_0": group},
         "ignore": plain,
     }
-
-
-def _complete(source: Checkpoint, described: dict[str, Any], shards: Shards) -> None:
-    config = source.config | {"quantization_config": described}
-    write_json(shards.folder / "config.json", config)
-    beside.copy(source.folder, shards.folder)

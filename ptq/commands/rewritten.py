@@ -4,15 +4,16 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ptq.errors import RunError
+from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive
-from ptq.files.shards import Shards, Specs, layout
+from ptq.files.shards import Shards, Specs, layout, write_json
 from ptq.pipeline.writer import MAX_SHARD_BYTES, check_out, partial_folder, put_in_place
 
 Tensors = dict[str, Tensor]
@@ -63,6 +64,16 @@ def write(source: Checkpoint, out: Path, changes: Sequence[Rewritten], complete:
             shutil.rmtree(shards.folder, ignore_errors=True)
             raise
         put_in_place(shards.folder, out)
+
+
+def plain_files(source: Checkpoint, config: dict[str, Any]) -> Callable[[Shards], None]:
+    """A `complete` of `write`: this config.json, and the files that stand beside the weights of the source."""
+
+    def complete(shards: Shards) -> None:
+        write_json(shards.folder / "config.json", config)
+        beside.copy(source.folder, shards.folder)
+
+    return complete
 
 
 def _prove(source: Checkpoint, changes: Sequence[Rewritten], kept: Sequence[str], shards: Shards) -> None:
