@@ -61,6 +61,7 @@ def fp6(
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
     damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
+    gptaq_alpha: cli.GptaqAlpha = 0.0,
     seed: cli.Seed = 0,
     device: cli.Device = "auto",
     work: cli.Work = None,
@@ -76,10 +77,10 @@ def fp6(
 
     recipe = Fp6Recipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()), widths=tuple(element_for or ()),
-        element=element, group_size=group_size, scale=scale,
+        gptaq_alpha=gptaq_alpha, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
+        widths=tuple(element_for or ()), element=element, group_size=group_size, scale=scale,
         scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
     )  # fmt: skip
     if rounding == "nearest":
-        cli.refuse_idle(recipe, "with --rounding nearest", damping="--damping")
+        cli.refuse_idle(recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

@@ -74,6 +74,13 @@ EmbeddingBits = Annotated[
 ]
 Samples = Annotated[int, typer.Option(help="Rows of calibration text.")]
 SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row. Default: 2048, or the model's limit.")]
+GptaqAlpha = Annotated[
+    float,
+    typer.Option(
+        help="Weights make up for so much of what earlier rounding did to their inputs, 0 to 1, as in GPTAQ: 0.25 is "
+        "closer to the original than 0, and takes longer. Not for linears of experts."
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]

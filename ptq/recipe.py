@@ -42,6 +42,9 @@ class Recipe:
     """Added to the Hessian's diagonal, as a share of its mean."""
     sweeps: int = 0
     """At most so many sweeps of coordinate descent after LDLQ (`ptq.weights.sweeps`)."""
+    gptaq_alpha: float = 0.0
+    """Share of what earlier rounding did to the input of a linear that its weight makes up for before it is rounded
+    (GPTAQ's alpha, `ptq.statistics.cross_moments`); 0: none. Not for linears of experts."""
     seed: int = 0
     embedding_bits: int = 16
     """Bits of the embedding and the head, which are rounded to the nearest integers; 16 leaves them alone."""
@@ -81,6 +84,8 @@ class Recipe:
             raise InputError(f"sweeps must be 0 or more, found {self.sweeps}")
         if not 0 < self.damping < 1:
             raise InputError(f"damping must be above 0 and below 1, found {self.damping}")
+        if not 0 <= self.gptaq_alpha <= 1:
+            raise InputError(f"the alpha of GPTAQ must be 0 to 1, found {self.gptaq_alpha}")
 
     def _check_widths(self) -> None:
         for entry in self.widths:
@@ -105,9 +110,9 @@ class Recipe:
         return True
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form, the same for the same recipe; without `widths`, that of a time when no recipe had any."""
+        """JSON form, the same for the same recipe; without options that change nothing and that older recipes lack."""
         given = {"method": self.method, **asdict(self)}
-        return given if self.widths else {key: value for key, value in given.items() if key != "widths"}
+        return {key: value for key, value in given.items() if value or key not in ("widths", "gptaq_alpha")}
 
 
 @dataclass(frozen=True)

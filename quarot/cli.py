@@ -14,6 +14,10 @@ ActivationClip = Annotated[
         "text. Default: 0.9 at 4 bits, 0.95 at 6, 1 at 8."
     ),
 ]
+CacheClip = Annotated[
+    float | None,
+    typer.Option(help="Share of their range that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -47,10 +51,7 @@ def quarot(
     kv_bits: Annotated[int, typer.Option(help="Bits of cached keys and values: 2, 3, 4, 6, 8 or 16 (as is).")] = 16,
     key_bits: Annotated[int | None, typer.Option(help="Bits of cached keys. Default: --kv-bits.")] = None,
     value_bits: Annotated[int | None, typer.Option(help="Bits of cached values. Default: --kv-bits.")] = None,
-    kv_clip: Annotated[
-        float | None,
-        typer.Option(help="Share of their range that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."),
-    ] = None,
+    kv_clip: CacheClip = None,
     kv_sinks: Annotated[
         int, typer.Option(help="Tokens at the start whose keys and values are not quantised: attention sinks.")
     ] = 0,
@@ -59,6 +60,7 @@ def quarot(
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
     damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
+    gptaq_alpha: cli.GptaqAlpha = 0.0,
     seed: cli.Seed = 0,
     device: cli.Device = "auto",
     work: cli.Work = None,
@@ -74,8 +76,8 @@ def quarot(
 
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()), widths=tuple(bits_for or ()),
-        weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
+        gptaq_alpha=gptaq_alpha, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
+        widths=tuple(bits_for or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
         rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=_clip(activation_clip),
         key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
         cache_clip=kv_clip, cache_sinks=kv_sinks,
@@ -95,10 +97,11 @@ def _clip(text: str | None) -> Any:
 def _refuse_idle(recipe: Any) -> None:
     """Refuse every option that changes nothing in this `QuarotRecipe` (a type that would have to be imported here)."""
     if recipe.weight_bits == 16:
-        idle = dict(group_size="--group-size", symmetric="--asymmetric", damping="--damping")
+        names = {"group_size": "--group-size", "symmetric": "--asymmetric", "damping": "--damping"}
+        idle = {**names, "gptaq_alpha": "--gptaq-alpha"}
         cli.refuse_idle(recipe, "with --weight-bits 16", **idle)
     if recipe.rounding == "nearest":
-        cli.refuse_idle(recipe, "with --rounding nearest", damping="--damping")
+        cli.refuse_idle(recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping")
     if recipe.activation_bits == 16:
         cli.refuse_idle(recipe, "without --activation-bits 8, 6 or 4", activation_clip="--activation-clip")
     if recipe.key_bits == recipe.value_bits == 16:

@@ -7,6 +7,16 @@ import typer
 from ptq import cli
 from ptq.recipe import RunOptions
 
+Finetune = Annotated[
+    Literal["none", "blocks", "full"],
+    typer.Option(
+        help="Training after rounding. blocks: within each block, what is not rounded yet, the norms and the sign "
+        "vectors are trained to give the original block's output; full: after that the norms, the sign vectors and "
+        "the head are trained to give the original model's logits. Needs calibration text. Not for models with "
+        "experts."
+    ),
+]
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -18,15 +28,7 @@ def quip_sharp(
     out: cli.Out,
     bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3 or 4.")] = 2,
     rounding: Annotated[Literal["nearest", "ldlq"], typer.Option(help="ldlq needs calibration text.")] = "ldlq",
-    finetune: Annotated[
-        Literal["none", "blocks", "full"],
-        typer.Option(
-            help="Training after rounding. blocks: within each block, what is not rounded yet, the norms and the sign "
-            "vectors are trained to give the original block's output; full: after that the norms, the sign vectors and "
-            "the head are trained to give the original model's logits. Needs calibration text. Not for models with "
-            "experts."
-        ),
-    ] = "none",
+    finetune: Finetune = "none",
     finetune_epochs: Annotated[
         int, typer.Option(help="Passes over the text, at most: in each turn of a block, and with the whole model.")
     ] = 5,
@@ -44,6 +46,7 @@ def quip_sharp(
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
     damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
+    gptaq_alpha: cli.GptaqAlpha = 0.0,
     sweeps: Annotated[
         int, typer.Option(help="Sweeps of coordinate descent after LDLQ, at most; none raises the loss.")
     ] = 4,
@@ -62,12 +65,14 @@ def quip_sharp(
 
     recipe = QuipSharpRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        sweeps=sweeps, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
+        sweeps=sweeps, gptaq_alpha=gptaq_alpha, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
         widths=tuple(bits_for or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
         finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
     if rounding == "nearest":
-        cli.refuse_idle(recipe, "with --rounding nearest", damping="--damping", sweeps="--sweeps")
+        cli.refuse_idle(
+            recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping", sweeps="--sweeps"
+        )
     if finetune == "none":
         cli.refuse_idle(recipe, "without --finetune blocks or full", finetune_epochs="--finetune-epochs")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

@@ -49,6 +49,10 @@ class QuipSharpRecipe(Recipe):
             raise InputError(f"finetune must be none, blocks or full, found {self.finetune!r}")
         if self.finetune_epochs < 1:
             raise InputError(f"finetune epochs must be at least 1, found {self.finetune_epochs}")
+        if self.finetune != "none" and self.gptaq_alpha:
+            raise InputError(
+                "--gptaq-alpha: fine-tuning makes up for what earlier rounding did, better; leave one of them out"
+            )
         if self.finetune != "none" and not self.rotate:
             raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs --rotate")
 

@@ -267,6 +267,7 @@ def gptq_block(
     samples: int = 32,
     sequence_length: int = 512,
     group_size: int = 128,
+    gptaq_alpha: float = 0.0,
     threads: Threads = CORES,
     folder: Folder = FOLDER,
 ) -> None:
@@ -275,7 +276,7 @@ def gptq_block(
     calibration = Path(__file__).parents[1] / "ptq" / "demo" / "calibration.txt"
     run = quantize(
         model, folder / "gptq", threads, rounding="gptq", group_size=group_size, samples=samples,
-        sequence_length=sequence_length, calibration=str(calibration),
+        sequence_length=sequence_length, calibration=str(calibration), gptaq_alpha=gptaq_alpha,
     )  # fmt: skip
     from ptq.pipeline.tasks import CHUNK_TOKENS  # not before: this process has to be small
 
@@ -285,6 +286,7 @@ def gptq_block(
         "one block in float32": 4 * (4 * h * h + 3 * h * m),
         "its Hessians": 4 * (3 * h * h + m * m),
         "a chunk of activations": 4 * CHUNK_TOKENS * (3 * h + 4 * m),
+        **({"its cross moments": 4 * (3 * h * h + m * m)} if gptaq_alpha else {}),
     }
     budget = sum(parts.values())
     print(f"GPTQ INT4 of 2 blocks {h} x {m}, {samples} x {sequence_length} tokens, {threads} threads: "

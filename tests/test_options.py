@@ -36,6 +36,9 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "a negative group": (["--rounding", "nearest", "--group-size", "-1"], "group size"),
     "one bit": (["--weight-bits", "1"], "weight bits must be 2 to 8"),
     "no damping": (["--damping", "0"], "damping must be above 0"),
+    "more than all of the drift": (["--gptaq-alpha", "1.5"], "the alpha of GPTAQ must be 0 to 1, found 1.5"),
+    "an alpha of nothing": (["--rounding", "nearest", "--gptaq-alpha", "0.5"], "--gptaq-alpha does nothing with"),
+    "an alpha of weights that stay": (["--weight-bits", "16", "--gptaq-alpha", "0.5"], "--gptaq-alpha does nothing"),
     "odd activation bits": (["--activation-bits", "5"], "activation bits must be 4, 6 or 8, or 16"),
     "odd embedding bits": (["--embedding-bits", "5"], "embedding bits must be 4, 6 or 8, or 16"),
     "an activation clip above one": (
@@ -99,6 +102,7 @@ def test_wrong_usage(arguments: list[str]) -> None:
         ),
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
+        (["quip-sharp", "demo", "{tmp}/out", "--finetune", "full", "--gptaq-alpha", "0.25"], "leave one of them out"),
         (
             ["quip-sharp", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--finetune", "full"],
             "or leave out --finetune",
@@ -117,7 +121,7 @@ def test_what_changes_nothing_or_misses_text_is_refused(
 SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]
 METHOD = [
     *SHARED, "--rounding", "--rotate", "--no-rotate", "--calibration", "--samples", "--sequence-length", "--damping",
-    "--skip", "--report", "--no-report", "--activation-bits", "--embedding-bits",
+    "--gptaq-alpha", "--skip", "--report", "--no-report", "--activation-bits", "--embedding-bits",
 ]  # fmt: skip
 OPTIONS = {
     "quarot": [
@@ -165,6 +169,8 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--sequence-length": ("", "--sequence-length 33", {"sequence_length": 33}),
     "--damping": ("", "--damping 0.05", {"damping": 0.05}),
     "fp6 --damping": ("--rounding gptq", "--damping 0.05", {"damping": 0.05}),
+    "--gptaq-alpha": ("", "--gptaq-alpha 0.25", {"gptaq_alpha": 0.25}),
+    "fp6 --gptaq-alpha": ("--rounding gptq", "--gptaq-alpha 0.25", {"gptaq_alpha": 0.25}),
     "--skip": ("", "--skip *.down_proj --skip *.0.*", {"skip": ("*.down_proj", "*.0.*")}),
     "--bits-for": ("", "--bits-for *.down_proj=4 --bits-for *.0.*=3", {"widths": ("*.down_proj=4", "*.0.*=3")}),
     "--element-for": ("", "--element-for *.down_proj=e4m2", {"widths": ("*.down_proj=e4m2",)}),

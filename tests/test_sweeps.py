@@ -46,9 +46,8 @@ class HalfIntegers:
 
 def problem_of(w, h, codebook, power_damping=0.01):
     """What `ldlq` hands to a sweep, and its codes, errors and scales."""
-    scales = codebook.fit(w)
     diagonal = h.diagonal().float()
-    problem, _, _ = rounding._problem(w, h.float(), diagonal, codebook, scales, power_damping, "w")
+    problem, scales, _, _ = rounding._problem(w, h.float(), diagonal, codebook, None, power_damping, "w")
     codes, error = rounding._feedback(problem, scales)
     return problem, codes, error, scales
 

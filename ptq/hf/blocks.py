@@ -7,6 +7,8 @@ states in front (`ptq.models.state`).
 """
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +40,7 @@ class Part:
         self.splice = Splice(None, family.returns_pair)
         self.model = model_around(config, family, self.splice, layer, device)
         self.prefix = f"{family.layers}.{layer}." if layer is not None else ""
+        self.cache: CacheQuantization | None = None
 
     def __del__(self) -> None:
         """Modules with a method of our own hold themselves, a model too: without this a block would stay until the
@@ -113,8 +116,25 @@ class Part:
 
     def quantize_cache(self, settings: CacheQuantization | None) -> None:
         """Quantise keys and values from now on, as the cache of the whole model does; None: leave them alone."""
+        self.cache = settings
         if settings is not None:
             attach(self.model, settings)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Inside, neither inputs of linears nor keys and values are quantised."""
+        linears = [module for module in self.block.modules() if isinstance(module, QuantLinear)]
+        online, settings = [linear.online for linear in linears], self.cache
+        for linear in linears:
+            linear.online = replace(linear.online, activation=None)
+        if settings is not None:
+            attach(self.model, replace(settings, key_bits=16, value_bits=16, sinks=0, hadamard=None))
+        try:
+            yield
+        finally:
+            for linear, before in zip(linears, online, strict=True):
+                linear.online = before
+            self.quantize_cache(settings)
 
     def module(self, name: str) -> nn.Module:
         """The module that is called `name` in the whole model."""

@@ -63,10 +63,7 @@ class _Turn:
 
 def teach(tasks: Tasks, index: int, part: Part) -> None:
     """Send the calibration rows through an original block: what leaves it is what its packed one is trained on."""
-    before = tasks.teacher if index else tasks.hidden
-    if not tasks.teacher.complete(index + 1):
-        chunks = before.files(index)
-        tasks.teacher.write(index + 1, len(chunks), lambda number: part.run(before.read(chunks[number])))
+    tasks.teacher.through(index, part.run, before=None if index else tasks.hidden)
 
 
 def tune(tasks: Tasks, index: int, progress: Progress) -> None:

@@ -112,7 +112,7 @@ def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: Ru
     calibrated, visible = rows is not None, options.progress and workers.first
     kept = memory.kept(memory.SMALL_BYTES if calibrated else memory.ALL_BYTES)
     alone = exclusive(out, work) if workers.first else nullcontext()
-    with alone, kept, Progress(target.plan, calibrated, visible) as progress:
+    with alone, kept, Progress(target.plan, calibrated, visible, recipe.gptaq_alpha > 0) as progress:
         if workers.first:
             open_work(work, record, options.restart and not workers.again)
         warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows)

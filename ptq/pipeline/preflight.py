@@ -97,6 +97,13 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
             square = sum(_share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
             solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
             work += 2 * tokens * (active + square) + 2 * solve
+            crossed = {x.statistics: x.k for x in block if x.statistics and x.expert is None and recipe.gptaq_alpha}
+            if crossed:
+                hidden *= 2
+                squares = sum(k**2 for k in crossed.values())
+                work += 4 * tokens * (active + squares) + 6 * sum(x.n * x.k**2 for x in block if x.expert is None)
+                hessians += 4 * squares
+                memory += 4 * CHUNK_TOKENS * sum(crossed.values()) + 4 * max(x.n * x.k for x in block)
             # Beside the block and its Hessians: H, and of experts the sum of all.
             solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
             memory += max(hessians, solver)

@@ -65,7 +65,7 @@ def counting(things: str) -> Iterator[Callable[[int, int], None]]:
 class Progress:
     """A bar whose unit is one weight that is rewritten, observed or rounded."""
 
-    def __init__(self, plan: Plan, calibrated: bool, visible: bool) -> None:
+    def __init__(self, plan: Plan, calibrated: bool, visible: bool, crossed: bool = False) -> None:
         self.plan, self.calibrated, self.visible = plan, calibrated, visible
         self.spoke = time.monotonic()
         columns = (
@@ -82,6 +82,7 @@ class Progress:
             transient=True,
         )
         passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
+        passes += crossed
         weights = passes * sum(linear.n * linear.k for linear in plan.rounded())
         self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.weights(plan) or None)
 

@@ -4,7 +4,8 @@
     rest.json                     so are the norms and what passes through
     clips/<name>.json             the searched clip of the input of a linear, and of those that share it
     hidden/<block>/<chunk>        calibration rows as they enter a block, after the quantised blocks before it
-    teacher/<block>/<chunk>       the same of the original model, where there is fine-tuning
+    teacher/<block>/<chunk>       the same of the original model, where there is fine-tuning, or of the rotated one that
+                                  is not quantised, where weights make up for what is done to their inputs (GPTAQ)
     hessians/<block>.safetensors  one per shared input of a block; <block>.<part>: the sum over some of the chunks
     tuned/<block>.json            the block is fine-tuned (ptq.pipeline.finetune_blocks, ptq.pipeline.finetune_full)
     outliers/<block>.safetensors  what the report says of the inputs of a block's linears
@@ -22,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from ptq.engine import ALONE, Workers
@@ -32,8 +33,8 @@ from ptq.hf.routing import Routes
 from ptq.layers.linear import describe
 from ptq.layers.packed_weight import guard
 from ptq.ops import matmul, memory
-from ptq.pipeline import finetune_blocks, finetune_full
-from ptq.pipeline.ends import Matrix
+from ptq.pipeline import finetune_blocks, finetune_full, solved
+from ptq.pipeline.ends import Matrix, plain
 from ptq.pipeline.job import Job
 from ptq.pipeline.probe import Probe, row_by_row
 from ptq.pipeline.progress import Progress
@@ -42,8 +43,8 @@ from ptq.planning.plan import LinearPlan
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.clip_search import CLIP, Clips
 from ptq.statistics.hessian import Hessians, unseen
-from ptq.weights.formats import Choice, Codebook
-from ptq.weights.rounding import Rounded, ldlq, nearest, nearest_rows
+from ptq.weights.formats import Choice
+from ptq.weights.rounding import Rounded, nearest, nearest_rows
 
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
@@ -116,6 +117,9 @@ class Tasks:
                     rotated, after = self.probe.run(index, part, states.get("rotated"), routes)
             if original is not None and rotated is not None:
                 self.probe.compare(index, original, rotated, routes)
+            if solved.crossed(self.job, index) and index + 1 < self.job.plan.blocks:
+                with progress.step(f"block {index}: unquantised", weights):
+                    self.teacher.through(index, part.run)
             if self.job.plan.finetune != "none":
                 del part
                 finetune_blocks.tune(self, index, progress)
@@ -183,35 +187,15 @@ class Tasks:
             return format.pack(rounded), rounded.statistics()
         chosen = {}
         if isinstance(format, Choice):
-            format = format.choose(self._dense(linear, part.parameter(linear.dense_weight)), name=linear.name)
+            format = format.choose(solved.held(self.job, linear, part.parameter(linear.dense_weight)), name=linear.name)
             chosen = {CHOSEN: format.options()}
         codebook = format.codebook
         assert codebook is not None
         if recipe.rounding == "nearest":
-            rounded = nearest(self._weight(linear, part), codebook, name=linear.name)
+            rounded = nearest(solved.taken(self.job, linear, part), codebook, name=linear.name)
         else:
-            rounded = self._solved(linear, part, key, codebook)
+            rounded = solved.solved(self.job, self.hessians, linear, part, key, codebook)
         return format.pack(rounded), rounded.statistics() | chosen
-
-    def _solved(self, linear: LinearPlan, part: Part, key: str, codebook: Codebook) -> Rounded:
-        """A weight rounded with the Hessian of its input; to nearest, where no token of the text says what that is."""
-        memory.give_back()
-        recipe, (hessian, found) = self.job.recipe, self.hessians.of(key, linear, self.job.plan)
-        if hessian is None:
-            return replace(nearest(self._weight(linear, part), codebook, name=linear.name), **found)
-        rounded = ldlq(  # the weight is handed over, not kept: the solver frees it when it can
-            self._weight(linear, part), hessian, codebook,
-            damping=recipe.damping, sweeps=recipe.sweeps, name=linear.name,
-        )  # fmt: skip
-        return replace(rounded, **found)
-
-    def _weight(self, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
-        """The rewritten weight of a linear, which the block then does not hold any more."""
-        return self._dense(linear, part.take(linear.dense_weight))
-
-    def _dense(self, linear: LinearPlan, weight: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
-        """A rewritten weight as a block held it, or made again where the block holds it no more."""
-        return self.job.rewritten(linear, torch.float32) if weight.is_meta else weight
 
     def settled(self, linears: Iterable[LinearPlan]) -> Job:
         """The job with the formats and clips that linears which are done were given, where the plan leaves a choice."""
@@ -244,6 +228,9 @@ class Tasks:
         if self.first_block(calibrated=True) > 0 or self.hidden.complete(0):
             return
         matrices, chunks = [self.matrix(linear) for linear in self.job.embeddings], self.chunks_of(rows)
+        if self.job.recipe.gptaq_alpha:
+            source = [plain(self.job.tensor(linear.source)) for linear in self.job.embeddings]
+            self.teacher.write(0, len(chunks), lambda number: self.job.embed(source, chunks[number], "rotated"))
         self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrices, chunks[number]))
 
     def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:
@@ -261,7 +248,9 @@ class Tasks:
             block = tuple(self.job.plan.block(index))
             if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
                 part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
-            self.hessians.take(str(index), part, names, self.hidden, index)
+            self.hessians.take(
+                str(index), part, names, self.hidden, index, self.teacher, solved.crossed(self.job, index)
+            )
             for note in unseen(self.hessians, self.job.plan, index):
                 progress.say(note)
 
@@ -270,8 +259,7 @@ class Tasks:
         if index + 1 == self.job.plan.blocks:  # nothing follows that would read them
             self.hidden.write(index + 1, 0, lambda number: torch.empty(0))
         elif not self.hidden.complete(index + 1):
-            part, chunks = self.packed_block(index), self.hidden.files(index)
-            self.hidden.write(index + 1, len(chunks), lambda number: part.run(self.hidden.read(chunks[number])))
+            self.hidden.through(index, self.packed_block(index).run)
         if self.workers.first:
             self.hidden.drop(index)
             self.teacher.drop(index)

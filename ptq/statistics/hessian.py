@@ -2,25 +2,24 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Float32
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptq.engine import Workers
 from ptq.files.checkpoint import read_tensor
 from ptq.files.header import read_header
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
-from ptq.layers.linear import QuantLinear
 from ptq.ops import memory
 from ptq.ops.matmul import product
 from ptq.planning.outline import alike
 from ptq.planning.plan import LinearPlan, Plan
 from ptq.statistics.chunks import Chunks
+from ptq.statistics.inputs import CROSS, CrossMoments, run_until_seen
 from ptq.statistics.shrinkage import shrunk
 
 MAX_PARTS, PART_CHUNKS = 8, 4
@@ -41,21 +40,33 @@ class Hessians:
         self.folder, self.device, self.workers = folder, device, workers
         self._pool: tuple[str, Tensor, int] | None = None
 
-    def take(self, key: str, part: Part, names: Iterable[str], hidden: Chunks, index: int) -> None:
+    def take(
+        self,
+        key: str,
+        part: Part,
+        names: Iterable[str],
+        hidden: Chunks,
+        index: int,
+        exact: Chunks | None = None,
+        crossed: Iterable[str] = (),
+    ) -> None:
         """Sum the Hessians of the named inputs of a rewritten block, as its weights will see them, into the file `key`;
-        all processes share the work."""
+        all processes share the work. Of inputs that are `crossed` also the cross moments with those that come of the
+        chunks that are `exact` (`ptq.statistics.inputs`)."""
         if self.there(key):
             return
-        names, chunks = list(names), hidden.files(index)
+        names, chunks, crossed = list(names), hidden.files(index), list(crossed)
+        others = exact.files(index) if exact is not None and crossed else []
         count = max(1, min(MAX_PARTS, len(chunks) // PART_CHUNKS))
         bounds = [len(chunks) * number // count for number in range(count + 1)]
         files = [self.folder / f"{key}.{number}.safetensors" for number in range(count)]
         for number in sorted(self.workers.share(range(count))):
             if not files[number].exists():
                 memory.give_back()
-                some = (hidden.read(chunk) for chunk in chunks[bounds[number] : bounds[number + 1]])
-                sums, counts = observe(part, names, some)
-                panels = {f"{name}.{i}": panel for name in names for i, panel in enumerate(sums[name])}
+                here = slice(bounds[number], bounds[number + 1])
+                some, same = (map(hidden.read, paths[here]) for paths in (chunks, others))
+                sums, counts = observe(part, names, some, same, crossed)
+                panels = {f"{name}.{i}": panel for name in sums for i, panel in enumerate(sums[name])}
                 panels |= {f"{name}.{TOKENS}": torch.tensor([count]) for name, count in counts.items()}
                 write_tensors(files[number], panels, durable=False)
                 del sums, panels
@@ -92,6 +103,11 @@ class Hessians:
         h, share = shrunk(self.read(key, name), tokens, *(self._together(key, others) if others else (None, 0)))
         return h, {"tokens": tokens, "shrinkage": share, **({"note": NO_TOKEN} if h is None else {})}
 
+    def cross(self, key: str, name: str) -> Float32[Tensor, "k k"]:
+        """The cross moments of one input."""
+        path = self._file(key)
+        return read_tensor(path, read_header(path)[0][f"{name}.{CROSS}.0"]).to(self.device)
+
     def _together(self, key: str, names: Sequence[str]) -> tuple[Float32[Tensor, "k k"], int]:
         """The sum of several Hessians, and their tokens; kept for the next call, which asks for the same."""
         if self._pool is None or self._pool[0] != key:
@@ -122,28 +138,33 @@ class Hessians:
 
 
 def observe(
-    part: Part, names: Iterable[str], chunks: Iterable[Float[Tensor, "batch t k"]]
+    part: Part,
+    names: Iterable[str],
+    chunks: Iterable[Float[Tensor, "batch t k"]],
+    exact: Iterable[Float[Tensor, "batch t k"]] = (),
+    crossed: Iterable[str] = (),
 ) -> tuple[dict[str, list[Float32[Tensor, "_ _"]]], dict[str, int]]:
     """Run a block on hidden states and sum x xᵀ over the inputs of the named linears, in the order of the chunks; the
     sums, and of how many tokens they are.
 
     Where a linear transforms its input online, x is taken after the transform, as its weight sees it. The sums are
-    float32, on the block's device, and in panels: see `whole`.
+    float32, on the block's device, and in panels: see `whole`. Of those of the linears that are `crossed` there are
+    cross moments too, called `<name>.cross`, with what comes of the chunks that are `exact`.
     """
-    names = set(names)
-    sums = {name: _zeros(cast(int, part.module(name).in_features), part.device) for name in sorted(names)}
-    missing: set[str] = set()
-    counts = dict.fromkeys(sorted(names), 0)
-    handles = [_watch(part.module(name), name, sums[name], counts, missing) for name in names]
-    try:
-        for hidden in chunks:
-            missing |= names
-            with suppress(_Seen):  # what comes after the last input is not needed
-                part.run(hidden)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return sums, counts
+    names, cross = sorted(set(names)), CrossMoments(part, crossed)
+    sums = {name: _zeros(cast(int, part.module(name).in_features), part.device) for name in names}
+    counts = dict.fromkeys(names, 0)
+
+    def add(name: str, xt: Float32[Tensor, "k t"]) -> None:
+        _accumulate(sums[name], xt)
+        counts[name] += xt.shape[1]
+        cross.add(name, xt)
+
+    for hidden, state in zip(chunks, exact if cross.names else itertools.repeat(None), strict=bool(cross.names)):
+        if state is not None:
+            cross.expect(state)
+        run_until_seen(part, names, hidden, add)
+    return sums | {f"{name}.{CROSS}": [c] for name, c in cross.sums.items()}, counts
 
 
 def panel_shapes(k: int) -> list[tuple[int, int]]:
@@ -186,10 +207,6 @@ def unseen(hessians: Hessians, plan: Plan, index: int) -> Iterator[str]:
         )
 
 
-class _Seen(Exception):
-    """Every input of the block has been seen."""
-
-
 def merged(files: Sequence[Path]) -> dict[str, Tensor]:
     """The sums of what is in several files, in the files' order."""
     sums = {name: read_tensor(files[0], info) for name, info in read_header(files[0])[0].items()}
@@ -197,22 +214,6 @@ def merged(files: Sequence[Path]) -> dict[str, Tensor]:
         for name, info in read_header(file)[0].items():
             sums[name] += read_tensor(file, info)
     return sums
-
-
-def _watch(
-    module: nn.Module, name: str, panels: list[Tensor], counts: dict[str, int], missing: set[str]
-) -> torch.utils.hooks.RemovableHandle:
-    def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
-        xt = x.flatten(0, -2).float().T.contiguous()
-        del x
-        _accumulate(panels, xt)
-        counts[name] += xt.shape[1]
-        missing.discard(name)
-        if not missing:
-            raise _Seen
-
-    return module.register_forward_pre_hook(add)
 
 
 def _accumulate(panels: list[Float32[Tensor, "_ _"]], xt: Float32[Tensor, "k t"]) -> None:

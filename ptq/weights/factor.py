@@ -103,6 +103,27 @@ def energy(x: Float32[Tensor, "k r"], factor: Float32[Tensor, "k k"], added: Flo
     return total - float((added * _row_squares(x)).sum())
 
 
+def solve(factor: Float32[Tensor, "k k"], b: Float32[Tensor, "k r"]) -> Float32[Tensor, "k r"]:
+    """x with L Lᵀ x = b, in the place of b; L is the lower triangle of `factor`."""
+    bounds = [(i, min(i + PANEL, len(b))) for i in range(0, len(b), PANEL)]
+    for i, j in bounds:
+        if i:
+            b[i:j] -= product(factor[i:j, :i], b[:i])
+        b[i:j] = torch.linalg.solve_triangular(factor[i:j, i:j], b[i:j], upper=False)
+    for i, j in reversed(bounds):
+        if j < len(b):
+            b[i:j] -= product(factor[j:, i:j].t(), b[j:])
+        b[i:j] = torch.linalg.solve_triangular(factor[i:j, i:j].tril().t(), b[i:j], upper=True)
+    return b
+
+
+def solved_rows(
+    b: Float32[Tensor, "n k"], factor: Float32[Tensor, "k k"], columns: Int64[Tensor, " k"]
+) -> Float32[Tensor, "n k"]:
+    """b times the inverse of the matrix whose `factor` is that of it in another order, in the place of b."""
+    return b.index_copy_(1, columns, solve(factor, b.index_select(1, columns).t().contiguous()).t())
+
+
 def squares(x: Float[Tensor, "m n"]) -> float:
     """Sum of squares, added up in float64 over rows."""
     return float(_row_squares(x).sum())

@@ -28,7 +28,7 @@ from torch.nn.functional import pad
 
 from ptq.errors import InputError
 from ptq.ops.matmul import product
-from ptq.weights.factor import factor, squares
+from ptq.weights.factor import factor, solved_rows, squares
 from ptq.weights.formats import BlockCodebook, Codebook, OnePassCodebook, ScaledCodebook, Scales
 from ptq.weights.sweeps import COLUMN_BLOCK, Problem, refit, sweep
 
@@ -111,6 +111,7 @@ def ldlq(
     h: Float[Tensor, "k k"],
     codebook: Codebook,
     *,
+    drift: Float32[Tensor, "n k"] | None = None,
     damping: float = 0.01,
     sweeps: int = 0,
     name: str = "weight",
@@ -119,10 +120,10 @@ def ldlq(
 
     `damping` times the mean of diag(H) is added to it, ten times more wherever that is not enough for a Cholesky
     factor. Channels with diag(H) = 0 neither give nor receive feedback. `sweeps`: the most sweeps of coordinate descent
-    that follow (`ptq.weights.sweeps`).
+    that follow. With a `drift`, some share of W sum (x - x̂) x̂ᵀ where H is that of x̂, it is W + drift (H + damping)⁻¹
+    that is rounded, and that errors and losses are relative to; `drift` is overwritten.
     The result is that of nearest rounding where this has the smaller loss and, with a warning and a note, where H has
-    NaN or infinity. A float32 `h` is overwritten by its factor, since H may be as large as everything else together.
-    Needs memory for two more [n, k].
+    NaN or infinity. A float32 `h` is overwritten by its factor. Needs memory for two more [n, k], with a drift three.
     Raises InputError, naming `name`, where W is not finite, H does not fit W or is far from positive semidefinite.
     """
     w, h, k = w.float().contiguous(), h.float(), w.shape[1]
@@ -131,9 +132,8 @@ def ldlq(
         note = "the Hessian has NaN or infinity (the calibration activations overflowed): rounded to nearest"
         warnings.warn(f"{name}: {note}", stacklevel=2)
         return replace(nearest(w, codebook, name=name), note=note)
-    scales = codebook.fit(w, name=name)
-    problem, plain, used = _problem(w, h, diagonal, codebook, scales, damping, name)
-    del w, h
+    problem, scales, plain, used = _problem(w, h, diagonal, codebook, drift, damping, name)
+    del w, h, drift
     every = -(-problem.wt.shape[1] // LOSS_ROWS)
     part = problem.rows(every)
     total, nearest_loss = part.loss(part.wt), part.loss(plain)
@@ -178,21 +178,25 @@ def _problem(
     h: Float32[Tensor, "k k"],
     diagonal: Float32[Tensor, " k"],
     codebook: Codebook,
-    scales: Scales,
+    drift: Float32[Tensor, "n k"] | None,
     damping: float,
     name: str,
-) -> tuple[Problem, Float32[Tensor, "c r"], float]:
-    """Everything in rounding order, the errors of nearest rounding of some rows in it, and the damping used. Memory is
-    tight: the factor lies in h's place. Columns that fill the last code are dead channels."""
-    missing = -w.shape[1] % codebook.dim
+) -> tuple[Problem, Scales, Float32[Tensor, "c r"], float]:
+    """Everything in rounding order, the scales, the errors of nearest rounding of some rows, and the damping used.
+    Memory is tight: the factor lies in h's place. Columns that fill the last code are dead channels."""
+    k, missing = w.shape[1], -w.shape[1] % codebook.dim
     if missing:
-        w, h, diagonal = _filled(w, codebook), pad(h, (0, missing, 0, missing)), pad(diagonal, (0, missing))
+        h, diagonal = pad(h, (0, missing, 0, missing)), pad(diagonal, (0, missing))
     columns = _columns(diagonal, codebook.dim)
     lower, added, used = factor(h, diagonal, columns, damping, name)
+    if drift is not None:
+        w = w + solved_rows(_filled(drift, codebook), lower, columns)[:, :k]
+    scales = codebook.fit(w, name=name)
+    w = _filled(w, codebook)
     every = -(-len(w) // LOSS_ROWS)
     plain = _nearest_error(w[::every].contiguous(), codebook, scales, every).t()[columns]
     wt = w.index_select(1, columns).t().contiguous()
-    return Problem(wt, lower, added, diagonal[columns] + added, columns, codebook), plain, used
+    return Problem(wt, lower, added, diagonal[columns] + added, columns, codebook), scales, plain, used
 
 
 def _nearest_error(w: Float32[Tensor, "r k"], codebook: Codebook, scales: Scales, every: int) -> Float32[Tensor, "r k"]:

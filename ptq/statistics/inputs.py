@@ -1,0 +1,79 @@
+"""The inputs of linears while a block runs, and their cross moments with those of the model that is not quantised.
+
+GPTQ makes a layer give W x̂ for the input x̂ that it sees behind quantised layers, although the model should have W x,
+with x the input in the model that is not quantised. GPTAQ (Li et al. 2025, arXiv:2504.02692) calls it asymmetric
+calibration when both count: with C = sum (x - x̂) x̂ᵀ, |W x - Ŵ x̂|² is least, without rounding, for
+W + W C (sum x̂ x̂ᵀ)⁻¹, and that is rounded (docs/math.md, section 5).
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+
+import torch
+from jaxtyping import Float, Float32
+from torch import Tensor, nn
+
+from ptq.hf.blocks import Part
+from ptq.layers.linear import QuantLinear
+from ptq.ops.matmul import product
+
+CROSS = "cross"
+"""What C is called in the files, behind the name of the linear."""
+
+
+class _Seen(Exception):
+    """Every input of the block has been seen."""
+
+
+def run_until_seen(
+    part: Part, names: Iterable[str], state: Float[Tensor, "batch t k"], see: Callable[[str, Tensor], None]
+) -> None:
+    """Run a block until each of the named linears has had its input. `see` is given name and input, channels first:
+    where a linear transforms it, or quantises it, as its weight sees it."""
+    missing = set(names)
+
+    def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
+            xt = x.flatten(0, -2).float().T.contiguous()
+            del x
+            see(name, xt)
+            missing.discard(name)
+            if not missing:
+                raise _Seen
+
+        return module.register_forward_pre_hook(hook)
+
+    handles = [watch(name, part.module(name)) for name in sorted(missing)]
+    try:
+        with suppress(_Seen):  # what comes after the last input is not needed
+            part.run(state)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class CrossMoments:
+    """C = sum (x - x̂) x̂ᵀ of some inputs of a block whose weights are not rounded yet, in float32.
+
+    For every chunk first `expect`, with what enters the block in the model that is not quantised, then `add`, with the
+    inputs in the other one. Both models must give a linear the same tokens, so it is not for experts.
+    """
+
+    def __init__(self, part: Part, names: Iterable[str]) -> None:
+        self.part, self.names = part, sorted(names)
+        widths = {name: int(part.module(name).in_features) for name in self.names}  # pyright: ignore[reportArgumentType]
+        self.sums: dict[str, Float32[Tensor, "k k"]] = {
+            name: torch.zeros(k, k, device=part.device) for name, k in widths.items()
+        }
+        self._expected: dict[str, Float32[Tensor, "k t"]] = {}
+
+    def expect(self, state: Float[Tensor, "batch t k"]) -> None:
+        """Keep the inputs x of a chunk."""
+        with self.part.exact():
+            run_until_seen(self.part, self.names, state, self._expected.__setitem__)
+
+    def add(self, name: str, xt: Float32[Tensor, "k t"]) -> None:
+        """Add what belongs to an input x̂ of the same chunk, where its C is wanted."""
+        if name in self._expected:
+            self.sums[name] += product(self._expected.pop(name).sub_(xt), xt.T)
