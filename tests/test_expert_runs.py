@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 import ptq
 from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
-from ptq.pipeline import pipeline, rewrite, tasks
+from ptq.pipeline import pipeline, rewrite, solved
 from ptq.pipeline.ends import plain
 from ptq.pipeline.job import Job
 from ptq.pipeline.writer import LOG
@@ -170,7 +170,7 @@ def test_stopped_and_continued(
 ) -> None:
     model, recipe = save_model(tmp_path / "model", model_type, **SMALL), of_text(calibration_text)
     ptq.quantize(model, tmp_path / "out", recipe, QUIET)
-    real, left = tasks.ldlq, 0
+    real, left = solved.ldlq, 0
 
     def stopping(*args: Any, **options: Any) -> Any:
         nonlocal left
@@ -179,7 +179,7 @@ def test_stopped_and_continued(
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    monkeypatch.setattr(tasks, "ldlq", stopping)
+    monkeypatch.setattr(solved, "ldlq", stopping)
     stops = 0
     while not (tmp_path / "again").exists():
         left, stops = 7, stops + 1
