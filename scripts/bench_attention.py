@@ -4,7 +4,7 @@ bfloat16 matrices with as many multiplications."""
 from collections.abc import Callable, Iterator
 
 import torch
-from bench_case import DTYPES, Case, Table
+from bench_case import DTYPES, Case, Table, can_prepack
 from torch import nn
 
 from ptq.ops import prefill_attention  # noqa: F401 (registers the op)
@@ -18,7 +18,7 @@ def cases(heads: int, kv_heads: int, d: int, t: int) -> dict[str, Case]:
     """Bytes are those of queries, keys, values and results in bfloat16, everywhere."""
     nbytes, scaling = 2 * t * d * 2 * (heads + kv_heads), d**-0.5
     x, w = (torch.randn(t, heads * d, dtype=torch.bfloat16) for _ in "xw")
-    if torch.backends.mkldnn.is_available():
+    if can_prepack():
         w = torch.ops.mkldnn._reorder_linear_weight(w, None)
         product = torch.ops.mkldnn._linear_pointwise
         found = {"products": Case(lambda: product(x, w, None, "none", [], ""), nbytes)}

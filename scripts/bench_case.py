@@ -97,11 +97,20 @@ def read_case() -> Case:
     return Case(pooled(torch.sum, list(torch.ones(POOL_BYTES // 4).chunk(16))), POOL_BYTES // 16)
 
 
-def prepacked_case(w: Tensor, x: Tensor) -> Case:
-    """torch's bfloat16 linear with the weight in oneDNN's own layout: what freezing a compiled model gives."""
+def can_prepack() -> bool:
+    """Whether oneDNN has a layout of its own for bfloat16 on this processor: not with AVX2 alone."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def prepacked_cases(w: Tensor, x: Tensor) -> dict[str, Case]:
+    """torch's bfloat16 linear with the weight in oneDNN's own layout, if it has one: what freezing a compiled model
+    gives."""
+    if not can_prepack():
+        return {}
     weights = [torch.ops.mkldnn._reorder_linear_weight(w, None) for _ in range(copies(w.nbytes))]
-    run = torch.ops.mkldnn._linear_pointwise
-    return Case(pooled(lambda weight: run(x, weight, None, "none", [], ""), weights), w.nbytes, peer=True)
+    product = torch.ops.mkldnn._linear_pointwise
+    run = pooled(lambda weight: product(x, weight, None, "none", [], ""), weights)
+    return {"torch bfloat16 prepacked": Case(run, w.nbytes, peer=True)}
 
 
 def torch_cases(n: int, k: int, x: Tensor) -> dict[str, Case]:
@@ -112,8 +121,8 @@ def torch_cases(n: int, k: int, x: Tensor) -> dict[str, Case]:
         weights = [w.clone() for _ in range(copies(w.nbytes))]
         run = pooled(lambda weight, like=like: torch.nn.functional.linear(like, weight), weights)
         cases[f"torch {name}"] = Case(run, w.nbytes, peer=True)
-        if dtype == torch.bfloat16 and torch.backends.mkldnn.is_available():
-            cases["torch bfloat16 prepacked"] = prepacked_case(w, like)
+        if dtype == torch.bfloat16:
+            cases |= prepacked_cases(w, like)
     return cases | dynamic_cases(n, k, x)
 
 

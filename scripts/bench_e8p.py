@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from bench_case import BATCHES, Case, Table, copies, pooled, prepacked_case, read_case
+from bench_case import BATCHES, Case, Table, copies, pooled, prepacked_cases, read_case, torch_cases
 from bench_integer import integer_cases
 from torch import Tensor
 
@@ -46,7 +46,7 @@ def cases(n: int, k: int, batch: int) -> dict[str, Case]:
         "read": read_case(),
         **ours,
         "INT4 group 128, INT8": Case(int4.run, int4.nbytes, peer=True),
-        "torch bfloat16 prepacked": prepacked_case(torch.randn(n, k, dtype=torch.bfloat16), x.bfloat16()),
+        **(prepacked_cases(torch.randn(n, k, dtype=torch.bfloat16), x.bfloat16()) or torch_cases(n, k, x)),
     }
 
 

@@ -202,9 +202,12 @@ def main(
             sizes = ["--blocks=22", "--positions=8192"]
             subprocess.run([sys.executable, script, folder, *sizes], check=True)
         model = str(folder)
+    from bench_case import can_prepack
+
     from ptq.files import source
 
-    names = [name for name in (*PLAIN, *RECIPES) if not only or name in only]
+    usual = [name for name in (*PLAIN, *RECIPES) if PLAIN.get(name) != "onednn" or can_prepack()]
+    names = [name for name in (*PLAIN, *RECIPES) if name in only] if only else usual
     if unknown := set(only or ()) - set(names):
         raise SystemExit(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join((*PLAIN, *RECIPES))}")
     rows = {

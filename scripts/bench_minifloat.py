@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator
 
 import torch
-from bench_case import BATCHES, Case, Table, copies, dynamic_cases, pooled, prepacked_case, read_case
+from bench_case import BATCHES, Case, Table, copies, dynamic_cases, pooled, prepacked_cases, read_case, torch_cases
 from torch import Tensor
 
 from fp6 import tiled_ops  # noqa: F401  (registers the ops)
@@ -50,7 +50,7 @@ def cases(n: int, k: int, batch: int) -> dict[str, Case]:
     ours = {}
     for name, group in WEIGHTS.get(batch, FEWER):
         ours |= minifloat_cases(n, k, x, name, group)
-    torchs = {"torch bfloat16 prepacked": prepacked_case(torch.randn(n, k, dtype=torch.bfloat16), x.bfloat16())}
+    torchs = prepacked_cases(torch.randn(n, k, dtype=torch.bfloat16), x.bfloat16()) or torch_cases(n, k, x)
     if batch > 1:
         torchs |= dynamic_cases(n, k, x)
     return {"read": read_case(), **ours, **torchs}
