@@ -81,8 +81,13 @@ def finish(processes: list[Any]) -> list[int]:
 
 @pytest.mark.parametrize(
     "changes",
-    [dict(rounding="gptq"), dict(rounding="nearest"), dict(activation_bits=4, activation_clip="search")],
-    ids=["gptq", "nearest", "clip search"],
+    [
+        dict(rounding="gptq"),
+        dict(gptaq_alpha=0.25, activation_bits=4),
+        dict(rounding="nearest"),
+        dict(activation_bits=4, activation_clip="search"),
+    ],
+    ids=["gptq", "gptaq", "nearest", "clip search"],
 )
 def test_any_number_of_processes_gives_the_same_bytes(changes: dict[str, Any], model: Path, tmp_path: Path) -> None:
     asked = recipe(model, **changes)
