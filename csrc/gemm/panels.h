@@ -2,7 +2,8 @@
 //
 // With AVX-512 the sums of 48 rows and eight tokens stay in 24 registers; those of integers, of four tokens, in twelve,
 // beside the scaled sums of the groups before. A step loads three vectors of weights and a number of x for each token,
-// well below the two loads that a cycle can do beside two products.
+// well below the two loads that a cycle can do beside two products. With AVX2 it is sixteen rows and six tokens, or
+// four, in twelve or eight of sixteen registers.
 #include <new>
 #include <type_traits>
 
@@ -17,12 +18,8 @@ using Sum = std::conditional_t<are_integers(mode), SignedInts, Lanes>;
 
 #if defined(__AVX512F__)
 constexpr int strip = panel_tiles;
-template <Mode mode>
-constexpr int most_tokens = tokens_of(mode);
 #else
 constexpr int strip = 1;
-template <Mode mode>
-constexpr int most_tokens = 4;  // their sums fit into sixteen registers
 #endif
 
 // --- products --------------------------------------------------------------------------------------------------------
@@ -98,11 +95,7 @@ inline void multiply_tokens(const Block& b, int64_t tokens) {
     using Op = Steps<mode>;
     if (tokens <= 2) return multiply_block<Op, tiles, 2>(b);
     if (tokens <= 4) return multiply_block<Op, tiles, 4>(b);
-    if constexpr (most_tokens<mode> == 8) return multiply_block<Op, tiles, 8>(b);
-    multiply_block<Op, tiles, 4>(b);
-    Block rest = b;
-    rest.x += 4, rest.total += 4 * tiles * tile_rows;
-    multiply_tokens<mode, tiles>(rest, tokens - 4);
+    if constexpr (tokens_of(mode) > 4) multiply_block<Op, tiles, tokens_of(mode)>(b);
 }
 
 // --- a strip ---------------------------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ const PanelKernels& kernels(Mode mode) {
 }
 
 // Tokens of a unit of work, which takes a strip: as many as possible, as long as every thread gets several units. The
-// sums of 512 stay in the second-level cache; below 64, unpacking would cost too large a share.
-int64_t tokens_of_a_unit(int64_t tokens, int64_t strips, int64_t threads) {
+// sums of 512 stay in the second-level cache; below 64, unpacking would cost too large a share. They are whole blocks.
+int64_t tokens_of_a_unit(int64_t tokens, int64_t strips, int64_t threads, int64_t block) {
     int64_t unit = 512;
     while (unit > 64 && strips * ((tokens + unit - 1) / unit) < 8 * threads) unit /= 2;
-    return unit;
+    return (unit + block - 1) / block * block;
 }
 
 }  // namespace
@@ -39,7 +39,7 @@ void multiply_panels(Product p) {
     const auto offset = dwords(are_integers(p.mode) ? blocks * p.block_tokens : 0, p.w.groups);
     p.packed = static_cast<uint32_t*>(packed.mutable_data_ptr());
     p.offset = static_cast<int32_t*>(offset.mutable_data_ptr());
-    p.tokens = tokens_of_a_unit(p.t, strips, torch::stable::get_num_threads());
+    p.tokens = tokens_of_a_unit(p.t, strips, torch::stable::get_num_threads(), p.block_tokens);
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) { level.pack(p, first, last); });
     share(strips * ((p.t + p.tokens - 1) / p.tokens), [&](Units& units) { level.multiply(p, units); });
 }

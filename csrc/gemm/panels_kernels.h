@@ -25,11 +25,6 @@ constexpr bool are_integers(Mode mode) {
 constexpr int64_t columns_of(Mode mode) {
     return are_integers(mode) ? 4 : mode == Mode::pairs ? 2 : 1;
 }
-// Tokens of a block of vectors: their numbers lie side by side. Integers leave registers for the scaled sums of the
-// groups before; the other products have a longer latency, which takes more sums of their own.
-constexpr int64_t tokens_of(Mode mode) {
-    return are_integers(mode) ? 4 : 8;
-}
 
 constexpr int64_t panel_tiles = 3;     // row tiles of a panel,
 constexpr int64_t panel_rows = 48;     // of sixteen rows each

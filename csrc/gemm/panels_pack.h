@@ -12,7 +12,7 @@ namespace {
 template <Mode mode>
 void pack_of(const Product& p, int64_t first, int64_t last) {
     constexpr int64_t columns = 8 * columns_of(mode), tokens = tokens_of(mode);
-    static_assert(tokens == 8);
+    static_assert(tokens <= 8);
     for (int64_t b = first; b < last; b++)
         for (int64_t column = 0; column < p.w.columns;) {
             const int64_t end = panel_at(p, column).end;
@@ -20,9 +20,11 @@ void pack_of(const Product& p, int64_t first, int64_t last) {
             for (; column < end; column += columns, to += 8 * tokens) {
                 Eight x[8];
 #pragma GCC unroll 8
-                for (int64_t j = 0; j < 8; j++) x[j] = eight_steps<mode>(p, b * tokens + j, column);
+                for (int64_t j = 0; j < 8; j++)
+                    x[j] = j < tokens ? eight_steps<mode>(p, b * tokens + j, column) : Eight{};
                 transpose(x);
-                std::memcpy(to, x, sizeof x);
+#pragma GCC unroll 8
+                for (int64_t i = 0; i < 8; i++) std::memcpy(to + i * tokens, &x[i], tokens * sizeof *to);
             }
         }
 }

@@ -57,57 +57,92 @@ inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// What is added to a sum is added here and now: gcc would put it off, and keep all products in memory until then.
+template <class V>
+PTQ_INLINE void keep(V& sum) {
+    asm("" : "+x"(sum.low), "+x"(sum.high));
+}
+// Products of four codes with four activations, in pairs, in 16 bits: added to `sum`, or the first of it.
+PTQ_INLINE void add_pairs(Dwords& sum, const Dwords& codes, __m256i q, bool begins) {
+    const __m256i low = _mm256_maddubs_epi16(first_eight(codes), q), high = _mm256_maddubs_epi16(last_eight(codes), q);
+    sum = begins ? joined(low, high)
+                 : joined(_mm256_add_epi16(first_eight(sum), low), _mm256_add_epi16(last_eight(sum), high));
+}
+// Both of a pair, times a factor.
+PTQ_INLINE SignedInts pair_sums(const Dwords& sum, int factor) {
+    const __m256i factors = _mm256_set1_epi16(static_cast<int16_t>(factor));
+    return (SignedInts)joined(_mm256_madd_epi16(first_eight(sum), factors),
+                              _mm256_madd_epi16(last_eight(sum), factors));
+}
+#endif
+
 // Sums over the quads of a super-block, of codes of so many bits: quad after quad, from 0 on, `add`s to `acc`. With
-// AVX2 alone, the products of small codes are first added up in 16 bits, as many as fit.
+// AVX2 alone, the products of small codes, and of the halves of large ones, are first added up in 16 bits, as many as
+// fit.
 template <int bits>
 struct BlockSum {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    static constexpr int together = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
-#else
-    static constexpr int together = 1;
-#endif
-    static_assert(together == 1 || together * 2 * 128 * ((1 << bits) - 1) <= 32767);
-    Dwords part;
+    static constexpr bool halves = bits > 7;
+    static constexpr int together = bits <= 4 || halves ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
+    static_assert(together * 2 * 128 * ((1 << (halves ? 4 : bits)) - 1) <= 32767);
+    Dwords part, high;
 
     template <int i>
     PTQ_INLINE void add(SignedInts& acc, const Dwords& codes, int32_t activations) {
-        if constexpr (together == 1) {
-            acc = dot<(bits > 7)>(acc, codes, activations);
-            return;
+        const __m256i q = _mm256_set1_epi32(activations);
+        constexpr bool begins = i % together == 0, ends = i % together == together - 1;
+        add_pairs(part, halves ? codes & 0x0f0f0f0fu : codes, q, begins);
+        if constexpr (halves) add_pairs(high, codes >> 4 & 0x0f0f0f0fu, q, begins);
+        if constexpr (ends) {
+            acc += pair_sums(part, 1);
+            if constexpr (halves) acc += pair_sums(high, 16);
+            keep(acc);
+        } else {
+            keep(part);
+            if constexpr (halves) keep(high);
         }
-#if defined(__AVX2__) && !defined(__AVX512F__)
-        const __m256i q = _mm256_set1_epi32(activations), ones = _mm256_set1_epi16(1);
-        const __m256i low = _mm256_maddubs_epi16(first_eight(codes), q);
-        const __m256i high = _mm256_maddubs_epi16(last_eight(codes), q);
-        if constexpr (i % together == 0)
-            part = joined(low, high);
-        else
-            part = joined(_mm256_add_epi16(first_eight(part), low), _mm256_add_epi16(last_eight(part), high));
-        if constexpr (i % together == together - 1)
-            acc += (SignedInts)joined(_mm256_madd_epi16(first_eight(part), ones),
-                                      _mm256_madd_epi16(last_eight(part), ones));
-#endif
     }
+#else
+    static constexpr int together = 1;
+
+    template <int i>
+    PTQ_INLINE void add(SignedInts& acc, const Dwords& codes, int32_t activations) {
+        acc = dot<(bits > 7)>(acc, codes, activations);
+    }
+#endif
 };
+
+// Tokens whose sums over a super-block fit into sixteen registers.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <int bits>
+constexpr int block_tokens = BlockSum<bits>::halves ? 2 : 4;
+#else
+template <int bits>
+constexpr int block_tokens = 8;
+#endif
 
 // sum[token][tile] += the products of a super-block: codes.operator()<i>(tile) is quad i of one, x [quad, `x_step`]
 // holds four activations of a token in a dword.
 template <int bits, int tiles, int tokens, class Codes>
 PTQ_INLINE void multiply_quads(const Codes& codes, const uint32_t* x, int64_t x_step, SignedInts sum[tokens][tiles]) {
-    BlockSum<bits> part[tokens][tiles];
-    const auto quad = [&]<int i>() __attribute__((always_inline)) {
+    constexpr int each = std::min(tokens, block_tokens<bits>);
+    BlockSum<bits> part[each][tiles];
+    const auto quad = [&]<int i>(int first) __attribute__((always_inline)) {
         Dwords c[tiles];
 #pragma GCC unroll 3
         for (int r = 0; r < tiles; r++) c[r] = codes.template operator()<i>(r);
 #pragma GCC unroll 8
-        for (int t = 0; t < tokens; t++)
+        for (int t = 0; t < each; t++)
 #pragma GCC unroll 3
             for (int r = 0; r < tiles; r++)
-                part[t][r].template add<i>(sum[t][r], c[r], static_cast<int32_t>(x[i * x_step + t]));
+                part[t][r].template add<i>(sum[first + t][r], c[r], static_cast<int32_t>(x[i * x_step + first + t]));
     };
-    [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
-        (quad.template operator()<i>(), ...);
-    }(std::make_integer_sequence<int, quads>{});
+#pragma GCC unroll 4
+    for (int first = 0; first < tokens; first += each)
+        [&]<int... i>(std::integer_sequence<int, i...>) __attribute__((always_inline)) {
+            (quad.template operator()<i>(first), ...);
+        }(std::make_integer_sequence<int, quads>{});
 }
 
 // --- results ---------------------------------------------------------------------------------------------------------

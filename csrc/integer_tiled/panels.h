@@ -101,7 +101,7 @@ PTQ_INLINE Lanes difference(const Dwords& codes, const SignedInts& zero) {
     return converted<Lanes>((SignedInts)(codes >> 8 * j & 0xffu) - zero);
 }
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 template <int bits>
 void floats_of_panel(const Weight& w, const Place& p) {
     const int64_t next = p.tiles * tile_rows;

@@ -26,12 +26,14 @@ using torch::stable::empty;
 
 constexpr int64_t few_tokens = 8;     // more go to `many_tokens`,
 constexpr int64_t few_floats = 16;    // of floats, to `many_floats`, where there is one,
+constexpr int64_t few_avx2 = 32;      // with AVX2 alone,
 constexpr int64_t few_pairs = 3;      // with AMX, of bfloat16
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
 bool are_many_floats(int64_t t, ScalarType type) {
     const bool on_units = cpu_level() >= CpuLevel::amx && type == ScalarType::BFloat16;
-    return kernels().unpack_floats && t > (on_units ? few_pairs : few_floats);
+    const int64_t few = on_units ? few_pairs : cpu_level() == CpuLevel::avx2 ? few_avx2 : few_floats;
+    return kernels().unpack_floats && t > few;
 }
 
 Tensors cast(Tensors results, ScalarType dtype) {

@@ -7,7 +7,12 @@
 namespace ptq::steps {
 namespace {
 
-constexpr int64_t chunk = 128, most_rows = 4, columns = 4 * lanes;  // tokens; rows; columns of values at once
+constexpr int64_t chunk = 128, most_rows = 4;  // tokens; rows
+#if defined(__AVX512F__)
+constexpr int together = 16;  // sums of sixteen numbers that are kept in registers
+#else
+constexpr int together = 4;
+#endif
 constexpr float none = -std::numeric_limits<float>::infinity();
 
 // score[r, s] = q[r] . key[s] for sixteen tokens, or the first `count` of them. `key`: room for them as floats.
@@ -19,46 +24,59 @@ inline void score_block(const Attend& p, const void* keys, int64_t at, int64_t c
         for (int64_t c = 0; c < p.d; c += lanes)
             store(key + s * width + c, read<type>(keys, at + s * p.d + c, std::min(lanes, p.d - c)));
     for (int64_t r = 0; r < rows; r++) {
-        Lanes total[lanes] = {};
-        for (int64_t c = 0; c < width; c += lanes) {
-            const Lanes x = load(q + r * width + c);
+        Lanes total[lanes];
+#pragma GCC unroll 4
+        for (int first = 0; first < lanes; first += together) {
+            Lanes sum[together] = {};
+            for (int64_t c = 0; c < width; c += lanes) {
+                const Lanes x = load(q + r * width + c);
 #pragma GCC unroll 16
-            for (int s = 0; s < lanes; s++) total[s] = fma(x, load(key + s * width + c), total[s]);
+                for (int s = 0; s < together; s++) sum[s] = fma(x, load(key + (first + s) * width + c), sum[s]);
+            }
+#pragma GCC unroll 16
+            for (int s = 0; s < together; s++) total[first + s] = sum[s];
         }
         integer::sums(total, score + r * chunk);
     }
 }
 
-// out[r, c] += sum over tokens of weight[r, s] * value[s, c] for columns [from, from + 64) of the values; with `whole`
-// there are so many, else the last vectors may be short.
+// Vectors of columns of values at once.
+template <int rows>
+constexpr int vectors = std::clamp(together / rows, 1, 4);
+
+// out[r, c] += sum over tokens of weight[r, s] * value[s, c] for `vectors` of columns of the values, from `from` on;
+// with `whole` there are so many, else the last vectors may be short.
 template <Number type, int rows, bool whole>
 inline void add_columns(const Attend& p, const void* values, int64_t at, int64_t count, int64_t from,
                         const float* weight, float* out) {
     const int64_t width = padded(p.d);
-    int64_t left[4];
-    for (int64_t c = 0; c < 4; c++) left[c] = whole ? lanes : std::clamp(p.d - from - c * lanes, int64_t{0}, lanes);
-    Lanes acc[rows][4];
+    constexpr int wide = vectors<rows>;
+    int64_t left[wide];
+    for (int64_t c = 0; c < wide; c++) left[c] = whole ? lanes : std::clamp(p.d - from - c * lanes, int64_t{0}, lanes);
+    Lanes acc[rows][wide];
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) acc[r][c] = whole || left[c] ? load(out + r * width + from + c * lanes) : Lanes{};
+        for (int c = 0; c < wide; c++)
+            acc[r][c] = whole || left[c] ? load(out + r * width + from + c * lanes) : Lanes{};
     for (int64_t s = 0; s < count; s++) {
         Lanes w[rows];
         for (int r = 0; r < rows; r++) w[r] = fill(weight[r * chunk + s]);
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++) {
+        for (int c = 0; c < wide; c++) {
             const Lanes x = read<type>(values, at + s * p.d + from + c * lanes, whole ? lanes : left[c]);
             for (int r = 0; r < rows; r++) acc[r][c] = fma(w[r], x, acc[r][c]);
         }
     }
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-        for (int c = 0; c < 4; c++)
+        for (int c = 0; c < wide; c++)
             if (whole || left[c]) store(out + r * width + from + c * lanes, acc[r][c]);
 }
 
 template <Number type, int rows>
 inline void add_values(const Attend& p, const void* values, int64_t at, int64_t count, const float* weight,
                        float* out) {
+    constexpr int64_t columns = vectors<rows> * lanes;
     for (int64_t c = 0; c < p.d; c += columns)
         (c + columns <= p.d ? add_columns<type, rows, true> : add_columns<type, rows, false>)(p, values, at, count, c,
                                                                                               weight, out);
