@@ -1,6 +1,7 @@
 """The commands of `quantize` that are about a checkpoint which is there."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -31,8 +32,9 @@ def inspect(
     from ptq.files.checkpoint import Checkpoint
     from ptq.reporting import console_tables, contents
 
-    opened = Checkpoint.open(source.resolve(checkpoint))
-    found = contents.summary(opened)
+    with source.outline(checkpoint) or nullcontext(source.resolve(checkpoint)) as folder:
+        opened = Checkpoint.open(folder)
+        found = contents.summary(opened)
     if as_json:
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
         print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,

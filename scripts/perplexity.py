@@ -24,7 +24,7 @@ from ptq.commands.evaluate import Agreement, Perplexity, compare, perplexity
 from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
-from ptq.files import source
+from ptq.files import hub
 from ptq.hf.loading import load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.statistics import text_sources
@@ -102,7 +102,7 @@ def read_dataset(dataset: Dataset) -> str:
     from datasets import load_dataset  # slow to import, and not needed for a local text
 
     assert dataset is Dataset.wikitext2
-    if not source.hub_is_known():  # then what was fetched before, or an error at once
+    if not hub.is_known():  # then what was fetched before, or an error at once
         huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
         rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")

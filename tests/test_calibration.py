@@ -291,13 +291,13 @@ def hub(monkeypatch, answer):
         return answer
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("ptq.files.source.hub_is_known", lambda: True)
+    monkeypatch.setattr("ptq.files.hub.is_known", lambda: True)
     return calls
 
 
 def test_without_a_network_nothing_is_tried(monkeypatch):
     calls = hub(monkeypatch, [{"text": "ab"}])
-    monkeypatch.setattr("ptq.files.source.hub_is_known", lambda: False)
+    monkeypatch.setattr("ptq.files.hub.is_known", lambda: False)
     with pytest.raises(RunError, match=r"no network, or cannot find the hub; pass a local file: --calibration FILE"):
         load_rows("c4", tokenizer, 1, 1, seed=0)
     assert not calls

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ptq.commands.evaluate import CHUNK, compare, perplexity, tokens_per_second
 from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.errors import InputError, RunError
-from ptq.files import source
+from ptq.files import hub
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -363,7 +363,7 @@ def test_trained_model_predicts_the_text_it_was_trained_for():
 def test_script_does_not_wait_for_a_hub_that_is_out_of_reach(run_script, model_folder: Path, monkeypatch):
     """The libraries of the hub would try six times, for half a minute."""
     asked = []
-    monkeypatch.setattr(source, "hub_is_known", lambda: False)
+    monkeypatch.setattr(hub, "is_known", lambda: False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: asked.append(arguments) or [])
     monkeypatch.setattr(time, "sleep", asked.append)

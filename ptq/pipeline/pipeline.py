@@ -84,14 +84,31 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
         raise InputError(
             f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe, found a {type(recipe).__name__}"
         )
-    with engine.workers() as workers, without_kernel_hints():
-        return _quantize(
-            plan(str(model), recipe), str(model), Path(out).expanduser().absolute(), recipe, options, workers
-        )
-
-
-def _quantize(target: Target, model: str, out: Path, recipe: Recipe, options: RunOptions, workers: Workers) -> Result:
+    model, out = str(model), Path(out).expanduser().absolute()
     work = Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
+    with engine.workers() as workers, without_kernel_hints():
+        if (outline := source.outline(model)) is not None:
+            with outline as folder:
+                _foresee(folder, model, work, out, recipe, options, workers)
+        return _quantize(plan(model, recipe), model, work, out, recipe, options, workers)
+
+
+def _foresee(
+    folder: Path, model: str, work: Path, out: Path, recipe: Recipe, options: RunOptions, workers: Workers
+) -> None:
+    """Raise InputError for what can be refused without weights: they are not fetched for that. `folder` is an outline
+    of the model."""
+    target = plan(str(folder), recipe)
+    _device(options.device, workers)
+    if not (out / RECORD).is_file():
+        check_folders(out, work, folder)
+    token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
+    preflight.check(estimate(target, model, recipe), work, out, workers.local_count)
+
+
+def _quantize(
+    target: Target, model: str, work: Path, out: Path, recipe: Recipe, options: RunOptions, workers: Workers
+) -> Result:
     device = _device(options.device, workers)
     asked, recipe = recipe, _resolved(recipe, model, target.config)
     rows, probe = token_rows.choose(target.plan, target.config, recipe, target.checkpoint.folder)

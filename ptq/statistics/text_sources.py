@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptq.errors import InputError, RunError
-from ptq.files import source
+from ptq.files import hub
 from ptq.files.header import parse_json_object
 
 TEXT_FIELDS = ("text", "content")
@@ -141,7 +141,7 @@ def _hub_rows(spec: str) -> Iterator[Row]:
         from datasets.exceptions import DatasetNotFoundError
     except ImportError as error:
         raise InputError(f"calibration {spec}: needs `pip install datasets`; or pass a local .txt file") from error
-    if not source.hub_is_known():
+    if not hub.is_known():
         raise RunError(
             f"calibration {spec}: this machine has no network, or cannot find the hub; pass a local file: "
             "--calibration FILE.txt"

@@ -1,0 +1,325 @@
+"""Models of the hub: fetched, or planned from their headers alone. The hub is played by a function, or by a server that
+knows as much of the hub's protocol as these need."""
+
+import errno
+import json
+import socket
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants, errors
+from tiny_models import TINY, tiny_config, tiny_model, tokenizer
+from typer.testing import CliRunner
+
+from ptq.cli import app
+from ptq.errors import InputError, RunError
+from ptq.files import source
+from ptq.files.checkpoint import Checkpoint
+from ptq.files.hub import UNWANTED, WANTED, is_known
+from ptq.files.source import resolve
+from ptq.pipeline import preflight
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+# --- a download ------------------------------------------------------------------------------------------------------
+
+
+def hub(monkeypatch, folder=None, error=None):
+    """Replace the download by one that yields `folder` or raises `error`; returns the list of its calls."""
+    calls = []
+
+    def snapshot_download(name, **options):
+        calls.append((name, options))
+        if error is not None:
+            raise error
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return calls
+
+
+class ReadTimeout(Exception):
+    """As the hub's HTTP library raises it: which library that is, and its base class, changes with the version."""
+
+
+RESPONSE: Any = SimpleNamespace(headers={}, request=None)
+
+
+@pytest.mark.parametrize("revision", ["", "v1.0", "refs/pr/3"])
+@pytest.mark.parametrize("known", [True, False])
+def test_download(tmp_path, monkeypatch, known, revision):
+    """Where the hub cannot be found, what was downloaded before is taken, without a word to the network."""
+    monkeypatch.setattr("ptq.files.hub.is_known", lambda: known)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    calls = hub(monkeypatch, folder=tmp_path)
+    assert resolve(f"org/name@{revision}" if revision else "org/name") == tmp_path
+    asked = {
+        "revision": revision or None,
+        "allow_patterns": WANTED,
+        "ignore_patterns": UNWANTED,
+        "local_files_only": not known,
+    }
+    assert calls == [("org/name", asked)]
+
+
+def test_the_hub_is_known_or_a_proxy_is(monkeypatch):
+    looked_up = []
+
+    def getaddrinfo(host, port):
+        looked_up.append(host)
+        if len(looked_up) > 1:
+            raise socket.gaierror("Name or service not known")
+        return ["an address"]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    assert is_known() and not is_known()
+    assert looked_up == [urlsplit(huggingface_hub.constants.ENDPOINT).hostname] * 2
+    monkeypatch.setattr("urllib.request.getproxies", lambda: {"https": "http://proxy"})
+    assert is_known() and len(looked_up) == 2
+
+
+def test_patterns_choose_the_files():
+    names = ["config.json", "model-00001-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.model"]
+    names += ["merges.txt", "chat_template.jinja", "tokenizer_config.json", "tokenizer.json", "LICENSE"]
+    names += ["additional_chat_templates/tools.jinja", "qwen.tiktoken", "tekken.json"]
+    pickles = ["pytorch_model.bin", "training_args.bin", "tokenizer.pkl", "optimizer.pt", "modeling_x.py"]
+    copies = ["consolidated.safetensors", "original/model.safetensors", "onnx/model.onnx", "sub/config.json"]
+    copies += ["tokenizer/weights.onnx", "LICENSES/a.txt", "onnx/chat_template.jinja", "tokenizer_big/model.msgpack"]
+    copies += ["original/tokenizer.model", "sub/tokenizer.json", "sub/merges.txt"]
+    chosen = huggingface_hub.utils.filter_repo_objects(
+        names + pickles + copies, allow_patterns=WANTED, ignore_patterns=UNWANTED
+    )
+    assert list(chosen) == names
+
+
+def test_a_repository_without_safetensors(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    hub(monkeypatch, folder=tmp_path)
+    with pytest.raises(InputError, match="org/name: the repository holds no safetensors.*save_pretrained"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (errors.GatedRepoError("x", response=RESPONSE), InputError, "gated; accept its terms"),
+        (errors.RepositoryNotFoundError("x", response=RESPONSE), InputError, "neither a local folder nor"),
+        (errors.RevisionNotFoundError("x", response=RESPONSE), InputError, "no such revision; name a branch"),
+        (errors.HFValidationError("x"), InputError, "neither a local folder nor"),
+        (errors.LocalEntryNotFoundError("x"), RunError, "run again, which continues it, or pass a local folder"),
+        (errors.OfflineModeIsEnabled("x"), RunError, "OfflineModeIsEnabled.*run again, which continues it"),
+        (ReadTimeout("x"), RunError, "ReadTimeout.*run again, which continues it"),
+        (errors.HfHubHTTPError("x", response=RESPONSE), RunError, "check the network"),
+        (ConnectionResetError("x"), RunError, "check the network"),
+        (OSError(errno.ENOSPC, "x"), RunError, "cache .HF_HOME. is full"),
+    ],
+)
+def test_download_errors(monkeypatch, error, kind, words):
+    hub(monkeypatch, error=error)
+    with pytest.raises(kind, match=f"^org/name: .*{words}") as caught:
+        resolve("org/name")
+    assert "\n" not in str(caught.value) and caught.value.__cause__ is error
+
+
+def test_an_interrupt_passes_through(monkeypatch):
+    hub(monkeypatch, error=KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        resolve("org/name")
+
+
+# --- a look at the headers -------------------------------------------------------------------------------------------
+
+
+class Hub:
+    """A server of one repository, `org/name`: the files of a folder. `fetched` maps a file to its bytes that were
+    sent."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.fetched = folder, dict[str, int]()
+        hub = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_HEAD(self) -> None:
+                hub.answer(self)
+
+            do_GET = do_HEAD
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
+        Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def weights_fetched(self) -> int:
+        return sum(count for name, count in self.fetched.items() if name.endswith(".safetensors"))
+
+    def answer(self, to: BaseHTTPRequestHandler) -> None:
+        path = urlsplit(to.path).path
+        files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
+        head = {"X-Repo-Commit": COMMIT}
+        if path.startswith("/api/models/org/name/tree/"):
+            body = [{"type": "file", "path": name, "size": len(data), "oid": f"{len(data):040d}"}
+                    for name, data in files.items()]  # fmt: skip
+            return self.send(to, 200, json.dumps(body).encode(), head)
+        if path.startswith("/api/models/org/name"):
+            return self.send(to, 200, json.dumps({"id": "org/name", "sha": COMMIT}).encode(), head)
+        _, _, name = path.partition("/resolve/")
+        name = name.partition("/")[2]
+        if not path.startswith("/org/name/") or name not in files:
+            code = "EntryNotFound" if path.startswith("/org/name/") else "RepoNotFound"
+            return self.send(to, 404, b"", {"X-Error-Code": code})
+        data, status = files[name], 200
+        if (asked := to.headers.get("Range")) is not None:
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            data, status = data[int(first) : int(last) + 1 if last else None], 206
+        if to.command == "GET":
+            self.fetched[name] = self.fetched.get(name, 0) + len(data)
+        self.send(to, status, data, head | {"ETag": f'"{len(files[name]):040d}"'})
+
+    @staticmethod
+    def send(to: BaseHTTPRequestHandler, status: int, body: bytes, head: dict[str, str]) -> None:
+        to.send_response(status)
+        for name, value in {**head, "Content-Length": str(len(body))}.items():
+            to.send_header(name, value)
+        to.end_headers()
+        if to.command == "GET":
+            to.wfile.write(body)
+
+
+@pytest.fixture(params=["5GB", "100KB"], ids=["one file", "shards"])
+def served(request, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A hub with a model of 0.5 MB, and a cache in which nothing is."""
+    folder = tmp_path / "published"
+    model = tiny_model(tiny_config("llama", **TINY | dict(vocab_size=8192)), torch.float32)
+    model.save_pretrained(folder, max_shard_size=request.param)
+    tokenizer().save_pretrained(folder)
+    hub = Hub(folder)
+    monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    yield hub
+    huggingface_hub.close_session()
+    hub.server.shutdown()
+    hub.server.server_close()
+
+
+def quantize(*arguments: Any) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def sentence(result: Any) -> str:
+    """The error, which follows the bars of the hub's library."""
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("quantize: ")
+    return last
+
+
+def weights(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def test_a_plan_fetches_headers_alone(served: Hub, tmp_path: Path) -> None:
+    here = quantize("fp6", served.folder, tmp_path / "out", "--plan")
+    asked = quantize("fp6", "org/name", tmp_path / "out", "--plan")
+    assert asked.exit_code == 0 and asked.stdout == here.stdout
+    assert "its weights are not here yet: the command itself fetches 0.0 GB from the hub" in asked.stderr
+    assert "not here yet" not in here.stderr
+    assert 0 < served.weights_fetched() < weights(served.folder) / 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_fetches_headers_alone(served: Hub) -> None:
+    found, here = (quantize("inspect", name, "--json") for name in ("org/name", served.folder))
+    assert found.exit_code == 0 and json.loads(found.stdout) == json.loads(here.stdout)
+    assert served.weights_fetched() < weights(served.folder) / 3
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "words"),
+    [
+        ({"model_type": "unheard_of"}, (), "unheard_of"),
+        ({"num_hidden_layers": 3}, (), "model.layers.2"),
+        ({}, ("--element", "e9m9"), "e9m9"),
+        ({}, ("--calibration", "missing.txt"), "missing.txt"),
+        ({}, ("--device", "tpu"), "auto, cpu or cuda"),
+        ({}, ("no memory",), "of memory, 10 MB are free"),
+        ({}, ("no room",), "exists and is not empty"),
+    ],
+)
+def test_a_run_is_refused_before_weights_are_fetched(
+    served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: dict, options: tuple, words: str
+) -> None:
+    path = served.folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    out = tmp_path / "out"
+    if options == ("no memory",):
+        monkeypatch.setattr(preflight.available, "memory", lambda: 10_000_000)
+        options = ()
+    if options == ("no room",):
+        out, options = served.folder, ()
+    result = quantize("fp6", "org/name", out, *options)
+    assert result.exit_code == 2 and words in sentence(result)
+    assert served.weights_fetched() < weights(served.folder) / 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_fetches_the_weights_once(served: Hub, tmp_path: Path) -> None:
+    assert quantize("fp6", served.folder, tmp_path / "here").exit_code == 0
+    result = quantize("fp6", "org/name", tmp_path / "out")
+    assert result.exit_code == 0, result.stderr
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "here/model.safetensors").read_bytes()
+    fetched = served.weights_fetched()
+    again = quantize("fp6", "org/name", tmp_path / "out2", "--plan")
+    assert again.exit_code == 0 and "not here yet" not in again.stderr
+    assert source.outline("org/name") is None and served.weights_fetched() == fetched
+
+
+def test_a_revision_is_asked_for(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    whole = huggingface_hub.HfApi.get_safetensors_metadata
+    monkeypatch.setattr(
+        huggingface_hub.HfApi,
+        "get_safetensors_metadata",
+        lambda self, *names, revision: asked.append((names, revision)) or whole(self, *names, revision=revision),
+    )
+    found = source.outline("org/name@v1.0")
+    assert found is not None
+    with found as folder:
+        outlined, here = Checkpoint.open(folder), Checkpoint.open(served.folder)
+    assert asked == [(("org/name",), "v1.0")]
+    assert {name: (info.shape, info.dtype) for name, info in outlined.tensors.items()} == {
+        name: (info.shape, info.dtype) for name, info in here.tensors.items()
+    }
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("served", ["5GB"], indirect=True)
+@pytest.mark.parametrize("offsets", [(0, 1 << 62), (0, 1 << 80), (-8, 0)])
+def test_a_header_that_cannot_be(served: Hub, tmp_path: Path, offsets: tuple[int, int]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
+    (served.folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    result = quantize("fp6", "org/name", tmp_path / "out", "--plan")
+    assert result.exit_code == 2 and "tensor 'a'" in sentence(result)
+
+
+@pytest.mark.parametrize("served", ["100KB"], indirect=True)
+def test_an_index_that_names_files_elsewhere(served: Hub, tmp_path: Path) -> None:
+    path = served.folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    result = quantize("fp6", "org/name", tmp_path / "out", "--plan")
+    assert result.exit_code == 2 and "'../a.safetensors' is not a plain file name" in sentence(result)
