@@ -27,7 +27,7 @@ from ptq.pipeline.job import Job
 from ptq.statistics.hessian import observe, whole
 from quarot.plan import QuarotRecipe
 
-QUIET = ptq.RunOptions(progress=False)
+QUIET = ptq.RunOptions(progress=False, report=False)
 IDS = torch.arange(3, 40).reshape(1, -1)
 DOWN = "model.layers.0.mlp.down_proj"
 

@@ -19,7 +19,7 @@ from quarot.integer import IntegerGrid
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 
-QUIET = ptq.RunOptions(progress=False)
+QUIET = ptq.RunOptions(progress=False, report=False)
 QUERY, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 
 

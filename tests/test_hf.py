@@ -27,7 +27,7 @@ from ptq.models.families import FAMILIES
 from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 40).reshape(1, -1)
-QUIET = ptq.RunOptions(progress=False)
+QUIET = ptq.RunOptions(progress=False, report=False)
 DOWN = "model.layers.0.mlp.down_proj"
 
 

@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("run", RUNS)
 def test_a_run_stays_on_its_device(run: str, tmp_path: Path) -> None:
     sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    sizes["num_hidden_layers"] = 1
     model, (method, options) = save_model(tmp_path / "model", "llama", **sizes), RUNS[run]
     if "samples" in options:
         (tmp_path / "text.txt").write_text(" ".join(map(str, range(3000))))

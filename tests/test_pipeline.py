@@ -30,7 +30,7 @@ from ptq.pipeline.writer import LOG, file_hashes
 from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 40).reshape(1, -1)
-QUIET = ptq.RunOptions(progress=False)
+QUIET = ptq.RunOptions(progress=False, report=False)
 pytestmark = pytest.mark.usefixtures("fast")
 
 

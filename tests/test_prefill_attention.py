@@ -121,7 +121,7 @@ def test_empty_inputs_and_the_op(level: str) -> None:
 HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key("ptq::prefill_attention", "CPU")
 
 
-@pytest.mark.skipif(not HAS_KERNEL, reason="below AVX-512 torch's own attention serves prompts")
+@pytest.mark.skipif(not HAS_KERNEL, reason="below AVX2 torch's own attention serves prompts")
 def test_refusals() -> None:
     q, keys, mask = draw(2, 4, 3, 8), draw(2, 2, 5, 8), torch.ones(2, 1, 3, 5, dtype=torch.bool)
     for bad in (

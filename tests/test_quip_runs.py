@@ -29,7 +29,7 @@ from ptq.pipeline import preflight, tasks
 from ptq.statistics import hessian
 from quip_sharp.plan import QuipSharpRecipe
 
-QUIET = ptq.RunOptions(progress=False)
+QUIET = ptq.RunOptions(progress=False, report=False)
 IDS = torch.arange(3, 60).reshape(1, -1)
 DOWN = "model.layers.0.mlp.down_proj"
 
