@@ -13,8 +13,9 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int max_rows = 4, pair = 2;  // rows of a tile; blocks of tokens at once
+constexpr int value_sums = 16;         // that fit into registers
 #else
-constexpr int max_rows = 2, pair = 1;
+constexpr int max_rows = 2, pair = 1, value_sums = 4;
 #endif
 constexpr float none = -std::numeric_limits<float>::infinity();
 
@@ -87,7 +88,7 @@ void scores(const Side& k, const Side& v, int64_t index, int64_t head, int64_t c
 template <int BITS, int ROWS, int CHANNELS>
 inline void value_tile(const Words& at, int64_t count, int64_t first, const float* weight, float* out, int64_t stride) {
     constexpr int step = std::min(Fields<BITS>::count, CHANNELS);
-    Lanes acc[16] = {};
+    Lanes acc[value_sums] = {};
     for (int64_t b = 0; b < count; b++) {
         Lanes w[ROWS];
         for (int r = 0; r < ROWS; r++) w[r] = load(weight + r * chunk + b * block_tokens);
@@ -102,20 +103,24 @@ inline void value_tile(const Words& at, int64_t count, int64_t first, const floa
             }
         }
     }
-    float total[16];
-    sums(acc, total);
+    float total[value_sums];
+    if constexpr (value_sums == 16)
+        sums(acc, total);
+    else
+        for (int i = 0; i < value_sums; i++) total[i] = sum(acc[i]);
     for (int r = 0; r < ROWS; r++)
         std::memcpy(out + r * stride + first, total + r * CHANNELS, CHANNELS * sizeof(float));
 }
 
 template <int BITS, int ROWS>
 void values(const Side& v, int64_t index, int64_t head, int64_t count, const float* weight, float* out) {
-    constexpr int channels = ROWS == 1 ? 16 : ROWS == 2 ? 8 : 4;
+    constexpr int channels = value_sums / (ROWS == 3 ? 4 : ROWS);
     const Words at = words_of<BITS>(v, index, head, 0);
     int64_t c = 0;
     for (; c + channels <= v.d; c += channels)
         value_tile<BITS, ROWS, channels>(at, count, c, weight, out, partial_stride(v.d));
-    for (; c < v.d; c += 4) value_tile<BITS, ROWS, 4>(at, count, c, weight, out, partial_stride(v.d));
+    for (; c < v.d; c += 4)
+        value_tile<BITS, ROWS, std::min(4, channels)>(at, count, c, weight, out, partial_stride(v.d));
 }
 
 // The sinks among the tokens of a chunk: sinks [first, last) are tokens [at, at + last - first) of the chunk.

@@ -58,9 +58,10 @@ void multiply_keys(const Attention& p, const Rows& rows, int64_t index, int64_t 
     const int64_t steps = p.key_steps();
     for (int64_t k = 0; k < keys; k += panel)
         for (int64_t r = 0; r < rows.count; r += row_tile)
-            (keys - k > panel / 2 ? score_tile<mode, 4>
-                                  : score_tile<mode, 2>)(p.keys_of(rows.key_head, index) + k * steps,
-                                                         scratch.q + r * steps, steps, scratch.score + r * chunk + k);
+            (keys - k > panel / 2 ? score_tile<mode, panel>
+                                  : score_tile<mode, panel / 2>)(p.keys_of(rows.key_head, index) + k * steps,
+                                                                 scratch.q + r * steps, steps,
+                                                                 scratch.score + r * chunk + k);
 }
 
 // What a row does not see gets the score `none`.
@@ -79,13 +80,29 @@ void hide(const Attention& p, const Rows& rows, int64_t at, int64_t keys, const 
 // e^x for x <= 0, as precise as weights must be.
 template <Mode mode>
 inline Lanes power(Lanes x) {
-    if constexpr (mode == Mode::floats) return integer::exponential(x);
-    // 2^y = 2^floor(y) 2^r: the second by a polynomial that is off by 4e-6, a thousandth of the rounding to bfloat16
-    const __m512 y = (__m512)(x * 1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 z = _mm512_set1_ps(0.0136703095f);
-    for (const float c : {0.0517449978f, 0.241604357f, 0.692972922f, 1.00000349f})
-        z = _mm512_fmadd_ps(z, r, _mm512_set1_ps(c));
-    return (Lanes)_mm512_scalef_ps(z, y);
+#if defined(__AVX512BF16__)
+    if constexpr (mode == Mode::pairs) {
+        // 2^y = 2^floor(y) 2^r: the second by a polynomial that is off by 4e-6, a thousandth of the rounding to
+        // bfloat16
+        const __m512 y = (__m512)(x * 1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        __m512 z = _mm512_set1_ps(0.0136703095f);
+        for (const float c : {0.0517449978f, 0.241604357f, 0.692972922f, 1.00000349f})
+            z = _mm512_fmadd_ps(z, r, _mm512_set1_ps(c));
+        return (Lanes)_mm512_scalef_ps(z, y);
+    }
+#endif
+    return integer::exponential(x);
+}
+
+inline float largest_of(const Lanes& x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    const __m256 eight = _mm256_max_ps((__m256)x.low, (__m256)x.high);
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return std::max(four[0], four[1]);
+#endif
 }
 
 template <Mode mode>
@@ -96,7 +113,7 @@ inline void store_weights(uint32_t* to, int64_t at, Lanes low, Lanes high) {
         return;
     }
 #endif
-    std::memcpy(to + at, &low, sizeof low), std::memcpy(to + at + lanes, &high, sizeof high);
+    store_vector(to + at, low), store_vector(to + at + lanes, high);
 }
 
 // Scores to weights, against the largest score so far.
@@ -107,11 +124,11 @@ void weigh(const Attention& p, const Rows& rows, int64_t keys, const Scratch& sc
     for (int64_t r = 0; r < rows.count; r++) {
         Lanes high = load(scratch.score + r * chunk);
         for (int64_t s = lanes; s < whole; s += lanes) high = max(high, load(scratch.score + r * chunk + s));
-        scratch.top[r] = std::max(scratch.largest[r], _mm512_reduce_max_ps((__m512)high) * p.scaling);
+        scratch.top[r] = std::max(scratch.largest[r], largest_of(high) * p.scaling);
     }
     for (int64_t r = 0; r < rows.count; r += lanes) {
         const Lanes before = load(scratch.largest + r), top = load(scratch.top + r);
-        const Lanes shift = top == none ? Lanes{} : top;  // a row that has seen nothing yet
+        const Lanes shift = chosen(top == none, Lanes{}, top);  // a row that has seen nothing yet
         store(scratch.factor + r, power<mode>(before - shift));
         store(scratch.largest + r, top), store(scratch.top + r, -shift);
     }
@@ -136,10 +153,10 @@ void multiply_values(const Attention& p, const Rows& rows, int64_t index, int64_
     const int64_t width = p.value_width(), steps = (keys + numbers_of(mode) - 1) / numbers_of(mode);
     for (int64_t c = 0; c < width; c += panel)
         for (int64_t r = 0; r < rows.count; r += row_tile)
-            (width - c >= panel ? value_tile<mode, 4>
-                                : value_tile<mode, 2>)(p.values_of(rows.key_head, index) + c * p.value_steps(),
-                                                       scratch.weight + r * p.value_steps(), steps, scratch.factor + r,
-                                                       scratch.out + r * width + c, width);
+            (width - c >= panel ? value_tile<mode, panel>
+                                : value_tile<mode, panel / 2>)(p.values_of(rows.key_head, index) + c * p.value_steps(),
+                                                               scratch.weight + r * p.value_steps(), steps,
+                                                               scratch.factor + r, scratch.out + r * width + c, width);
 }
 
 template <Number type>

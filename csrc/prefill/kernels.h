@@ -1,4 +1,4 @@
-// Attention of many query tokens over plain keys and values. No torch here; AVX-512 only.
+// Attention of many query tokens over plain keys and values. No torch here; from AVX2 on.
 #pragma once
 
 #include <cstdint>
@@ -64,6 +64,6 @@ struct Kernels {
     void (*attend)(const Attention&, Units&);
 };
 
-extern const Kernels avx512, avx512bf16;
+extern const Kernels avx2, avx512, avx512bf16;
 
 }  // namespace ptq::prefill

@@ -65,7 +65,7 @@ void pack_values(const Attention& p, int64_t from, int64_t count, uint32_t* to) 
                 const auto y = (Dwords)steps::read<type>(p.values.data, at, columns);
                 x |= mode == Mode::pairs && i == 0 ? y >> 16 : y;
             }
-            std::memcpy(column, &x, sizeof x);
+            store_vector(column, x);
         }
     }
 }

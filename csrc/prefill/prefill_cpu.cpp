@@ -1,4 +1,4 @@
-// ptq::prefill_attention for CPUs with AVX-512; others run the reference. Schema, fake kernel and reference are in
+// ptq::prefill_attention for CPUs with AVX2; others run the reference. Schema, fake kernel and reference are in
 // ptq/ops/prefill_attention.py.
 #if defined(__x86_64__)
 #include <torch/csrc/stable/library.h>
@@ -58,7 +58,7 @@ Tensor prefill_attention(const Tensor& q, const Tensor& keys, const Tensor& valu
                          bool causal, double scaling) {
     check(q, keys, values, scaling);
     const bool pairs = q.scalar_type() == ScalarType::BFloat16 && cpu_level() >= CpuLevel::avx512bf16;
-    const Kernels& kernels = cpu_level() >= CpuLevel::avx512bf16 ? avx512bf16 : avx512;
+    const Kernels& kernels = at_level<avx2, avx2, avx512, avx512, avx512bf16>();
     const Tensor a = with_rows(q), k = with_rows(keys), v = with_rows(values);
     Attention p{};
     p.mode = pairs ? Mode::pairs : Mode::floats, p.type = number_of(q.scalar_type());
@@ -86,7 +86,7 @@ Tensor prefill_attention(const Tensor& q, const Tensor& keys, const Tensor& valu
 }  // namespace ptq::prefill
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
-    if (ptq::cpu_level() >= ptq::CpuLevel::avx512)
+    if (ptq::cpu_level() >= ptq::CpuLevel::avx2)
         m.impl("prefill_attention", TORCH_BOX(&ptq::prefill::prefill_attention));
 }
 #endif
