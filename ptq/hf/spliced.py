@@ -5,7 +5,9 @@ multipliers and norms are exactly the model's own.
 """
 
 import copy
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -72,15 +74,13 @@ def model_around(
 ) -> PreTrainedModel:
     """The model of a config without weights, and with no block but the one that the splice is given; tables that are
     computed, not stored, are real."""
-    config = copy.deepcopy(config)
-    config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
-    with refused(UNBUILT), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    transposed.as_linears(model)
+    whole = _whole(Settings.of(config))
     parent, _, name = family.layers.rpartition(".")
+    away = [block for index, block in enumerate(getattr(whole.get_submodule(parent), name)) if index != layer]
+    model = copy.deepcopy(whole, {id(block): block for block in away})  # these are left out below, and not copied
     body = model.get_submodule(parent)
     blocks = list(getattr(body, name))
-    others = {module for index, block in enumerate(blocks) if index != layer for module in block.modules()}
+    others = {module for block in away for module in block.modules()}
     _fill_buffers(model, others, device)  # while all blocks are there: a model may compute what they hold
     if layer is not None:
         splice.block = blocks[layer]
@@ -90,11 +90,9 @@ def model_around(
     setattr(body, name, nn.ModuleList(stand_ins))
     if family.experts is not None:
         experts.separate(model, family.experts.linears, fused.Layout.of(family.experts))
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear:
-            fast = FastLinear(module.in_features, module.out_features, module.bias is not None, device="meta")
-            put(model, name, fast)
     for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = FastLinear  # making another one would take longer than all the rest here
         if isinstance(module, nn.Embedding):  # a part may hold few rows, and that of padding concerns gradients alone
             module.padding_idx = None
     with refused(UNBUILT):
@@ -103,6 +101,32 @@ def model_around(
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
     fast_decode.install_attention(model)
     return model.eval()
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A config, equal to another one of the same content."""
+
+    kind: type
+    content: str
+    attention: str | None
+    config: Any = field(compare=False)
+
+    @classmethod
+    def of(cls, config: Any) -> "Settings":
+        return cls(type(config), config.to_json_string(use_diff=False), config._attn_implementation, config)
+
+
+@functools.lru_cache(maxsize=2)
+def _whole(settings: Settings) -> PreTrainedModel:
+    """The model of a config on the meta device. The more blocks it has the longer that takes, and a run wants a model
+    around every block several times."""
+    config = copy.deepcopy(settings.config)
+    config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
+    with refused(UNBUILT), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    transposed.as_linears(model)
+    return model
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
