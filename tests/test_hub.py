@@ -318,8 +318,18 @@ def test_a_header_that_cannot_be(served: Hub, tmp_path: Path, offsets: tuple[int
 
 
 @pytest.mark.parametrize("served", ["100KB"], indirect=True)
-def test_an_index_that_names_files_elsewhere(served: Hub, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shard", "words"),
+    [
+        ("../a.safetensors", "'../a.safetensors' is not a plain file name"),
+        ("tokenizer.model", "'tokenizer.model' is not a safetensors file"),  # in the cache, which is not written to
+    ],
+)
+def test_an_index_that_names_other_files(served: Hub, tmp_path: Path, shard: str, words: str) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}).encode()
+    (served.folder / "tokenizer.model").write_bytes(content := len(header).to_bytes(8, "little") + header + b" ")
     path = served.folder / "model.safetensors.index.json"
-    path.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    path.write_text(json.dumps({"weight_map": {"a": shard}}))
     result = quantize("fp6", "org/name", tmp_path / "out", "--plan")
-    assert result.exit_code == 2 and "'../a.safetensors' is not a plain file name" in sentence(result)
+    assert result.exit_code == 2 and words in sentence(result)
+    assert [file.read_bytes() for file in (tmp_path / "cache").rglob("tokenizer.model")] == [content]

@@ -82,7 +82,7 @@ def outline(name: str) -> Iterator[Path]:
             if not path.match(WEIGHTS):  # of an older download, perhaps
                 (Path(made) / path.name).symlink_to(path.resolve())
         for shard, found in shards.items():
-            if shard == Path(shard).name:  # or Checkpoint.open will refuse the index
+            if shard == Path(shard).name and Path(shard).match(WEIGHTS):  # or Checkpoint.open will refuse the index
                 _write_header(Path(made) / shard, found)
         yield Path(made)
 
@@ -94,7 +94,7 @@ def _write_header(path: Path, found: Any) -> None:
         for name, info in found.tensors.items()
     }
     header = json.dumps(tensors).encode()
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         with suppress(OSError, OverflowError, ValueError):  # no such size: Checkpoint.open will say so
             file.truncate(8 + len(header) + max((info.data_offsets[1] for info in found.tensors.values()), default=0))
