@@ -10,7 +10,6 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
@@ -198,8 +197,7 @@ def _show_plan(model: str, recipe: Recipe) -> None:
     from ptq.pipeline.progress import console
     from ptq.reporting import console_tables
 
-    outline = source.outline(model)
-    with outline or nullcontext(source.resolve(model)) as folder:
+    with source.outline(model) as (folder, missing):
         target = pipeline.plan(str(folder), recipe)
     plan = target.plan
     for note in plan.notes:
@@ -210,9 +208,8 @@ def _show_plan(model: str, recipe: Recipe) -> None:
     if plan.cache is not None:
         typer.echo(console_tables.cache_line(asdict(plan.cache)))
     console.print(str(pipeline.estimate(target, model, recipe)), soft_wrap=True)
-    if outline is not None:
-        nbytes = sum(tensor.stored_bytes for tensor in target.checkpoint.tensors.values())
-        console.print(f"its weights are not here yet: the command itself fetches {nbytes / 1e9:.1f} GB from the hub")
+    if missing:
+        console.print(f"its weights are not here yet: the command itself fetches {missing / 1e9:.1f} GB from the hub")
     if recipe.calibration is None and model != "demo" and preflight.needs_text(plan, recipe):
         console.print("to do this, the command needs --calibration TEXT")
 

@@ -1,7 +1,6 @@
 """The commands of `quantize` that are about a checkpoint which is there."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +31,7 @@ def inspect(
     from ptq.files.checkpoint import Checkpoint
     from ptq.reporting import console_tables, contents
 
-    with source.outline(checkpoint) or nullcontext(source.resolve(checkpoint)) as folder:
+    with source.outline(checkpoint) as (folder, _):
         opened = Checkpoint.open(folder)
         found = contents.summary(opened)
     if as_json:

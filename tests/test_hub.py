@@ -3,6 +3,7 @@ knows as much of the hub's protocol as these need."""
 
 import errno
 import json
+import shutil
 import socket
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from ptq.cli import app
 from ptq.errors import InputError, RunError
+from ptq.files import hub as hub_module
 from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.hub import UNWANTED, WANTED, is_known
@@ -145,7 +147,10 @@ class Hub:
     sent."""
 
     def __init__(self, folder: Path):
-        self.folder, self.fetched = folder, dict[str, int]()
+        self.folder, self.fetched, self.asked = folder, dict[str, int](), list[str]()
+        self.refusals = dict[str, list[int]]()
+        """What is answered first to a GET, by the end of its path."""
+        self.knows_ranges = True
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -166,6 +171,10 @@ class Hub:
 
     def answer(self, to: BaseHTTPRequestHandler) -> None:
         path = urlsplit(to.path).path
+        self.asked.append(path)
+        for end, codes in self.refusals.items():
+            if path.endswith(end) and codes and to.command == "GET":
+                return self.send(to, codes.pop(0), b"", {})
         files = {file.name: file.read_bytes() for file in self.folder.iterdir()}
         head = {"X-Repo-Commit": COMMIT}
         if path.startswith("/api/models/org/name/tree/"):
@@ -180,7 +189,7 @@ class Hub:
             code = "EntryNotFound" if path.startswith("/org/name/") else "RepoNotFound"
             return self.send(to, 404, b"", {"X-Error-Code": code})
         data, status = files[name], 200
-        if (asked := to.headers.get("Range")) is not None:
+        if (asked := to.headers.get("Range")) is not None and self.knows_ranges:
             first, _, last = asked.removeprefix("bytes=").partition("-")
             data, status = data[int(first) : int(last) + 1 if last else None], 206
         if to.command == "GET":
@@ -237,7 +246,7 @@ def test_a_plan_fetches_headers_alone(served: Hub, tmp_path: Path) -> None:
     here = quantize("fp6", served.folder, tmp_path / "out", "--plan")
     asked = quantize("fp6", "org/name", tmp_path / "out", "--plan")
     assert asked.exit_code == 0 and asked.stdout == here.stdout
-    assert "its weights are not here yet: the command itself fetches 0.0 GB from the hub" in asked.stderr
+    assert "its weights are not here yet: the command itself fetches 0.0 GB" in asked.stderr
     assert "not here yet" not in here.stderr
     assert 0 < served.weights_fetched() < weights(served.folder) / 3
     assert not (tmp_path / "out").exists()
@@ -286,35 +295,91 @@ def test_a_run_fetches_the_weights_once(served: Hub, tmp_path: Path) -> None:
     fetched = served.weights_fetched()
     again = quantize("fp6", "org/name", tmp_path / "out2", "--plan")
     assert again.exit_code == 0 and "not here yet" not in again.stderr
-    assert source.outline("org/name") is None and served.weights_fetched() == fetched
+    with source.outline("org/name") as (folder, missing):
+        assert missing == 0 and torch.isfinite(Checkpoint.open(folder).read("model.norm.weight")).all()
+    assert served.weights_fetched() == fetched
 
 
-def test_a_revision_is_asked_for(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    whole = huggingface_hub.HfApi.get_safetensors_metadata
-    monkeypatch.setattr(
-        huggingface_hub.HfApi,
-        "get_safetensors_metadata",
-        lambda self, *names, revision: asked.append((names, revision)) or whole(self, *names, revision=revision),
-    )
-    found = source.outline("org/name@v1.0")
-    assert found is not None
-    with found as folder:
+def test_one_commit_is_asked_for(served: Hub, tmp_path: Path) -> None:
+    """Whatever is pushed meanwhile; and what is in the cache stays the newest for who is offline."""
+    with source.outline("org/name@v1.0") as (folder, missing):
         outlined, here = Checkpoint.open(folder), Checkpoint.open(served.folder)
-    assert asked == [(("org/name",), "v1.0")]
-    assert {name: (info.shape, info.dtype) for name, info in outlined.tensors.items()} == {
-        name: (info.shape, info.dtype) for name, info in here.tensors.items()
-    }
-    assert not folder.exists()
+        assert outlined.tensors == here.tensors and missing == weights(served.folder)
+    assert not folder.exists() and not [*(tmp_path / "cache").rglob("refs/*")]
+    assert [path for path in served.asked if "v1.0" in path] == ["/api/models/org/name/revision/v1.0"]
+    assert any(f"/resolve/{COMMIT}/" in path for path in served.asked)
+
+
+def test_a_hub_that_stumbles(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    served.refusals = {"model.safetensors": [503, 429], "-00001-of-00002.safetensors": [500]}
+    assert quantize("fp6", "org/name", tmp_path / "out", "--plan").exit_code == 0
+    assert not any(served.refusals["model.safetensors"]) or not any(served.refusals["-00001-of-00002.safetensors"])
+    served.refusals = {"/api/models/org/name": [500] * 9}
+    result = quantize("fp6", "org/name", tmp_path / "out", "--plan")
+    assert result.exit_code == 1 and "check the network" in sentence(result)
+    assert served.weights_fetched() < weights(served.folder) / 3
+
+
+def test_a_server_that_knows_no_ranges(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.knows_ranges = False
+    assert quantize("fp6", "org/name", tmp_path / "out", "--plan").exit_code == 0
+
+
+def test_long_headers(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "HEADER_BYTES", 100)
+    with source.outline("org/name") as (folder, _):
+        assert Checkpoint.open(folder).tensors == Checkpoint.open(served.folder).tensors
+
+
+def test_what_is_here_serves_where_the_hub_cannot_be_asked(served: Hub, tmp_path: Path, monkeypatch: Any) -> None:
+    offline = ("fp6", "org/name", tmp_path / "out", "--plan")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    result = quantize(*offline)
+    assert result.exit_code == 1 and "check the network" in sentence(result)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    source.resolve("org/name")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert quantize(*offline).exit_code == 0
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    served.refusals = {"/api/models/org/name/revision/main": [500] * 9, "/api/models/org/name": [500] * 9}
+    assert quantize(*offline).exit_code == 0
+
+
+def test_a_finished_run_needs_nothing(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert quantize("fp6", "org/name", tmp_path / "out").exit_code == 0
+    shutil.rmtree(tmp_path / "cache")
+    monkeypatch.setattr(preflight.available, "memory", lambda: 10_000_000)
+    result = quantize("fp6", "org/name", tmp_path / "out")
+    assert result.exit_code == 0 and "finished before" in result.stderr
+
+
+def test_errors_name_the_model(served: Hub, tmp_path: Path, calibration_text: Path) -> None:
+    for file in served.folder.glob("tokenizer*"):
+        file.unlink()
+    result = quantize("quarot", "org/name", tmp_path / "out", "--calibration", calibration_text)
+    assert result.exit_code == 2 and sentence(result).startswith("quantize: org/name: holds no tokenizer")
+
+
+def test_weights_of_another_name(served: Hub, tmp_path: Path) -> None:
+    (served.folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    (served.folder / "model.safetensors").unlink(missing_ok=True)
+    (served.folder / "weights.safetensors").write_bytes(bytes(99))
+    result = quantize("fp6", "org/name", tmp_path / "out")
+    assert result.exit_code == 2 and sentence(result).startswith("quantize: org/name: found ")
 
 
 @pytest.mark.parametrize("served", ["5GB"], indirect=True)
-@pytest.mark.parametrize("offsets", [(0, 1 << 62), (0, 1 << 80), (-8, 0)])
-def test_a_header_that_cannot_be(served: Hub, tmp_path: Path, offsets: tuple[int, int]) -> None:
-    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}).encode()
+@pytest.mark.parametrize("change", [
+    {"data_offsets": [0, 1 << 62]}, {"data_offsets": [0, 1 << 80]}, {"data_offsets": [-8, 0]}, {"data_offsets": [0]},
+    {"data_offsets": None}, {"shape": None}, {"shape": [1] * 99}, {"dtype": "F7"},
+])  # fmt: skip
+def test_a_header_that_cannot_be(served: Hub, tmp_path: Path, change: dict[str, Any]) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | change}).encode()
     (served.folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     result = quantize("fp6", "org/name", tmp_path / "out", "--plan")
     assert result.exit_code == 2 and "tensor 'a'" in sentence(result)
+    assert sentence(result).startswith("quantize: org/name/model.safetensors: ")
 
 
 @pytest.mark.parametrize("served", ["100KB"], indirect=True)

@@ -112,7 +112,7 @@ def test_append_and_dequantize_are_the_reference(level: str | None, d: int, bits
 
 CASES = [  # batch, heads, groups, tokens, head_dim, length
     (1, 2, 1, 1, 64, 1), (2, 1, 4, 1, 64, 255), (1, 2, 3, 2, 128, 256), (1, 1, 7, 1, 80, 257), (2, 2, 2, 5, 20, 600),
-    (1, 1, 1, 8, 1, 40), (3, 1, 4, 1, 36, 513),
+    (1, 1, 1, 8, 1, 40), (3, 1, 4, 1, 36, 513), (1, 2, 1, 1, 15, 300), (1, 1, 2, 1, 33, 300),
 ]  # fmt: skip
 
 

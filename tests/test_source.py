@@ -23,7 +23,9 @@ def test_demo_and_local_folders_never_ask_the_hub(tmp_path, monkeypatch):
     assert resolve("org/name").resolve() == tmp_path / "org" / "name"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("~/org") == tmp_path / "org"
-    assert outline("demo") is outline("org/name") is None
+    for name in ("demo", "org/name"):
+        with outline(name) as (folder, missing):
+            assert folder == resolve(name) and missing == 0
 
 
 @pytest.mark.parametrize(

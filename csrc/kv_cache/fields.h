@@ -29,7 +29,7 @@ inline Words words_of(const Side& side, int64_t index, int64_t head, int64_t blo
     return {at, at + (side.d * widest_plane(BITS) + 31) / 32 * stride, stride};
 }
 
-// Channels first, first + 1, ... of a word of the widest plane. `first` is a multiple of 4.
+// Channels first, first + 1, ... of a word of the widest plane. `first` is even.
 template <int BITS>
 struct Fields {
     static constexpr int plane = widest_plane(BITS), above = BITS - plane, count = 32 / plane;

@@ -1,10 +1,10 @@
 """Models of the Hugging Face hub: fetched into its cache, or looked at through the headers of their weights alone."""
 
 import errno
-import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,9 @@ TOP = [WEIGHTS, "*.json", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "LICEN
 WANTED = [*TOP, "chat_template*", "additional_chat_templates/*.jinja"]
 UNWANTED = [*(f"*/{pattern}" for pattern in TOP), *(f"{name}*/*" for name in ("tokenizer", "LICENSE", "chat_template")),
             "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]  # fmt: skip
+
+HEADER_BYTES = 1 << 17
+"""What is asked for first of a file of weights: most headers are smaller."""
 
 
 def is_known() -> bool:
@@ -47,57 +50,94 @@ def download(name: str) -> Path:
     return folder
 
 
-def is_to_be_fetched(name: str) -> bool:
-    """Whether `download` would fetch weights. False, too, where the hub cannot say."""
-    from huggingface_hub.errors import DryRunError
+@contextmanager
+def outline(name: str) -> Iterator[tuple[Path, int]]:
+    """A folder that a hub model can be planned from, for as long as the context lasts, and how many bytes of weights
+    `download` would fetch. Where it would fetch some, the folder holds the small files, and of the weights the headers
+    with a hole behind each. Raises as `download` does."""
+    folder = None
+    try:
+        files, commit = _listing(name)
+    except (InputError, RunError):  # of a hub that cannot be asked, or refuses: what is here will do, if it is whole
+        if (folder := _cached(name)) is None:
+            raise
+        files, commit = [], None
+    weights = [file for file in files if file.filename.endswith(WEIGHTS[1:])]
+    missing = sum(file.file_size or 0 for file in weights if file.will_download)
+    if not missing:
+        yield folder or Path(_snapshot(name, revision=commit)), 0
+        return
+    small = Path(_snapshot(name, revision=commit, ignore_patterns=[*UNWANTED, WEIGHTS]))
+    with tempfile.TemporaryDirectory() as made:
+        for path in small.iterdir():
+            if not path.match(WEIGHTS):  # of an older download, perhaps
+                (Path(made) / path.name).symlink_to(path.resolve())
+        with _explained(name), ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda file: _outline_file(name, file, Path(made)), weights))
+        try:
+            yield Path(made), missing
+        except (InputError, RunError) as error:
+            raise type(error)(str(error).replace(made, name)) from error
+
+
+def _cached(name: str) -> Path | None:
+    """The folder of a model that was downloaded before; None where it was not, or not whole."""
+    try:
+        return Path(_snapshot(name, local_files_only=True))
+    except RunError:
+        return None
+
+
+def _listing(name: str) -> tuple[list[Any], str | None]:
+    """The files of a model as huggingface_hub describes them (`DryRunFileInfo`), and the commit that they are of: asked
+    for by its number from here on, so that nothing that is pushed meanwhile is mixed in, and what is here stays the
+    model's newest for who is offline."""
+    import huggingface_hub
+    from huggingface_hub.errors import OfflineModeIsEnabled
     from tqdm import tqdm
 
     class Silent(tqdm):
         def __init__(self, *args: Any, **options: Any):
             super().__init__(*args, **options | {"disable": True})
 
-    try:
-        files = _snapshot(name, dry_run=True, tqdm_class=Silent)
-    except RunError as error:
-        if isinstance(error.__cause__, DryRunError):  # `download` takes what is here, or says why not
-            return False
-        raise
-    return any(file.will_download and file.filename.endswith(WEIGHTS[1:]) for file in files)
-
-
-@contextmanager
-def outline(name: str) -> Iterator[Path]:
-    """A folder of all files of a hub model, in which a hole stands for the weights behind every header, for as long as
-    the context lasts. Raises as `download` does."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, NotASafetensorsRepoError
-
     repository, revision = _parts(name)
-    files = Path(_snapshot(name, ignore_patterns=[*UNWANTED, WEIGHTS]))
-    shards = {}
-    with _explained(name), suppress(NotASafetensorsRepoError, EntryNotFoundError):  # Checkpoint.open names it
-        shards = huggingface_hub.HfApi().get_safetensors_metadata(repository, revision=revision).files_metadata
-    with tempfile.TemporaryDirectory(prefix=f"{repository.replace('/', '--')}-") as made:
-        for path in files.iterdir():
-            if not path.match(WEIGHTS):  # of an older download, perhaps
-                (Path(made) / path.name).symlink_to(path.resolve())
-        for shard, found in shards.items():
-            if shard == Path(shard).name and Path(shard).match(WEIGHTS):  # or Checkpoint.open will refuse the index
-                _write_header(Path(made) / shard, found)
-        yield Path(made)
+    with _explained(name):
+        if not is_known():
+            raise OfflineModeIsEnabled("no address of the hub")
+        commit = huggingface_hub.HfApi().model_info(repository, revision=revision).sha
+    return _snapshot(name, revision=commit, dry_run=True, tqdm_class=Silent), commit
 
 
-def _write_header(path: Path, found: Any) -> None:
-    """A safetensors file of a header as huggingface_hub has parsed it, and no weights."""
-    tensors = {
-        name: {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": list(info.data_offsets)}
-        for name, info in found.tensors.items()
-    }
-    header = json.dumps(tensors).encode()
-    with path.open("xb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        with suppress(OSError, OverflowError, ValueError):  # no such size: Checkpoint.open will say so
-            file.truncate(8 + len(header) + max((info.data_offsets[1] for info in found.tensors.values()), default=0))
+def _outline_file(name: str, file: Any, folder: Path) -> None:
+    """Write a safetensors file of the hub's header, as long as the hub's."""
+    import huggingface_hub
+
+    from ptq.files.header import MAX_HEADER_BYTES
+
+    path = folder / Path(file.filename).name
+    url = huggingface_hub.hf_hub_url(_parts(name)[0], file.filename, revision=file.commit_hash)
+    start = _first_bytes(url, HEADER_BYTES)
+    size, length = file.file_size or len(start), 8 + int.from_bytes(start[:8], "little")
+    if len(start) < length <= min(MAX_HEADER_BYTES, size):
+        start = _first_bytes(url, length)
+    with path.open("xb") as to:
+        to.write(start[:length])
+        to.truncate(size)
+
+
+def _first_bytes(url: str, count: int) -> bytes:
+    """The first bytes of a file of the hub: all of them, where it has fewer."""
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+    found = bytearray()
+    headers = {**build_hf_headers(), "Range": f"bytes=0-{count - 1}", "Accept-Encoding": "identity"}
+    with http_stream_backoff("GET", url, headers=headers) as response:
+        hf_raise_for_status(response)
+        for piece in response.iter_bytes():
+            found += piece
+            if len(found) >= count:  # from a server that sends more than it was asked for
+                break
+    return bytes(found[:count])
 
 
 def _parts(name: str) -> tuple[str, str | None]:

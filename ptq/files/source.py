@@ -1,7 +1,7 @@
 """From what the user typed as MODEL to a local folder: a folder, a hub name, or `demo`."""
 
 import re
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ptq.errors import InputError
@@ -19,12 +19,11 @@ def resolve(model: str) -> Path:
     return local_folder(model) or hub.download(model)
 
 
-def outline(model: str) -> AbstractContextManager[Path] | None:
-    """Of a hub model whose weights are not here yet: a folder that can be planned from, made of its headers, for as
-    long as the context lasts. None where `resolve` need not fetch weights. Raises as `resolve` does."""
-    if local_folder(model) is None and hub.is_to_be_fetched(model):
-        return hub.outline(model)
-    return None
+def outline(model: str) -> AbstractContextManager[tuple[Path, int]]:
+    """A folder of MODEL that can be planned from, for as long as the context lasts, and how many bytes of weights
+    `resolve` would fetch. Raises as `resolve` does."""
+    folder = local_folder(model)
+    return hub.outline(model) if folder is None else nullcontext((folder, 0))
 
 
 def local_folder(model: str) -> Path | None:

@@ -2,10 +2,10 @@
 
 `ptq::prefill_attention`: softmax(scaling q Kᵀ) V for q [b, heads * groups, t, d], keys [b, heads, s, d] and values
 [b, heads, s, value_d]; the result is [b, t, heads * groups, value_d]. `mask` is bool [b or 1, 1, t, s], False for what
-is not seen; `causal`: token i sees keys 0 to i. A row that sees nothing is 0. Scores, softmax and sums are float32;
-with bfloat16 the weights are rounded to it before they meet V, as torch does it. The same for any number of threads.
-torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies bfloat16 as such. Below AVX2 the
-reference, which is torch's own, is what runs; with AMX, torch's own is asked for many tokens of bfloat16.
+is not seen; `causal`: token i sees keys 0 to i. A row that sees nothing is 0. Scores, softmax and sums are float32. The
+same for any number of threads. torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies
+bfloat16 as such, and rounds the weights to it before they meet V, as torch does it. Below AVX2 the reference, which is
+torch's own, is what runs; with AMX, torch's own is asked for many tokens of bfloat16.
 """
 
 from typing import Any

@@ -28,6 +28,7 @@ from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import RECORD, Record, open_work, read_record, remove_finished_work, remove_work, rounded_before
 from ptq.pipeline.writer import (
     check_folders,
+    check_out,
     complete,
     file_hashes,
     is_finished,
@@ -41,6 +42,7 @@ from ptq.recipe import Recipe, RunOptions
 from ptq.reporting import report
 from ptq.reporting.contents import summary
 from ptq.statistics import calibration, outliers
+from ptq.statistics.text_sources import is_file
 
 DEFAULTS = RunOptions()
 
@@ -87,8 +89,8 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
     model, out = str(model), Path(out).expanduser().absolute()
     work = Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
     with engine.workers() as workers, without_kernel_hints():
-        if (outline := source.outline(model)) is not None:
-            with outline as folder:
+        with source.outline(model) as (folder, missing):
+            if missing:
                 _foresee(folder, model, work, out, recipe, options, workers)
         return _quantize(plan(model, recipe), model, work, out, recipe, options, workers)
 
@@ -100,10 +102,11 @@ def _foresee(
     of the model."""
     target = plan(str(folder), recipe)
     _device(options.device, workers)
-    if not (out / RECORD).is_file():
-        check_folders(out, work, folder)
-    token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
-    preflight.check(estimate(target, model, recipe), work, out, workers.local_count)
+    if recipe.calibration is None or is_file(recipe.calibration):  # a dataset would be fetched twice
+        token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
+    if not (out / RECORD).is_file():  # else it may be finished, and need nothing
+        check_out(out)
+        preflight.check(estimate(target, model, recipe), work, out, workers.local_count)
 
 
 def _quantize(

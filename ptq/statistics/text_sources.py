@@ -24,6 +24,11 @@ Row = tuple[str, dict[str, Any]]
 """Where a document comes from, and its fields."""
 
 
+def is_file(spec: str) -> bool:
+    """Whether a text that a user named is a file, by its name."""
+    return Path(spec).suffix.lower() in TEXT_FILES
+
+
 def load(spec: str, limit: int, tokenizer: Any) -> str:
     """The text that a user named, as far as `limit` characters: documents, joined by an empty line.
 
@@ -36,7 +41,7 @@ def load(spec: str, limit: int, tokenizer: Any) -> str:
     path = Path(spec).expanduser()
     if spec in HUB_ALIASES:
         return _join(_hub_rows(spec), tokenizer, limit)
-    if path.suffix.lower() in TEXT_FILES:
+    if is_file(spec):
         return read_text(path, tokenizer, limit)
     if path.exists():
         raise InputError(f"calibration {spec}: expected a .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset")
