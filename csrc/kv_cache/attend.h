@@ -114,13 +114,12 @@ inline void value_tile(const Words& at, int64_t count, int64_t first, const floa
 
 template <int BITS, int ROWS>
 void values(const Side& v, int64_t index, int64_t head, int64_t count, const float* weight, float* out) {
-    constexpr int channels = value_sums / (ROWS == 3 ? 4 : ROWS);
+    constexpr int channels = value_sums / (ROWS == 3 ? 4 : ROWS), rest = std::min(4, channels);
     const Words at = words_of<BITS>(v, index, head, 0);
     int64_t c = 0;
     for (; c + channels <= v.d; c += channels)
         value_tile<BITS, ROWS, channels>(at, count, c, weight, out, partial_stride(v.d));
-    for (; c < v.d; c += 4)
-        value_tile<BITS, ROWS, std::min(4, channels)>(at, count, c, weight, out, partial_stride(v.d));
+    for (; c < v.d; c += rest) value_tile<BITS, ROWS, rest>(at, count, c, weight, out, partial_stride(v.d));
 }
 
 // The sinks among the tokens of a chunk: sinks [first, last) are tokens [at, at + last - first) of the chunk.
