@@ -1,4 +1,4 @@
-"""`ptq::minifloat_layer`: a decoder layer of a decoded token as one op (`ptq.ops.layer_ops`), for small floats in
+"""`ptq::minifloat_layer`: a decoder layer that is held for its tokens (`ptq.ops.layer_ops`), with small floats in
 tiles."""
 
 from fp6 import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)

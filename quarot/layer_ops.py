@@ -1,4 +1,4 @@
-"""`ptq::integer_layer`: a decoder layer of a decoded token as one op (`ptq.ops.layer_ops`), for integer weights in
+"""`ptq::integer_layer`: a decoder layer that is held for its tokens (`ptq.ops.layer_ops`), with integer weights in
 tiles.
 
 `zero` are empty, or one for each weight.

@@ -1,4 +1,4 @@
-"""`ptq::e8p_layer`: a decoder layer of a decoded token as one op (`ptq.ops.layer_ops`), for E8P weights in tiles."""
+"""`ptq::e8p_layer`: a decoder layer that is held for its tokens (`ptq.ops.layer_ops`), with E8P weights in tiles."""
 
 from ptq.ops.layer_ops import declare_layer, one_by_one
 from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)

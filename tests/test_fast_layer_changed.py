@@ -127,6 +127,26 @@ def test_signs_that_are_written_to_are_seen(name: str, packed, monkeypatch: pyte
     assert calls.count(True) == 4 * (1 if name[0] == "k" else 2)  # of q, k and v, only k has other signs
 
 
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", ["o_proj.bias", "k_proj.bias", "k_proj.weight_scale", "q_proj.weight_tiles"])
+@torch.no_grad()
+def test_what_is_written_to_a_held_layer_is_seen(name: str, dtype: torch.dtype, packed) -> None:
+    """In place, as `load_state_dict` does, and with other memory, as `Module.to` does."""
+    model = packed("W4A8").to(dtype)
+    for data in (False, True):
+        before = decode(model)
+        x = dict(model.get_decoder().layers[1].self_attn.named_parameters())[name]
+        new = x.flip(0)
+        if data:
+            x.data = new
+        else:
+            x.copy_(new)
+        changed = decode(model)
+        assert not torch.equal(changed[-1], before[-1])
+        single = decode(without(copy.deepcopy(model), "DecoderLayer"))
+        assert all(torch.equal(a, b) for a, b in zip(changed, single, strict=True))
+
+
 def test_a_dropout_that_drops_is_asked(packed) -> None:
     model, calls = packed("W4A8", "phi3"), []
     wanted = decode(model)

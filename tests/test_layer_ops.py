@@ -1,4 +1,5 @@
-"""`ptq::integer_layer`, `ptq::minifloat_layer` and `ptq::e8p_layer` against their references, and what they refuse."""
+"""`ptq::integer_layer`, `ptq::minifloat_layer` and `ptq::e8p_layer` with `ptq::decode_layer` against their references,
+and what they refuse."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +8,8 @@ import pytest
 import torch
 from conftest import at_level
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from fp6 import layer_ops as minifloat_ops
 from fp6.minifloat import MinifloatFormat
@@ -30,7 +33,9 @@ FORMATS: dict[str, Any] = {
     "e8p": (E8PFormat(2), e8p_ops.layer),
     "e8p, 3 bits": (E8PFormat(3), e8p_ops.layer),
 }
-NAMES = [argument.name for argument in torch.ops.ptq.integer_layer.default._schema.arguments]
+DECODE = torch.ops.ptq.decode_layer.default
+TOKEN = [argument.name for argument in DECODE._schema.arguments][1:]
+"""What comes with each token."""
 
 
 @pytest.fixture(params=("portable", "avx2", "avx512", "avx512bf16", "amx"))
@@ -68,10 +73,12 @@ def arguments(
     mlp: bool = True,
     fused: str = "",
     turned: int = D,
-) -> tuple[Any, list[Any]]:
-    """The op and its arguments, with seven tokens before. `norms`: before attention and MLP, of queries and keys (by
-    heads or whole), behind both; `biases`: the first letters of the linears that have one; `mlp`: whether there is one;
-    `fused`: the first letters of linears that are one with those of the same input; `turned`: channels of each head.
+) -> tuple[Any, dict[str, Any]]:
+    """The op, and by name its arguments and those of a token, with seven tokens before.
+
+    `norms`: before attention and MLP, of queries and keys (by heads or whole), behind both; `biases`: the first letters
+    of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
+    those of the same input; `turned`: channels of each head.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, "qkvogud") if mlp else (SITES[:2], "qkvo"))
@@ -106,8 +113,22 @@ def arguments(
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, 1, HIDDEN, dtype=dtype)
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
-    rest = [*turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, gelu, [ROWS[role] for role in roles]]
-    return found[0], [x, *norm, given, *inputs, *outputs, *rest, *found[1]]
+    fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], *found[1]]
+    token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier], strict=True))
+    names = (argument.name for argument in found[0]._schema.arguments)
+    return found[0], token | dict(zip(names, fixed, strict=True))
+
+
+def of_layer(given: dict[str, Any]) -> list[Any]:
+    return [value for name, value in given.items() if name not in TOKEN]
+
+
+def of_token(given: dict[str, Any]) -> list[Any]:
+    return [given[name] for name in TOKEN]
+
+
+def decoded(op: Any, given: dict[str, Any]) -> Tensor:
+    return DECODE(op(*of_layer(given)), *of_token(given))
 
 
 TWO_SIDED: dict[str, Any] = dict(orders=(64, 96, 64, 96), back=True, signed=True)
@@ -133,17 +154,17 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_bits_of_single_ops(format: str, case: dict[str, Any], dtype: torch.dtype, level: str) -> None:
     (op, mine), (_, theirs) = arguments(dtype, format, **case), arguments(dtype, format, **case)
-    found, wanted = op(*mine), FORMATS[format][1](*theirs)
-    assert found.dtype == dtype and found.shape == mine[0].shape and bool(found.isfinite().all())
-    at = NAMES.index("cache")
-    for a, b in zip((found, *mine[at]), (wanted, *theirs[at]), strict=True):
+    found, wanted = decoded(op, mine), FORMATS[format][1](*of_layer(theirs))(*of_token(theirs))
+    assert found.dtype == dtype and found.shape == mine["x"].shape and bool(found.isfinite().all())
+    for a, b in zip((found, *mine["cache"]), (wanted, *theirs["cache"]), strict=True):
         assert torch.equal(a, b)
-    assert not torch.equal(mine[at][0], arguments(dtype, format, **case)[1][at][0])  # something was stored
+    assert not torch.equal(mine["cache"][0], arguments(dtype, format, **case)[1]["cache"][0])  # something was stored
 
 
 TOGETHER = {"factors", "counts", "orders", "back_factors", "back_counts", "back_orders"}
 """Belong together: the cases above have several."""
-CHANGED = [name for name in NAMES[: NAMES.index("cache")] if name not in TOGETHER | {"round_first"}]
+CHANGED = [name for name in arguments(torch.float32)[1] if name not in TOGETHER | {"round_first"}]
+CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")]]
 """`round_first` makes no difference in float32."""
 
 
@@ -152,16 +173,55 @@ def test_every_argument_counts(name: str) -> None:
     """A change of any part of any list changes the result."""
     case = TWO_SIDED | dict(norms="amqkAM", biases="qkvogud")
     op, given = arguments(torch.float32, "e8p", **case)
-    wanted, at = op(*given), NAMES.index(name)
-    count = len(given[at]) if isinstance(given[at], list) else 1
-    for place in range(count):
+    wanted, was = decoded(op, given), given[name]
+    for place in range(len(was) if isinstance(was, list) else 1):
         _, changed = arguments(torch.float32, "e8p", **case)
-        new = other(name, given[at][place] if isinstance(given[at], list) else given[at])
-        if isinstance(given[at], list):
-            changed[at][place] = new
+        if isinstance(was, list):
+            changed[name][place] = other(name, was[place])
         else:
-            changed[at] = new
-        assert not torch.equal(op(*changed), wanted), place
+            changed[name] = other(name, was)
+        assert not torch.equal(decoded(op, changed), wanted), place
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_held_layer_sees_what_becomes_of_its_tensors(format: str, level: str) -> None:
+    """Written to in place, or given other memory: the numbers are those of a layer that is made then."""
+    case: dict[str, Any] = dict(norms="amqk", biases="qkvogud")
+    case |= dict(TWO_SIDED) if format.startswith("e8p") else {}
+    op, given = arguments(torch.float32, format, **case)
+    held = op(*of_layer(given))
+    was = DECODE(held, *of_token(given))
+    for name in ("tiles", "scale", "biases", "gains", "zero"):
+        for i, x in enumerate(given.get(name, ())):
+            if not x.numel():
+                continue
+            for other_memory in (False, True):
+                new = x.flip(0) if x.shape[0] > 1 else x + (1 << 20)
+                if other_memory:
+                    x.data = new
+                else:
+                    x.copy_(new)
+                found = DECODE(held, *of_token(given))
+                assert torch.equal(found, decoded(op, given)), (name, i)
+                assert not torch.equal(found, was), (name, i)
+                was = found
+
+
+def test_what_stands_for_no_layer() -> None:
+    op, given = arguments(torch.float32)
+    held = op(*of_layer(given))
+    for wrong in (held.clone(), held[:-1], torch.zeros(8, dtype=torch.uint8), torch.empty(0), given["x"]):
+        with pytest.raises(RuntimeError, match="expected what an op on layers gave, not a copy of it"):
+            DECODE(wrong, *of_token(given))
+
+
+def test_a_layer_outlives_the_lists_that_it_was_made_of() -> None:
+    op, given = arguments(torch.float32)
+    held, wanted = op(*of_layer(given)), decoded(op, given)
+    token = of_token(given)
+    del given
+    junk = [torch.randn(4096) for _ in range(64)]
+    assert torch.equal(DECODE(held, *token), wanted) and junk
 
 
 def other(name: str, value: Any) -> Any:
@@ -175,42 +235,43 @@ def test_schema_and_fake(format: str) -> None:
     for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
         for cache in ("plain", "sinks"):
             op, given = arguments(torch.float32, format, cache=cache)
-            torch.library.opcheck(op, given, test_utils=check)
+            torch.library.opcheck(op, of_layer(given), test_utils=check)
+    call = op(*of_layer(given)), *of_token(given)  # `opcheck` would copy what stands for a layer
+    with FakeTensorMode() as mode:
+        fake = DECODE(*tree_map_only(Tensor, mode.from_tensor, call))
+    assert fake.shape == given["x"].shape and fake.dtype == given["x"].dtype
 
 
 @pytest.mark.parametrize("cache", ("plain", "packed", "sinks"))
 @pytest.mark.parametrize("format", ("integer", "e2m3", "e8p"))
 def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> None:
     op, good = arguments(torch.float32, format, norms="amqkAM", cache=cache, **TWO_SIDED)
-    names = [argument.name for argument in op._schema.arguments]
-    x, at = good[0], names.index("cache")
-    gains, rows = good[1], good[names.index("rows")]
+    x, gains, rows = good["x"], good["gains"], good["rows"]
     wrongs = [
         ("x", x.expand(2, 2, -1)), ("x", x[0]), ("x", x[..., :-1]), ("x", x[:1]), ("gains", gains[:-1]),
         ("gains", [*gains[:3], torch.ones(5), *gains[4:]]), ("gains", [*gains[:5], torch.ones(5)]), ("eps", [1e-5] * 3),
-        ("round_first", [1]), ("cache", good[at][:-1]), ("cache_bits", [4]), ("before", 256), ("before", -1),
-        ("cos", good[names.index("cos")][..., :-2]), ("counts", [0] * 3), ("counts", [9] * 4), ("counts", [-1] * 4),
+        ("round_first", [1]), ("cache", good["cache"][:-1]), ("cache_bits", [4]), ("before", 256), ("before", -1),
+        ("cos", good["cos"][..., :-2]), ("counts", [0] * 3), ("counts", [9] * 4), ("counts", [-1] * 4),
         ("rows", [1, *rows[1:]]), ("rows", [*rows[:-1], 1]), ("rows", rows[:-1]), ("rows", []),
         ("orders", [64, 96, 64, 5]), ("back_orders", [96, 32, 32, 64, 96, 96, 5]), ("input_bits", [8] * 3),
-        ("biases", [*good[names.index("biases")][:3], torch.ones(5), *[torch.empty(0)] * 3]),
+        ("biases", [*good["biases"][:3], torch.ones(5), *[torch.empty(0)] * 3]),
     ]  # fmt: skip
     for name in ("cos", "sin"):
         wrongs.extend((name, wrong) for wrong in (torch.ones(1, 1, 2 * D), torch.ones(1, 1, 3)))
     lists = ("tiles", "scale", "n", "biases", "clips", "su", "sv", "orders", "back_orders", "back_counts")
-    wrongs.extend((name, good[names.index(name)][:-1]) for name in lists)
-    wrongs.extend((name, [value[:-1] for value in good[names.index(name)]]) for name in ("su", "sv"))
+    wrongs.extend((name, good[name][:-1]) for name in lists)
+    wrongs.extend((name, []) for name in ("tiles", "scale", "n"))
+    wrongs.extend((name, [value[:-1] for value in good[name]]) for name in ("su", "sv"))
     op, short = arguments(torch.float32, format, cache=cache, **TWO_SIDED, mlp=False)
     for name in lists:
         with pytest.raises(RuntimeError):
-            op(*(value[:-1] if own == name else value for own, value in zip(names, short, strict=True)))
+            decoded(op, short | {name: short[name][:-1]})
             pytest.fail(name)
     for name, wrong in wrongs:
         if (name, cache) == ("cache_bits", "plain") and len(wrong) == 2:
             continue
-        given = list(good)
-        given[names.index(name)] = wrong
         with pytest.raises(RuntimeError):
-            op(*given)
+            decoded(op, good | {name: wrong})
             pytest.fail(f"{name}: {wrong}")
 
 
@@ -218,7 +279,6 @@ def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> No
 def test_rows_that_a_fused_weight_does_not_have(rows: list[int], level: str) -> None:
     """Norms of queries would read them."""
     op, given = arguments(torch.float32, norms="amqk", fused="q")
-    at = [argument.name for argument in op._schema.arguments].index("rows")
-    given[at] = [*rows, *given[at][3:]]
+    given["rows"] = [*rows, *given["rows"][3:]]
     with pytest.raises(RuntimeError, match="the weights of input 0 do not have the rows of what they are for"):
-        op(*given)
+        op(*of_layer(given))

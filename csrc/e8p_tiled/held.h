@@ -28,9 +28,15 @@ inline void check_bits(int64_t bits) {
 
 // The tensors of a weight, checked and held: their pointers are in `w`.
 struct Held {
-    Tensor tiles;
+    Tensor tiles, scale;
     std::optional<Tensor> bias;
     Weight w;
+    // With the scale as it is now.
+    Weight now() const {
+        Weight found = w;
+        std::memcpy(&found.scale, scale.const_data_ptr(), sizeof found.scale);
+        return found;
+    }
     const float* bias_data() const { return bias ? static_cast<const float*>(bias->const_data_ptr()) : nullptr; }
 };
 
@@ -41,10 +47,10 @@ inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<T
     check_tensor("e8p tiles", "tiles", tiles, ScalarType::Byte, {row_tiles(n), blocks_in(k) * bits, 64});
     check_tensor("e8p tiles", "scale", scale, ScalarType::Int, {1});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "e8p tiles: bias must have ", n, " elements");
-    Held h{compact(tiles), std::nullopt, {}};
+    Held h{compact(tiles), scale, std::nullopt, {}};
     if (bias) h.bias = as_float(*bias);
     h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()), {}, n, k, static_cast<int>(bits)};
-    std::memcpy(&h.w.scale, scale.const_data_ptr(), sizeof h.w.scale);
+    h.w = h.now();
     return h;
 }
 

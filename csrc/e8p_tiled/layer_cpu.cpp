@@ -1,5 +1,5 @@
-// ptq::e8p_layer for the CPU: all that a decoder layer does to a decoded token, as one op. Schema, fake kernel and
-// reference are in quip_sharp/layer_ops.py.
+// ptq::e8p_layer for the CPU: a decoder layer, held for ptq::decode_layer. Schema and reference are in
+// quip_sharp/layer_ops.py.
 #include <torch/csrc/stable/library.h>
 
 #include "e8p_tiled/weights.h"
@@ -8,19 +8,17 @@
 namespace ptq::e8p_tiled {
 namespace {
 
-using layer::Ints;
-
-struct LayerWeights {
-    const Tensors &tiles, &scale;
-    const Ints& n;
+struct Layers {
+    Tensors tiles, scale;
+    layer::Ints n;
     int64_t bits;
 
-    Tensors operator()(const Seen& in, size_t first, size_t last, const Tensors& biases, ScalarType dtype) const {
-        STD_TORCH_CHECK(tiles.size() == n.size() && scale.size() == n.size(), "e8p_layer: lists of different lengths");
-        return layer::multiplied<Weights>(in, first, last, biases, n, dtype,
-                                          [&](size_t i, int64_t k, const std::optional<Tensor>& bias) {
-                                              return hold(tiles[i], scale[i], bias, n[i], k, bits);
-                                          });
+    using Ready = layer::Together<Weights>;
+    std::vector<const Tensors*> tensors() const { return {&tiles, &scale}; }
+    Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const {
+        return Ready::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {
+            return hold(tiles[i], scale[i], bias, n[i], k, bits);
+        });
     }
 };
 
@@ -29,7 +27,6 @@ struct LayerWeights {
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     using namespace ptq;
-    using layer::Ints;
     m.impl("e8p_layer",
-           TORCH_BOX((&layer::op<e8p_tiled::LayerWeights, const Tensors&, const Tensors&, const Ints&, int64_t>)));
+           TORCH_BOX((&layer::op<e8p_tiled::Layers, const Tensors&, const Tensors&, const layer::Ints&, int64_t>)));
 }

@@ -32,7 +32,7 @@ struct Weights {
             t, k / 4);
         std::vector<Quantized> problems;
         for (const experts::Product& p : products)
-            problems.push_back({held[p.weight].w, rows + p.from * width, offsets.get() + p.from,
+            problems.push_back({held[p.weight].now(), rows + p.from * width, offsets.get() + p.from,
                                 static_cast<const float*>(scale.const_data_ptr()) + p.from, held[p.weight].bias_data(),
                                 p.to(), number_of(p.out.scalar_type()), p.rows});
         integer_tiled::run_rows(kernels().quantized, problems);
@@ -46,7 +46,7 @@ struct Weights {
         const auto* from = static_cast<const char*>(x.const_data_ptr());
         std::vector<Floats> problems;
         for (const experts::Product& p : products)
-            problems.push_back({held[p.weight].w, from + p.from * k * experts::width_of(type), number_of(type),
+            problems.push_back({held[p.weight].now(), from + p.from * k * experts::width_of(type), number_of(type),
                                 rows + p.from * stride, stride, kernels().pairs, held[p.weight].bias_data(), p.to(),
                                 number_of(p.out.scalar_type()), p.rows});
         Floats all = problems.front();

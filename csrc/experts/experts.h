@@ -76,7 +76,8 @@ struct Single {
 template <class Element>
 void scale(const Tensor& y, float by) {
     auto* at = static_cast<Element*>(y.mutable_data_ptr());
-    for (int64_t i = 0; i < y.numel(); i++) at[i] = Element::of(at[i] * by);
+    const int64_t count = y.numel();
+    for (int64_t i = 0; i < count; i++) at[i] = Element::of(at[i] * by);
 }
 
 // total[tokens[i]] += share[i] * y[i], row after row: product and sum are rounded each.

@@ -104,6 +104,8 @@ Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const fl
     return cast(std::move(results), dtype);
 }
 
+}  // namespace
+
 Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype) {
     const int64_t t = tokens_of(q);
     STD_TORCH_CHECK(q_scale.numel() == t, "integer_linear_quantized: q_scale must have ", t, " elements");
@@ -146,6 +148,8 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
     return cast(std::move(results), dtype);
 }
 
+namespace {
+
 void check_input(const Tensor& q) {
     STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "integer_linear_quantized: q must be int8");
 }
@@ -170,8 +174,6 @@ Tensor linear_tokens(const Tensor& x, const Tensor& tiles, const Tensor& scale, 
     return multiply_tokens(x, tokens, scales.get(), held, dtype).front();
 }
 
-}  // namespace
-
 Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors& tiles, const Tensors& scale,
                           const Tensors& zero, const Tensors& bias, const std::vector<int64_t>& n, int64_t bits,
                           int64_t group_size, ScalarType dtype) {
@@ -179,8 +181,6 @@ Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors&
     const std::vector<Held> held = hold_all(tiles, scale, zero, bias, n, q.size(-1), bits, group_size);
     return multiply_quantized(q, q_scale, held, dtype);
 }
-
-namespace {
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero,
                     const std::optional<Tensor>& bias, int64_t n, int64_t bits, int64_t group_size) {
@@ -190,15 +190,11 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     return multiply_floats(x, held).front();
 }
 
-}  // namespace
-
 Tensors linears_tiled(const Tensor& x, const Tensors& tiles, const Tensors& scale, const Tensors& zero,
                       const Tensors& bias, const std::vector<int64_t>& n, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(x.dim() > 0, "integer_linear_tiled: x has no axis");
     return multiply_floats(x, hold_all(tiles, scale, zero, bias, n, x.size(-1), bits, group_size));
 }
-
-namespace {
 
 Tensor prepack(const Tensor& codes, int64_t bits, int64_t k) {
     check_bits(bits);

@@ -1,14 +1,12 @@
-// ptq::integer_linears_quantized and ptq::integer_linears_tiled as functions, for ops that do several steps at once.
+// Products with few or many tokens as functions, for ops that do several steps at once.
 #pragma once
 
 #include "integer_tiled/held.h"
 
 namespace ptq::integer_tiled {
 
-Tensors linears_quantized(const Tensor& q, const Tensor& q_scale, const Tensors& tiles, const Tensors& scale,
-                          const Tensors& zero, const Tensors& bias, const std::vector<int64_t>& n, int64_t bits,
-                          int64_t group_size, ScalarType dtype);
-Tensors linears_tiled(const Tensor& x, const Tensors& tiles, const Tensors& scale, const Tensors& zero,
-                      const Tensors& bias, const std::vector<int64_t>& n, int64_t bits, int64_t group_size);
+// The products of weights that share an input: x [*t, k], or its integers, int8, and their scales.
+Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held);
+Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype);
 
 }  // namespace ptq::integer_tiled

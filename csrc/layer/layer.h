@@ -3,9 +3,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <numeric>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -13,137 +13,11 @@
 #include "common/input.h"
 #include "common/tensors.h"
 #include "experts/experts.h"
-#include "kv_cache/kv_cache_cpu.h"
+#include "layer/held.h"
+#include "layer/parts.h"
 #include "steps/steps_cpu.h"
 
 namespace ptq::layer {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Floats = std::vector<double>;
-using Ints = std::vector<int64_t>;
-
-enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, after_mlp, norm_count };
-enum Site { to_qkv, to_o, to_gate_up, to_down, site_count };
-enum Role { q, k, v, o, gate, up, down, role_count };
-constexpr size_t first_role[] = {q, o, gate, down, role_count};  // of each site
-// Of attention alone:
-constexpr size_t attention_sites = to_gate_up, attention_roles = gate;
-
-// Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn.
-class Sites {
-  public:
-    // The rows of the weights, and of the roles.
-    Sites(const Ints& n, const Ints& rows) : rows_(rows) {
-        STD_TORCH_CHECK(rows.size() == role_count || rows.size() == attention_roles, "layer: expected rows of ",
-                        int{role_count}, " roles, or of ", attention_roles);
-        for (size_t site = 0; first_role[site] < rows.size(); site++) {
-            const auto from = rows.begin() + first_role[site], to = rows.begin() + first_role[site + 1];
-            const size_t at = starts_.back(), left = n.size() - at, roles = to - from;
-            const bool inside = left && std::all_of(from, to, [&](int64_t r) { return 0 <= r && r <= n[at]; });
-            const bool fused = inside && n[at] == std::accumulate(from, to, int64_t{0});
-            STD_TORCH_CHECK(fused || (left >= roles && std::equal(from, to, n.begin() + at)),
-                            "layer: the weights of input ", site, " do not have the rows of what they are for");
-            starts_.push_back(at + (fused ? 1 : roles));
-        }
-        STD_TORCH_CHECK(starts_.back() == n.size(), "layer: expected ", starts_.back(), " weights");
-    }
-    size_t size() const { return starts_.size() - 1; }
-    size_t first(size_t site) const { return starts_[site]; }
-    size_t last(size_t site) const { return starts_[site + 1]; }
-    // [b, 1, rows] of each role
-    Tensors by_role(Tensors products, size_t site) const {
-        const size_t from = first_role[site], count = first_role[site + 1] - from;
-        if (products.size() == count) return products;
-        const Tensor whole = products.front();
-        const int64_t b = whole.size(0), n = whole.size(2);
-        int64_t at = 0;
-        products.clear();
-        for (size_t role = from; role < from + count; at += rows_[role++])
-            products.push_back(seen_as(whole, Ints{b, 1, rows_[role]}, Ints{n, n, 1}, at));
-        return products;
-    }
-
-  private:
-    const Ints& rows_;
-    std::vector<size_t> starts_{0};
-};
-
-// A gain of no elements is no norm.
-struct Norms {
-    const Tensors& gains;
-    const Floats &eps, &offset;
-    const Ints& round_first;
-
-    Tensor operator()(const Tensor& x, Norm which) const {
-        if (!gains[which].numel()) return x;
-        return steps::rms_norm(x, gains[which], eps[which], offset[which], round_first[which]);
-    }
-    // Of each head, or of all of them as one vector.
-    Tensor of_heads(const Tensor& x, Norm which) const {
-        const int64_t d = gains[which].numel();
-        if (!d || d == x.size(2)) return (*this)(x, which);
-        STD_TORCH_CHECK(x.size(2) % d == 0, "layer: a norm of ", d, " for heads of ", x.size(2));
-        return reshaped((*this)(reshaped(compact(x), Ints{x.size(0), 1, x.size(2) / d, d}), which), x.sizes());
-    }
-    void check() const {
-        STD_TORCH_CHECK(gains.size() == norm_count && eps.size() == norm_count && offset.size() == norm_count &&
-                            round_first.size() == norm_count,
-                        "layer: expected ", int{norm_count}, " norms");
-    }
-};
-
-// Hadamard transforms of inputs or of products. An order of 0 is none; `signs` are empty, or one vector for each.
-class Transforms {
-  public:
-    Transforms(const Tensors& signs, const Tensors& factors, const Ints& counts, const Ints& orders)
-        : signs_(signs), orders_(orders) {
-        STD_TORCH_CHECK(counts.size() == size() && (signs.empty() || signs.size() == size()), "layer: expected ",
-                        size(), " transforms");
-        auto next = factors.begin();
-        for (const int64_t count : counts) {
-            STD_TORCH_CHECK(count >= 0 && count <= factors.end() - next, "layer: too few factors of transforms");
-            factors_.emplace_back(next, next + count);
-            next += count;
-        }
-    }
-    size_t size() const { return orders_.size(); }
-    std::optional<Tensor> signs(size_t place) const {
-        return signs_.empty() ? std::nullopt : std::optional(signs_[place]);
-    }
-    const Tensors& factors(size_t place) const { return factors_[place]; }
-    int64_t order(size_t place) const { return orders_[place]; }
-
-  private:
-    const Tensors& signs_;
-    const Ints& orders_;
-    std::vector<Tensors> factors_;
-};
-
-// Keys and values: two tensors where they are plain, four where they are packed, seven with sinks.
-struct Cache {
-    const Tensors& parts;
-    int64_t before;
-    const Ints& bits;
-    double clip;
-    const Tensors& factors;
-    int64_t order;
-
-    Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
-                  double scaling) const {
-        if (parts.size() == 2) return steps::decode_attention(q, k, v, cos, sin, parts[0], parts[1], before, scaling);
-        return kv_cache::decode_attention(q, k, v, cos, sin, parts[0], parts[1], parts[2], parts[3], before, bits[0],
-                                          bits[1], clip, factors, order, scaling, sink(0), sink(1), sink(2));
-    }
-    std::optional<Tensor> sink(size_t part) const {
-        return parts.size() == 7 ? std::optional(parts[4 + part]) : std::nullopt;
-    }
-    void check() const {
-        const size_t count = parts.size();
-        STD_TORCH_CHECK((count == 2 || count == 4 || count == 7) && bits.size() == 2,
-                        "layer: expected 2, 4 or 7 tensors of the cache");
-    }
-};
 
 // x + multiplier * y, the product rounded, too.
 inline Tensor sum(const Tensor& x, const Tensor& y, double multiplier) {
@@ -154,46 +28,101 @@ inline Tensor sum(const Tensor& x, const Tensor& y, double multiplier) {
     return steps::sum(x, y);
 }
 
-// The products of a layer. `Weights` has the numbers of outputs `n`, and multiplies several weights with one input,
-// where `biases` are empty or one for each (of no elements: none):
-//     Tensors operator()(const Seen&, size_t first, size_t last, const Tensors& biases, ScalarType) const;
-template <class Weights>
-struct Linears {
-    const Weights& weights;
-    const Sites& sites;
-    const Tensors& biases;  // empty, or one for each
-    const Ints& bits;       // of the integers of each input
-    const Floats& clips;
-    const Transforms &inputs, &outputs;
+// Where the elements of a tensor are, and what they are.
+struct Place {
+    const void* data;
+    int64_t count;
+    ScalarType type;
+    explicit Place(const Tensor& x) : data(x.const_data_ptr()), count(x.numel()), type(x.scalar_type()) {}
+    bool operator==(const Place&) const = default;
+};
 
-    bool has_mlp() const { return sites.size() == site_count; }
+// `Format` has the weights as its op takes them: their numbers of outputs, `n`, and lists, of a tensor for each, which
+// `tensors` names. Weights of one input are made ready to be multiplied with it, once for as long as the tensors stay
+// where they are. Biases are empty, or one for each; one of no elements is none.
+//     Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const;
+//     Tensors Ready::operator()(const Seen&, ScalarType) const;
+template <class Format>
+class Layer final : public Held {
+  public:
+    Layer(Parts parts, Format format)
+        : parts_(std::move(parts)),
+          format_(std::move(format)),
+          norm_(parts_),
+          inputs_(parts_.su, parts_.factors, parts_.counts, parts_.orders),
+          outputs_(parts_.sv, parts_.back_factors, parts_.back_counts, parts_.back_orders),
+          sites_(format_.n, parts_.rows) {
+        const size_t count = format_.n.size(), sites = sites_.size();
+        STD_TORCH_CHECK(inputs_.size() == sites && parts_.input_bits.size() == sites && parts_.clips.size() == sites,
+                        "layer: expected ", sites, " inputs");
+        STD_TORCH_CHECK(outputs_.size() == count, "layer: expected ", count, " weights");
+        STD_TORCH_CHECK(parts_.biases.empty() || parts_.biases.size() == count, "layer: expected ", count, " biases");
+        for (const Tensors* list : format_.tensors())
+            STD_TORCH_CHECK(list->size() == count, "layer: lists of different lengths");
+        weights();
+    }
 
-    void check() const {
-        const size_t count = weights.n.size();
-        STD_TORCH_CHECK(inputs.size() == sites.size() && bits.size() == sites.size() && clips.size() == sites.size(),
-                        "layer: expected ", sites.size(), " inputs");
-        STD_TORCH_CHECK(outputs.size() == count, "layer: expected ", count, " weights");
-        STD_TORCH_CHECK(biases.empty() || biases.size() == count, "layer: expected ", count, " biases");
+    Tensor decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Cache& cache, double scaling,
+                  double multiplier) override {
+        STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "layer: expected x [b, 1, k]");
+        const std::shared_ptr<const Weights> ready = weights();
+        const auto linears = [&](const Tensor& in, Site site) { return products(*ready, in, site); };
+        const Tensors qkv = linears(norm_(x, before_attention), to_qkv);
+        const Tensor queries = norm_.of_heads(qkv[q], of_queries), keys = norm_.of_heads(qkv[k], of_keys);
+        const Tensor attended = cache.attend(queries, keys, qkv[v], cos, sin, scaling);
+        const Tensor y = sum(x, norm_(linears(attended, to_o).front(), after_attention), multiplier);
+        if (sites_.size() < site_count) return y;
+        const Tensors gated = linears(norm_(y, before_mlp), to_gate_up);
+        const Tensor inner = (parts_.gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
+        return sum(y, norm_(linears(inner, to_down).front(), after_mlp), multiplier);
+    }
+
+  private:
+    using Weights = std::vector<typename Format::Ready>;  // of each input
+
+    int64_t width(size_t site) const {
+        constexpr Role like[] = {o, q, o, gate};
+        return parts_.rows[like[site]];
+    }
+
+    std::shared_ptr<const Weights> weights() {
+        std::vector<Place> places;
+        std::vector<const Tensors*> lists = format_.tensors();
+        lists.push_back(&parts_.biases);
+        for (const Tensors* list : lists)
+            for (const Tensor& x : *list) places.emplace_back(x);
+        const std::lock_guard lock(mutex_);
+        if (!ready_ || places != places_) {
+            Weights made;
+            for (size_t site = 0; site < sites_.size(); site++) {
+                const size_t first = sites_.first(site), last = sites_.last(site);
+                const bool turned = outputs_.order(first);  // then biases come behind that
+                made.push_back(format_.ready(first, last, width(site),
+                                             turned ? Tensors() : experts::some(parts_.biases, first, last)));
+            }
+            ready_ = std::make_shared<const Weights>(std::move(made));
+            places_ = std::move(places);
+        }
+        return ready_;
     }
 
     // Of each role.
-    Tensors operator()(const Tensor& x, Site site) const {
-        const size_t first = sites.first(site), last = sites.last(site);
-        const Seen in =
-            seen(x, {bits[site], clips[site], inputs.factors(site), inputs.order(site), inputs.signs(site)});
+    Tensors products(const Weights& ready, const Tensor& x, Site site) const {
+        STD_TORCH_CHECK(x.size(2) == width(site), "layer: expected ", width(site), " numbers for input ", int{site},
+                        ", found ", x.size(2));
+        const size_t first = sites_.first(site), last = sites_.last(site);
+        const Seen in = seen(x, {parts_.input_bits[site], parts_.clips[site], inputs_.factors(site),
+                                 inputs_.order(site), inputs_.signs(site)});
         const ScalarType dtype = x.scalar_type();
-        if (!outputs.order(first)) {
-            const Tensors some = biases.empty() ? biases : Tensors(biases.begin() + first, biases.begin() + last);
-            return sites.by_role(weights(in, first, last, some, dtype), site);
-        }
-        Tensors products = weights(in, first, last, {}, in.scale ? ScalarType::Float : dtype);
+        if (!outputs_.order(first)) return sites_.by_role(ready[site](in, dtype), site);
+        Tensors products = ready[site](in, in.scale ? ScalarType::Float : dtype);
         for (size_t i = first; i < last; i++) {
-            Tensor y = hadamard::hadamard(as_float(products[i - first]), outputs.signs(i), outputs.factors(i),
-                                          outputs.order(i), -1, true);
-            if (!biases.empty() && biases[i].numel()) y = added(y, biases[i]);
+            Tensor y = hadamard::hadamard(as_float(products[i - first]), outputs_.signs(i), outputs_.factors(i),
+                                          outputs_.order(i), -1, true);
+            if (!parts_.biases.empty() && parts_.biases[i].numel()) y = added(y, parts_.biases[i]);
             products[i - first] = from_float(y, dtype);
         }
-        return sites.by_role(std::move(products), site);
+        return sites_.by_role(std::move(products), site);
     }
 
     // y [b, 1, n] + bias [n]
@@ -202,61 +131,61 @@ struct Linears {
         const Tensor addend = as_float(bias);
         const auto* from = static_cast<const float*>(addend.const_data_ptr());
         auto* to = static_cast<float*>(y.mutable_data_ptr());
-        for (int64_t row = 0; row < y.size(0); row++)
-            for (int64_t i = 0; i < y.size(2); i++) *to++ += from[i];
+        const int64_t rows = y.size(0), n = bias.numel();
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t i = 0; i < n; i++) *to++ += from[i];
         return y;
+    }
+
+    const Parts parts_;
+    const Format format_;
+    const Norms norm_;
+    const Transforms inputs_, outputs_;
+    const Sites sites_;
+    std::mutex mutex_;  // of what follows
+    std::vector<Place> places_;
+    std::shared_ptr<const Weights> ready_;
+};
+
+// Weights of one input, multiplied as the experts of a format are.
+template <class Weights>
+struct Together {
+    Weights weights;
+    Ints n;
+
+    // hold(i, bias) gives one of weights [first, last).
+    template <class Hold>
+    static Together of(size_t first, size_t last, const Ints& n, const Tensors& biases, const Hold& hold) {
+        Together made;
+        for (size_t i = first; i < last; i++) {
+            const bool plain = biases.empty() || !biases[i - first].numel();
+            made.weights.held.push_back(hold(i, plain ? std::nullopt : std::optional(biases[i - first])));
+            made.n.push_back(n[i]);
+        }
+        return made;
+    }
+    Tensors operator()(const Seen& in, ScalarType dtype) const {
+        const int64_t rows = in.x.size(0), k = in.x.size(2);
+        Tensors results;
+        for (const int64_t each : n) results.push_back(fresh(Ints{rows, each}, dtype));
+        std::vector<experts::Product> products;
+        for (size_t i = 0; i < results.size(); i++) products.push_back({i, 0, rows, results[i]});
+        weights.multiply({reshaped(compact(in.x), Ints{rows, k}), in.scale}, products);
+        for (Tensor& y : results) y = reshaped(y, Ints{rows, 1, y.size(1)});
+        return results;
     }
 };
 
-// Products with weights of a format that has `Weights`, as its op on experts uses them. hold(i, k, bias) gives one.
-template <class Weights, class Hold>
-Tensors multiplied(const Seen& in, size_t first, size_t last, const Tensors& biases, const Ints& n, ScalarType dtype,
-                   const Hold& hold) {
-    const int64_t rows = in.x.size(0), k = in.x.size(2);
-    Weights weights;
-    Tensors results;
-    for (size_t i = first; i < last; i++) {
-        const bool plain = biases.empty() || !biases[i - first].numel();
-        weights.held.push_back(hold(i, k, plain ? std::nullopt : std::optional(biases[i - first])));
-        results.push_back(fresh(Ints{rows, n[i]}, dtype));
-    }
-    std::vector<experts::Product> products;
-    for (size_t i = 0; i < results.size(); i++) products.push_back({i, 0, rows, results[i]});
-    weights.multiply({reshaped(compact(in.x), Ints{rows, k}), in.scale}, products);
-    for (Tensor& y : results) y = reshaped(y, Ints{rows, 1, y.size(1)});
-    return results;
-}
-
-template <class Weights>
-Tensor compute(const Tensor& x, const Norms& norm, const Linears<Weights>& linears, const Tensor& cos,
-               const Tensor& sin, const Cache& cache, double scaling, double multiplier, bool gelu) {
-    norm.check(), linears.check(), cache.check();
-    STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "layer: expected x [b, 1, k]");
-    const Tensors qkv = linears(norm(x, before_attention), to_qkv);
-    const Tensor attended =
-        cache.attend(norm.of_heads(qkv[q], of_queries), norm.of_heads(qkv[k], of_keys), qkv[v], cos, sin, scaling);
-    const Tensor y = sum(x, norm(linears(attended, to_o).front(), after_attention), multiplier);
-    if (!linears.has_mlp()) return y;
-    const Tensors gated = linears(norm(y, before_mlp), to_gate_up);
-    const Tensor inner = (gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
-    const Tensor last = linears(inner, to_down).front();
-    return sum(y, norm(last, after_mlp), multiplier);
-}
-
-// The op of a format; `Held` is made of its weights' own arguments.
-template <class Held, class... Arguments>
-Tensor op(const Tensor& x, const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first,
-          const Tensors& biases, const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors,
-          const Ints& counts, const Ints& orders, const Tensors& sv, const Tensors& back_factors,
-          const Ints& back_counts, const Ints& back_orders, const Tensor& cos, const Tensor& sin, const Tensors& parts,
-          int64_t before, const Ints& cache_bits, double cache_clip, const Tensors& cache_factors, int64_t cache_order,
-          double scaling, double multiplier, bool gelu, const Ints& rows, Arguments... weights) {
-    const Transforms inputs(su, factors, counts, orders), outputs(sv, back_factors, back_counts, back_orders);
-    const Held held{weights...};
-    const Sites sites(held.n, rows);
-    return compute(x, {gains, eps, offset, round_first},
-                   Linears<Held>{held, sites, biases, input_bits, clips, inputs, outputs}, cos, sin,
-                   {parts, before, cache_bits, cache_clip, cache_factors, cache_order}, scaling, multiplier, gelu);
+// The op of a format, which is made of its weights' own arguments.
+template <class Format, class... Arguments>
+Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first, const Tensors& biases,
+          const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
+          const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
+          const Ints& back_orders, bool gelu, const Ints& rows, Arguments... weights) {
+    return handle(
+        std::make_unique<Layer<Format>>(Parts{gains, eps, offset, round_first, biases, input_bits, clips, su, factors,
+                                              counts, orders, sv, back_factors, back_counts, back_orders, gelu, rows},
+                                        Format{weights...}));
 }
 
 }  // namespace ptq::layer

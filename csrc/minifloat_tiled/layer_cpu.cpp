@@ -1,5 +1,5 @@
-// ptq::minifloat_layer for the CPU: all that a decoder layer does to a decoded token, as one op. Schema, fake kernel
-// and reference are in fp6/layer_ops.py.
+// ptq::minifloat_layer for the CPU: a decoder layer, held for ptq::decode_layer. Schema and reference are in
+// fp6/layer_ops.py.
 #include <torch/csrc/stable/library.h>
 
 #include "layer/layer.h"
@@ -8,21 +8,18 @@
 namespace ptq::minifloat_tiled {
 namespace {
 
-using layer::Ints;
-
-struct LayerWeights {
-    const Tensors &tiles, &scale;
-    const Ints& n;
+struct Layers {
+    Tensors tiles, scale;
+    layer::Ints n;
     int64_t exponent, mantissa, group_size;
 
-    Tensors operator()(const Seen& in, size_t first, size_t last, const Tensors& biases, ScalarType dtype) const {
-        STD_TORCH_CHECK(tiles.size() == n.size() && scale.size() == n.size(),
-                        "minifloat_layer: lists of different lengths");
+    using Ready = layer::Together<Weights>;
+    std::vector<const Tensors*> tensors() const { return {&tiles, &scale}; }
+    Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const {
         const Element element = element_of(exponent, mantissa);
-        return layer::multiplied<Weights>(in, first, last, biases, n, dtype,
-                                          [&](size_t i, int64_t k, const std::optional<Tensor>& bias) {
-                                              return hold(tiles[i], scale[i], bias, n[i], k, element, group_size);
-                                          });
+        return Ready::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {
+            return hold(tiles[i], scale[i], bias, n[i], k, element, group_size);
+        });
     }
 };
 
@@ -31,7 +28,6 @@ struct LayerWeights {
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     using namespace ptq;
-    using layer::Ints;
-    m.impl("minifloat_layer", TORCH_BOX((&layer::op<minifloat_tiled::LayerWeights, const Tensors&, const Tensors&,
-                                                    const Ints&, int64_t, int64_t, int64_t>)));
+    m.impl("minifloat_layer", TORCH_BOX((&layer::op<minifloat_tiled::Layers, const Tensors&, const Tensors&,
+                                                    const layer::Ints&, int64_t, int64_t, int64_t>)));
 }

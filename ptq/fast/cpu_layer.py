@@ -5,7 +5,7 @@ The call needs a format that has such an op, linears that treat their input alik
 `ptq.fast.fast_attention` and `ptq.fast.fast_steps`. The numbers are those of the single ops to the bit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ne
 from typing import Any, Protocol, cast, runtime_checkable
@@ -20,11 +20,13 @@ from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
 from ptq.layers.packed_weight import version
 from ptq.layers.shared_input import is_alike, is_here
 from ptq.ops import hadamard
+from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
 from ptq.weights.formats import LayerOp, Parts
 
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
 NO_NORM = (1.0, 0.0, False)
+DECODE = torch.ops.ptq.decode_layer.default
 
 
 @runtime_checkable
@@ -40,7 +42,8 @@ class WholeLayer(Protocol):
 class Layer:
     """A layer as its op takes it."""
 
-    op: Callable[..., Tensor]
+    held: Tensor
+    """Stands for it (`ptq.ops.layer_ops`)."""
     has_mlp: bool
     """Whether the op does all, or what stands before the MLP."""
     attention: nn.Module
@@ -49,17 +52,13 @@ class Layer:
     """Number and size of the heads of keys and values."""
     floats: tuple[Tensor, ...]
     """Gains and biases."""
-    arguments: tuple[Any, ...]
-    """Norms, biases, what is done to inputs and products."""
-    weights: tuple[Any, ...]
-    """The gate, the rows, and what the format says."""
-    signs: tuple[Tensor, ...]
-    """The stored sign vectors that `arguments` were made of, and their versions."""
+    read: tuple[Tensor, ...]
+    """What was read once, the stored sign vectors and the biases, and their versions."""
     versions: tuple[int, ...]
 
     def is_over(self) -> bool:
-        """Whether sign vectors have been written to since this was made."""
-        return any(map(ne, map(version, self.signs), self.versions))
+        """Whether that has been written to since."""
+        return any(map(ne, map(version, self.read), self.versions))
 
 
 def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
@@ -96,13 +95,11 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
     given = [bias for bias in biases if bias is not None]
     full = [NONE if bias is None else bias for bias in biases] if given else []
     d = cast(int, attention.head_dim)
-    stored = tuple(
-        signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
-    )
+    names = INPUT_SIGNS, OUTPUT_SIGNS, "bias"
+    read = tuple(x for linear in linears for name in names if (x := linear._parameters.get(name)) is not None)
     floats = tuple(x for x in (*gains, *given) if x is not NONE)
-    arguments = (gains, eps, offset, round_first, full, *treatments)
-    weights, heads, versions = (gelu, rows, *op[1]), (rows[1] // d, d), tuple(map(version, stored))
-    return Layer(op[0], mlp is not None, attention, kind, heads, floats, arguments, weights, stored, versions)
+    held = op[0](gains, eps, offset, round_first, full, *treatments, gelu, rows, *op[1])
+    return Layer(held, mlp is not None, attention, kind, (rows[1] // d, d), floats, read, tuple(map(version, read)))
 
 
 def run(
@@ -121,7 +118,7 @@ def run(
     else:
         return None
     turns = others["position_embeddings"]
-    y = layer.op(x, *layer.arguments, *turns, *cache, layer.attention.scaling, residual_multiplier, *layer.weights)
+    y = DECODE(layer.held, x, *turns, *cache, layer.attention.scaling, residual_multiplier)
     held.advance(1)
     return y
 

@@ -1,4 +1,6 @@
-"""Ops that do all that a decoder layer does to a decoded token of each row, one for each format of the weights.
+"""Ops that do all that a decoder layer does to a decoded token of each row. One for each format of the weights takes
+what does not change from token to token, and gives a tensor that stands for the layer; with that, `ptq::decode_layer`
+takes a token.
 
 RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys, of each head or of all as one vector; rotary
 embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; times
@@ -23,7 +25,11 @@ Lists:
 
 Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the bit. (On
 a decoded token, calling them one by one takes as long as half of the products of a 1 B model in 4 bits, and longer than
-those in 2 bits.)
+those in 2 bits. Reading forty tensors and twenty lists for every token takes as long as the rest of a narrow layer.)
+
+What stands for a layer keeps its tensors, and the layer with its last reference; a copy of it stands for nothing. The
+layer sees what is written to its tensors, and other memory in their place; but a bias of another dtype than float32 is
+read once.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,17 +39,20 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ptq.ops import kv_step as _kv_step  # noqa: F401 (registers the ops)
 from ptq.ops.input_steps import treated
 from ptq.ops.op_declarations import declare
 
 SCHEMA = (
-    "Tensor x, Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, "
-    "float[] clips, Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, "
-    "int[] back_counts, int[] back_orders, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
-    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier, bool gelu, "
-    "int[] rows"
+    "Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, float[] clips, "
+    "Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, int[] back_counts, "
+    "int[] back_orders, bool gelu, int[] rows"
+)
+DECODE_SCHEMA = (
+    "(Tensor layer, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
+    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier) -> Tensor"
 )
 
 FIRST_ROLES = (0, 3, 4, 6, 7)
@@ -54,16 +63,41 @@ Products = Callable[..., list[Tensor]]
 (one tensor), or integers and scales; only of these in `dtype`. `biases` are empty, or one for each."""
 
 
-def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Tensor]:
-    """Declare `ptq::<op>`, whose last arguments are the `weights` of a schema. Returns the reference."""
+Layer = Callable[..., Tensor]
+"""layer(x, cos, sin, ...), as `ptq::decode_layer` has them behind its first argument."""
+
+HANDLE_BYTES = 24
+"""Of what stands for a layer (`csrc/layer/layer_cpu.cpp`)."""
+_HELD = WeakIdKeyDictionary()
+"""The layers that tensors stand for, where there are no native kernels."""
+
+
+def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Layer]:
+    """Declare `ptq::<op>`, whose last arguments are the `weights` of a schema. Returns the reference: what it takes, to
+    a layer."""
 
     of_rows = [argument.split()[1] for argument in weights.split(", ")].index("n")
 
-    def reference(*arguments: Any) -> Tensor:
-        return _layer(products, of_rows, *arguments)
+    def layer(*held: Any) -> Layer:
+        return lambda *token: _layer(products, of_rows, *token, *held)
 
-    declare(op, f"({SCHEMA}, {weights}) -> Tensor", reference, lambda x, *rest: x.new_empty(x.shape))
-    return reference
+    def reference(*held: Any) -> Tensor:
+        handle = torch.empty(HANDLE_BYTES, dtype=torch.uint8)
+        _HELD[handle] = layer(*held)
+        return handle
+
+    declare(
+        op, f"({SCHEMA}, {weights}) -> Tensor", reference, lambda *rest: torch.empty(HANDLE_BYTES, dtype=torch.uint8)
+    )
+    return layer
+
+
+declare(
+    "decode_layer",
+    DECODE_SCHEMA,
+    reference=lambda layer, *token: _HELD[layer](*token),
+    fake=lambda layer, x, *rest: x.new_empty(x.shape),
+)
 
 
 def one_by_one(op: str) -> Products:
@@ -107,9 +141,9 @@ def _sites(n: list[int], rows: list[int]) -> list[tuple[int, int, list[int]]]:
 
 
 def _layer(
-    products, of_rows, x, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
-    back_factors, back_counts, back_orders, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order,
-    scaling, residual_multiplier, gelu, rows, *weights,
+    products, of_rows, x, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
+    residual_multiplier, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
+    back_factors, back_counts, back_orders, gelu, rows, *weights,
 ):  # fmt: skip
     inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
     sites = _sites(weights[of_rows], rows)

@@ -1,0 +1,128 @@
+// What a decoder layer consists of besides its weights.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+#include <optional>
+
+#include "common/tensors.h"
+#include "layer/held.h"
+#include "steps/steps_cpu.h"
+
+namespace ptq::layer {
+
+enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, after_mlp, norm_count };
+enum Site { to_qkv, to_o, to_gate_up, to_down, site_count };
+enum Role { q, k, v, o, gate, up, down, role_count };
+constexpr size_t first_role[] = {q, o, gate, down, role_count};  // of each site
+// Of attention alone:
+constexpr size_t attention_sites = to_gate_up, attention_roles = gate;
+
+// What a layer has besides its weights, as its op takes it.
+struct Parts {
+    Tensors gains;
+    Floats eps, offset;
+    Ints round_first;
+    Tensors biases;
+    Ints input_bits;
+    Floats clips;
+    Tensors su, factors;
+    Ints counts, orders;
+    Tensors sv, back_factors;
+    Ints back_counts, back_orders;
+    bool gelu;
+    Ints rows;
+};
+
+// Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn.
+class Sites {
+  public:
+    // The rows of the weights, and of the roles.
+    Sites(const Ints& n, const Ints& rows) : rows_(rows) {
+        STD_TORCH_CHECK(rows.size() == role_count || rows.size() == attention_roles, "layer: expected rows of ",
+                        int{role_count}, " roles, or of ", attention_roles);
+        for (size_t site = 0; first_role[site] < rows.size(); site++) {
+            const auto from = rows.begin() + first_role[site], to = rows.begin() + first_role[site + 1];
+            const size_t at = starts_.back(), left = n.size() - at, roles = to - from;
+            const bool inside = left && std::all_of(from, to, [&](int64_t r) { return 0 <= r && r <= n[at]; });
+            const bool fused = inside && n[at] == std::accumulate(from, to, int64_t{0});
+            STD_TORCH_CHECK(fused || (left >= roles && std::equal(from, to, n.begin() + at)),
+                            "layer: the weights of input ", site, " do not have the rows of what they are for");
+            starts_.push_back(at + (fused ? 1 : roles));
+        }
+        STD_TORCH_CHECK(starts_.back() == n.size(), "layer: expected ", starts_.back(), " weights");
+    }
+    size_t size() const { return starts_.size() - 1; }
+    size_t first(size_t site) const { return starts_[site]; }
+    size_t last(size_t site) const { return starts_[site + 1]; }
+    // [b, 1, rows] of each role
+    Tensors by_role(Tensors products, size_t site) const {
+        const size_t from = first_role[site], count = first_role[site + 1] - from;
+        if (products.size() == count) return products;
+        const Tensor whole = products.front();
+        const int64_t b = whole.size(0), n = whole.size(2);
+        int64_t at = 0;
+        products.clear();
+        for (size_t role = from; role < from + count; at += rows_[role++])
+            products.push_back(seen_as(whole, Ints{b, 1, rows_[role]}, Ints{n, n, 1}, at));
+        return products;
+    }
+
+  private:
+    const Ints& rows_;
+    std::vector<size_t> starts_{0};
+};
+
+// A gain of no elements is no norm.
+struct Norms {
+    const Parts& p;
+
+    explicit Norms(const Parts& parts) : p(parts) {
+        STD_TORCH_CHECK(p.gains.size() == norm_count && p.eps.size() == norm_count && p.offset.size() == norm_count &&
+                            p.round_first.size() == norm_count,
+                        "layer: expected ", int{norm_count}, " norms");
+    }
+    Tensor operator()(const Tensor& x, Norm which) const {
+        if (!p.gains[which].numel()) return x;
+        return steps::rms_norm(x, p.gains[which], p.eps[which], p.offset[which], p.round_first[which]);
+    }
+    // Of each head, or of all of them as one vector.
+    Tensor of_heads(const Tensor& x, Norm which) const {
+        const int64_t d = p.gains[which].numel();
+        if (!d || d == x.size(2)) return (*this)(x, which);
+        STD_TORCH_CHECK(x.size(2) % d == 0, "layer: a norm of ", d, " for heads of ", x.size(2));
+        return reshaped((*this)(reshaped(compact(x), Ints{x.size(0), 1, x.size(2) / d, d}), which), x.sizes());
+    }
+};
+
+// Hadamard transforms of inputs or of products. An order of 0 is none; `signs` are empty, or one vector for each.
+class Transforms {
+  public:
+    Transforms(const Tensors& signs, const Tensors& factors, const Ints& counts, const Ints& orders)
+        : signs_(signs), orders_(orders) {
+        STD_TORCH_CHECK(counts.size() == size() && (signs.empty() || signs.size() == size()), "layer: expected ",
+                        size(), " transforms");
+        auto next = factors.begin();
+        for (const int64_t count : counts) {
+            STD_TORCH_CHECK(count >= 0 && count <= factors.end() - next, "layer: too few factors of transforms");
+            factors_.emplace_back(next, next + count);
+            next += count;
+        }
+    }
+    size_t size() const { return orders_.size(); }
+    std::optional<Tensor> signs(size_t place) const {
+        return signs_.empty() ? std::nullopt : std::optional(signs_[place]);
+    }
+    const Tensors& factors(size_t place) const { return factors_[place]; }
+    int64_t order(size_t place) const { return orders_[place]; }
+
+  private:
+    const Tensors& signs_;
+    const Ints& orders_;
+    std::vector<Tensors> factors_;
+};
+
+}  // namespace ptq::layer
