@@ -11,11 +11,14 @@ from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
+import datasets
 import huggingface_hub
 import pytest
 import torch
+from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub import constants, errors
 from tiny_models import TINY, tiny_config, tiny_model, tokenizer
 from typer.testing import CliRunner
@@ -28,6 +31,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.files.hub import UNWANTED, WANTED, is_known
 from ptq.files.source import resolve
 from ptq.pipeline import preflight
+from ptq.statistics import text_sources
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -265,6 +269,7 @@ def test_inspect_fetches_headers_alone(served: Hub) -> None:
         ({"num_hidden_layers": 3}, (), "model.layers.2"),
         ({}, ("--element", "e9m9"), "e9m9"),
         ({}, ("--calibration", "missing.txt"), "missing.txt"),
+        ({}, ("--calibration", "org/none"), "org/none: neither a local file nor a public hub dataset"),
         ({}, ("--device", "tpu"), "auto, cpu or cuda"),
         ({}, ("no memory",), "of memory, 10 MB are free"),
         ({}, ("no room",), "exists and is not empty"),
@@ -276,6 +281,8 @@ def test_a_run_is_refused_before_weights_are_fetched(
     path = served.folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | damage))
     out = tmp_path / "out"
+    monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=DatasetNotFoundError("there is none")))
+    monkeypatch.setattr(text_sources.hub, "is_known", lambda: True)
     if options == ("no memory",):
         monkeypatch.setattr(preflight.available, "memory", lambda: 10_000_000)
         options = ()

@@ -42,7 +42,6 @@ from ptq.recipe import Recipe, RunOptions
 from ptq.reporting import report
 from ptq.reporting.contents import summary
 from ptq.statistics import calibration, outliers
-from ptq.statistics.text_sources import is_file
 
 DEFAULTS = RunOptions()
 
@@ -102,8 +101,7 @@ def _foresee(
     of the model."""
     target = plan(str(folder), recipe)
     _device(options.device, workers)
-    if recipe.calibration is None or is_file(recipe.calibration):  # a dataset would be fetched twice
-        token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
+    token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
     if not (out / RECORD).is_file():  # else it may be finished, and need nothing
         check_out(out)
         preflight.check(estimate(target, model, recipe), work, out, workers.local_count)
