@@ -195,22 +195,35 @@ def test_a_held_layer_sees_what_becomes_of_its_tensors(format: str, level: str) 
         for i, x in enumerate(given.get(name, ())):
             if not x.numel():
                 continue
-            for other_memory in (False, True):
+            for how in ("in place", "other memory", "out of order"):
                 new = x.flip(0) if x.shape[0] > 1 else x + (1 << 20)
-                if other_memory:
-                    x.data = new
-                else:
+                if how == "in place":
                     x.copy_(new)
+                else:
+                    x.data = new if how == "other memory" else torch.stack([new, new], -1)[..., 0]
                 found = DECODE(held, *of_token(given))
-                assert torch.equal(found, decoded(op, given)), (name, i)
-                assert not torch.equal(found, was), (name, i)
+                assert torch.equal(found, decoded(op, given)), (name, i, how)
+                assert not torch.equal(found, was), (name, i, how)
                 was = found
+
+
+@pytest.mark.parametrize("format", ("integer", "e2m3", "e8p"))
+def test_a_bias_of_bfloat16_is_read_for_every_token(format: str) -> None:
+    case = dict(TWO_SIDED) if format == "e8p" else {}
+    op, given = arguments(torch.bfloat16, format, **case, biases="qkvogud")
+    held = op(*of_layer(given))
+    was = DECODE(held, *of_token(given))
+    for bias in given["biases"]:
+        bias.data.add_(1)
+        found = DECODE(held, *of_token(given))
+        assert torch.equal(found, decoded(op, given)) and not torch.equal(found, was)
+        was = found
 
 
 def test_what_stands_for_no_layer() -> None:
     op, given = arguments(torch.float32)
     held = op(*of_layer(given))
-    for wrong in (held.clone(), held[:-1], torch.zeros(8, dtype=torch.uint8), torch.empty(0), given["x"]):
+    for wrong in (held.clone(), held[:-1], torch.zeros(1, dtype=torch.uint8), torch.empty(0), given["x"]):
         with pytest.raises(RuntimeError, match="expected what an op on layers gave, not a copy of it"):
             DECODE(wrong, *of_token(given))
 
@@ -262,6 +275,10 @@ def test_what_does_not_fit_is_refused(format: str, cache: str, level: str) -> No
     wrongs.extend((name, good[name][:-1]) for name in lists)
     wrongs.extend((name, []) for name in ("tiles", "scale", "n"))
     wrongs.extend((name, [value[:-1] for value in good[name]]) for name in ("su", "sv"))
+    op, plain = arguments(torch.float32, format, norms="", biases="", cache=cache)
+    for dtype in (torch.float16, torch.float64, torch.int8):
+        with pytest.raises(RuntimeError, match="x must be float32 or bfloat16"):
+            decoded(op, plain | {"x": plain["x"].to(dtype)})
     op, short = arguments(torch.float32, format, cache=cache, **TWO_SIDED, mlp=False)
     for name in lists:
         with pytest.raises(RuntimeError):

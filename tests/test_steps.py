@@ -67,6 +67,7 @@ def test_heads_that_are_turned_in_part(d: int, r: int, dtype: torch.dtype, level
 @pytest.mark.parametrize("b, h, groups, t, d, before, r", [
     (1, 8, 4, 1, 64, 96, 64), (2, 2, 3, 3, 24, 130, 24), (1, 1, 1, 1, 2, 0, 2), (3, 2, 5, 2, 130, 300, 130),
     (1, 2, 1, 4, 128, 600, 128), (2, 2, 3, 1, 128, 40, 96), (1, 3, 1, 3, 24, 9, 2),
+    (1, 2, 7, 3, 24, 510, 24), (2, 1, 2, 1, 64, 511, 64), (2, 1, 8, 1, 64, 1300, 64),  # parts of 512
 ])  # fmt: skip
 def test_attention_against_float64(
     b: int, h: int, groups: int, t: int, d: int, before: int, r: int, dtype: torch.dtype, level: str
@@ -104,22 +105,36 @@ def test_attention_over_the_end_of_a_room(level: str) -> None:
                 torch.ops.ptq.decode_attention(q, k, v, cos, cos, rooms[0][:, :, 20:], other, 30, 0.2)
 
 
-def test_attention_of_any_thread_count_and_damage(level: str) -> None:
+def test_attention_of_some_tokens_is_that_of_each(level: str) -> None:
+    """To the bit, also where a part begins between them."""
+    for before in (100, 509, 1022):
+        q, k, v = (draw(1, 4, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
+        cos = draw(1, 4, 32, dtype=torch.float32)
+        rooms = [draw(1, 3, before + 4, 32, dtype=torch.float32, seed=seed) for seed in (7, 8)]
+        found = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, 0.2)
+        for i in range(4):
+            one = (x[:, i : i + 1].contiguous() for x in (q, k, v, cos, cos))
+            assert torch.equal(torch.ops.ptq.decode_attention(*one, *rooms, before + i, 0.2), found[:, i : i + 1])
+
+
+@pytest.mark.parametrize("before", [390, 1500])
+def test_attention_of_any_thread_count_and_damage(before: int, level: str) -> None:
     q, k, v = (draw(2, 1, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
-    cos, keys, values = draw(2, 1, 32, dtype=torch.float32), *(draw(2, 3, 400, 32, dtype=torch.float32) for _ in "kv")
+    room = before + 10
+    cos, keys, values = draw(2, 1, 32, dtype=torch.float32), *(draw(2, 3, room, 32, dtype=torch.float32) for _ in "kv")
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            results.append(torch.ops.ptq.decode_attention(q, k, v, cos, cos, keys, values, 390, 0.2))
+            results.append(torch.ops.ptq.decode_attention(q, k, v, cos, cos, keys, values, before, 0.2))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*results)
     keys[1, 2, 50] = torch.nan
-    damaged = torch.ops.ptq.decode_attention(q, k, v, cos, cos, keys, values, 390, 0.2).view(2, 3, 2, 32)
+    damaged = torch.ops.ptq.decode_attention(q, k, v, cos, cos, keys, values, before, 0.2).view(2, 3, 2, 32)
     assert damaged[1, 2].isnan().all() and damaged.isnan().sum() == 64
     wrong = [(keys.transpose(1, 2), values, 0), (keys, values[:, :, :5], 0)]
-    for place in (400, -1, 2**63 - 1, -(2**63)):  # the sum with the number of tokens would wrap around
+    for place in (room, -1, 2**63 - 1, -(2**63)):  # the sum with the number of tokens would wrap around
         wrong.append((keys, values, place))
     for cache in wrong:
         with pytest.raises(RuntimeError):

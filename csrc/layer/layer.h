@@ -3,7 +3,9 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -13,7 +15,7 @@
 #include "common/input.h"
 #include "common/tensors.h"
 #include "experts/experts.h"
-#include "layer/held.h"
+#include "layer/decoder.h"
 #include "layer/parts.h"
 #include "steps/steps_cpu.h"
 
@@ -28,99 +30,124 @@ inline Tensor sum(const Tensor& x, const Tensor& y, double multiplier) {
     return steps::sum(x, y);
 }
 
-// Where the elements of a tensor are, and what they are.
+// Where the numbers of a tensor are, and what they are.
 struct Place {
     const void* data;
     int64_t count;
     ScalarType type;
-    explicit Place(const Tensor& x) : data(x.const_data_ptr()), count(x.numel()), type(x.scalar_type()) {}
+    bool in_order;
+    explicit Place(const Tensor& x)
+        : data(x.const_data_ptr()), count(x.numel()), type(x.scalar_type()), in_order(x.is_contiguous()) {}
     bool operator==(const Place&) const = default;
 };
 
 // `Format` has the weights as its op takes them: their numbers of outputs, `n`, and lists, of a tensor for each, which
 // `tensors` names. Weights of one input are made ready to be multiplied with it, once for as long as the tensors stay
-// where they are. Biases are empty, or one for each; one of no elements is none.
+// where they are. Biases are empty, or one for each, in float32; one of no elements is none.
 //     Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const;
 //     Tensors Ready::operator()(const Seen&, ScalarType) const;
 template <class Format>
-class Layer final : public Held {
+class Layer final : public Decoder {
   public:
-    Layer(Parts parts, Format format)
-        : parts_(std::move(parts)),
+    Layer(Constants constants, Format format)
+        : constants_(std::move(constants)),
           format_(std::move(format)),
-          norm_(parts_),
-          inputs_(parts_.su, parts_.factors, parts_.counts, parts_.orders),
-          outputs_(parts_.sv, parts_.back_factors, parts_.back_counts, parts_.back_orders),
-          sites_(format_.n, parts_.rows) {
+          norm_(constants_),
+          inputs_(constants_.su, constants_.factors, constants_.counts, constants_.orders),
+          outputs_(constants_.sv, constants_.back_factors, constants_.back_counts, constants_.back_orders),
+          sites_(format_.n, constants_.rows) {
+        const Constants& c = constants_;
         const size_t count = format_.n.size(), sites = sites_.size();
-        STD_TORCH_CHECK(inputs_.size() == sites && parts_.input_bits.size() == sites && parts_.clips.size() == sites,
+        STD_TORCH_CHECK(inputs_.size() == sites && c.input_bits.size() == sites && c.clips.size() == sites,
                         "layer: expected ", sites, " inputs");
         STD_TORCH_CHECK(outputs_.size() == count, "layer: expected ", count, " weights");
-        STD_TORCH_CHECK(parts_.biases.empty() || parts_.biases.size() == count, "layer: expected ", count, " biases");
+        STD_TORCH_CHECK(c.biases.empty() || c.biases.size() == count, "layer: expected ", count, " biases");
         for (const Tensors* list : format_.tensors())
             STD_TORCH_CHECK(list->size() == count, "layer: lists of different lengths");
-        weights();
+        ready();  // what does not fit is refused now
     }
 
     Tensor decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Cache& cache, double scaling,
                   double multiplier) override {
-        STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "layer: expected x [b, 1, k]");
-        const std::shared_ptr<const Weights> ready = weights();
-        const auto linears = [&](const Tensor& in, Site site) { return products(*ready, in, site); };
+        STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "decode_layer: expected x [b, 1, k]");
+        STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
+                        "decode_layer: x must be float32 or bfloat16");
+        const std::shared_ptr<const Ready> now = ready();
+        const auto linears = [&](const Tensor& in, Site site) { return multiplied(*now, in, site); };
         const Tensors qkv = linears(norm_(x, before_attention), to_qkv);
         const Tensor queries = norm_.of_heads(qkv[q], of_queries), keys = norm_.of_heads(qkv[k], of_keys);
         const Tensor attended = cache.attend(queries, keys, qkv[v], cos, sin, scaling);
         const Tensor y = sum(x, norm_(linears(attended, to_o).front(), after_attention), multiplier);
         if (sites_.size() < site_count) return y;
         const Tensors gated = linears(norm_(y, before_mlp), to_gate_up);
-        const Tensor inner = (parts_.gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
+        const Tensor inner = (constants_.gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
         return sum(y, norm_(linears(inner, to_down).front(), after_mlp), multiplier);
     }
 
   private:
-    using Weights = std::vector<typename Format::Ready>;  // of each input
+    struct Ready {
+        std::vector<typename Format::Ready> sites;
+        Tensors biases;  // in float32
+    };
 
+    // Of an input: q, k and v see as many numbers as o gives, o as many as q, and so on.
     int64_t width(size_t site) const {
         constexpr Role like[] = {o, q, o, gate};
-        return parts_.rows[like[site]];
+        return constants_.rows[like[site]];
     }
 
-    std::shared_ptr<const Weights> weights() {
+    bool is_turned(size_t site) const { return outputs_.order(sites_.first(site)); }
+
+    // Made anew where a tensor has gone somewhere else; for every token, where one does not lie in order.
+    std::shared_ptr<const Ready> ready() {
         std::vector<Place> places;
         std::vector<const Tensors*> lists = format_.tensors();
-        lists.push_back(&parts_.biases);
+        lists.push_back(&constants_.biases);
         for (const Tensors* list : lists)
             for (const Tensor& x : *list) places.emplace_back(x);
+        const auto lies = [](const Place& place) { return place.in_order; };
         const std::lock_guard lock(mutex_);
-        if (!ready_ || places != places_) {
-            Weights made;
+        if (!ready_ || places != places_ || !std::all_of(places.begin(), places.end(), lies)) {
+            for (const Tensors* list : lists)
+                for (const Tensor& x : *list) STD_TORCH_CHECK(x.is_cpu(), "layer: a tensor is not on the CPU");
+            Ready made;
+            for (const Tensor& bias : constants_.biases) made.biases.push_back(as_float(bias));
             for (size_t site = 0; site < sites_.size(); site++) {
                 const size_t first = sites_.first(site), last = sites_.last(site);
-                const bool turned = outputs_.order(first);  // then biases come behind that
-                made.push_back(format_.ready(first, last, width(site),
-                                             turned ? Tensors() : experts::some(parts_.biases, first, last)));
+                const Tensors own = is_turned(site) ? Tensors() : experts::some(made.biases, first, last);
+                made.sites.push_back(format_.ready(first, last, width(site), own));
             }
-            ready_ = std::make_shared<const Weights>(std::move(made));
+            ready_ = std::make_shared<const Ready>(std::move(made));
             places_ = std::move(places);
+        } else {
+            for (size_t i = 0; i < constants_.biases.size(); i++) renew(ready_->biases[i], constants_.biases[i]);
         }
         return ready_;
     }
 
+    // What was converted may have been written to.
+    static void renew(const Tensor& bias, const Tensor& from) {
+        if (from.scalar_type() == ScalarType::Float) return;  // then they are one
+        const Tensor now = as_float(from);
+        std::memcpy(bias.mutable_data_ptr(), now.const_data_ptr(), now.numel() * sizeof(float));
+    }
+
     // Of each role.
-    Tensors products(const Weights& ready, const Tensor& x, Site site) const {
-        STD_TORCH_CHECK(x.size(2) == width(site), "layer: expected ", width(site), " numbers for input ", int{site},
-                        ", found ", x.size(2));
-        const size_t first = sites_.first(site), last = sites_.last(site);
-        const Seen in = seen(x, {parts_.input_bits[site], parts_.clips[site], inputs_.factors(site),
+    Tensors multiplied(const Ready& ready, const Tensor& x, Site site) const {
+        STD_TORCH_CHECK(x.size(2) == width(site), "decode_layer: expected ", width(site), " numbers for input ",
+                        int{site}, ", found ", x.size(2));
+        const Seen in = seen(x, {constants_.input_bits[site], constants_.clips[site], inputs_.factors(site),
                                  inputs_.order(site), inputs_.signs(site)});
         const ScalarType dtype = x.scalar_type();
-        if (!outputs_.order(first)) return sites_.by_role(ready[site](in, dtype), site);
-        Tensors products = ready[site](in, in.scale ? ScalarType::Float : dtype);
-        for (size_t i = first; i < last; i++) {
-            Tensor y = hadamard::hadamard(as_float(products[i - first]), outputs_.signs(i), outputs_.factors(i),
-                                          outputs_.order(i), -1, true);
-            if (!parts_.biases.empty() && parts_.biases[i].numel()) y = added(y, parts_.biases[i]);
-            products[i - first] = from_float(y, dtype);
+        if (!is_turned(site)) return sites_.by_role(ready.sites[site](in, dtype), site);
+        Tensors products = ready.sites[site](in, in.scale ? ScalarType::Float : dtype);
+        const size_t first = sites_.first(site);
+        for (size_t i = 0; i < products.size(); i++) {
+            const size_t weight = first + i;
+            Tensor y = hadamard::hadamard(as_float(products[i]), outputs_.signs(weight), outputs_.factors(weight),
+                                          outputs_.order(weight), -1, true);
+            if (!ready.biases.empty() && ready.biases[weight].numel()) y = added(y, ready.biases[weight]);
+            products[i] = from_float(y, dtype);
         }
         return sites_.by_role(std::move(products), site);
     }
@@ -128,8 +155,7 @@ class Layer final : public Held {
     // y [b, 1, n] + bias [n]
     static Tensor added(const Tensor& y, const Tensor& bias) {
         STD_TORCH_CHECK(bias.numel() == y.size(2), "layer: bias must have ", y.size(2), " elements");
-        const Tensor addend = as_float(bias);
-        const auto* from = static_cast<const float*>(addend.const_data_ptr());
+        const auto* from = static_cast<const float*>(bias.const_data_ptr());
         auto* to = static_cast<float*>(y.mutable_data_ptr());
         const int64_t rows = y.size(0), n = bias.numel();
         for (int64_t row = 0; row < rows; row++)
@@ -137,14 +163,14 @@ class Layer final : public Held {
         return y;
     }
 
-    const Parts parts_;
+    const Constants constants_;
     const Format format_;
     const Norms norm_;
     const Transforms inputs_, outputs_;
     const Sites sites_;
     std::mutex mutex_;  // of what follows
     std::vector<Place> places_;
-    std::shared_ptr<const Weights> ready_;
+    std::shared_ptr<const Ready> ready_;
 };
 
 // Weights of one input, multiplied as the experts of a format are.
@@ -182,10 +208,10 @@ Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const I
           const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
           const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
           const Ints& back_orders, bool gelu, const Ints& rows, Arguments... weights) {
-    return handle(
-        std::make_unique<Layer<Format>>(Parts{gains, eps, offset, round_first, biases, input_bits, clips, su, factors,
-                                              counts, orders, sv, back_factors, back_counts, back_orders, gelu, rows},
-                                        Format{weights...}));
+    return handle(std::make_unique<Layer<Format>>(
+        Constants{gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
+                  back_factors, back_counts, back_orders, gelu, rows},
+        Format{weights...}));
 }
 
 }  // namespace ptq::layer

@@ -2,46 +2,58 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <memory>
+#include <mutex>
+#include <unordered_map>
 #include <utility>
 
-#include "layer/held.h"
+#include "layer/decoder.h"
 
 namespace ptq::layer {
 namespace {
 
-const char mark = 0;
+std::mutex mutex;  // of the layers
 
-// What lies behind a tensor that stands for a layer.
-struct Handle {
-    const void* kind = &mark;
-    const Handle* self = this;  // a copy of the bytes is no handle
-    std::unique_ptr<Held> layer;
-};
-
-Held& layer_of(const Tensor& handle) {
-    const auto* found = static_cast<const Handle*>(handle.const_data_ptr());
-    STD_TORCH_CHECK(handle.scalar_type() == ScalarType::Byte && handle.numel() == sizeof(Handle) &&
-                        found->kind == &mark && found->self == found,
-                    "decode_layer: expected what an op on layers gave, not a copy of it");
-    return *found->layer;
+// By the address of their handles. Never destroyed: handles may live longer than what is static here.
+std::unordered_map<const void*, std::shared_ptr<Decoder>>& layers() {
+    static auto& all = *new std::unordered_map<const void*, std::shared_ptr<Decoder>>;
+    return all;
 }
 
-Tensor decode(const Tensor& layer, const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensors& parts,
+std::shared_ptr<Decoder> layer_of(const Tensor& handle) {
+    const std::lock_guard lock(mutex);
+    const auto found = layers().find(handle.const_data_ptr());
+    STD_TORCH_CHECK(found != layers().end(), "decode_layer: expected what an op on layers gave, not a copy of it");
+    return found->second;
+}
+
+void forget(void* byte) {
+    std::shared_ptr<Decoder> layer;  // goes after the lock
+    const std::lock_guard lock(mutex);
+    const auto found = layers().find(byte);
+    layer = std::move(found->second);
+    layers().erase(found);
+    delete static_cast<char*>(byte);
+}
+
+Tensor decode(const Tensor& layer, const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensors& tensors,
               int64_t before, const Ints& bits, double clip, const Tensors& factors, int64_t order, double scaling,
               double multiplier) {
-    const Cache cache{parts, before, bits, clip, factors, order};
+    const Cache cache{tensors, before, bits, clip, factors, order};
     cache.check();
-    return layer_of(layer).decode(x, cos, sin, cache, scaling, multiplier);
+    return layer_of(layer)->decode(x, cos, sin, cache, scaling, multiplier);
 }
 
 }  // namespace
 
-Tensor handle(std::unique_ptr<Held> layer) {
-    auto* made = new Handle{.layer = std::move(layer)};
-    const Ints size{sizeof(Handle)}, stride{1};
-    return torch::stable::from_blob(
-        made, size, stride, torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Byte,
-        +[](void* bytes) { delete static_cast<Handle*>(bytes); });
+Tensor handle(std::unique_ptr<Decoder> layer) {
+    auto byte = std::make_unique<char>();
+    const Ints one{1};
+    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
+    const Tensor made = torch::stable::from_blob(byte.get(), one, one, cpu, ScalarType::Byte, &forget);
+    const std::lock_guard lock(mutex);
+    layers().emplace(byte.release(), std::move(layer));
+    return made;
 }
 
 }  // namespace ptq::layer

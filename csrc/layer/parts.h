@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "common/tensors.h"
-#include "layer/held.h"
+#include "layer/cache.h"
 #include "steps/steps_cpu.h"
 
 namespace ptq::layer {
@@ -18,11 +18,10 @@ enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, 
 enum Site { to_qkv, to_o, to_gate_up, to_down, site_count };
 enum Role { q, k, v, o, gate, up, down, role_count };
 constexpr size_t first_role[] = {q, o, gate, down, role_count};  // of each site
-// Of attention alone:
-constexpr size_t attention_sites = to_gate_up, attention_roles = gate;
+constexpr size_t attention_roles = gate;                         // of a layer that ends in front of its MLP
 
-// What a layer has besides its weights, as its op takes it.
-struct Parts {
+// What a layer has besides its weights, as its op takes it. What follows refers to it.
+struct Constants {
     Tensors gains;
     Floats eps, offset;
     Ints round_first;
@@ -78,9 +77,9 @@ class Sites {
 
 // A gain of no elements is no norm.
 struct Norms {
-    const Parts& p;
+    const Constants& p;
 
-    explicit Norms(const Parts& parts) : p(parts) {
+    explicit Norms(const Constants& constants) : p(constants) {
         STD_TORCH_CHECK(p.gains.size() == norm_count && p.eps.size() == norm_count && p.offset.size() == norm_count &&
                             p.round_first.size() == norm_count,
                         "layer: expected ", int{norm_count}, " norms");

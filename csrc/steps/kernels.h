@@ -44,8 +44,14 @@ struct Sum {
     int64_t size;
 };
 
+// Elements of a row of floats whose last vector is whole.
+inline int64_t padded(int64_t d) {
+    return (d + 15) / 16 * 16;
+}
+
 // Attention of the last `tokens` of before + tokens: each sees itself and all before it. `heads` are those of keys and
 // values; `groups` query heads share one.
+constexpr int64_t part_tokens = 512;  // keys and values of so many stay in the second-level cache
 struct Attend {
     Number type;                // of q, keys, values and out
     const void* q;              // [b, heads, groups, tokens, d]
@@ -53,12 +59,15 @@ struct Attend {
     void* out;                  // [b, tokens, heads, groups, d]
     int64_t heads, groups, tokens, d, before, room;
     float scaling;
-};
+    float* partial;  // [b, heads, parts, groups, tokens, padded(d) + 2], where there is more than one part
 
-// Elements of a row of floats whose last vector is whole.
-inline int64_t padded(int64_t d) {
-    return (d + 15) / 16 * 16;
-}
+    int64_t rows() const { return groups * tokens; }
+    int64_t parts() const { return (before + tokens + part_tokens - 1) / part_tokens; }
+    // Of a row: sums that its weights make of the values, the largest score, the sum of the weights.
+    float* partial_row(int64_t unit, int64_t part, int64_t row) const {
+        return partial + ((unit * parts() + part) * rows() + row) * (padded(d) + 2);
+    }
+};
 
 // Each works on units [first, last).
 struct Kernels {
@@ -66,7 +75,8 @@ struct Kernels {
     void (*rotary)(const Rotary&, const void* x, const void* cos, const void* sin, void* y);
     void (*gated)(const Gated&, int64_t first, int64_t last);    // sixteen elements
     void (*sum)(const Sum&, int64_t first, int64_t last);        // sixteen elements
-    void (*attend)(const Attend&, int64_t first, int64_t last);  // heads of keys, over the batch
+    void (*attend)(const Attend&, int64_t first, int64_t last);  // parts of heads of keys, over the batch
+    void (*merge)(const Attend&, int64_t first, int64_t last);   // rows of these heads
 };
 
 extern const Kernels portable, avx2, avx512;

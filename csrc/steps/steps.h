@@ -103,6 +103,6 @@ void sum(const Sum& p, int64_t first, int64_t last) {
 
 }  // namespace
 
-const Kernels PTQ_LEVEL{norm, rotary, gated, sum, attend};
+const Kernels PTQ_LEVEL{norm, rotary, gated, sum, attend, merge};
 
 }  // namespace ptq::steps

@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstring>
+#include <memory>
 #include <tuple>
 #include <vector>
 
@@ -214,19 +215,25 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                 std::memcpy(to_v + at, from_v.data + i * from_v.batch + j * from_v.token + h * from_v.head, d * size);
             }
         }
-    const Attend p{type,
-                   turned.data(),
-                   to_k,
-                   to_v,
-                   out.mutable_data_ptr(),
-                   heads,
-                   groups,
-                   t,
-                   d,
-                   before,
-                   whole,
-                   static_cast<float>(scaling)};
-    run(kernels().attend, p, b * heads, (before + t) * d * groups * t);
+    Attend p{type,
+             turned.data(),
+             to_k,
+             to_v,
+             out.mutable_data_ptr(),
+             heads,
+             groups,
+             t,
+             d,
+             before,
+             whole,
+             static_cast<float>(scaling),
+             nullptr};
+    const int64_t parts = p.parts();
+    std::unique_ptr<float[]> partial;
+    if (parts > 1) partial.reset(new float[b * heads * parts * p.rows() * (padded(d) + 2)]);
+    p.partial = partial.get();
+    run(kernels().attend, p, b * heads * parts, (before + t) / parts * d * p.rows());
+    if (partial) run(kernels().merge, p, b * heads * p.rows(), parts * d);
     return out;
 }
 

@@ -40,10 +40,10 @@ class WholeLayer(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as its op takes it."""
+    """A layer that its op holds, and what calls of it are looked at for."""
 
-    held: Tensor
-    """Stands for it (`ptq.ops.layer_ops`)."""
+    handle: Tensor
+    """Stands for it in `ptq::decode_layer` (`ptq.ops.layer_ops`)."""
     has_mlp: bool
     """Whether the op does all, or what stands before the MLP."""
     attention: nn.Module
@@ -52,13 +52,13 @@ class Layer:
     """Number and size of the heads of keys and values."""
     floats: tuple[Tensor, ...]
     """Gains and biases."""
-    read: tuple[Tensor, ...]
-    """What was read once, the stored sign vectors and the biases, and their versions."""
+    signs: tuple[Tensor, ...]
+    """The stored sign vectors that it was made of, and their versions."""
     versions: tuple[int, ...]
 
     def is_over(self) -> bool:
-        """Whether that has been written to since."""
-        return any(map(ne, map(version, self.read), self.versions))
+        """Whether sign vectors have been written to since this was made."""
+        return any(map(ne, map(version, self.signs), self.versions))
 
 
 def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
@@ -95,31 +95,33 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
     given = [bias for bias in biases if bias is not None]
     full = [NONE if bias is None else bias for bias in biases] if given else []
     d = cast(int, attention.head_dim)
-    names = INPUT_SIGNS, OUTPUT_SIGNS, "bias"
-    read = tuple(x for linear in linears for name in names if (x := linear._parameters.get(name)) is not None)
+    stored = tuple(
+        signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
+    )
     floats = tuple(x for x in (*gains, *given) if x is not NONE)
-    held = op[0](gains, eps, offset, round_first, full, *treatments, gelu, rows, *op[1])
-    return Layer(held, mlp is not None, attention, kind, (rows[1] // d, d), floats, read, tuple(map(version, read)))
+    handle = op[0](gains, eps, offset, round_first, full, *treatments, gelu, rows, *op[1])
+    heads, versions = (rows[1] // d, d), tuple(map(version, stored))
+    return Layer(handle, mlp is not None, attention, kind, heads, floats, stored, versions)
 
 
 def run(
     layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any], residual_multiplier: float
 ) -> Float[Tensor, "b t k"] | None:
     """What the layer's op gives for a decoded token of each row; None where it is called with something else."""
-    held = fast_attention.cache_layer(layer.attention, layer.kind, x, floats=layer.floats, **others)
-    if held is None:
+    states = fast_attention.cache_layer(layer.attention, layer.kind, x, floats=layer.floats, **others)
+    if states is None:
         return None
-    if isinstance(held, GrowingLayer):
+    if isinstance(states, GrowingLayer):
         shape = len(x), layer.heads[0], 1, layer.heads[1]
-        *room, before = held.reserve(shape, shape, x)
+        *room, before = states.reserve(shape, shape, x)
         cache = room, before, [0, 0], 1.0, [], 0
-    elif held.decodes and held.key.batch == len(x):
-        cache = held.room(), held.length, *held.numbers()
+    elif states.decodes and states.key.batch == len(x):
+        cache = states.room(), states.length, *states.numbers()
     else:
         return None
     turns = others["position_embeddings"]
-    y = DECODE(layer.held, x, *turns, *cache, layer.attention.scaling, residual_multiplier)
-    held.advance(1)
+    y = DECODE(layer.handle, x, *turns, *cache, layer.attention.scaling, residual_multiplier)
+    states.advance(1)
     return y
 
 

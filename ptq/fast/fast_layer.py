@@ -122,6 +122,8 @@ def _forward(
 ) -> Any:
     if not args and not module.training and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
+            if on_cpu.found is not None:
+                on_cpu.forget()  # replaced weights would stay in memory
             steps = on_gpu.of(module) if _multiplier(module) == 1 else None
             if steps is not None and not gpu_layer.is_whole(steps):
                 on_gpu.forget()

@@ -1,0 +1,47 @@
+// The cache of a decoder layer, plain or packed.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "common/input.h"
+#include "kv_cache/kv_cache_cpu.h"
+#include "steps/steps_cpu.h"
+
+namespace ptq::layer {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Floats = std::vector<double>;
+using Ints = std::vector<int64_t>;
+
+// Keys and values: two tensors where they are plain, four where they are packed, seven with sinks.
+struct Cache {
+    const Tensors& tensors;
+    int64_t before;
+    const Ints& bits;
+    double clip;
+    const Tensors& factors;
+    int64_t order;
+
+    Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
+                  double scaling) const {
+        const Tensors& t = tensors;
+        if (t.size() == 2) return steps::decode_attention(q, k, v, cos, sin, t[0], t[1], before, scaling);
+        return kv_cache::decode_attention(q, k, v, cos, sin, t[0], t[1], t[2], t[3], before, bits[0], bits[1], clip,
+                                          factors, order, scaling, sink(0), sink(1), sink(2));
+    }
+    std::optional<Tensor> sink(size_t part) const {
+        return tensors.size() == 7 ? std::optional(tensors[4 + part]) : std::nullopt;
+    }
+    void check() const {
+        const size_t count = tensors.size();
+        STD_TORCH_CHECK((count == 2 || count == 4 || count == 7) && bits.size() == 2,
+                        "decode_layer: expected 2, 4 or 7 tensors of the cache");
+    }
+};
+
+}  // namespace ptq::layer
