@@ -5,10 +5,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 
 #include "common/units.h"
 
 namespace ptq {
+
+constexpr int64_t codes_of_thread = 1 << 16;  // of weights: a thread is worth waking for so many
 
 // Calls kernel(p, first, last) on parts of `units`; a thread is worth waking for about 32k elements.
 template <class Problem>
@@ -23,6 +26,24 @@ void share(int64_t count, const Work& work) {
     const int64_t threads = std::min<int64_t>(count, torch::stable::get_num_threads());
     Units units{count, threads};
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(units); });
+}
+
+// Calls work(first, last) until all units are done, in at most `most` threads. Each has a part of them, which it reads
+// in order, so many at once, and then helps the others.
+template <class Work>
+void in_parts(int64_t count, int64_t most, int64_t at_once, const Work& work) {
+    const int64_t threads = std::min({int64_t{torch::stable::get_num_threads()}, count, most});
+    if (threads < 2) return work(int64_t{0}, count);
+    const std::unique_ptr<Part[]> parts(new Part[threads]);
+    for (int64_t i = 0; i < threads; i++) parts[i].set(count * i / threads, count * (i + 1) / threads);
+    torch::stable::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
+        int64_t first, last;
+        for (int64_t self = from; self < to; self++) {
+            while (parts[self].take(at_once, first, last)) work(first, last);
+            for (int64_t i = 1; i < threads; i++)
+                if (parts[(self + i) % threads].help(first, last)) work(first, last);
+        }
+    });
 }
 
 }  // namespace ptq

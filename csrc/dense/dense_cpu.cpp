@@ -9,6 +9,7 @@
 
 #include "common/cpu_level.h"
 #include "common/linear.h"
+#include "common/parallel.h"
 #include "dense/kernels.h"
 
 namespace ptq::dense {
@@ -49,9 +50,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
                    n,
                    k};
     kernels().spread(p);
-    // A thread is worth waking for about 64k numbers of the weight.
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, k));
-    torch::stable::parallel_for(0, n, grain, [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
+    in_parts(n, n * k / codes_of_thread, 16, [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
     return out;
 }
 

@@ -9,6 +9,7 @@
 #include <memory>
 #include <vector>
 
+#include "common/linear.h"
 #include "experts/experts.h"
 #include "gemm/tokens.h"
 #include "integer_tiled/kernels.h"
