@@ -53,7 +53,7 @@ def decode_cases(heads: int, kv_heads: int, d: int, before: int) -> dict[str, Ca
     query = q.view(1, heads, 1, d)
 
     def torch_run(room: torch.Tensor) -> torch.Tensor:
-        return nn.functional.scaled_dot_product_attention(query, *room, scale=scaling, enable_gqa=True)
+        return nn.functional.scaled_dot_product_attention(query, room[0], room[1], scale=scaling, enable_gqa=True)
 
     def run(room: torch.Tensor) -> torch.Tensor:
         return torch.ops.ptq.decode_attention(q, k, v, *turns, *room, before, scaling)
