@@ -1,6 +1,6 @@
 """Causal attention, torch's and ours: tables of `bench_ops.py`. Of a prompt: the limit is oneDNN's product of two
 bfloat16 matrices with as many multiplications. Of a decoded token: a plain read of keys and values. Ours then has the
-rotary embedding, and stores the token, in its time; torch's has not."""
+rotary embedding, and stores the token, in its time (packed: transformed and quantised); torch's has not."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,7 +14,7 @@ HEADS = {"32 heads of 64, 4 of keys": (32, 4, 64), "32 heads of 128, 8 of keys":
 """Of a 1.1 B and an 8 B Llama."""
 TOKENS = (128, 512, 2048)
 DECODE_HEADS = HEADS | {"4 heads of 256, 1 of keys": (4, 1, 256)}
-"""The last of a Gemma 3 of 1 B."""
+"""Those of a Gemma 3 of 1 B, too."""
 BEFORE = (512, 4000)
 BITS = 4
 

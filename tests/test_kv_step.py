@@ -59,6 +59,14 @@ def test_the_bits_of_single_ops(case: tuple[int, ...], part: float, dtype: torch
         assert all(torch.equal(a, b) for a, b in zip(mine[5:9], theirs[5:9], strict=True))
 
 
+@pytest.mark.parametrize("before", [1, 5, 255, 256, 257, 768])
+def test_a_key_that_is_not_a_number_shows(before: int, level: str) -> None:
+    given = arguments(2, 3, 2, 32, before, (4, 4), torch.float32)
+    given[1][1, 0, 64:] = torch.nan
+    found = torch.ops.ptq.kv_decode_attention(*given).view(2, 3, 2, 32)
+    assert found[1, 2].isnan().all() and found.isnan().sum() == 64
+
+
 def test_opcheck_and_refusals() -> None:
     given = arguments(1, 2, 2, 8, 20, (4, 4), torch.float32)
     torch.library.opcheck(torch.ops.ptq.kv_decode_attention.default, given)

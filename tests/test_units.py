@@ -20,10 +20,10 @@ int main(int, char** arguments) {
     const int64_t at_once = std::atoll(arguments[3]);
     int64_t helped = 0;
     for (int round = 0; round < 50; round++) {
-        std::vector<ptq::Part> parts(threads);
+        std::vector<ptq::Share> shares(threads);
         std::vector<std::atomic<int>> taken(count);
         std::atomic<int64_t> helps{0}, begun{0};
-        for (int64_t i = 0; i < threads; i++) parts[i].set(count * i / threads, count * (i + 1) / threads);
+        for (int64_t i = 0; i < threads; i++) shares[i].set(count * i / threads, count * (i + 1) / threads);
         const auto work = [&](int64_t first, int64_t last, bool slow) {
             if (first < 0 || first >= last || last > count) std::puts("bad run");
             for (int64_t unit = first; unit < last; unit++) taken[unit]++;
@@ -33,15 +33,25 @@ int main(int, char** arguments) {
         for (int64_t self = 0; self < threads; self++)
             all.emplace_back([&, self] {
                 for (begun++; begun < threads;) std::this_thread::yield();
-                int64_t first, last;
-                while (parts[self].take(at_once, first, last)) work(first, last, self == 0);
-                for (int64_t i = 1; i < threads; i++)
-                    if (parts[(self + i) % threads].help(first, last)) helps++, work(first, last, false);
+                bool own = true;  // until a run is of another share
+                const auto counted = [&](int64_t first, int64_t last) {
+                    own = own && count * self / threads <= first && last <= count * (self + 1) / threads;
+                    if (!own) helps++;
+                    work(first, last, self == 0 && own);
+                };
+                ptq::work_through(shares.data(), threads, self, self + 1, at_once, counted);
             });
         for (auto& thread : all) thread.join();
         for (const auto& times : taken)
             if (times != 1) std::puts("bad unit");
         helped += helps;
+        for (int64_t i = 0; i < threads; i++) shares[i].set(count * i / threads, count * (i + 1) / threads);
+        int64_t next = 0;  // all in one thread: in order, and nothing is left to help with
+        ptq::work_through(shares.data(), threads, 0, threads, at_once, [&](int64_t first, int64_t last) {
+            if (first != next) std::puts("bad order");
+            next = last;
+        });
+        if (next != count) std::puts("bad end");
     }
     std::printf("%lld\n", static_cast<long long>(helped));
 }

@@ -28,22 +28,17 @@ void share(int64_t count, const Work& work) {
     torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(units); });
 }
 
-// Calls work(first, last) until all units are done, in at most `most` threads. Each has a part of them, which it reads
-// in order, so many at once, and then helps the others.
+// Calls work(first, last) until all units are done: each thread has a share of them, which it reads in order, so many
+// at once, and then helps the others. `codes`: of all units together.
 template <class Work>
-void in_parts(int64_t count, int64_t most, int64_t at_once, const Work& work) {
+void in_shares(int64_t count, int64_t codes, int64_t at_once, const Work& work) {
+    const int64_t most = (codes + codes_of_thread - 1) / codes_of_thread;
     const int64_t threads = std::min({int64_t{torch::stable::get_num_threads()}, count, most});
-    if (threads < 2) return work(int64_t{0}, count);
-    const std::unique_ptr<Part[]> parts(new Part[threads]);
-    for (int64_t i = 0; i < threads; i++) parts[i].set(count * i / threads, count * (i + 1) / threads);
-    torch::stable::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
-        int64_t first, last;
-        for (int64_t self = from; self < to; self++) {
-            while (parts[self].take(at_once, first, last)) work(first, last);
-            for (int64_t i = 1; i < threads; i++)
-                if (parts[(self + i) % threads].help(first, last)) work(first, last);
-        }
-    });
+    if (threads < 2 || count >> 32) return work(int64_t{0}, count);
+    const std::unique_ptr<Share[]> shares(new Share[threads]);
+    for (int64_t i = 0; i < threads; i++) shares[i].set(count * i / threads, count * (i + 1) / threads);
+    torch::stable::parallel_for(
+        0, threads, 1, [&](int64_t from, int64_t to) { work_through(shares.get(), threads, from, to, at_once, work); });
 }
 
 }  // namespace ptq

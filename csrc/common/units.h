@@ -41,9 +41,9 @@ struct Run {
 };
 
 // The units that one thread has before it. It takes a few at a time from the front; a thread that has nothing left
-// takes half of them, once, from the end. (Runs of both from the front cost 4 % of a decoded token where the memory is
-// slow: what is fetched ahead is then read by the other one.)
-class alignas(64) Part {
+// takes half of them, once, from the end. (If both take from the front, each reads what the other one has fetched
+// ahead: where the memory is slow, that cost 4 % of a decoded token.)
+class alignas(64) Share {
   public:
     void set(int64_t first, int64_t last) { left_ = static_cast<uint64_t>(first) << 32 | static_cast<uint64_t>(last); }
     // Units [first, last) belong to the caller; false where none is left, or none to help with.
@@ -70,5 +70,16 @@ class alignas(64) Part {
     }
     std::atomic<uint64_t> left_{0};
 };
+
+// What threads [from, to) of `threads` do: the units of their own, then some of the others'. Calls work(first, last).
+template <class Work>
+void work_through(Share* shares, int64_t threads, int64_t from, int64_t to, int64_t at_once, const Work& work) {
+    int64_t first, last;
+    for (int64_t self = from; self < to; self++)
+        while (shares[self].take(at_once, first, last)) work(first, last);
+    for (int64_t self = from; self < to; self++)
+        for (int64_t i = 1; i < threads; i++)
+            if (shares[(self + i) % threads].help(first, last)) work(first, last);
+}
 
 }  // namespace ptq

@@ -1,9 +1,7 @@
 // ptq::dense_linear for the CPU. Schema, fake kernel and reference are in ptq/ops/matmul.py.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
-#include <algorithm>
 #include <memory>
 #include <optional>
 
@@ -50,7 +48,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
                    n,
                    k};
     kernels().spread(p);
-    in_parts(n, n * k / codes_of_thread, 16, [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
+    in_shares(n, n * k, 16, [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
     return out;
 }
 

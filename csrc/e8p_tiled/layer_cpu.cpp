@@ -13,10 +13,10 @@ struct Layers {
     layer::Ints n;
     int64_t bits;
 
-    using Ready = layer::Together<Weights>;
+    using Prepared = layer::Together<Weights>;
     std::vector<const Tensors*> tensors() const { return {&tiles, &scale}; }
-    Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const {
-        return Ready::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {
+    Prepared prepare(size_t first, size_t last, int64_t k, const Tensors& biases) const {
+        return Prepared::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {
             return hold(tiles[i], scale[i], bias, n[i], k, bits);
         });
     }

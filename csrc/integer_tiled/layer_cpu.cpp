@@ -14,7 +14,7 @@ struct Layers {
     layer::Ints n;
     int64_t bits, group_size;
 
-    struct Ready {
+    struct Prepared {
         std::vector<Held> held;
         Tensors operator()(const Seen& in, ScalarType dtype) const {
             return in.scale ? multiply_quantized(in.x, *in.scale, held, dtype) : multiply_floats(in.x, held);
@@ -24,7 +24,7 @@ struct Layers {
         if (zero.empty()) return {&tiles, &scale};
         return {&tiles, &scale, &zero};
     }
-    Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const {
+    Prepared prepare(size_t first, size_t last, int64_t k, const Tensors& biases) const {
         using experts::some;
         return {hold_all(some(tiles, first, last), some(scale, first, last), some(zero, first, last), biases,
                          layer::Ints(n.begin() + first, n.begin() + last), k, bits, group_size)};

@@ -17,7 +17,7 @@ void run_rows(void (*kernel)(const Problem&, int64_t, int64_t), const std::vecto
     int64_t total = 0;
     for (const Problem& p : problems) total += row_tiles(p.w.n);
     const int64_t codes = total * tile_rows * one.w.k * std::max(int64_t{1}, one.t / 4);
-    in_parts(total, codes / codes_of_thread, 4, [&](int64_t first, int64_t last) {
+    in_shares(total, codes, 4, [&](int64_t first, int64_t last) {
         for (const Problem& p : problems) {
             const int64_t units = row_tiles(p.w.n), from = std::max(first, int64_t{0}), to = std::min(last, units);
             if (from < to) kernel(p, from, to);

@@ -146,16 +146,16 @@ float soften(const Attend& p, const Side& v, int64_t index, int64_t head, int64_
     Lanes high = fill(none);
     for (int64_t t = 0; t < count; t += lanes) {
         const Lanes s = load(score + t);
-        high = chosen(s <= high, high, s);  // a NaN wins, so that it shows
+        high = chosen(s <= high, high, s);
     }
     float largest = none;
     for (int i = 0; i < lanes; i++) largest = high[i] <= largest ? largest : high[i];
     summary[0] = largest, summary[1] = 0;
-    const bool empty = largest == none;
+    const float base = largest == none ? 0.0f : largest;  // a NaN, which is no maximum, shows in the sum of the weights
     const uint16_t* scales = v.scales_of(index, head);
     Lanes total{}, offset{};
     for (int64_t t = 0; t < count; t += lanes) {
-        const Lanes weight = empty ? Lanes{} : exponential(load(score + t) - largest);
+        const Lanes weight = exponential(load(score + t) - base);
         total += weight;
         store(score + t, weight);
     }
@@ -252,9 +252,10 @@ void merge(const Attend& p, int64_t first, int64_t last) {
             largest = high <= largest ? largest : high;
         }
         std::fill(total.begin(), total.end(), 0.0f);
-        for (int64_t i = 0; i < p.chunks() && largest != none; i++) {
+        const float base = largest == none ? 0.0f : largest;
+        for (int64_t i = 0; i < p.chunks(); i++) {
             const float* from = part(i);
-            const float factor = exponential(fill(from[width] - largest))[0];
+            const float factor = exponential(fill(from[width] - base))[0];
             weights += factor * from[width + 1];
             if (factor == 0) continue;
             for (int64_t c = 0; c < d; c++) total[c] += factor * from[c];

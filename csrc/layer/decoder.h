@@ -17,7 +17,7 @@ class Decoder {
                           double multiplier) = 0;
 };
 
-// A byte that nobody reads: where it is says which layer it stands for. That goes when the byte does.
+// A byte that nobody reads. Its address is the key of the layer, which is destroyed with it.
 Tensor handle(std::unique_ptr<Decoder> layer);
 
 }  // namespace ptq::layer

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -15,8 +14,8 @@
 #include "common/input.h"
 #include "common/tensors.h"
 #include "experts/experts.h"
+#include "layer/constants.h"
 #include "layer/decoder.h"
-#include "layer/parts.h"
 #include "steps/steps_cpu.h"
 
 namespace ptq::layer {
@@ -35,17 +34,15 @@ struct Place {
     const void* data;
     int64_t count;
     ScalarType type;
-    bool in_order;
-    explicit Place(const Tensor& x)
-        : data(x.const_data_ptr()), count(x.numel()), type(x.scalar_type()), in_order(x.is_contiguous()) {}
+    explicit Place(const Tensor& x) : data(x.const_data_ptr()), count(x.numel()), type(x.scalar_type()) {}
     bool operator==(const Place&) const = default;
 };
 
 // `Format` has the weights as its op takes them: their numbers of outputs, `n`, and lists, of a tensor for each, which
-// `tensors` names. Weights of one input are made ready to be multiplied with it, once for as long as the tensors stay
+// `tensors` names. Weights of one input are prepared to be multiplied with it, once for as long as the tensors stay
 // where they are. Biases are empty, or one for each, in float32; one of no elements is none.
-//     Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const;
-//     Tensors Ready::operator()(const Seen&, ScalarType) const;
+//     Prepared prepare(size_t first, size_t last, int64_t k, const Tensors& biases) const;
+//     Tensors Prepared::operator()(const Seen&, ScalarType) const;
 template <class Format>
 class Layer final : public Decoder {
   public:
@@ -64,7 +61,7 @@ class Layer final : public Decoder {
         STD_TORCH_CHECK(c.biases.empty() || c.biases.size() == count, "layer: expected ", count, " biases");
         for (const Tensors* list : format_.tensors())
             STD_TORCH_CHECK(list->size() == count, "layer: lists of different lengths");
-        ready();  // what does not fit is refused now
+        prepared();  // what does not fit is refused now
     }
 
     Tensor decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Cache& cache, double scaling,
@@ -72,7 +69,7 @@ class Layer final : public Decoder {
         STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "decode_layer: expected x [b, 1, k]");
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
                         "decode_layer: x must be float32 or bfloat16");
-        const std::shared_ptr<const Ready> now = ready();
+        const std::shared_ptr<const Prepared> now = prepared();
         const auto linears = [&](const Tensor& in, Site site) { return multiplied(*now, in, site); };
         const Tensors qkv = linears(norm_(x, before_attention), to_qkv);
         const Tensor queries = norm_.of_heads(qkv[q], of_queries), keys = norm_.of_heads(qkv[k], of_keys);
@@ -85,8 +82,8 @@ class Layer final : public Decoder {
     }
 
   private:
-    struct Ready {
-        std::vector<typename Format::Ready> sites;
+    struct Prepared {
+        std::vector<typename Format::Prepared> sites;
         Tensors biases;  // in float32
     };
 
@@ -98,55 +95,53 @@ class Layer final : public Decoder {
 
     bool is_turned(size_t site) const { return outputs_.order(sites_.first(site)); }
 
-    // Made anew where a tensor has gone somewhere else; for every token, where one does not lie in order.
-    std::shared_ptr<const Ready> ready() {
-        std::vector<Place> places;
+    // Kept for as long as tensors stay where they are; for one token, where something has to be copied.
+    std::shared_ptr<const Prepared> prepared() {
         std::vector<const Tensors*> lists = format_.tensors();
         lists.push_back(&constants_.biases);
+        std::vector<Place> places;
+        bool copied = false;
         for (const Tensors* list : lists)
-            for (const Tensor& x : *list) places.emplace_back(x);
-        const auto lies = [](const Place& place) { return place.in_order; };
-        const std::lock_guard lock(mutex_);
-        if (!ready_ || places != places_ || !std::all_of(places.begin(), places.end(), lies)) {
-            for (const Tensors* list : lists)
-                for (const Tensor& x : *list) STD_TORCH_CHECK(x.is_cpu(), "layer: a tensor is not on the CPU");
-            Ready made;
-            for (const Tensor& bias : constants_.biases) made.biases.push_back(as_float(bias));
-            for (size_t site = 0; site < sites_.size(); site++) {
-                const size_t first = sites_.first(site), last = sites_.last(site);
-                const Tensors own = is_turned(site) ? Tensors() : experts::some(made.biases, first, last);
-                made.sites.push_back(format_.ready(first, last, width(site), own));
+            for (const Tensor& x : *list) {
+                places.emplace_back(x);
+                copied |= !x.is_contiguous() || (list == lists.back() && x.scalar_type() != ScalarType::Float);
             }
-            ready_ = std::make_shared<const Ready>(std::move(made));
-            places_ = std::move(places);
-        } else {
-            for (size_t i = 0; i < constants_.biases.size(); i++) renew(ready_->biases[i], constants_.biases[i]);
-        }
-        return ready_;
+        const std::lock_guard lock(mutex_);
+        if (prepared_ && places == places_ && !copied) return prepared_;
+        for (const Tensors* list : lists)
+            for (const Tensor& x : *list) STD_TORCH_CHECK(x.is_cpu(), "layer: a tensor is not on the CPU");
+        auto made = std::make_shared<const Prepared>(prepare());
+        prepared_ = copied ? nullptr : made;
+        places_ = std::move(places);
+        return made;
     }
 
-    // What was converted may have been written to.
-    static void renew(const Tensor& bias, const Tensor& from) {
-        if (from.scalar_type() == ScalarType::Float) return;  // then they are one
-        const Tensor now = as_float(from);
-        std::memcpy(bias.mutable_data_ptr(), now.const_data_ptr(), now.numel() * sizeof(float));
+    Prepared prepare() const {
+        Prepared made;
+        for (const Tensor& bias : constants_.biases) made.biases.push_back(as_float(bias));
+        for (size_t site = 0; site < sites_.size(); site++) {
+            const size_t first = sites_.first(site), last = sites_.last(site);
+            const Tensors own = is_turned(site) ? Tensors() : experts::some(made.biases, first, last);
+            made.sites.push_back(format_.prepare(first, last, width(site), own));
+        }
+        return made;
     }
 
     // Of each role.
-    Tensors multiplied(const Ready& ready, const Tensor& x, Site site) const {
+    Tensors multiplied(const Prepared& prepared, const Tensor& x, Site site) const {
         STD_TORCH_CHECK(x.size(2) == width(site), "decode_layer: expected ", width(site), " numbers for input ",
                         int{site}, ", found ", x.size(2));
         const Seen in = seen(x, {constants_.input_bits[site], constants_.clips[site], inputs_.factors(site),
                                  inputs_.order(site), inputs_.signs(site)});
         const ScalarType dtype = x.scalar_type();
-        if (!is_turned(site)) return sites_.by_role(ready.sites[site](in, dtype), site);
-        Tensors products = ready.sites[site](in, in.scale ? ScalarType::Float : dtype);
+        if (!is_turned(site)) return sites_.by_role(prepared.sites[site](in, dtype), site);
+        Tensors products = prepared.sites[site](in, in.scale ? ScalarType::Float : dtype);
         const size_t first = sites_.first(site);
         for (size_t i = 0; i < products.size(); i++) {
             const size_t weight = first + i;
             Tensor y = hadamard::hadamard(as_float(products[i]), outputs_.signs(weight), outputs_.factors(weight),
                                           outputs_.order(weight), -1, true);
-            if (!ready.biases.empty() && ready.biases[weight].numel()) y = added(y, ready.biases[weight]);
+            if (!prepared.biases.empty() && prepared.biases[weight].numel()) y = added(y, prepared.biases[weight]);
             products[i] = from_float(y, dtype);
         }
         return sites_.by_role(std::move(products), site);
@@ -170,7 +165,7 @@ class Layer final : public Decoder {
     const Sites sites_;
     std::mutex mutex_;  // of what follows
     std::vector<Place> places_;
-    std::shared_ptr<const Ready> ready_;
+    std::shared_ptr<const Prepared> prepared_;
 };
 
 // Weights of one input, multiplied as the experts of a format are.

@@ -30,9 +30,10 @@ std::shared_ptr<Decoder> layer_of(const Tensor& handle) {
 void forget(void* byte) {
     std::shared_ptr<Decoder> layer;  // goes after the lock
     const std::lock_guard lock(mutex);
-    const auto found = layers().find(byte);
-    layer = std::move(found->second);
-    layers().erase(found);
+    if (const auto found = layers().find(byte); found != layers().end()) {
+        layer = std::move(found->second);
+        layers().erase(found);
+    }
     delete static_cast<char*>(byte);
 }
 
@@ -48,12 +49,13 @@ Tensor decode(const Tensor& layer, const Tensor& x, const Tensor& cos, const Ten
 
 Tensor handle(std::unique_ptr<Decoder> layer) {
     auto byte = std::make_unique<char>();
+    {
+        const std::lock_guard lock(mutex);
+        layers().emplace(byte.get(), std::move(layer));
+    }
     const Ints one{1};
     const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    const Tensor made = torch::stable::from_blob(byte.get(), one, one, cpu, ScalarType::Byte, &forget);
-    const std::lock_guard lock(mutex);
-    layers().emplace(byte.release(), std::move(layer));
-    return made;
+    return torch::stable::from_blob(byte.release(), one, one, cpu, ScalarType::Byte, &forget);
 }
 
 }  // namespace ptq::layer

@@ -13,11 +13,11 @@ struct Layers {
     layer::Ints n;
     int64_t exponent, mantissa, group_size;
 
-    using Ready = layer::Together<Weights>;
+    using Prepared = layer::Together<Weights>;
     std::vector<const Tensors*> tensors() const { return {&tiles, &scale}; }
-    Ready ready(size_t first, size_t last, int64_t k, const Tensors& biases) const {
+    Prepared prepare(size_t first, size_t last, int64_t k, const Tensors& biases) const {
         const Element element = element_of(exponent, mantissa);
-        return Ready::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {
+        return Prepared::of(first, last, n, biases, [&](size_t i, const std::optional<Tensor>& bias) {
             return hold(tiles[i], scale[i], bias, n[i], k, element, group_size);
         });
     }

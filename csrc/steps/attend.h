@@ -1,7 +1,7 @@
 // Attention of a few query tokens over plain keys and values: one pass over them, chunk by chunk, with a running
 // maximum (flash attention, arXiv 2205.14135). A unit is one part of a head of keys: up to `most_rows` query rows share
 // what is read. Parts are merged afterwards, in their order. Included once per level. Sums are float32, and the same
-// for any number of threads and query tokens.
+// for any number of threads and, of finite numbers, of query tokens.
 #include <cstring>
 
 #include "integer/softmax.h"
@@ -23,7 +23,6 @@ template <Number type, int rows, bool whole>
 inline void score_tile(const Attend& p, int64_t at, int64_t count, const float* q, float* score) {
     constexpr int tile = lanes / rows, step = std::max(1, together / rows);  // tokens; tokens at once
     const int64_t width = padded(p.d), d = p.d;
-    const void* keys = p.keys;
     Lanes total[lanes];
 #pragma GCC unroll 16
     for (int first = 0; first < tile; first += step) {
@@ -34,7 +33,7 @@ inline void score_tile(const Attend& p, int64_t at, int64_t count, const float* 
             Lanes key[step];
 #pragma GCC unroll 16
             for (int t = 0; t < step; t++)
-                key[t] = read<type>(keys, from[t] + c, whole ? lanes : std::min(lanes, d - c));
+                key[t] = read<type>(p.keys, from[t] + c, whole ? lanes : std::min(lanes, d - c));
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) {
                 const Lanes x = load(q + r * width + c);
@@ -67,8 +66,7 @@ constexpr int vectors = std::clamp(together / rows, 1, 4);
 // out[r, c] += sum over tokens of weight[r, s] * value[s, c] for `vectors` of columns of the values, from `from` on;
 // with `whole` there are so many, else the last vectors may be short.
 template <Number type, int rows, bool whole>
-inline void add_columns(const Attend& p, const void* values, int64_t at, int64_t count, int64_t from,
-                        const float* weight, float* out) {
+inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from, const float* weight, float* out) {
     const int64_t width = padded(p.d);
     constexpr int wide = vectors<rows>;
     int64_t left[wide];
@@ -85,7 +83,7 @@ inline void add_columns(const Attend& p, const void* values, int64_t at, int64_t
         for (int r = 0; r < rows; r++) w[r] = fill(weight[r * chunk + s]);
 #pragma GCC unroll 4
         for (int c = 0; c < wide; c++) {
-            const Lanes x = read<type>(values, at + s * p.d + from + c * lanes, whole ? lanes : left[c]);
+            const Lanes x = read<type>(p.values, at + s * p.d + from + c * lanes, whole ? lanes : left[c]);
 #pragma GCC unroll 4
             for (int r = 0; r < rows; r++) acc[r][c] = fma(w[r], x, acc[r][c]);
         }
@@ -98,12 +96,11 @@ inline void add_columns(const Attend& p, const void* values, int64_t at, int64_t
 }
 
 template <Number type, int rows>
-inline void add_values(const Attend& p, const void* values, int64_t at, int64_t count, const float* weight,
-                       float* out) {
+inline void add_values(const Attend& p, int64_t at, int64_t count, const float* weight, float* out) {
     constexpr int64_t columns = vectors<rows> * lanes;
     for (int64_t c = 0; c < p.d; c += columns)
-        (c + columns <= p.d ? add_columns<type, rows, true> : add_columns<type, rows, false>)(p, values, at, count, c,
-                                                                                              weight, out);
+        (c + columns <= p.d ? add_columns<type, rows, true> : add_columns<type, rows, false>)(p, at, count, c, weight,
+                                                                                              out);
 }
 
 inline void fetch(const void* from, int64_t bytes) {
@@ -116,14 +113,15 @@ inline float soften(float* score, int64_t seen, int64_t count, float* largest, f
     Lanes high = fill(*largest);
     for (int64_t s = 0; s < count; s += lanes) {
         const Lanes x = load(score + s);
-        high = chosen(x <= high, high, x);  // a NaN wins, so that it shows
+        high = chosen(x <= high, high, x);
     }
     float top = high[0];
     for (int i = 1; i < lanes; i++) top = high[i] <= top ? top : high[i];
     const float factor = *largest == none ? 0.0f : integer::exponential(fill(*largest - top))[0];
     Lanes sum{};
+    const float base = top == none ? 0.0f : top;  // a NaN, which is no maximum, shows in the sum of the weights
     for (int64_t s = 0; s < count; s += lanes) {
-        const Lanes weight = top == none ? Lanes{} : integer::exponential(load(score + s) - top);
+        const Lanes weight = integer::exponential(load(score + s) - base);
         sum += weight;
         store(score + s, weight);
     }
@@ -176,7 +174,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, flo
                 soften(score + r * chunk, std::clamp(seen, int64_t{0}, count), count, largest + r, total + r);
             for (int64_t c = 0; c < width; c++) out[r * width + c] *= factor;
         }
-        add_values<type, rows>(p, p.values, start + at * p.d, count, score, out);
+        add_values<type, rows>(p, start + at * p.d, count, score, out);
     }
     for (int r = 0; r < rows; r++) {
         if (!p.partial) {
@@ -219,7 +217,7 @@ void merge_of(const Attend& p, int64_t first, int64_t last) {
         float largest = none, total = 0;
         for (int64_t part = 0; part < p.parts(); part++) {
             const float high = p.partial_row(unit, part, row)[width];
-            largest = high <= largest ? largest : high;  // a NaN wins
+            largest = high <= largest ? largest : high;
         }
         std::fill(sums.begin(), sums.end(), 0.0f);
         for (int64_t part = 0; part < p.parts(); part++) {

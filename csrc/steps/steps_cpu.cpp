@@ -196,6 +196,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
         STD_TORCH_CHECK(sin.size(i) == cos.size(i) && sin.scalar_type() == cos.scalar_type(),
                         "decode_attention: cos and sin differ");
     const Tensor c = compact(cos), s = compact(sin), out = fresh(q.sizes(), q.scalar_type());
+    if (!out.numel()) return out;
     const auto* c_data = static_cast<const char*>(c.const_data_ptr());
     const auto* s_data = static_cast<const char*>(s.const_data_ptr());
     auto *to_k = static_cast<char*>(keys.mutable_data_ptr()), *to_v = static_cast<char*>(values.mutable_data_ptr());
@@ -215,25 +216,26 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                 std::memcpy(to_v + at, from_v.data + i * from_v.batch + j * from_v.token + h * from_v.head, d * size);
             }
         }
-    Attend p{type,
-             turned.data(),
-             to_k,
-             to_v,
-             out.mutable_data_ptr(),
-             heads,
-             groups,
-             t,
-             d,
-             before,
-             whole,
-             static_cast<float>(scaling),
-             nullptr};
-    const int64_t parts = p.parts();
+    Attend p{.type = type,
+             .q = turned.data(),
+             .keys = to_k,
+             .values = to_v,
+             .out = out.mutable_data_ptr(),
+             .heads = heads,
+             .groups = groups,
+             .tokens = t,
+             .d = d,
+             .before = before,
+             .room = whole,
+             .scaling = static_cast<float>(scaling),
+             .partial = nullptr};
+    const int64_t parts = p.parts(), rows = b * heads * p.rows();
     std::unique_ptr<float[]> partial;
-    if (parts > 1) partial.reset(new float[b * heads * parts * p.rows() * (padded(d) + 2)]);
+    if (parts > 1) partial.reset(new float[rows * parts * (padded(d) + 2)]);
     p.partial = partial.get();
-    run(kernels().attend, p, b * heads * parts, (before + t) / parts * d * p.rows());
-    if (partial) run(kernels().merge, p, b * heads * p.rows(), parts * d);
+    in_shares(b * heads * parts, rows * (before + t) * d, 1,
+              [&](int64_t first, int64_t last) { kernels().attend(p, first, last); });
+    if (partial) run(kernels().merge, p, rows, parts * d);
     return out;
 }
 

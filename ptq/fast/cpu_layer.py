@@ -40,7 +40,7 @@ class WholeLayer(Protocol):
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that its op holds, and what calls of it are looked at for."""
+    """A layer that its op holds, and what a call is checked against."""
 
     handle: Tensor
     """Stands for it in `ptq::decode_layer` (`ptq.ops.layer_ops`)."""
@@ -53,8 +53,9 @@ class Layer:
     floats: tuple[Tensor, ...]
     """Gains and biases."""
     signs: tuple[Tensor, ...]
-    """The stored sign vectors that it was made of, and their versions."""
+    """The stored sign vectors; it has them as numbers."""
     versions: tuple[int, ...]
+    """Of the sign vectors, when it was made."""
 
     def is_over(self) -> bool:
         """Whether sign vectors have been written to since this was made."""

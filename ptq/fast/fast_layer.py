@@ -122,7 +122,7 @@ def _forward(
 ) -> Any:
     if not args and not module.training and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
-            if on_cpu.found is not None:
+            if on_cpu.held:
                 on_cpu.forget()  # replaced weights would stay in memory
             steps = on_gpu.of(module) if _multiplier(module) == 1 else None
             if steps is not None and not gpu_layer.is_whole(steps):
@@ -130,7 +130,7 @@ def _forward(
                 steps = on_gpu.of(module)
             found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
         else:
-            if on_gpu.found is not None:
+            if on_gpu.held:
                 on_gpu.forget()  # merged weights would stay on the GPU
             found = _decoded(module, on_cpu, hidden_states, **kwargs)
         if found is not None:

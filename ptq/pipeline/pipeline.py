@@ -97,12 +97,12 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
 def _foresee(
     folder: Path, model: str, work: Path, out: Path, recipe: Recipe, options: RunOptions, workers: Workers
 ) -> None:
-    """Raise InputError for what can be refused without weights: they are not fetched for that. `folder` is an outline
-    of the model."""
+    """Raise InputError, or RunError for a dataset that cannot be had, for what can be refused without weights: they are
+    not fetched for that. `folder` is an outline of the model."""
     target = plan(str(folder), recipe)
     _device(options.device, workers)
-    token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
     if not (out / RECORD).is_file():  # else it may be finished, and need nothing
+        token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
         check_out(out)
         preflight.check(estimate(target, model, recipe), work, out, workers.local_count)
 

@@ -1,4 +1,4 @@
-// What a decoder layer consists of besides its weights.
+// What a decoder layer has besides its weights.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
