@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "common/number.h"
+#include "common/parallel.h"
 #include "common/tensors.h"
 
 namespace ptq {
@@ -37,10 +38,10 @@ inline Number number_of(torch::headeronly::ScalarType type) {
     return type == torch::headeronly::ScalarType::BFloat16 ? Number::bfloat16 : Number::float32;
 }
 
-// Calls work(first, last) on parts of `units`; a thread is worth waking for about 64k codes.
+// Calls work(first, last) on parts of `units`.
 template <class Work>
 void run_codes(int64_t units, int64_t unit_codes, const Work& work) {
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 16) / std::max(int64_t{1}, unit_codes));
+    const int64_t grain = std::max(int64_t{1}, codes_of_thread / std::max(int64_t{1}, unit_codes));
     if (units <= grain) return work(0, units);
     torch::stable::parallel_for(0, units, grain, work);
 }

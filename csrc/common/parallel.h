@@ -11,7 +11,7 @@
 
 namespace ptq {
 
-constexpr int64_t codes_of_thread = 1 << 16;  // of weights: a thread is worth waking for so many
+constexpr int64_t codes_of_thread = 1 << 16;  // of weights, or keys: a thread is worth waking for so many
 
 // Calls kernel(p, first, last) on parts of `units`; a thread is worth waking for about 32k elements.
 template <class Problem>
