@@ -80,14 +80,16 @@ def step(module: nn.Module, order: str = "abc", t: int = 1, dtype: torch.dtype =
 @torch.no_grad()
 def test_the_same_bits(seed: int, activation: Activation | None, dtype: torch.dtype, level: str) -> None:
     module = parent(activation, seed)
-    for t in (1, 1, 3, 4, 5, 1):
+    for t in (1, 1, 3, 4, 16, 17, 1):
         step(module, t=t, dtype=dtype)
     assert [len(group.members) for group in shared_of(module)._together.values()] == [3]
 
 
+@pytest.mark.parametrize("late", [True, False])
 @torch.no_grad()
-def test_both_sides_transformed() -> None:
-    """Linears with the same signs share; where the signs of one change later, they don't any more."""
+def test_both_sides_transformed(late: bool) -> None:
+    """Linears with the same signs share; where the signs of one change later, before or after they have been seen
+    together, they don't any more."""
     module, generator = nn.Module(), torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (K,), generator=generator) * 2.0 - 1
     for name in "ab":
@@ -98,14 +100,14 @@ def test_both_sides_transformed() -> None:
         linear.prepack()
         module.add_module(name, linear)
     shared_input.attach(module)
-    for _ in range(3):
+    for _ in range(3 * late):
         step(module, "ab")
-    assert len(shared_of(module)._together) == 1
+    assert len(shared_of(module)._together) == late
     other = module.get_submodule("b")
     assert isinstance(other, QuantLinear)
     other.get_parameter("weight_su").copy_(stored_signs(-signs))
     other._signs.clear()
-    for _ in range(2):
+    for _ in range(3):
         step(module, "ab")
 
 

@@ -118,7 +118,8 @@ class SharedInput:
             self._together.pop(first, None)
             self._alone[first] = SOLO
         elif others and first not in self._together and self._alone.get(first, 0) < SOLO:
-            if len(set(last.called)) == len(last.called) and all(is_here(linear) for linear in last.called):
+            alike = all(is_alike(first, other) for other in others)  # signs may have been written to
+            if alike and len(set(last.called)) == len(last.called) and all(is_here(linear) for linear in last.called):
                 self._together[first] = _Group.of(last.called)
         elif not others and first not in self._together:
             self._alone[first] = self._alone.get(first, 0) + 1
