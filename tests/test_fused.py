@@ -170,7 +170,7 @@ def test_a_fused_gate_of_few_tokens_is_one_op(monkeypatch: pytest.MonkeyPatch) -
         assert fast_steps.gate_of(mlp) == fast_steps.SILU
         fast = copy.deepcopy(mlp)
         fast_steps.install(fast)
-        for tokens in (1, 4, 5):
+        for tokens in (1, 16, 17):
             x = torch.randn(1, tokens, 72, generator=torch.Generator().manual_seed(tokens))
             torch.testing.assert_close(fast(x), mlp(x), rtol=1e-5, atol=1e-6)
     assert len(calls) == 4

@@ -12,7 +12,8 @@ namespace ptq::dense {
 namespace {
 
 constexpr int chains = 4;
-constexpr int64_t ahead = 4096;  // bytes that are fetched before they are needed, past the second-level cache
+constexpr int64_t ahead = 4096;     // bytes that are fetched before they are needed, past the second-level cache
+constexpr int64_t block_rows = 16;  // that are read from memory once, for all tokens
 #if defined(__AVX512F__)
 constexpr int64_t most_tokens = 4;  // of one pass over a row: their sums stay in registers
 #else
@@ -157,10 +158,15 @@ inline void row_of(const Linear& p, int64_t n, int64_t from) {
 
 template <Number type>
 void rows_of(const Linear& p, int64_t first, int64_t last) {
-    for (int64_t n = first; n < last; n++) {
+    for (int64_t from = first; from < last; from += block_rows) {
+        const int64_t to = std::min(last, from + block_rows);
         int64_t t = 0;
-        for (; t + most_tokens <= p.t; t += most_tokens) row_of<type, most_tokens>(p, n, t);
-        for (; t < p.t; t++) row_of<type, 1>(p, n, t);
+        for (; t + most_tokens <= p.t; t += most_tokens)
+            for (int64_t n = from; n < to; n++) row_of<type, most_tokens>(p, n, t);
+        for (; most_tokens > 2 && t + 2 <= p.t; t += 2)
+            for (int64_t n = from; n < to; n++) row_of<type, 2>(p, n, t);
+        for (; t < p.t; t++)
+            for (int64_t n = from; n < to; n++) row_of<type, 1>(p, n, t);
     }
 }
 

@@ -16,9 +16,9 @@ from ptq.ops.op_declarations import declare, takes_forward_derivatives
 FEW_ROWS = 64
 """Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
 
-FEW_TOKENS = 4
-"""Up to so many are multiplied at the speed of memory: by `ptq::dense_linear`, and by linears that share an input. For
-more, the products take longest."""
+FEW_TOKENS = 16
+"""Up to so many are multiplied by `ptq::dense_linear`, and by linears that share an input, in one call. For more, torch
+is as fast, and the products take longest."""
 
 FEW_DTYPES = (torch.float32, torch.bfloat16)
 GPU_DTYPES = (*FEW_DTYPES, torch.float16)
