@@ -4,6 +4,7 @@ python scripts/bench_generate.py demo            the demo model
 python scripts/bench_generate.py 1b              a random Llama of 1.1 B weights, made on the first run
 python scripts/bench_generate.py 1b --only W4A8 --only "bf16, oneDNN"      some rows
 python scripts/bench_generate.py 1b --context 4000     decoding behind a long prompt
+python scripts/bench_generate.py 1b --batch 16 --padded    sixteen rows at once, as many tokens of left padding in each
 """
 
 import functools
@@ -44,7 +45,7 @@ READ_BYTES = 1 << 30
 
 
 @app.command(hidden=True)
-def measured(model: str, context: int, new_tokens: int, linears: str) -> None:
+def measured(model: str, linears: str, context: int, new_tokens: int, batch: int, padded: int) -> None:
     """Load a model and print what it holds; then, for every line of stdin, decode greedily behind `context` tokens and
     print the seconds that it took. All as JSON, a line each."""
     import torch
@@ -56,16 +57,21 @@ def measured(model: str, context: int, new_tokens: int, linears: str) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     nbytes = bytes_per_token(loaded)
     _change(loaded, linears)
-    ids = torch.randint(loaded.config.vocab_size, (1, context), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(loaded.config.vocab_size, (batch, context), generator=torch.Generator().manual_seed(0))
+    seen = (torch.arange(context + new_tokens) >= torch.arange(batch)[:, None].clamp(max=context - 1)).long()
+
+    def masked(length: int) -> dict[str, Any]:
+        return {"attention_mask": seen[:, :length]} if padded else {}
+
     print(json.dumps({"bytes": nbytes}), flush=True)
     with torch.inference_mode():
         for _ in sys.stdin:
             times = [time.perf_counter()]
-            out = loaded(ids, use_cache=True, logits_to_keep=1)
+            out = loaded(ids, use_cache=True, logits_to_keep=1, **masked(context))
             times.append(time.perf_counter())
-            for _ in range(new_tokens):
+            for length in range(context + 1, context + new_tokens + 1):
                 token = out.logits[:, -1:].float().argmax(-1)  # as `generate` does it
-                out = loaded(token, **{CACHE: out[CACHE]}, use_cache=True)
+                out = loaded(token, **{CACHE: out[CACHE]}, use_cache=True, **masked(length))
                 times.append(time.perf_counter())
             steps = [b - a for a, b in zip(times[1:], times[2:], strict=False)]
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -132,16 +138,17 @@ def packed(model: str, name: str) -> Path:
 
 
 def measure(
-    rows: dict[str, tuple[str, str]], context: int, new_tokens: int, rounds: int, threads: int
+    rows: dict[str, tuple[str, str]], context: int, new_tokens: int, rounds: int, threads: int, batch: int, padded: bool
 ) -> Iterator[str]:
     """Rows of the table, measured in turns: each round reads memory, then decodes, row by row."""
     import torch
 
     torch.set_num_threads(threads)
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    numbers = [str(context), str(new_tokens), str(batch), str(int(padded))]
     started = {
         name: subprocess.Popen(
-            [sys.executable, __file__, "measured", folder, str(context), str(new_tokens), linears],
+            [sys.executable, __file__, "measured", folder, linears, *numbers],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -171,7 +178,8 @@ def measure(
     first = next(iter(rows))
     for name in rows:
         faster = median(a["token"] / b["token"] for a, b in zip(found[first], found[name], strict=True))
-        yield (f"| {name} | {1 / middle(name, 'token'):.1f} | {faster:.2f} | {100 * middle(name, 'share'):.0f} % of "
+        speed = batch / middle(name, "token")
+        yield (f"| {name} | {speed:.1f} | {faster:.2f} | {100 * middle(name, 'share'):.0f} % of "
                f"{middle(name, 'bandwidth') / 1e9:.0f} GB/s / {nbytes[name] / 1e6:.0f} MB | "
                f"{middle(name, 'prefill'):.2f} | {middle(name, 'cache') / 1e6:.2f} | "
                f"{middle(name, 'peak') / 1e6:.0f} |")  # fmt: skip
@@ -192,6 +200,8 @@ def main(
     new_tokens: Annotated[int, typer.Option(help="Tokens that are timed.")] = 32,
     rounds: Annotated[int, typer.Option(help="Medians are taken over so many, after one to warm up.")] = 5,
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = CORES,
+    batch: Annotated[int, typer.Option(help="Rows that are decoded at once; tokens/s are those of all.")] = 1,
+    padded: Annotated[bool, typer.Option("--padded", help="Each row has one token of left padding more.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="A row to measure; all where none is named.")] = None,
 ) -> None:
     """One row per recipe, in Markdown. Rows are measured in turns and compared with the first."""
@@ -217,7 +227,7 @@ def main(
     print(f"| {threads} threads, {context} tokens before | tokens/s | times {names[0]} | "
           "of bandwidth / bytes per token | prefill, s | cache, MB | peak, MB |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
-    for line in measure(rows, context, new_tokens, rounds, threads):
+    for line in measure(rows, context, new_tokens, rounds, threads, batch, padded):
         print(line, flush=True)
 
 

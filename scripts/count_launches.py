@@ -78,7 +78,7 @@ def as_on_a_gpu(ours: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (matmul, "on_gpu", ours), (matmul, "is_plain", False), (matmul, "is_decode", False),
-            (fast_attention, "is_few", False), (shared_input, "_is_eligible", False),
+            (fast_attention, "is_plain", False), (shared_input, "_is_eligible", False),
             (prefill_attention, "is_plain", False),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, lambda *args, value=value: value))

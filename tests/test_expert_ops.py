@@ -27,6 +27,7 @@ import quip_sharp.expert_ops
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
 from ptq.fast import fast_steps
+from ptq.fast.fast_experts import MOST_TOKENS
 from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
@@ -237,11 +238,13 @@ def test_few_tokens(model_type: str, recipe: str, tmp_path: Path, seen: list[lis
     blocks = sum(isinstance(module, Experts) for module in model.modules())
     for dtype in (torch.float32, torch.bfloat16):
         own, model = one_by_one(model.to(dtype)), model.to(dtype)
-        for batch in (1, 3, 5):
+        for batch in (1, 3, 24):
             seen.clear()
             found = decode(model, batch)
-            is_few = batch * (2 if model_type in WEIGHTS_ON_INPUT else 1) <= 4  # rows of experts are counted there
-            assert len(seen) == (4 * blocks if is_few else 0) and all(sum(counts) == 2 * batch for counts in seen)
+            rows = batch * (2 if model_type in WEIGHTS_ON_INPUT else 1)  # rows of experts are counted there
+            prompt = 6 * rows <= MOST_TOKENS
+            assert len(seen) == (4 + prompt) * blocks
+            assert all(sum(counts) == 2 * batch for counts in seen[prompt * blocks :])
             for a, b in zip(found, decode(own, batch), strict=True):
                 assert torch.equal(a, b)
 

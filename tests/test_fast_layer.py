@@ -141,7 +141,7 @@ def test_whole_layers_give_the_bits_of_single_ops(
 ) -> None:
     """Those of Phi-3 have fused projections, and turn a half of every head."""
     model = packed(recipe, family)
-    calls, rows = counted(monkeypatch, fast_layer, "_decoded"), (1, 2, 4)
+    calls, rows = counted(monkeypatch, fast_layer, "_decoded"), (1, 3, 16)
     for dtype in (torch.float32, torch.bfloat16):
         model = model.to(dtype)
         calls.clear()
@@ -152,6 +152,44 @@ def test_whole_layers_give_the_bits_of_single_ops(
         for batch, logits in zip(rows, found, strict=True):
             for a, b in zip(logits, decode(single, batch), strict=True):
                 assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_rows_behind_padding_are_one_call(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = packed(recipe), counted(monkeypatch, fast_layer, "_decoded")
+    found = decode(model, 9, padded=True)
+    assert calls == [False] * 2 + [True] * 8
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    assert all(torch.equal(a, b) for a, b in zip(found, decode(single, 9, padded=True), strict=True))
+    if recipe in ("W4A16", "W6A16", "W4A16 on the lattice"):  # 8-bit inputs would turn a last bit into a step
+        fast_decode_is_off(single)
+        for a, b in zip(found, decode(single, 9, padded=True), strict=True):
+            seen = slice(None) if a.shape[1] == 1 else slice(5, None)  # what padding gives is nobody's concern
+            torch.testing.assert_close(a[:, seen], b[:, seen], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found[-1][1:], decode(model, 9)[-1][1:], atol=1e-3)
+
+
+@torch.no_grad()
+def test_masks_of_other_kinds_go_the_own_way(packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = packed("W4A16"), counted(monkeypatch, fast_layer, "_decoded")
+    ids = torch.arange(4, 16).reshape(2, 6)
+    seen = torch.ones(2, 1, 1, 7, dtype=torch.bool)
+    seen[1, ..., :3] = False
+    wanted, added = None, torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    for masks, known in (
+        ((seen, seen[1:]), True),
+        ((added, added[1:]), False),
+        ((seen.expand(2, 4, 1, 7),) * 2, False),
+    ):
+        logits = []
+        for mask in (masks[0], masks[1].expand(2, *masks[1].shape[1:])):
+            cache = model(ids, use_cache=True).past_key_values
+            calls.clear()
+            logits.append(model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits)
+            assert calls == [known] * 2
+        wanted = logits[0] if wanted is None else wanted
+        torch.testing.assert_close(logits[0], wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(logits[1][1], wanted[1], rtol=1e-4, atol=1e-4)
 
 
 class Unpacking(Qwen3MoeDecoderLayer):
@@ -317,3 +355,8 @@ def test_layers_with_a_window_among_others(size: int, tmp_path, monkeypatch: pyt
     fast_decode_is_off(plain)
     for a, b in zip(decode(model, steps=6), decode(plain, steps=6), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    calls.clear()
+    found = decode(model, 3, padded=True)
+    assert calls.count(True) == 4 * 6
+    for a, b in zip(found, decode(plain, 3, padded=True), strict=True):
+        torch.testing.assert_close(a[:, -1], b[:, -1], rtol=1e-4, atol=1e-4)

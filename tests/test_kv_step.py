@@ -51,8 +51,10 @@ CASES = [  # batch, heads, groups, head_dim, tokens before
 @pytest.mark.parametrize("part", [1, 0.75, 0.4])
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_of_single_ops(case: tuple[int, ...], part: float, dtype: torch.dtype, level: str) -> None:
-    for bits in ((4, 4), (3, 8)):
-        mine, theirs = (arguments(*case, bits, dtype, part) for _ in range(2))
+    batch, before = case[0], case[-1]
+    padding = torch.arange(before + 1)[None] >= torch.arange(batch)[:, None] * before // 3
+    for bits, mask in (((4, 4), None), ((3, 8), None), ((4, 3), padding[:, None, None])):
+        mine, theirs = ([*arguments(*case, bits, dtype, part), mask] for _ in range(2))
         found = torch.ops.ptq.kv_decode_attention(*mine)
         wanted = kv_step.decode_attention(*theirs)
         assert found.dtype == dtype and torch.equal(found, wanted)
@@ -70,6 +72,9 @@ def test_a_key_that_is_not_a_number_shows(before: int, level: str) -> None:
 def test_opcheck_and_refusals() -> None:
     given = arguments(1, 2, 2, 8, 20, (4, 4), torch.float32)
     torch.library.opcheck(torch.ops.ptq.kv_decode_attention.default, given)
+    mask = torch.ones(1, 1, 1, 20, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="mask"):
+        torch.ops.ptq.kv_decode_attention(*given, mask)
     stored = [x.clone() for x in given[5:9]]
     shapes = [(0, given[0][..., :-1]), (1, given[1][..., :-1]), (2, given[2][:, :0])]
     for index, wrong in (*shapes, (9, 256), (9, -1), (9, 2**63 - 1), (10, 5), (11, 5)):

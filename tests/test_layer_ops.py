@@ -73,12 +73,13 @@ def arguments(
     mlp: bool = True,
     fused: str = "",
     turned: int = D,
+    hidden: int = 0,
 ) -> tuple[Any, dict[str, Any]]:
     """The op, and by name its arguments and those of a token, with seven tokens before.
 
     `norms`: before attention and MLP, of queries and keys (by heads or whole), behind both; `biases`: the first letters
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
-    those of the same input; `turned`: channels of each head.
+    those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, "qkvogud") if mlp else (SITES[:2], "qkvo"))
@@ -112,9 +113,11 @@ def arguments(
     turns = [draw(1, 1, turned, dtype=dtype) for _ in range(2)]
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, 1, HIDDEN, dtype=dtype)
+    mask = torch.arange(before + 1) >= hidden - torch.arange(batch)[:, None] if hidden else None
+    mask = None if mask is None else mask[:, None, None]
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], *found[1]]
-    token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier], strict=True))
+    token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
     names = (argument.name for argument in found[0]._schema.arguments)
     return found[0], token | dict(zip(names, fixed, strict=True))
 
@@ -146,6 +149,9 @@ CASES: list[dict[str, Any]] = [
     {"fused": "g", "turned": 6, "cache": "sinks", "gelu": True, "batch": 3}, {"mlp": False, "fused": "q", "turned": 2},
     TWO_SIDED | {"fused": "qg", "biases": "qogd", "norms": "amqkAM", "batch": 4},
     TWO_SIDED | {"fused": "qg", "bits": 0, "cache": "packed", "turned": 8, "biases": ""},
+    {"batch": 5, "hidden": 4}, {"batch": 9, "hidden": 7, "cache": "packed"}, {"hidden": 3, "cache": "sinks"},
+    {"batch": 19, "bits": 0, "cache": "packed"}, TWO_SIDED | {"batch": 40, "bits": 0, "fused": "q", "hidden": 6},
+    TWO_SIDED | {"batch": 18, "biases": "qkvogud", "multiplier": 0.3, "cache": "packed"},
 ]  # fmt: skip
 
 

@@ -89,6 +89,44 @@ def test_attention_against_float64(
         assert y.dtype == dtype and ((y.double() - exact).abs() <= place * exact.abs() + 2e-6).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("b, t, before", [(3, 1, 40), (2, 1, 700), (4, 1, 1300), (2, 3, 600)])
+def test_attention_behind_a_mask(b: int, t: int, before: int, dtype: torch.dtype, level: str) -> None:
+    """Padding of a few tokens, of whole chunks and parts, holes, and a row that sees nothing."""
+    h, groups, d = 2, 3, 24
+    q, k, v = (draw(b, t, n * d, dtype=dtype, seed=n) for n in (h * groups, h, h))
+    cos = draw(b, t, d, dtype=dtype)
+    rooms = [draw(b, h, before + t, d, dtype=dtype, seed=seed) for seed in (4, 5)]
+    mask = torch.ones(b, 1, t, before + t, dtype=torch.bool)
+    mask[0, ..., : min(before, 650)] = False
+    mask[1, ..., 20:30] = mask[1, ..., 33] = False
+    if b > 2:
+        mask[2] = False
+    if b > 3:
+        mask[3, ..., :before] = False  # it sees itself alone
+    for seen in (mask, mask[:1]):
+        found = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, seen)
+        turned = steps.rotary(q.view(b, t, -1, d).transpose(1, 2), k.view(b, t, h, d).transpose(1, 2), cos, cos)[0]
+        key, value = (x.double().repeat_interleave(groups, 1) for x in rooms)
+        hidden = ~(seen & torch.ones(t, before + t, dtype=torch.bool).tril(before))
+        score = (turned.double() @ key.mT * d**-0.5).masked_fill(hidden, -torch.inf)
+        exact = (score.softmax(-1).nan_to_num(0) @ value).transpose(1, 2).reshape(q.shape)
+        place = 2**-8 if dtype == torch.bfloat16 else 2**-20
+        wanted = steps.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, seen)
+        for y in (found, wanted):
+            assert ((y.double() - exact).abs() <= place * exact.abs() + 2e-6).all()
+    plain = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5)
+    assert not torch.equal(found, plain)
+    everything = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, torch.ones_like(mask))
+    assert torch.equal(everything, plain)
+    spread = torch.stack([mask, mask], -1)[..., 0]  # of other strides
+    same = (torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, m) for m in (mask, spread))
+    assert torch.equal(*same)
+    for wrong in (mask[..., 1:], mask.float(), mask[:, 0], mask.expand(b, 2, t, -1), torch.cat([mask, mask])):
+        with pytest.raises(RuntimeError, match="mask"):
+            torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, wrong)
+
+
 def test_attention_over_the_end_of_a_room(level: str) -> None:
     q, k, v = (draw(2, 1, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
     cos, rooms = draw(1, 1, 32, dtype=torch.float32), [draw(2, 3, 60, 32, dtype=torch.float32, seed=n) for n in (7, 8)]
@@ -186,6 +224,7 @@ def test_ops_and_refusals(level: str) -> None:
     room = [draw(1, 2, 5, 8, dtype=torch.float32) for _ in "kv"]
     arguments = (heads, heads.clone(), heads.clone(), cos[:, :1], cos[:, 1:2], *room, 3, 0.3)
     torch.library.opcheck(torch.ops.ptq.decode_attention.default, arguments)
+    torch.library.opcheck(torch.ops.ptq.decode_attention.default, (*arguments, torch.ones(1, 1, 1, 4).bool()))
     assert torch.ops.ptq.rms_norm(x[:, :0], gain, 1e-5, 0.0, True).shape == (1, 0, 8)
     for bad in (lambda: torch.ops.ptq.rms_norm(x, gain[:5], 1e-5, 0.0, True),
                 lambda: torch.ops.ptq.rotary(q, q, cos[..., :3], cos[..., :3]),

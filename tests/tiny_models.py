@@ -250,15 +250,18 @@ def tiny_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
 
 
 @torch.no_grad()
-def decode(model: Any, batch: int = 1, steps: int = 4) -> list[torch.Tensor]:
-    """The logits of six tokens at once, then of some more, one by one."""
+def decode(model: Any, batch: int = 1, steps: int = 4, padded: bool = False) -> list[torch.Tensor]:
+    """The logits of six tokens at once, then of some more, one by one. With `padded` the first tokens of all rows but
+    the first are padding: one of the second row, two of the third, at most five."""
+    seen = torch.arange(6 + steps) >= torch.arange(batch)[:, None].clamp(max=5)
     ids = torch.randint(model.config.vocab_size, (batch, 6), generator=torch.Generator().manual_seed(1))
-    out = model(ids, use_cache=True)
+    out = model(ids, use_cache=True, **({"attention_mask": seen[:, :6].long()} if padded else {}))
     logits = [out.logits]
     for i in range(steps):
         token = ids[:, i : i + 1]
         # Bamba, in transformers, counts the positions of every call from 0 on; `generate` gives them.
         given = {"position_ids": torch.full_like(token, 6 + i)} if model.config.model_type == "bamba" else {}
+        given |= {"attention_mask": seen[:, : 7 + i].long()} if padded else {}
         out = model(token, past_key_values=out.past_key_values, use_cache=True, **given)
         logits.append(out.logits)
     return logits

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <optional>
 #include <vector>
 
 namespace ptq {
@@ -35,6 +36,15 @@ inline void check_tensor(const char* op, const char* name, const torch::stable::
     const auto found = x.sizes();
     STD_TORCH_CHECK(x.scalar_type() == type && std::equal(found.begin(), found.end(), sizes.begin(), sizes.end()), op,
                     ": ", name, " has a wrong dtype or shape");
+}
+
+// A mask is bool [batch or 1, 1, tokens, length]; the op is for the message.
+inline void check_mask(const char* op, const std::optional<torch::stable::Tensor>& mask, int64_t batch, int64_t tokens,
+                       int64_t length) {
+    STD_TORCH_CHECK(!mask || (mask->is_cpu() && mask->scalar_type() == torch::headeronly::ScalarType::Bool &&
+                              mask->dim() == 4 && (mask->size(0) == 1 || mask->size(0) == batch) &&
+                              mask->size(1) == 1 && mask->size(2) == tokens && mask->size(3) == length),
+                    op, ": the mask has a wrong dtype or shape");
 }
 
 // x itself where it is contiguous.

@@ -1,5 +1,7 @@
 // ptq::e8p_prepack, _unprepack, _dequantize, _linear_tiled and _linear_quantized for the CPU. Schemas, fake kernels,
 // references and gradients are in quip_sharp/tiled_ops.py.
+#include "e8p_tiled/e8p_tiled_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -11,8 +13,8 @@
 #include "common/linear.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
-#include "e8p_tiled/held.h"
 #include "gemm/panels_kernels.h"
+#include "integer_tiled/run_rows.h"
 
 namespace ptq::e8p_tiled {
 
@@ -57,6 +59,18 @@ void many_tokens(const Quantized& p) {
                            .from = {p.t, panels.columns, p.q, nullptr, nullptr, 1}});
 }
 
+bool is_many(const Quantized& p) {
+    return p.t > few_tokens && p.w.k;
+}
+bool is_many(const Floats& p) {
+    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
+    return p.t > (on_units ? few_pairs : few_tokens) && p.w.k;
+}
+// Whether x is spread in pairs: float32, in three parts, for few tokens alone.
+bool in_pairs(Number x_type, bool many) {
+    return kernels().pairs && (!many || x_type == Number::bfloat16);
+}
+
 void many_floats(const Floats& p) {
     const Kernels& level = kernels();
     const gemm::Panels panels = panels_of(p.w, p.pairs ? level.unpack_pairs : level.unpack_floats);
@@ -74,6 +88,16 @@ void many_floats(const Floats& p) {
                            .row_steps = p.spread_stride / 4});
 }
 
+// x as its kernel wants it, in the memory that is returned.
+std::unique_ptr<int32_t[]> spread(Floats& p, bool many) {
+    p.pairs = in_pairs(p.x_type, many);
+    const int64_t steps = spread_steps(p.w.k, p.x_type, p.pairs);
+    std::unique_ptr<int32_t[]> room(new int32_t[p.t * steps]);
+    p.spread = reinterpret_cast<uint8_t*>(room.get()), p.spread_stride = 4 * steps;
+    run(kernels().spread, p, p.t, p.w.k);
+    return room;
+}
+
 Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
                         const std::optional<Tensor>& bias, int64_t n, int64_t bits, ScalarType dtype) {
     STD_TORCH_CHECK(q.dim() > 0 && q.scalar_type() == ScalarType::Char, "e8p_linear_quantized: q must be int8");
@@ -89,7 +113,7 @@ Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& ti
     const Tensor out = empty_result(q, n, kernel_type(dtype));
     const auto* scales = static_cast<const float*>(token_scale.const_data_ptr());
     const Quantized p{h.w, rows, offsets.get(), scales, h.bias_data(), out.mutable_data_ptr(), number_of(dtype), t};
-    if (t > few_tokens && k)
+    if (is_many(p))
         many_tokens(p);
     else
         run(kernels().quantized, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4) / 2);
@@ -104,28 +128,33 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     const Tensor out = empty_result(x, n, inside);
-    const bool on_units = inside == ScalarType::BFloat16 && cpu_level() >= CpuLevel::amx;
-    const bool many = t > (on_units ? few_pairs : few_tokens) && k,
-               pairs = kernels().pairs && (!many || inside == ScalarType::BFloat16);
-    const int64_t row_steps = spread_steps(k, inside, pairs);
-    const std::unique_ptr<int32_t[]> spread(new int32_t[t * row_steps]);
-    const Floats p{h.w,
-                   in.const_data_ptr(),
-                   number_of(inside),
-                   reinterpret_cast<uint8_t*>(spread.get()),
-                   4 * row_steps,
-                   pairs,
-                   h.bias_data(),
-                   out.mutable_data_ptr(),
-                   number_of(inside),
-                   t};
-    run(kernels().spread, p, t, k);
+    Floats p{h.w,   in.const_data_ptr(), number_of(inside),      nullptr,           0,
+             false, h.bias_data(),       out.mutable_data_ptr(), number_of(inside), t};
+    const bool many = is_many(p);
+    const std::unique_ptr<int32_t[]> room = spread(p, many);
     if (many)
         many_floats(p);
     else
         run(kernels().floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
     return inside == dtype ? out : torch::stable::to(out, dtype);
 }
+
+}  // namespace
+
+void run_quantized(const std::vector<Quantized>& problems) {
+    integer_tiled::run_rows(kernels().quantized, problems, [](const Quantized& p) { return is_many(p); }, many_tokens);
+}
+
+void run_floats(const std::vector<Floats>& problems) {
+    const auto many = [](Floats p) {
+        if (p.pairs == in_pairs(p.x_type, true)) return many_floats(p);
+        const std::unique_ptr<int32_t[]> room = spread(p, true);
+        many_floats(p);
+    };
+    integer_tiled::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many);
+}
+
+namespace {
 
 Tensor dequantize(const Tensor& tiles, const Tensor& scale, int64_t n, int64_t bits, int64_t k) {
     const Held h = hold(tiles, scale, std::nullopt, n, k, bits);

@@ -55,8 +55,8 @@ inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<T
 }
 
 // Dwords of a token of k numbers as `floats` wants it.
-inline int64_t spread_steps(int64_t k, ScalarType type, bool pairs) {
-    return blocks_in(k) * 16 * (pairs && type == ScalarType::BFloat16 ? 1 : pairs ? 3 : 2);
+inline int64_t spread_steps(int64_t k, Number type, bool pairs) {
+    return blocks_in(k) * 16 * (pairs && type == Number::bfloat16 ? 1 : pairs ? 3 : 2);
 }
 
 }  // namespace ptq::e8p_tiled

@@ -1,4 +1,4 @@
-// Few rows of inputs times several E8P weights: threads are woken once.
+// Rows of inputs times several E8P weights: for few, threads are woken once.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -9,9 +9,8 @@
 
 #include "common/linear.h"
 #include "common/parallel.h"
-#include "e8p_tiled/held.h"
+#include "e8p_tiled/e8p_tiled_cpu.h"
 #include "experts/experts.h"
-#include "integer_tiled/run_rows.h"
 
 namespace ptq::e8p_tiled {
 
@@ -35,12 +34,12 @@ struct Weights {
             problems.push_back({held[p.weight].now(), rows + p.from * width, offsets.get() + p.from,
                                 static_cast<const float*>(scale.const_data_ptr()) + p.from, held[p.weight].bias_data(),
                                 p.to(), number_of(p.out.scalar_type()), p.rows});
-        integer_tiled::run_rows(kernels().quantized, problems);
+        run_quantized(problems);
     }
 
     void floats(const Tensor& x, const std::vector<experts::Product>& products) const {
         const ScalarType type = x.scalar_type();
-        const int64_t t = x.size(0), k = x.size(1), stride = 4 * spread_steps(k, type, kernels().pairs);
+        const int64_t t = x.size(0), k = x.size(1), stride = 4 * spread_steps(k, number_of(type), kernels().pairs);
         const std::unique_ptr<int32_t[]> spread(new int32_t[t * stride / 4]);
         auto* rows = reinterpret_cast<uint8_t*>(spread.get());
         const auto* from = static_cast<const char*>(x.const_data_ptr());
@@ -52,7 +51,7 @@ struct Weights {
         Floats all = problems.front();
         all.x = from, all.spread = rows, all.t = t;
         run(kernels().spread, all, t, k);
-        integer_tiled::run_rows(kernels().floats, problems);
+        run_floats(problems);
     }
 };
 

@@ -9,8 +9,7 @@
 
 #include "experts/experts.h"
 #include "gemm/tokens.h"
-#include "integer_tiled/held.h"
-#include "integer_tiled/run_rows.h"
+#include "integer_tiled/tiled_cpu.h"
 
 namespace ptq::integer_tiled {
 namespace {
@@ -35,7 +34,7 @@ struct Weights {
                                 static_cast<const float*>(scale.const_data_ptr()) + p.from,
                                 sums.get() + p.from * groups, held[p.weight].bias_data(), p.to(),
                                 number_of(p.out.scalar_type()), p.rows});
-        run_rows(kernels().quantized, problems);
+        run_quantized(problems);
     }
 
     void floats(const Tensor& x, const std::vector<experts::Product>& products) const {
@@ -52,7 +51,7 @@ struct Weights {
         Floats all = problems.front();
         all.x = x.const_data_ptr(), all.spread = spread.get(), all.sums = sums.get(), all.t = rows;
         run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
-        run_rows(kernels().floats, problems);
+        run_floats(problems);
     }
 };
 

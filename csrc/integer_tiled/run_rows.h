@@ -26,4 +26,17 @@ void run_rows(void (*kernel)(const Problem&, int64_t, int64_t), const std::vecto
     });
 }
 
+// The same, but for problems of so many tokens that they go to gemm/, one by one.
+template <class Problem, class IsMany, class Many>
+void run_rows(void (*kernel)(const Problem&, int64_t, int64_t), const std::vector<Problem>& problems,
+              const IsMany& is_many, const Many& many) {
+    std::vector<Problem> few;
+    for (const Problem& p : problems)
+        if (is_many(p))
+            many(p);
+        else
+            few.push_back(p);
+    if (!few.empty()) run_rows(kernel, few);
+}
+
 }  // namespace ptq::integer_tiled

@@ -30,10 +30,13 @@ constexpr int64_t few_avx2 = 32;      // with AVX2 alone,
 constexpr int64_t few_pairs = 3;      // with AMX, of bfloat16
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
-bool are_many_floats(int64_t t, ScalarType type) {
-    const bool on_units = cpu_level() >= CpuLevel::amx && type == ScalarType::BFloat16;
+bool is_many(const Floats& p) {
+    const bool on_units = cpu_level() >= CpuLevel::amx && p.x_type == Number::bfloat16;
     const int64_t few = on_units ? few_pairs : cpu_level() == CpuLevel::avx2 ? few_avx2 : few_floats;
-    return kernels().unpack_floats && t > few;
+    return kernels().unpack_floats && p.t > few && p.w.k;
+}
+bool is_many(const Quantized& p) {
+    return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
 }
 
 Tensors cast(Tensors results, ScalarType dtype) {
@@ -67,7 +70,7 @@ void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
     const gemm::Mode mode = !units && p.w.bits <= 4 ? gemm::Mode::nibbles : gemm::Mode::quads;
     gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), mode, nullptr, Number::float32, p.t,
-                           p.w.k, p.q_scale, p.bias, p.out, p.out_type, from});
+                           from.k, p.q_scale, p.bias, p.out, p.out_type, from});
 }
 
 void many_floats(const Floats& p) {
@@ -81,7 +84,7 @@ void many_floats(const Floats& p) {
 // `like`: a tensor with the axes of the tokens.
 Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const float* scales,
                         const std::vector<Held>& held, ScalarType dtype) {
-    const int64_t t = tokens.t, groups = held.front().w.groups, group_blocks = held.front().w.group_blocks;
+    const int64_t t = tokens.t, groups = held.front().w.groups;
     const int64_t width = blocks_in(tokens.k) * block_columns;
     const std::unique_ptr<int32_t[]> sums(new int32_t[t * groups]);
     Tensors results;
@@ -91,7 +94,7 @@ Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const fl
         problems.push_back({h.w, nullptr, width, scales, sums.get(), h.bias_data(), results.back().mutable_data_ptr(),
                             number_of(dtype), t});
     }
-    if (t > few_tokens && tokens.k && group_blocks * block_columns <= gemm::most_group) {
+    if (is_many(problems.front())) {
         for (const Quantized& p : problems) many_tokens(p, tokens);
     } else if (t) {
         std::unique_ptr<int8_t[]> room;
@@ -105,6 +108,15 @@ Tensors multiply_tokens(const Tensor& like, const gemm::Tokens& tokens, const fl
 }
 
 }  // namespace
+
+void run_quantized(const std::vector<Quantized>& problems) {
+    const auto many = [](const Quantized& p) { many_tokens(p, {p.t, p.q_stride, p.q, nullptr, nullptr, 1}); };
+    run_rows(kernels().quantized, problems, [](const Quantized& p) { return is_many(p); }, many);
+}
+
+void run_floats(const std::vector<Floats>& problems) {
+    run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
+}
 
 Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype) {
     const int64_t t = tokens_of(q);
@@ -125,7 +137,7 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
             held[i].w,           in.const_data_ptr(),           number_of(inside), nullptr, spread_bytes(k), nullptr,
             held[i].bias_data(), results[i].mutable_data_ptr(), number_of(inside), t};
     };
-    if (k && are_many_floats(t, inside)) {
+    if (is_many(problem(0))) {
         for (size_t i = 0; i < held.size(); i++) many_floats(problem(i));
         return cast(std::move(results), dtype);
     }

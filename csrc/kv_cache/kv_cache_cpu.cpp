@@ -98,12 +98,9 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
                     "kv_attend: q does not fit the cache");
     const Tensor in = as_float(q), out = fresh(std::vector<int64_t>{batch, tokens, q_heads, d}, ScalarType::Float);
     std::optional<Tensor> masks, at, keys, values;
+    check_mask("kv_attend", mask, batch, tokens, length);
     if (mask) {
-        STD_TORCH_CHECK(mask->scalar_type() == ScalarType::Bool && mask->dim() == 4 && mask->size(1) == 1 &&
-                            (mask->size(0) == 1 || mask->size(0) == batch) && mask->size(2) == tokens &&
-                            mask->size(3) == length,
-                        "kv_attend: the mask has a wrong dtype or shape");
-        masks = contiguous(*mask);
+        masks = compact(*mask);
         p.mask = static_cast<const uint8_t*>(masks->const_data_ptr());
         p.mask_batch = mask->size(0) == 1 ? 0 : tokens * length;
     }
@@ -139,7 +136,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const Tensor& k_codes, const Tensor& k_scales, const Tensor& v_codes, const Tensor& v_scales,
                         int64_t before, int64_t k_bits, int64_t v_bits, double clip, const std::vector<Tensor>& factors,
                         int64_t order, double scaling, const std::optional<Tensor>& starts,
-                        const std::optional<Tensor>& sink_keys, const std::optional<Tensor>& sink_values) {
+                        const std::optional<Tensor>& sink_keys, const std::optional<Tensor>& sink_values,
+                        const std::optional<Tensor>& mask) {
     STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && k_codes.dim() == 4 && v_codes.dim() == 4 && k_codes.size(2) > 0,
                     "kv_decode_attention: expected q and k [b, 1, heads * d] and codes of heads");
     const int64_t heads = k_codes.size(2), d = k.size(2) / heads;
@@ -155,6 +153,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     side(v_codes, v_scales, d, v_bits, true, before + 1);
     STD_TORCH_CHECK(!starts == !sink_keys && !starts == !sink_values, "kv_decode_attention: sinks without all parts");
     if (starts) check_sinks(*starts, *sink_keys, *sink_values, q.size(0), heads, d);
+    check_mask("kv_decode_attention", mask, q.size(0), 1, before + 1);
     const Tensor value = by_head(v, heads, d);
     auto [query, key] = steps::rotary(by_head(q, q.size(2) / d, d), by_head(k, heads, d), cos, sin);
     if (order) {
@@ -163,8 +162,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     }
     append(k_codes, k_scales, key, before, k_bits, clip, false);
     append(v_codes, v_scales, value, before, v_bits, clip, true);
-    const Tensor out = attend(query, k_codes, k_scales, v_codes, v_scales, before + 1, k_bits, v_bits, scaling,
-                              std::nullopt, starts, sink_keys, sink_values);
+    const Tensor out = attend(query, k_codes, k_scales, v_codes, v_scales, before + 1, k_bits, v_bits, scaling, mask,
+                              starts, sink_keys, sink_values);
     return reshaped(out, q.sizes());
 }
 

@@ -26,13 +26,14 @@ struct Cache {
     double clip;
     const Tensors& factors;
     int64_t order;
+    const std::optional<Tensor>& mask;
 
     Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                   double scaling) const {
         const Tensors& t = tensors;
-        if (t.size() == 2) return steps::decode_attention(q, k, v, cos, sin, t[0], t[1], before, scaling);
+        if (t.size() == 2) return steps::decode_attention(q, k, v, cos, sin, t[0], t[1], before, scaling, mask);
         return kv_cache::decode_attention(q, k, v, cos, sin, t[0], t[1], t[2], t[3], before, bits[0], bits[1], clip,
-                                          factors, order, scaling, sink(0), sink(1), sink(2));
+                                          factors, order, scaling, sink(0), sink(1), sink(2), mask);
     }
     std::optional<Tensor> sink(size_t part) const {
         return tensors.size() == 7 ? std::optional(tensors[4 + part]) : std::nullopt;

@@ -39,8 +39,8 @@ void forget(void* byte) {
 
 Tensor decode(const Tensor& layer, const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensors& tensors,
               int64_t before, const Ints& bits, double clip, const Tensors& factors, int64_t order, double scaling,
-              double multiplier) {
-    const Cache cache{tensors, before, bits, clip, factors, order};
+              double multiplier, const std::optional<Tensor>& mask) {
+    const Cache cache{tensors, before, bits, clip, factors, order, mask};
     cache.check();
     return layer_of(layer)->decode(x, cos, sin, cache, scaling, multiplier);
 }

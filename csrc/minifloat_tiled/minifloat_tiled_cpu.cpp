@@ -1,5 +1,7 @@
 // ptq::minifloat_linear_tiled, _linear_quantized and _linear_tokens for the CPU. Schemas, fake kernels, references and
 // gradients are in fp6/tiled_ops.py.
+#include "minifloat_tiled/minifloat_tiled_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -13,7 +15,7 @@
 #include "activations/activations_cpu.h"
 #include "common/linear.h"
 #include "integer_tiled/kernels.h"
-#include "minifloat_tiled/held.h"
+#include "integer_tiled/run_rows.h"
 
 namespace ptq::minifloat_tiled {
 
@@ -40,34 +42,48 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
             byte_offset};
 }
 
+bool is_many(const Floats& p) {
+    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
+    return p.t > (on_units ? few_pairs : few_floats) && p.w.k;
+}
+bool is_many(const Quantized& p) {
+    return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
+}
+
+void many_floats(const Floats& p) {
+    const Kernels& level = kernels();
+    const bool pairs = level.unpack_pairs && p.x_type == Number::bfloat16;
+    gemm::multiply_panels({panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
+                           pairs ? gemm::Mode::pairs : gemm::Mode::floats, p.x, p.x_type, p.t, p.w.k, p.token_scale,
+                           p.bias, p.out, p.out_type});
+}
+
+void many_tokens(const Quantized& p, const gemm::Tokens& from) {
+    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
+    gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), gemm::Mode::quads, nullptr,
+                           Number::float32, p.t, from.k, p.q_scale, p.bias, p.out, p.out_type, from});
+}
+
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.
 void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, const float* token_scale) {
     const Weight& w = h.w;
-    const Kernels& level = kernels();
-    const Number x_type = number_of(x.scalar_type()), out_type = number_of(out.scalar_type());
-    const bool on_units = x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
-    if (t > (on_units ? few_pairs : few_floats) && w.k) {
-        const bool pairs = level.unpack_pairs && x_type == Number::bfloat16;
-        const gemm::Mode mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats;
-        const gemm::Panels panels = panels_of(w, pairs ? level.unpack_pairs : level.unpack_floats);
-        return gemm::multiply_panels({panels, mode, x.const_data_ptr(), x_type, t, w.k, token_scale, floats_of(h.bias),
-                                      out.mutable_data_ptr(), out_type});
-    }
     const int64_t stride = integer_tiled::spread_bytes(w.k);
+    Floats p{w,
+             x.const_data_ptr(),
+             number_of(x.scalar_type()),
+             nullptr,
+             stride,
+             token_scale,
+             floats_of(h.bias),
+             out.mutable_data_ptr(),
+             number_of(out.scalar_type()),
+             t};
+    if (is_many(p)) return many_floats(p);
     const std::unique_ptr<uint8_t[]> spread(new uint8_t[t * stride]);
-    const Floats p{w,
-                   x.const_data_ptr(),
-                   x_type,
-                   spread.get(),
-                   stride,
-                   token_scale,
-                   floats_of(h.bias),
-                   out.mutable_data_ptr(),
-                   out_type,
-                   t};
-    run_codes(t, w.k, [&](int64_t first, int64_t last) { level.spread(p, first, last); });
+    p.spread = spread.get();
+    run_codes(t, w.k, [&](int64_t first, int64_t last) { kernels().spread(p, first, last); });
     run_codes(t ? row_tiles(w.n) : 0, tile_rows * w.k,
-              [&](int64_t first, int64_t last) { level.floats(p, first, last); });
+              [&](int64_t first, int64_t last) { kernels().floats(p, first, last); });
 }
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
@@ -82,21 +98,16 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
 
 void multiply_integers(const Held& h, const gemm::Tokens& tokens, const float* scales, const Tensor& out) {
     const Weight& w = h.w;
-    const Kernels& level = kernels();
     const int64_t t = tokens.t, width = w.blocks * block_columns;
     const Number type = number_of(out.scalar_type());
-    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
-    if (t > few_tokens && w.k && w.group_blocks * block_columns <= gemm::most_group)
-        return gemm::multiply_panels({panels_of(w, units ? units : level.unpack_bytes), gemm::Mode::quads, nullptr,
-                                      Number::float32, t, w.k, scales, floats_of(h.bias), out.mutable_data_ptr(), type,
-                                      tokens});
+    Quantized p{w, nullptr, width, scales, nullptr, floats_of(h.bias), out.mutable_data_ptr(), type, t};
+    if (is_many(p)) return many_tokens(p, tokens);
     std::unique_ptr<int8_t[]> room;
-    const int8_t* q = gemm::rows_of(tokens, width, room);
     const std::unique_ptr<int32_t[]> sums(new int32_t[t * w.groups]);
-    const Quantized p{w, q, width, scales, sums.get(), floats_of(h.bias), out.mutable_data_ptr(), type, t};
-    run_codes(t, w.k / 4, [&](int64_t first, int64_t last) { level.sums(p, sums.get(), first, last); });
+    p.q = gemm::rows_of(tokens, width, room), p.sums = sums.get();
+    run_codes(t, w.k / 4, [&](int64_t first, int64_t last) { kernels().sums(p, sums.get(), first, last); });
     run_codes(t ? row_tiles(w.n) : 0, tile_rows * w.k * std::max(int64_t{1}, t / 4),
-              [&](int64_t first, int64_t last) { level.quantized(p, first, last); });
+              [&](int64_t first, int64_t last) { kernels().quantized(p, first, last); });
 }
 
 Tensor linear_quantized(const Tensor& q, const Tensor& q_scale, const Tensor& tiles, const Tensor& scale,
@@ -138,6 +149,16 @@ Tensor linear_tokens(const Tensor& x, const Tensor& tiles, const Tensor& scale, 
 }
 
 }  // namespace
+
+void run_quantized(const std::vector<Quantized>& problems) {
+    const auto many = [](const Quantized& p) { many_tokens(p, {p.t, p.q_stride, p.q, nullptr, nullptr, 1}); };
+    integer_tiled::run_rows(kernels().quantized, problems, [](const Quantized& p) { return is_many(p); }, many);
+}
+
+void run_floats(const std::vector<Floats>& problems) {
+    integer_tiled::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
+}
+
 }  // namespace ptq::minifloat_tiled
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

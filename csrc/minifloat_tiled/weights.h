@@ -1,4 +1,4 @@
-// Few rows of inputs times several weights of small floats: threads are woken once.
+// Rows of inputs times several weights of small floats: for few, threads are woken once.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -13,8 +13,7 @@
 #include "experts/experts.h"
 #include "gemm/tokens.h"
 #include "integer_tiled/kernels.h"
-#include "integer_tiled/run_rows.h"
-#include "minifloat_tiled/held.h"
+#include "minifloat_tiled/minifloat_tiled_cpu.h"
 
 namespace ptq::minifloat_tiled {
 
@@ -46,7 +45,7 @@ struct Weights {
         Quantized all = problems.front();
         all.q = padded, all.t = rows;
         kernels().sums(all, sums.get(), 0, rows);
-        integer_tiled::run_rows(kernels().quantized, problems);
+        run_quantized(problems);
     }
 
     // `scale`: a factor for every row of the results, or null.
@@ -63,7 +62,7 @@ struct Weights {
         Floats all = problems.front();
         all.x = x.const_data_ptr(), all.spread = spread.get(), all.t = rows;
         run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
-        integer_tiled::run_rows(kernels().floats, problems);
+        run_floats(problems);
     }
 };
 

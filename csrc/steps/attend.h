@@ -108,8 +108,9 @@ inline void fetch(const void* from, int64_t bytes) {
 }
 
 // Scores to weights, for the new maximum of the row; returns what the sums so far are multiplied with.
-inline float soften(float* score, int64_t seen, int64_t count, float* largest, float* total) {
+inline float soften(float* score, int64_t seen, int64_t count, const uint8_t* mask, float* largest, float* total) {
     for (int64_t s = seen; s < (count + lanes - 1) / lanes * lanes; s++) score[s] = none;
+    for (int64_t s = 0; mask && s < count; s++) score[s] = mask[s] ? score[s] : none;
     Lanes high = fill(*largest);
     for (int64_t s = 0; s < count; s += lanes) {
         const Lanes x = load(score + s);
@@ -130,12 +131,12 @@ inline float soften(float* score, int64_t seen, int64_t count, float* largest, f
     return factor;
 }
 
-// The result of a query row: sums over the values, divided by the sum of their weights.
+// The result of a query row: sums over the values, divided by the sum of their weights; of a row that sees nothing, 0.
 template <Number type>
 inline void write_row(const Attend& p, int64_t unit, int64_t row, const float* sums, float total) {
     const int64_t b = unit / p.heads, head = unit % p.heads, group = row / p.tokens, token = row % p.tokens;
     const int64_t to = (((b * p.tokens + token) * p.heads + head) * p.groups + group) * p.d;
-    const float inverse = 1 / total;
+    const float inverse = total == 0 ? 0.0f : 1 / total;
     for (int64_t c = 0; c < p.d; c += lanes)
         write<type>(p.out, to + c, rounded<type>(load(sums + c) * inverse), std::min(lanes, p.d - c));
 }
@@ -159,6 +160,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, flo
     const int64_t start = unit * p.room * p.d;
     for (int64_t at = from; at < length; at += chunk) {
         const int64_t count = std::min(chunk, length - at);
+        if (p.mask && p.tokens == 1 && !std::memchr(p.mask_of(unit, 0, at), 1, count)) continue;  // padding, mostly
         for (int64_t s = 0; s < count; s += lanes) {
             if (first == 0) {  // what comes next, a little at a time
                 const int64_t next = std::min(lanes, p.before + p.tokens - at - chunk - s);
@@ -170,8 +172,9 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, flo
         }
         for (int r = 0; r < rows; r++) {
             const int64_t seen = p.before + (first + r) % p.tokens + 1 - at;  // a token sees itself, and none after it
+            const uint8_t* mask = p.mask ? p.mask_of(unit, first + r, at) : nullptr;
             const float factor =
-                soften(score + r * chunk, std::clamp(seen, int64_t{0}, count), count, largest + r, total + r);
+                soften(score + r * chunk, std::clamp(seen, int64_t{0}, count), count, mask, largest + r, total + r);
             for (int64_t c = 0; c < width; c++) out[r * width + c] *= factor;
         }
         add_values<type, rows>(p, start + at * p.d, count, score, out);
@@ -220,9 +223,10 @@ void merge_of(const Attend& p, int64_t first, int64_t last) {
             largest = high <= largest ? largest : high;
         }
         std::fill(sums.begin(), sums.end(), 0.0f);
+        const float base = largest == none ? 0.0f : largest;
         for (int64_t part = 0; part < p.parts(); part++) {
             const float* from = p.partial_row(unit, part, row);
-            const float factor = integer::exponential(fill(from[width] - largest))[0];  // 0 where it sees nothing of it
+            const float factor = integer::exponential(fill(from[width] - base))[0];  // 0 where it sees nothing of it
             total += factor * from[width + 1];
             for (int64_t c = 0; c < width; c += lanes)
                 store(sums.data() + c, load(sums.data() + c) + factor * load(from + c));

@@ -59,9 +59,15 @@ struct Attend {
     void* out;                  // [b, tokens, heads, groups, d]
     int64_t heads, groups, tokens, d, before, room;
     float scaling;
-    float* partial;  // [b, heads, parts, groups, tokens, padded(d) + 2], where there is more than one part
+    float* partial;       // [b, heads, parts, groups, tokens, padded(d) + 2], where there is more than one part
+    const uint8_t* mask;  // [b or 1, tokens, before + tokens] of 0 and 1, or null: 0 where a token is hidden, too
+    int64_t mask_batch;   // elements between rows of the batch: 0 where all share one mask
 
     int64_t rows() const { return groups * tokens; }
+    // What a row of a head sees from token `at` on.
+    const uint8_t* mask_of(int64_t unit, int64_t row, int64_t at) const {
+        return mask + unit / heads * mask_batch + row % tokens * (before + tokens) + at;
+    }
     int64_t parts() const { return (before + tokens + part_tokens - 1) / part_tokens; }
     // Of a row: sums that its weights make of the values, the largest score, the sum of the weights.
     float* partial_row(int64_t unit, int64_t part, int64_t row) const {

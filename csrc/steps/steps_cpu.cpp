@@ -170,7 +170,8 @@ Rows rows_of(const Tensor& given, int64_t b, int64_t t, int64_t heads, int64_t d
 }  // namespace
 
 Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
-                        const Tensor& keys, const Tensor& values, int64_t before, double scaling) {
+                        const Tensor& keys, const Tensor& values, int64_t before, double scaling,
+                        const std::optional<Tensor>& mask) {
     const Number type = number_of(q, "decode_attention");
     STD_TORCH_CHECK(keys.dim() == 4 && q.dim() == 3 && keys.size(1) > 0 && keys.size(3) > 0 && keys.size(3) % 2 == 0,
                     "decode_attention: expected q [b, t, heads * d] and keys [b, heads, room, d], d even");
@@ -195,6 +196,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     for (int64_t i = 0; i < 3; i++)
         STD_TORCH_CHECK(sin.size(i) == cos.size(i) && sin.scalar_type() == cos.scalar_type(),
                         "decode_attention: cos and sin differ");
+    check_mask("decode_attention", mask, b, t, before + t);
     const Tensor c = compact(cos), s = compact(sin), out = fresh(q.sizes(), q.scalar_type());
     if (!out.numel()) return out;
     const auto* c_data = static_cast<const char*>(c.const_data_ptr());
@@ -216,6 +218,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                 std::memcpy(to_v + at, from_v.data + i * from_v.batch + j * from_v.token + h * from_v.head, d * size);
             }
         }
+    std::optional<Tensor> masks;
+    if (mask) masks = compact(*mask);
     Attend p{.type = type,
              .q = turned.data(),
              .keys = to_k,
@@ -228,7 +232,9 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
              .before = before,
              .room = whole,
              .scaling = static_cast<float>(scaling),
-             .partial = nullptr};
+             .partial = nullptr,
+             .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
+             .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0};
     const int64_t parts = p.parts(), rows = b * heads * p.rows();
     std::unique_ptr<float[]> partial;
     if (parts > 1) partial.reset(new float[rows * parts * (padded(d) + 2)]);

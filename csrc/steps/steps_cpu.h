@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/tensor.h>
 
+#include <optional>
 #include <tuple>
 
 namespace ptq::steps {
@@ -17,7 +18,8 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor> rotary(const torch::sta
 torch::stable::Tensor decode_attention(const torch::stable::Tensor& q, const torch::stable::Tensor& k,
                                        const torch::stable::Tensor& v, const torch::stable::Tensor& cos,
                                        const torch::stable::Tensor& sin, const torch::stable::Tensor& keys,
-                                       const torch::stable::Tensor& values, int64_t before, double scaling);
+                                       const torch::stable::Tensor& values, int64_t before, double scaling,
+                                       const std::optional<torch::stable::Tensor>& mask);
 torch::stable::Tensor silu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor gelu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor clamped_swiglu(const torch::stable::Tensor& gate, const torch::stable::Tensor& up, double alpha,

@@ -120,8 +120,8 @@ def run(
         cache = states.room(), states.length, *states.numbers()
     else:
         return None
-    turns = others["position_embeddings"]
-    y = DECODE(layer.handle, x, *turns, *cache, layer.attention.scaling, residual_multiplier)
+    turns, mask = others["position_embeddings"], others.get("attention_mask")
+    y = DECODE(layer.handle, x, *turns, *cache, layer.attention.scaling, residual_multiplier, mask)
     states.advance(1)
     return y
 

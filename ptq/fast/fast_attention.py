@@ -2,7 +2,7 @@
 
 No family is named. `kind_of` tries an attention module on random numbers first: only where the steps below give what
 its own forward gives, up to rounding, does `decoded` take the place of that, and only for one token behind others in a
-plain or packed cache, without a mask. Everything else goes through the module's own code.
+plain or packed cache. Everything else goes through the module's own code.
 """
 
 import copy
@@ -19,7 +19,7 @@ from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.shared_input import products
-from ptq.ops.matmul import is_few
+from ptq.ops.matmul import is_plain
 
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa" (`ptq.fast.fast_decode`)."""
@@ -49,7 +49,8 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         q, k, v = products(first, hidden_states)
     if any(y.dtype != hidden_states.dtype for y in (q, k, v)):  # autocast
         return None
-    return output(attend(module, kind.normed, q, k, v, others["position_embeddings"], layer))
+    turns, mask = others["position_embeddings"], others.get("attention_mask")
+    return output(attend(module, kind.normed, q, k, v, turns, layer, mask))
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -73,17 +74,17 @@ def cache_layer(
     floats: tuple[Tensor, ...] = (),
     **others: Any,
 ) -> GrowingLayer | PackedLayer | None:
-    """The layer of the cache that a decoded token goes to; None where this is something else than decoding without a
-    mask, a cache of another kind, or nothing for the ops for few tokens (`floats`: what else they would take)."""
+    """The layer of the cache that a decoded token of each row goes to; None where this is something else than decoding,
+    a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
     cache = others.get(CACHE)
-    if attention_mask is not None or position_embeddings is None or cache is None or module.training:
+    if position_embeddings is None or cache is None or module.training:
         return None
-    if hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
+    if not len(hidden_states) or hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
         return None
     turned = position_embeddings[0].shape[2]
     if turned != module.head_dim and not (kind.in_part and turned < module.head_dim):
         return None
-    if not is_few(hidden_states.shape[0], hidden_states, *position_embeddings, *floats):
+    if not is_plain(hidden_states, *position_embeddings, *floats):
         return None
     if type(cache) is PackedCache:
         layer = cache.layers[module.layer_idx]
@@ -93,7 +94,16 @@ def cache_layer(
         layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
     if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
         return None
-    return layer
+    return layer if _fits(attention_mask, len(hidden_states), layer) else None
+
+
+def _fits(mask: Any, batch: int, layer: GrowingLayer | PackedLayer) -> bool:
+    """Whether the ops take a mask, which may be None: of bools, for a token behind those that the layer has."""
+    if mask is None:
+        return True
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, batch):
+        return False
+    return mask.is_cpu and mask.shape[1:] == (1, 1, layer.get_mask_sizes(1)[0])
 
 
 def _implementation(config: Any) -> str | None:
@@ -109,6 +119,7 @@ def attend(
     v: Float[Tensor, "b 1 width"],
     turns: tuple[Tensor, Tensor],
     layer: GrowingLayer | PackedLayer,
+    mask: Tensor | None = None,
 ) -> Float[Tensor, "b 1 q_width"]:
     """Attention of the products of a decoded token, whose key and value go to the cache. `turns`: cos and sin."""
     d = module.head_dim
@@ -118,15 +129,15 @@ def attend(
     if isinstance(layer, GrowingLayer):
         shape = k.shape[0], k.shape[2] // d, 1, d
         keys, values, before = layer.reserve(shape, shape, k)
-        y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, module.scaling)
+        y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, module.scaling, mask)
         layer.advance(1)
         return y
     if layer.decodes and layer.key.batch == k.shape[0]:
-        return layer.decode(q, k, v, turns, module.scaling)
+        return layer.decode(q, k, v, turns, module.scaling, mask)
     q, k, v = (y.unflatten(2, (-1, d)).transpose(1, 2) for y in (q, k, v))
     q, k = torch.ops.ptq.rotary.default(q, k, *turns)
     states, _ = layer.update(k, v)
-    return forward(layer.owner.settings, module, q, states, states, None, scaling=module.scaling)[0].flatten(2)
+    return forward(layer.owner.settings, module, q, states, states, mask, scaling=module.scaling)[0].flatten(2)
 
 
 def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Tensor, "b t width"]:

@@ -6,6 +6,7 @@ format that computes it, experts that treat their inputs alike, and nobody who l
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -21,10 +22,12 @@ from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
 from ptq.layers.shared_input import is_here
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
-from ptq.ops.matmul import is_few
+from ptq.ops.matmul import is_plain
 from ptq.weights.formats import Parts, Rows
 
 CPU = torch.device("cpu")
+MOST_TOKENS = 64
+"""For more, one by one is as fast: each expert then has many rows."""
 
 
 @runtime_checkable
@@ -152,7 +155,11 @@ class FewTokens:
         top_k_weights: Float[Tensor, "t chosen"],
     ) -> Float[Tensor, "t k"] | None:
         """What `ptq.hf.experts.Experts` give for few tokens; None where they must go on one by one."""
-        if not is_few(len(x), x) or (torch.is_grad_enabled() and top_k_weights.requires_grad):
+        if (
+            not 0 < len(x) <= MOST_TOKENS
+            or not is_plain(x)
+            or (torch.is_grad_enabled() and top_k_weights.requires_grad)
+        ):
             return None
         if _global_forward_hooks or _global_forward_pre_hooks:
             return None
@@ -169,10 +176,10 @@ class FewTokens:
             return None
         rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))
         tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
-        count = [number for number, *_ in rows].count
+        counts = Counter(number for number, *_ in rows)
         alike = cast(list[_Expert], found)
         roles = [[expert.linears[role] for expert in alike] for role in range(3)]
-        return first.kind.compute(x, (tokens, [count(number) for number in numbers], shares), roles)
+        return first.kind.compute(x, (tokens, [counts[number] for number in numbers], shares), roles)
 
     def _find(self, experts: Any, number: int, module: nn.Module) -> _Expert | None:
         linears: list[Any] = [module._modules[name] for name in experts.names]

@@ -113,14 +113,20 @@ class PackedLayer(CacheLayerMixin):
         )  # fmt: skip
 
     def decode(
-        self, q: Float[Tensor, "b 1 q_width"], k: Tensor, v: Tensor, turns: tuple[Tensor, Tensor], scaling: float
+        self,
+        q: Float[Tensor, "b 1 q_width"],
+        k: Tensor,
+        v: Tensor,
+        turns: tuple[Tensor, Tensor],
+        scaling: float,
+        mask: Bool[Tensor, "_ 1 1 length"] | None,
     ) -> Float[Tensor, "b 1 q_width"]:
         """Attention of one more token, before rotary embedding, whose key and value are appended. For a layer that
         `decodes`. `turns`: cos and sin."""
         room, (bits, *others) = self.room(), self.numbers()
         sinks = room[4:] or (None, None, None)
         op = torch.ops.ptq.kv_decode_attention.default
-        y = op(q, k, v, *turns, *room[:4], self.length, *bits, *others, scaling, *sinks)
+        y = op(q, k, v, *turns, *room[:4], self.length, *bits, *others, scaling, *sinks, mask)
         self.advance(1)
         return y
 

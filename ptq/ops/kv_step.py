@@ -2,13 +2,13 @@
 
 q, k and v of one token of each row, [b, 1, heads * d], before rotary embedding: rotary embedding; R3, a Hadamard
 transform of `order` (0: none), of queries and keys; key and value stored behind the first `before` tokens of the cache
-(`ptq.ops.kv_ops`); attention to all of them, and to the sinks, which are there already. Everything is done by the
-functions of the ops that do one step, in their order: the numbers are theirs to the bit. (Calling eight ops takes three
-times as long as what they do.)
+(`ptq.ops.kv_ops`); attention to all of them that `mask` does not hide, and to the sinks, which are there already.
+Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the bit.
+(Calling eight ops takes three times as long as what they do.)
 """
 
 import torch
-from jaxtyping import BFloat16, Float, Float32, Int64, UInt8
+from jaxtyping import BFloat16, Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from ptq.ops import kv_ops as _kv_ops  # noqa: F401 (registers the ops)
@@ -17,7 +17,8 @@ from ptq.ops.op_declarations import declare
 SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_codes, Tensor(b!) k_scales, "
     "Tensor(c!) v_codes, Tensor(d!) v_scales, int before, int k_bits, int v_bits, float clip, Tensor[] factors, "
-    "int order, float scaling, Tensor? starts, Tensor? sink_keys, Tensor? sink_values) -> Tensor"
+    "int order, float scaling, Tensor? starts, Tensor? sink_keys, Tensor? sink_values, "
+    "Tensor? mask=None) -> Tensor"
 )
 
 
@@ -41,6 +42,7 @@ def decode_attention(
     starts: Int64[Tensor, " b"] | None = None,
     sink_keys: Float32[Tensor, "b h s d"] | None = None,
     sink_values: Float32[Tensor, "b h s d"] | None = None,
+    mask: Bool[Tensor, "_ 1 1 length"] | None = None,
 ) -> Float[Tensor, "b 1 q_width"]:
     """`ptq::kv_decode_attention` step by step."""
     ops, d = torch.ops.ptq, k.shape[2] // k_codes.shape[2]
@@ -51,7 +53,7 @@ def decode_attention(
     ops.kv_append(k_codes, k_scales, key, before, k_bits, clip, False)
     ops.kv_append(v_codes, v_scales, value, before, v_bits, clip, True)
     sides, sinks = (k_codes, k_scales, v_codes, v_scales), (starts, sink_keys, sink_values)
-    return ops.kv_attend(query, *sides, before + 1, k_bits, v_bits, scaling, None, *sinks).flatten(2)
+    return ops.kv_attend(query, *sides, before + 1, k_bits, v_bits, scaling, mask, *sinks).flatten(2)
 
 
 declare("kv_decode_attention", SCHEMA, decode_attention, lambda q, *rest: q.new_empty(q.shape))

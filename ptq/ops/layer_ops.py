@@ -20,6 +20,7 @@ Lists:
   order (0: none) behind the signs `su` (empty, or one vector for each), and is quantised to `input_bits` (0: it is
   not), with its clip. `factors` are the dense factors of all transforms, `counts` how many each has.
 - The product of each weight is transformed back, with the signs `sv` behind; an order of 0 is none.
+- `mask` hides tokens of the cache from rows, such as padding (`ptq.ops.steps`).
 - `cache`: keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.ops.kv_ops`), or these, and
   `starts`, sink keys and sink values, which are only read.
 
@@ -51,7 +52,8 @@ SCHEMA = (
 )
 DECODE_SCHEMA = (
     "(Tensor layer, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
-    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier) -> Tensor"
+    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier, "
+    "Tensor? mask=None) -> Tensor"
 )
 
 FIRST_ROLES = (0, 3, 4, 6, 7)
@@ -73,7 +75,7 @@ def declare_layer(op: str, weights: str, products: Products) -> Callable[..., La
     of_rows = [argument.split()[1] for argument in weights.split(", ")].index("n")
 
     def layer(*held: Any) -> Layer:
-        return lambda *token: _layer(products, of_rows, *token, *held)
+        return lambda *token: _layer(products, of_rows, held, *token)
 
     def reference(*held: Any) -> Tensor:
         handle = torch.empty(1, dtype=torch.uint8)
@@ -139,10 +141,11 @@ def _sites(n: list[int], rows: list[int]) -> list[tuple[int, int, list[int]]]:
 
 
 def _layer(
-    products, of_rows, x, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
-    residual_multiplier, gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
-    back_factors, back_counts, back_orders, gelu, rows, *weights,
+    products, of_rows, held, x, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
+    residual_multiplier, mask=None,
 ):  # fmt: skip
+    gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, *held = held
+    sv, back_factors, back_counts, back_orders, gelu, rows, *weights = held
     inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
     sites = _sites(weights[of_rows], rows)
 
@@ -173,11 +176,11 @@ def _layer(
     q, k, v = linears(norm(x, 0), 0)
     q, k = norm(q, 2), norm(k, 3)
     if len(cache) == 2:
-        attended = torch.ops.ptq.decode_attention(q, k, v, cos, sin, *cache, before, scaling)
+        attended = torch.ops.ptq.decode_attention(q, k, v, cos, sin, *cache, before, scaling, mask)
     else:
         numbers = before, *cache_bits, cache_clip, cache_factors, cache_order, scaling
         sinks = cache[4:] or (None, None, None)
-        attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks)
+        attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks, mask)
     y = added(x, norm(linears(attended, 1)[0], 4))
     if len(orders) == 2:
         return y

@@ -11,7 +11,8 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
   is d). Every product and sum is rounded to the dtype: equal to the bit.
 - `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys, and
   values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
-  its own token and all before it. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
+  its own token and all before it, but for those that `mask` [b or 1, 1, t, before + t] hides (False); one that sees
+  nothing gives zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
 - `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
   tanh (Hendrycks and Gimpel, arXiv 1606.08415).
 - `ptq::clamped_swiglu`: (u + 1) (g sigmoid(alpha g)), where g is the gate, at most `limit`, and u is up, within
@@ -19,7 +20,7 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
 """
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from ptq.ops.op_declarations import declare_all
@@ -28,7 +29,7 @@ SCHEMAS = {
     "rms_norm": "(Tensor x, Tensor gain, float eps, float offset, bool round_first) -> Tensor",
     "rotary": "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
     "decode_attention": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
-    "int before, float scaling) -> Tensor",
+    "int before, float scaling, Tensor? mask=None) -> Tensor",
     "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
     "gelu_mul": "(Tensor gate, Tensor up) -> Tensor",
     "clamped_swiglu": "(Tensor gate, Tensor up, float alpha, float limit) -> Tensor",
@@ -72,6 +73,7 @@ def decode_attention(
     values: Float[Tensor, "b h room d"],
     before: int,
     scaling: float,
+    mask: Bool[Tensor, "_ 1 t length"] | None = None,
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::decode_attention` in plain torch."""
     (b, h, _, d), t = keys.shape, q.shape[1]
@@ -81,8 +83,11 @@ def decode_attention(
     groups = query.shape[1] // h
     seen = [x[:, :, : before + t].float().repeat_interleave(groups, 1) for x in (keys, values)]
     score = query.float() * scaling @ seen[0].transpose(-1, -2)
-    later = torch.ones(t, before + t, dtype=torch.bool, device=q.device).triu(before + 1)
-    y = score.masked_fill(later, -torch.inf).softmax(-1) @ seen[1]
+    seen_by = torch.ones(t, before + t, dtype=torch.bool, device=q.device).tril(before)
+    if mask is not None:
+        seen_by = seen_by & mask
+    y = score.masked_fill(~seen_by, -torch.inf).softmax(-1) @ seen[1]
+    y = y.masked_fill(~seen_by.any(-1, keepdim=True), 0)
     return y.transpose(1, 2).reshape(q.shape).to(q.dtype)
 
 
