@@ -169,6 +169,34 @@ def test_rows_behind_padding_are_one_call(recipe: str, packed, monkeypatch: pyte
     assert not torch.allclose(found[-1][1:], decode(model, 9)[-1][1:], atol=1e-3)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+@torch.no_grad()
+def test_several_tokens_are_one_call(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those that assisted generation has guessed; also behind padding."""
+    model, calls = packed(recipe), counted(monkeypatch, fast_layer, "_decoded")
+    single = without(copy.deepcopy(model), "DecoderLayer")
+    ids = torch.randint(model.config.vocab_size, (3, 60), generator=torch.Generator().manual_seed(1))
+    most = 8 if recipe == "W4A4KV4" else 16
+    for padding in (0, 2):
+        seen = (torch.arange(60) >= torch.arange(3)[:, None] * padding).long()
+        logits: dict[Any, list[torch.Tensor]] = {}
+        for each in (model, single):
+            cache, at = None, 0
+            for tokens in (6, 2, 1, most, most + 1, 5):
+                calls.clear()
+                given = {"attention_mask": seen[:, : at + tokens]} if padding else {}
+                out = each(ids[:, at : at + tokens], past_key_values=cache, use_cache=True, **given)
+                assert calls == ([] if each is single else [0 < at and tokens <= most] * 2)
+                logits.setdefault(each, []).append(out.logits)
+                cache, at = out.past_key_values, at + tokens
+        assert all(torch.equal(a, b) for a, b in zip(logits[model], logits[single], strict=True))
+    if recipe not in ("W4A16", "W6A16", "W4A16 on the lattice"):
+        return
+    fast_decode_is_off(single)
+    wanted = single(ids[:, :at], attention_mask=seen[:, :at]).logits[:, 8:]
+    torch.testing.assert_close(torch.cat(logits[model], 1)[:, 8:], wanted, rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_masks_of_other_kinds_go_the_own_way(packed, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = packed("W4A16"), counted(monkeypatch, fast_layer, "_decoded")
@@ -212,7 +240,7 @@ def test_experts_that_give_their_logits_too(tmp_path, monkeypatch: pytest.Monkey
         layer.mlp.register_forward_hook(lambda module, given, y: (y, None))
     fast_layer.install(model)
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
-    assert calls == [True] * 8
+    assert calls == [False] * 2 + [True] * 8
 
 
 CLIPS = {
@@ -360,3 +388,9 @@ def test_layers_with_a_window_among_others(size: int, tmp_path, monkeypatch: pyt
     assert calls.count(True) == 4 * 6
     for a, b in zip(found, decode(plain, 3, padded=True), strict=True):
         torch.testing.assert_close(a[:, -1], b[:, -1], rtol=1e-4, atol=1e-4)
+    ids, logits = torch.arange(4, 20)[None], []
+    for each in (model, plain):
+        cache = each(ids[:, :9], use_cache=True).past_key_values
+        logits.append(each(ids[:, 9:12], past_key_values=cache).logits)
+        logits.append(each(ids[:, 12:], past_key_values=cache).logits)
+    torch.testing.assert_close(logits[:2], logits[2:], rtol=1e-4, atol=1e-4)

@@ -26,15 +26,16 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def arguments(
-    batch: int, heads: int, groups: int, d: int, before: int, bits: tuple[int, int], dtype: torch.dtype, part: float = 1
-) -> list[Any]:
+    batch: int, heads: int, groups: int, d: int, before: int, bits: tuple[int, int], dtype: torch.dtype,
+    part: float = 1, t: int = 1,
+) -> list[Any]:  # fmt: skip
     """Those of the op, with `before` tokens in the cache and queries that are a slice of something longer."""
-    q = draw(batch, 1, heads * groups * d + 8, dtype=dtype)[:, :, 3:-5]
-    k, v = (draw(batch, 1, heads * d, dtype=dtype, seed=seed) for seed in (1, 2))
-    cos, sin = (draw(1, 1, int(d * part) // 2 * 2, dtype=dtype, seed=seed) for seed in (3, 4))
+    q = draw(batch, t, heads * groups * d + 8, dtype=dtype)[:, :, 3:-5]
+    k, v = (draw(batch, t, heads * d, dtype=dtype, seed=seed) for seed in (1, 2))
+    cos, sin = (draw(1, t, int(d * part) // 2 * 2, dtype=dtype, seed=seed) for seed in (3, 4))
     sides = []
     for width, channel_major in zip(bits, (False, True), strict=True):
-        codes, scales = kv_ops.empty_chunks(before // 256 + 1, batch, heads, d, width, q.device)
+        codes, scales = kv_ops.empty_chunks((before + t - 1) // 256 + 1, batch, heads, d, width, q.device)
         x = draw(batch, heads, before, d, dtype=torch.float32, seed=5 + channel_major)
         kv_ops.append(codes, scales, x, 0, width, 0.95, channel_major)
         sides.extend((codes, scales))
@@ -59,6 +60,33 @@ def test_the_bits_of_single_ops(case: tuple[int, ...], part: float, dtype: torch
         wanted = kv_step.decode_attention(*theirs)
         assert found.dtype == dtype and torch.equal(found, wanted)
         assert all(torch.equal(a, b) for a, b in zip(mine[5:9], theirs[5:9], strict=True))
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("t", (2, 5))
+@pytest.mark.parametrize("case", CASES)
+def test_several_tokens(case: tuple[int, ...], t: int, dtype: torch.dtype, level: str) -> None:
+    """The bits of single ops, and of the tokens one by one."""
+    batch, before = case[0], case[-1]
+    seen = torch.ones(t, before + t, dtype=torch.bool).tril(before)
+    padding = torch.arange(before + t)[None] >= torch.arange(batch)[:, None]
+    mask = seen & padding[:, None, None]
+    mine, theirs, apart = (arguments(*case, (4, 3), dtype, 1, t) for _ in range(3))
+    found = torch.ops.ptq.kv_decode_attention(*mine, mask)
+    assert torch.equal(found, kv_step.decode_attention(*theirs, mask))
+    for i in range(t):
+        one = [x[:, i : i + 1] for x in apart[:5]] + apart[5:9] + [before + i] + apart[10:]
+        y = torch.ops.ptq.kv_decode_attention(*one, padding[:, None, None, : before + i + 1])
+        assert torch.equal(y, found[:, i : i + 1])
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(mine[5:9], theirs[5:9], apart[5:9], strict=True)
+    )
+    stored = [x.clone() for x in mine[5:9]]
+    with pytest.raises(RuntimeError, match="several tokens need a mask"):
+        torch.ops.ptq.kv_decode_attention(*mine)
+    with pytest.raises(RuntimeError, match="tokens behind"):
+        torch.ops.ptq.kv_decode_attention(*mine[:9], 512 - t + 1, *mine[10:], mask)
+    assert all(torch.equal(a, b) for a, b in zip(mine[5:9], stored, strict=True))
 
 
 @pytest.mark.parametrize("before", [1, 5, 255, 256, 257, 768])
@@ -91,7 +119,7 @@ def test_a_model_decodes_through_it(batch: int, sinks: int, tmp_path, monkeypatc
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
     ids = torch.randint(model.config.vocab_size, (batch, 12), generator=torch.Generator().manual_seed(1))
     calls, own = [], PackedLayer.room
-    monkeypatch.setattr(PackedLayer, "room", lambda layer: calls.append(1) or own(layer))
+    monkeypatch.setattr(PackedLayer, "room", lambda layer, tokens: calls.append(1) or own(layer, tokens))
 
     @torch.no_grad()
     def logits() -> list[Tensor]:

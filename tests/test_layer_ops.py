@@ -74,12 +74,14 @@ def arguments(
     fused: str = "",
     turned: int = D,
     hidden: int = 0,
+    tokens: int = 1,
 ) -> tuple[Any, dict[str, Any]]:
     """The op, and by name its arguments and those of a token, with seven tokens before.
 
     `norms`: before attention and MLP, of queries and keys (by heads or whole), behind both; `biases`: the first letters
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
-    those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows.
+    those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows;
+    `tokens`: of each row.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, "qkvogud") if mlp else (SITES[:2], "qkvo"))
@@ -97,7 +99,7 @@ def arguments(
     held: list[Tensor] = []
     states = draw(2, batch, KV_HEADS, before, D)
     if cache == "plain":
-        room = torch.zeros(2, batch, KV_HEADS, 9, D, dtype=dtype)
+        room = torch.zeros(2, batch, KV_HEADS, 12, D, dtype=dtype)
         room[:, :, :, :before] = states
         held.extend(room)
     else:
@@ -110,11 +112,12 @@ def arguments(
     sides, count = [n for n, _ in shapes], len(sites)
     inputs = [[bits] * count, [0.9, 0.8, 0.7, 0.9][:count], *transforms(sites, list(orders[:count]), signed)]
     outputs = transforms(sides, [n if back else 0 for n in sides], signed and back)
-    turns = [draw(1, 1, turned, dtype=dtype) for _ in range(2)]
+    turns = [draw(1, tokens, turned, dtype=dtype) for _ in range(2)]
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
-    x = draw(batch, 1, HIDDEN, dtype=dtype)
-    mask = torch.arange(before + 1) >= hidden - torch.arange(batch)[:, None] if hidden else None
-    mask = None if mask is None else mask[:, None, None]
+    x = draw(batch, tokens, HIDDEN, dtype=dtype)
+    seen = torch.arange(before + tokens) >= hidden - torch.arange(batch)[:, None]
+    causal = torch.ones(tokens, before + tokens, dtype=torch.bool).tril(before)
+    mask = seen[:, None, None] & causal if hidden else None
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], *found[1]]
     token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
@@ -152,6 +155,9 @@ CASES: list[dict[str, Any]] = [
     {"batch": 5, "hidden": 4}, {"batch": 9, "hidden": 7, "cache": "packed"}, {"hidden": 3, "cache": "sinks"},
     {"batch": 19, "bits": 0, "cache": "packed"}, TWO_SIDED | {"batch": 40, "bits": 0, "fused": "q", "hidden": 6},
     TWO_SIDED | {"batch": 18, "biases": "qkvogud", "multiplier": 0.3, "cache": "packed"},
+    {"tokens": 3}, {"tokens": 5, "hidden": 2, "cache": "packed", "norms": "amqk"},
+    {"tokens": 2, "bits": 0, "fused": "qg"},
+    TWO_SIDED | {"tokens": 4, "hidden": 3, "cache": "sinks", "fused": "q", "biases": "qog"},
 ]  # fmt: skip
 
 

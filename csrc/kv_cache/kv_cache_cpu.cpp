@@ -123,11 +123,12 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
     return from_float(out, q.scalar_type());
 }
 
-// x [b, 1, heads * d] as [b, heads, 1, d]: the same memory.
+// x [b, t, heads * d] as [b, heads, t, d]: the memory of one token.
 Tensor by_head(const Tensor& x, int64_t heads, int64_t d) {
-    STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1 && x.size(2) == heads * d,
-                    "kv_decode_attention: expected q, k and v [b, 1, heads * d]");
-    return reshaped(compact(x), std::vector<int64_t>{x.size(0), heads, 1, d});
+    const int64_t b = x.size(0), t = x.size(1);
+    if (t == 1) return reshaped(compact(x), std::vector<int64_t>{b, heads, 1, d});
+    const Tensor rows = reshaped(compact(x), std::vector<int64_t>{b, t, heads, d});
+    return contiguous(torch::stable::transpose(rows, 1, 2));
 }
 
 }  // namespace
@@ -139,21 +140,24 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
                         const std::optional<Tensor>& sink_keys, const std::optional<Tensor>& sink_values,
                         const std::optional<Tensor>& mask) {
     STD_TORCH_CHECK(q.dim() == 3 && k.dim() == 3 && k_codes.dim() == 4 && v_codes.dim() == 4 && k_codes.size(2) > 0,
-                    "kv_decode_attention: expected q and k [b, 1, heads * d] and codes of heads");
-    const int64_t heads = k_codes.size(2), d = k.size(2) / heads;
+                    "kv_decode_attention: expected q and k [b, t, heads * d] and codes of heads");
+    const int64_t heads = k_codes.size(2), d = k.size(2) / heads, t = q.size(1);
     // All that could be refused comes before anything is stored.
     for (const Tensor* x : {&q, &k, &v})
-        STD_TORCH_CHECK(x->size(0) == k_codes.size(1) && x->size(0) == v_codes.size(1) && v_codes.size(2) == heads,
+        STD_TORCH_CHECK(x->dim() == 3 && x->size(0) == k_codes.size(1) && x->size(0) == v_codes.size(1) &&
+                            x->size(1) == t && v_codes.size(2) == heads,
                         "kv_decode_attention: q, k and v do not fit the cache");
-    STD_TORCH_CHECK(d > 0 && q.size(2) % (heads * d) == 0, "kv_decode_attention: q does not fit the cache");
+    STD_TORCH_CHECK(d > 0 && q.size(2) % (heads * d) == 0 && k.size(2) == heads * d && v.size(2) == heads * d,
+                    "kv_decode_attention: q, k and v do not fit the cache");
     const int64_t room = k_codes.size(0) * chunk;
-    STD_TORCH_CHECK(before >= 0 && before < room, "kv_decode_attention: a token behind ", before, " in room for ",
-                    room);
-    side(k_codes, k_scales, d, k_bits, false, before + 1);
-    side(v_codes, v_scales, d, v_bits, true, before + 1);
+    STD_TORCH_CHECK(t > 0 && before >= 0 && before <= room - t, "kv_decode_attention: ", t, " tokens behind ", before,
+                    " in room for ", room);
+    STD_TORCH_CHECK(t == 1 || mask, "kv_decode_attention: several tokens need a mask");
+    side(k_codes, k_scales, d, k_bits, false, before + t);
+    side(v_codes, v_scales, d, v_bits, true, before + t);
     STD_TORCH_CHECK(!starts == !sink_keys && !starts == !sink_values, "kv_decode_attention: sinks without all parts");
     if (starts) check_sinks(*starts, *sink_keys, *sink_values, q.size(0), heads, d);
-    check_mask("kv_decode_attention", mask, q.size(0), 1, before + 1);
+    check_mask("kv_decode_attention", mask, q.size(0), t, before + t);
     const Tensor value = by_head(v, heads, d);
     auto [query, key] = steps::rotary(by_head(q, q.size(2) / d, d), by_head(k, heads, d), cos, sin);
     if (order) {
@@ -162,7 +166,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     }
     append(k_codes, k_scales, key, before, k_bits, clip, false);
     append(v_codes, v_scales, value, before, v_bits, clip, true);
-    const Tensor out = attend(query, k_codes, k_scales, v_codes, v_scales, before + 1, k_bits, v_bits, scaling, mask,
+    const Tensor out = attend(query, k_codes, k_scales, v_codes, v_scales, before + t, k_bits, v_bits, scaling, mask,
                               starts, sink_keys, sink_values);
     return reshaped(out, q.sizes());
 }

@@ -57,16 +57,16 @@ class Sites {
     size_t size() const { return starts_.size() - 1; }
     size_t first(size_t site) const { return starts_[site]; }
     size_t last(size_t site) const { return starts_[site + 1]; }
-    // [b, 1, rows] of each role
+    // [b, t, rows] of each role
     Tensors by_role(Tensors products, size_t site) const {
         const size_t from = first_role[site], count = first_role[site + 1] - from;
         if (products.size() == count) return products;
         const Tensor whole = products.front();
-        const int64_t b = whole.size(0), n = whole.size(2);
+        const int64_t b = whole.size(0), t = whole.size(1), n = whole.size(2);
         int64_t at = 0;
         products.clear();
         for (size_t role = from; role < from + count; at += rows_[role++])
-            products.push_back(seen_as(whole, Ints{b, 1, rows_[role]}, Ints{n, n, 1}, at));
+            products.push_back(seen_as(whole, Ints{b, t, rows_[role]}, Ints{t * n, n, 1}, at));
         return products;
     }
 
@@ -93,7 +93,7 @@ struct Norms {
         const int64_t d = p.gains[which].numel();
         if (!d || d == x.size(2)) return (*this)(x, which);
         STD_TORCH_CHECK(x.size(2) % d == 0, "layer: a norm of ", d, " for heads of ", x.size(2));
-        return reshaped((*this)(reshaped(compact(x), Ints{x.size(0), 1, x.size(2) / d, d}), which), x.sizes());
+        return reshaped((*this)(reshaped(compact(x), Ints{x.size(0), x.size(1), x.size(2) / d, d}), which), x.sizes());
     }
 };
 

@@ -12,7 +12,7 @@ namespace ptq::layer {
 class Decoder {
   public:
     virtual ~Decoder() = default;
-    // What the layer makes of the token of each row, x [b, 1, k], which goes to the cache.
+    // What the layer makes of the last tokens of each row, x [b, t, k], which go to the cache.
     virtual Tensor decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Cache& cache, double scaling,
                           double multiplier) = 0;
 };

@@ -1,4 +1,4 @@
-// All that a decoder layer does to a decoded token, for weights of any format. See ptq/ops/layer_ops.py.
+// All that a decoder layer does to decoded tokens, for weights of any format. See ptq/ops/layer_ops.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -66,7 +66,7 @@ class Layer final : public Decoder {
 
     Tensor decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Cache& cache, double scaling,
                   double multiplier) override {
-        STD_TORCH_CHECK(x.dim() == 3 && x.size(1) == 1, "decode_layer: expected x [b, 1, k]");
+        STD_TORCH_CHECK(x.dim() == 3, "decode_layer: expected x [b, t, k]");
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
                         "decode_layer: x must be float32 or bfloat16");
         const std::shared_ptr<const Prepared> now = prepared();
@@ -147,12 +147,12 @@ class Layer final : public Decoder {
         return sites_.by_role(std::move(products), site);
     }
 
-    // y [b, 1, n] + bias [n]
+    // y [b, t, n] + bias [n]
     static Tensor added(const Tensor& y, const Tensor& bias) {
         STD_TORCH_CHECK(bias.numel() == y.size(2), "layer: bias must have ", y.size(2), " elements");
         const auto* from = static_cast<const float*>(bias.const_data_ptr());
         auto* to = static_cast<float*>(y.mutable_data_ptr());
-        const int64_t rows = y.size(0), n = bias.numel();
+        const int64_t rows = y.size(0) * y.size(1), n = bias.numel();
         for (int64_t row = 0; row < rows; row++)
             for (int64_t i = 0; i < n; i++) *to++ += from[i];
         return y;
@@ -186,13 +186,13 @@ struct Together {
         return made;
     }
     Tensors operator()(const Seen& in, ScalarType dtype) const {
-        const int64_t rows = in.x.size(0), k = in.x.size(2);
+        const int64_t b = in.x.size(0), t = in.x.size(1), k = in.x.size(2), rows = b * t;
         Tensors results;
         for (const int64_t each : n) results.push_back(fresh(Ints{rows, each}, dtype));
         std::vector<experts::Product> products;
         for (size_t i = 0; i < results.size(); i++) products.push_back({i, 0, rows, results[i]});
         weights.multiply({reshaped(compact(in.x), Ints{rows, k}), in.scale}, products);
-        for (Tensor& y : results) y = reshaped(y, Ints{rows, 1, y.size(1)});
+        for (Tensor& y : results) y = reshaped(y, Ints{b, t, y.size(1)});
         return results;
     }
 };

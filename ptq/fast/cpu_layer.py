@@ -1,4 +1,4 @@
-"""A decoder layer of one decoded token on the CPU, in one call of an op of `ptq.ops.layer_ops`; or what stands before
+"""A decoder layer of few decoded tokens on the CPU, in one call of an op of `ptq.ops.layer_ops`; or what stands before
 its MLP, where that is of another kind.
 
 The call needs a format that has such an op, linears that treat their input alike, and attention and MLP of the kinds of
@@ -108,21 +108,22 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
 def run(
     layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any], residual_multiplier: float
 ) -> Float[Tensor, "b t k"] | None:
-    """What the layer's op gives for a decoded token of each row; None where it is called with something else."""
+    """What the layer's op gives for decoded tokens of each row; None where it is called with something else."""
     states = fast_attention.cache_layer(layer.attention, layer.kind, x, floats=layer.floats, **others)
     if states is None:
         return None
+    tokens = x.shape[1]
     if isinstance(states, GrowingLayer):
-        shape = len(x), layer.heads[0], 1, layer.heads[1]
+        shape = len(x), layer.heads[0], tokens, layer.heads[1]
         *room, before = states.reserve(shape, shape, x)
         cache = room, before, [0, 0], 1.0, [], 0
     elif states.decodes and states.key.batch == len(x):
-        cache = states.room(), states.length, *states.numbers()
+        cache = states.room(tokens), states.length, *states.numbers()
     else:
         return None
     turns, mask = others["position_embeddings"], others.get("attention_mask")
     y = DECODE(layer.handle, x, *turns, *cache, layer.attention.scaling, residual_multiplier, mask)
-    states.advance(1)
+    states.advance(tokens)
     return y
 
 

@@ -1,7 +1,7 @@
-"""Attention of one decoded token (of each row of a batch) in three steps: products, what lies between, output product.
+"""Attention of few decoded tokens (of each row of a batch) in three steps: products, what lies between, output product.
 
 No family is named. `kind_of` tries an attention module on random numbers first: only where the steps below give what
-its own forward gives, up to rounding, does `decoded` take the place of that, and only for one token behind others in a
+its own forward gives, up to rounding, does `decoded` take the place of that, and only for tokens behind others in a
 plain or packed cache. Everything else goes through the module's own code.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.fast.trials import hollow, numbers_of, trial
-from ptq.kv.attention import CACHE, forward, implementation
+from ptq.kv.attention import CACHE, MAX_DECODE, forward, implementation
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
@@ -27,6 +27,9 @@ ATTENTION = "ptq_sdpa"
 INPUTS, FUSED, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", "o_proj", ("q_norm", "k_norm")
 NORMED = ("", "heads", "whole")
 
+MOST_TOKENS = 16
+"""Of a row, such as those that assisted generation has guessed; over a packed cache at most `MAX_DECODE`."""
+
 
 class Kind(NamedTuple):
     """What a module does."""
@@ -38,7 +41,7 @@ class Kind(NamedTuple):
 
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
-    """The attention of a decoded token, as a module of this kind computes it; None where it must do so itself."""
+    """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
     layer = cache_layer(module, kind, hidden_states, **others)
     if layer is None or (torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())):
         return None
@@ -74,12 +77,15 @@ def cache_layer(
     floats: tuple[Tensor, ...] = (),
     **others: Any,
 ) -> GrowingLayer | PackedLayer | None:
-    """The layer of the cache that a decoded token of each row goes to; None where this is something else than decoding,
-    a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
+    """The layer of the cache that decoded tokens go to; None where this is something else than decoding, a cache or a
+    mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
     cache = others.get(CACHE)
     if position_embeddings is None or cache is None or module.training:
         return None
-    if not len(hidden_states) or hidden_states.shape[1] != 1 or position_embeddings[0].dim() != 3:
+    batch, tokens = hidden_states.shape[:2]
+    if not batch or not 0 < tokens <= MOST_TOKENS or (tokens > 1 and attention_mask is None):
+        return None
+    if position_embeddings[0].dim() != 3:
         return None
     turned = position_embeddings[0].shape[2]
     if turned != module.head_dim and not (kind.in_part and turned < module.head_dim):
@@ -89,21 +95,23 @@ def cache_layer(
     if type(cache) is PackedCache:
         layer = cache.layers[module.layer_idx]
         assert isinstance(layer, PackedLayer)
+        if tokens > MAX_DECODE:
+            return None
         wanted = implementation(cache.settings)
     else:
         layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
     if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
         return None
-    return layer if _fits(attention_mask, len(hidden_states), layer) else None
+    return layer if _fits(attention_mask, batch, tokens, layer) else None
 
 
-def _fits(mask: Any, batch: int, layer: GrowingLayer | PackedLayer) -> bool:
-    """Whether the ops take a mask, which may be None: of bools, for a token behind those that the layer has."""
+def _fits(mask: Any, batch: int, tokens: int, layer: GrowingLayer | PackedLayer) -> bool:
+    """Whether the ops take a mask, which may be None: of bools, for tokens behind those that the layer has."""
     if mask is None:
         return True
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, batch):
         return False
-    return mask.is_cpu and mask.shape[1:] == (1, 1, layer.get_mask_sizes(1)[0])
+    return mask.is_cpu and mask.shape[1:] == (1, tokens, layer.get_mask_sizes(tokens)[0])
 
 
 def _implementation(config: Any) -> str | None:
@@ -114,23 +122,23 @@ def _implementation(config: Any) -> str | None:
 def attend(
     module: Any,
     normed: str,
-    q: Float[Tensor, "b 1 q_width"],
-    k: Float[Tensor, "b 1 width"],
-    v: Float[Tensor, "b 1 width"],
+    q: Float[Tensor, "b t q_width"],
+    k: Float[Tensor, "b t width"],
+    v: Float[Tensor, "b t width"],
     turns: tuple[Tensor, Tensor],
     layer: GrowingLayer | PackedLayer,
     mask: Tensor | None = None,
-) -> Float[Tensor, "b 1 q_width"]:
-    """Attention of the products of a decoded token, whose key and value go to the cache. `turns`: cos and sin."""
+) -> Float[Tensor, "b t q_width"]:
+    """Attention of the products of decoded tokens, whose keys and values go to the cache. `turns`: cos and sin."""
     d = module.head_dim
     if normed:
         norms = (module._modules[name] for name in NORMS)
         q, k = (_normed(norm, y, d if normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
     if isinstance(layer, GrowingLayer):
-        shape = k.shape[0], k.shape[2] // d, 1, d
+        shape = k.shape[0], k.shape[2] // d, k.shape[1], d
         keys, values, before = layer.reserve(shape, shape, k)
         y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, module.scaling, mask)
-        layer.advance(1)
+        layer.advance(k.shape[1])
         return y
     if layer.decodes and layer.key.batch == k.shape[0]:
         return layer.decode(q, k, v, turns, module.scaling, mask)
@@ -147,6 +155,8 @@ def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Ten
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 _KINDS: dict[Any, Kind | None] = {}
+HIDDEN = 24
+"""Width of what the trial gives a module."""
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -168,16 +178,24 @@ def kind_of(module: nn.Module) -> Kind | None:
 def _gives_its_numbers(module: Any, normed: str, turned: int) -> bool:
     if bool(normed) != all(name in module._modules for name in NORMS):
         return False
-    generator, hidden, d = torch.Generator().manual_seed(0), 24, module.head_dim
-    alone, rows = _small_copy(module, hidden, generator), rows_of(module)
+    generator = torch.Generator().manual_seed(0)
+    alone = _small_copy(module, HIDDEN, generator)
+    return all(_gives_those_of(module, alone, normed, turned, tokens, generator) for tokens in (1, 3))
+
+
+def _gives_those_of(module: Any, alone: Any, normed: str, turned: int, tokens: int, generator: torch.Generator) -> bool:
+    """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
+    rows, d = rows_of(module), module.head_dim
     before = [torch.randn(2, rows[1] // d, 5, d, generator=generator) for _ in range(2)]
-    shapes = (2, 1, hidden), (2, 1, turned), (2, 1, turned)
+    shapes = (2, tokens, HIDDEN), (2, tokens, turned), (2, tokens, turned)
     x, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
+    seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
+    mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
     results = []
     for own in (True, False):
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
-        inputs = {"position_embeddings": (cos, sin), "attention_mask": None, CACHE: cache}
+        inputs = {"position_embeddings": (cos, sin), "attention_mask": mask, CACHE: cache}
         try:
             if own:
                 results.append(type(module).forward(alone, hidden_states=x, **inputs)[0])
@@ -186,7 +204,7 @@ def _gives_its_numbers(module: Any, normed: str, turned: int) -> bool:
                 assert layer is not None
                 *first, output = linears_of(alone)
                 q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
-                results.append(output(attend(alone, normed, q, k, v, (cos, sin), layer)))
+                results.append(output(attend(alone, normed, q, k, v, (cos, sin), layer, mask)))
         except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):
             return False  # it wants something else
         layer = cast(DynamicLayer, cache.layers[0])

@@ -1,5 +1,5 @@
-"""A decoder layer in one call, of one decoded token on the CPU (`ptq.fast.cpu_layer`); on a GPU in few launches, of any
-number of tokens (`ptq.fast.gpu_layer`).
+"""A decoder layer in one call, of few decoded tokens on the CPU (`ptq.fast.cpu_layer`); on a GPU in few launches, of
+any number of tokens (`ptq.fast.gpu_layer`).
 
 No family is named. `install` tries decoder layers with stand-ins for attention and MLP first: one must compute
 
@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq.fast import cpu_layer, fast_steps, gpu_layer
+from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
 from ptq.fast.trials import hollow, numbers_of, trial
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
@@ -139,7 +139,7 @@ def _forward(
 
 
 def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
-    if x.shape[1] != 1:
+    if x.shape[1] > fast_attention.MOST_TOKENS:
         return None
     layer = known.of(module)
     if layer is not None and layer.is_over():

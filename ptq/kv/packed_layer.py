@@ -114,28 +114,28 @@ class PackedLayer(CacheLayerMixin):
 
     def decode(
         self,
-        q: Float[Tensor, "b 1 q_width"],
+        q: Float[Tensor, "b t q_width"],
         k: Tensor,
         v: Tensor,
         turns: tuple[Tensor, Tensor],
         scaling: float,
-        mask: Bool[Tensor, "_ 1 1 length"] | None,
-    ) -> Float[Tensor, "b 1 q_width"]:
-        """Attention of one more token, before rotary embedding, whose key and value are appended. For a layer that
+        mask: Bool[Tensor, "_ 1 t length"] | None,
+    ) -> Float[Tensor, "b t q_width"]:
+        """Attention of t more tokens, before rotary embedding, whose keys and values are appended. For a layer that
         `decodes`. `turns`: cos and sin."""
-        room, (bits, *others) = self.room(), self.numbers()
+        room, (bits, *others) = self.room(q.shape[1]), self.numbers()
         sinks = room[4:] or (None, None, None)
         op = torch.ops.ptq.kv_decode_attention.default
         y = op(q, k, v, *turns, *room[:4], self.length, *bits, *others, scaling, *sinks, mask)
-        self.advance(1)
+        self.advance(q.shape[1])
         return y
 
-    def room(self) -> list[Tensor]:
-        """Codes and scales of keys and values with room for one more token; then starts, sink keys and sink values, if
+    def room(self, tokens: int) -> list[Tensor]:
+        """Codes and scales of keys and values with room for so many more; then starts, sink keys and sink values, if
         there are sinks."""
-        self.owner.check_room(self.length + 1)
+        self.owner.check_room(self.length + tokens)
         for side in (self.key, self.value):
-            side.reserve(self.length + 1)
+            side.reserve(self.length + tokens)
         held = [*self.key.tensors, *self.value.tensors]
         return held if self.starts is None else [*held, self.starts, self.key_sinks, self.value_sinks]
 

@@ -1,10 +1,11 @@
-"""`ptq::kv_decode_attention`: what attention over the packed cache does to a decoded token, as one op.
+"""`ptq::kv_decode_attention`: what attention over the packed cache does to decoded tokens, as one op.
 
-q, k and v of one token of each row, [b, 1, heads * d], before rotary embedding: rotary embedding; R3, a Hadamard
-transform of `order` (0: none), of queries and keys; key and value stored behind the first `before` tokens of the cache
-(`ptq.ops.kv_ops`); attention to all of them that `mask` does not hide, and to the sinks, which are there already.
-Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the bit.
-(Calling eight ops takes three times as long as what they do.)
+q, k and v of the last t tokens of each row, [b, t, heads * d], before rotary embedding: rotary embedding; R3, a
+Hadamard transform of `order` (0: none), of queries and keys; keys and values stored behind the first `before` tokens of
+the cache (`ptq.ops.kv_ops`); attention to all of them that `mask` does not hide, and to the sinks, which are there
+already. Of several tokens it is the mask that says what comes after each. Everything is done by the functions of the
+ops that do one step, in their order: the numbers are theirs to the bit. (Calling eight ops takes three times as long as
+what they do.)
 """
 
 import torch
@@ -23,11 +24,11 @@ SCHEMA = (
 
 
 def decode_attention(
-    q: Float[Tensor, "b 1 q_width"],
-    k: Float[Tensor, "b 1 width"],
-    v: Float[Tensor, "b 1 width"],
-    cos: Float[Tensor, "_ 1 r"],
-    sin: Float[Tensor, "_ 1 r"],
+    q: Float[Tensor, "b t q_width"],
+    k: Float[Tensor, "b t width"],
+    v: Float[Tensor, "b t width"],
+    cos: Float[Tensor, "_ t r"],
+    sin: Float[Tensor, "_ t r"],
     k_codes: UInt8[Tensor, "chunks b h k_bytes"],
     k_scales: BFloat16[Tensor, "chunks b h 2 256"],
     v_codes: UInt8[Tensor, "chunks b h v_bytes"],
@@ -42,8 +43,8 @@ def decode_attention(
     starts: Int64[Tensor, " b"] | None = None,
     sink_keys: Float32[Tensor, "b h s d"] | None = None,
     sink_values: Float32[Tensor, "b h s d"] | None = None,
-    mask: Bool[Tensor, "_ 1 1 length"] | None = None,
-) -> Float[Tensor, "b 1 q_width"]:
+    mask: Bool[Tensor, "_ 1 t length"] | None = None,
+) -> Float[Tensor, "b t q_width"]:
     """`ptq::kv_decode_attention` step by step."""
     ops, d = torch.ops.ptq, k.shape[2] // k_codes.shape[2]
     query, key, value = (x.unflatten(2, (-1, d)).transpose(1, 2) for x in (q, k, v))
@@ -53,7 +54,7 @@ def decode_attention(
     ops.kv_append(k_codes, k_scales, key, before, k_bits, clip, False)
     ops.kv_append(v_codes, v_scales, value, before, v_bits, clip, True)
     sides, sinks = (k_codes, k_scales, v_codes, v_scales), (starts, sink_keys, sink_values)
-    return ops.kv_attend(query, *sides, before + 1, k_bits, v_bits, scaling, mask, *sinks).flatten(2)
+    return ops.kv_attend(query, *sides, before + q.shape[1], k_bits, v_bits, scaling, mask, *sinks).flatten(2)
 
 
 declare("kv_decode_attention", SCHEMA, decode_attention, lambda q, *rest: q.new_empty(q.shape))

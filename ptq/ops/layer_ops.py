@@ -1,6 +1,6 @@
-"""Ops that do all that a decoder layer does to a decoded token of each row. One for each format of the weights takes
+"""Ops that do all that a decoder layer does to the last tokens of each row. One for each format of the weights takes
 what does not change from token to token, and gives a tensor that stands for the layer; with that, `ptq::decode_layer`
-takes a token.
+takes tokens: x [b, t, k], t mostly 1.
 
 RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys, of each head or of all as one vector; rotary
 embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; times
@@ -20,7 +20,8 @@ Lists:
   order (0: none) behind the signs `su` (empty, or one vector for each), and is quantised to `input_bits` (0: it is
   not), with its clip. `factors` are the dense factors of all transforms, `counts` how many each has.
 - The product of each weight is transformed back, with the signs `sv` behind; an order of 0 is none.
-- `mask` hides tokens of the cache from rows, such as padding (`ptq.ops.steps`).
+- `mask` hides tokens of the cache from rows, such as padding (`ptq.ops.steps`); with a packed cache, several tokens
+  need one.
 - `cache`: keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.ops.kv_ops`), or these, and
   `starts`, sink keys and sink values, which are only read.
 
@@ -149,17 +150,17 @@ def _layer(
     inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
     sites = _sites(weights[of_rows], rows)
 
-    def norm(x: Float[Tensor, "b 1 k"], which: int) -> Float[Tensor, "b 1 k"]:
+    def norm(x: Float[Tensor, "b t k"], which: int) -> Float[Tensor, "b t k"]:
         if not gains[which].numel():
             return x
         by_head = x.unflatten(-1, (-1, len(gains[which])))
         numbers = eps[which], offset[which], bool(round_first[which])
         return torch.ops.ptq.rms_norm(by_head, gains[which], *numbers).flatten(-2)
 
-    def added(x: Float[Tensor, "b 1 k"], y: Float[Tensor, "b 1 k"]) -> Float[Tensor, "b 1 k"]:
+    def added(x: Float[Tensor, "b t k"], y: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
         return x + (y if residual_multiplier == 1 else y * residual_multiplier)
 
-    def linears(x: Float[Tensor, "b 1 k"], site: int) -> Sequence[Tensor]:
+    def linears(x: Float[Tensor, "b t k"], site: int) -> Sequence[Tensor]:
         first, last, each = sites[site]
         signs = su[site] if su else None
         seen = treated(x, signs, inputs[site], orders[site], input_bits[site], clips[site])
