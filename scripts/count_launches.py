@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fp6.plan import Fp6Recipe
-from ptq.fast import fast_attention
+from ptq.fast import fast_attention, fast_experts
 from ptq.kv.attention import CACHE
 from ptq.layers import shared_input
 from ptq.ops import matmul, prefill_attention
@@ -78,8 +78,8 @@ def as_on_a_gpu(ours: bool) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (matmul, "on_gpu", ours), (matmul, "is_plain", False), (matmul, "is_decode", False),
-            (fast_attention, "is_plain", False), (shared_input, "_is_eligible", False),
-            (prefill_attention, "is_plain", False),
+            (fast_attention, "is_plain", False), (fast_experts, "is_plain", False),
+            (shared_input, "_is_eligible", False), (prefill_attention, "is_plain", False),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, lambda *args, value=value: value))
         stack.enter_context(patch.dict(layouts.LAYOUTS, cpu="fragments"))

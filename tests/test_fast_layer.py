@@ -197,6 +197,36 @@ def test_several_tokens_are_one_call(recipe: str, packed, monkeypatch: pytest.Mo
     torch.testing.assert_close(torch.cat(logits[model], 1)[:, 8:], wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("recipe", ["W4A16", "W4A4KV4"])
+@torch.no_grad()
+def test_tokens_that_see_each_other(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each sees is for the mask to say, whatever comes after it."""
+    model, calls = packed(recipe), counted(monkeypatch, fast_layer, "_decoded")
+    plain = without(copy.deepcopy(model), "DecoderLayer", "Attention")
+    ids, logits = torch.arange(4, 22).reshape(2, 9), []
+    for each in (model, plain):
+        cache = each(ids[:, :6], use_cache=True).past_key_values
+        calls.clear()
+        mask = torch.ones(2, 1, 3, 9, dtype=torch.bool)
+        mask[1, ..., :2] = False
+        logits.append(each(ids[:, 6:], past_key_values=cache, attention_mask=mask).logits)
+        assert calls == [True] * (2 if each is model else 0)
+    torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4 if recipe == "W4A16" else 0.5)
+
+
+@torch.no_grad()
+def test_gemma_whose_tokens_see_each_other() -> None:
+    plain: Any = AutoModelForCausalLM.from_config(tiny_config("gemma3_text", use_bidirectional_attention=True)).eval()
+    fast = copy.deepcopy(plain)
+    fast_decode.install(fast)
+    ids, logits = torch.arange(4, 16)[None], []
+    for each in (fast, plain):
+        cache = each(ids[:, :5], use_cache=True).past_key_values
+        for first, last in ((5, 8), (8, 9), (9, 12)):
+            logits.append(each(ids[:, first:last], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(logits[:3], logits[3:], rtol=1e-4, atol=1e-4)
+
+
 @torch.no_grad()
 def test_masks_of_other_kinds_go_the_own_way(packed, monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = packed("W4A16"), counted(monkeypatch, fast_layer, "_decoded")

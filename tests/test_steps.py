@@ -104,12 +104,13 @@ def test_attention_behind_a_mask(b: int, t: int, before: int, dtype: torch.dtype
         mask[2] = False
     if b > 3:
         mask[3, ..., :before] = False  # it sees itself alone
+    triangle = torch.ones(t, before + t, dtype=torch.bool).tril(before)
+    mask[:1] &= triangle  # the tokens of the others see each other
     for seen in (mask, mask[:1]):
         found = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, seen)
         turned = steps.rotary(q.view(b, t, -1, d).transpose(1, 2), k.view(b, t, h, d).transpose(1, 2), cos, cos)[0]
         key, value = (x.double().repeat_interleave(groups, 1) for x in rooms)
-        hidden = ~(seen & torch.ones(t, before + t, dtype=torch.bool).tril(before))
-        score = (turned.double() @ key.mT * d**-0.5).masked_fill(hidden, -torch.inf)
+        score = (turned.double() @ key.mT * d**-0.5).masked_fill(~seen, -torch.inf)
         exact = (score.softmax(-1).nan_to_num(0) @ value).transpose(1, 2).reshape(q.shape)
         place = 2**-8 if dtype == torch.bfloat16 else 2**-20
         wanted = steps.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, seen)
@@ -117,8 +118,11 @@ def test_attention_behind_a_mask(b: int, t: int, before: int, dtype: torch.dtype
             assert ((y.double() - exact).abs() <= place * exact.abs() + 2e-6).all()
     plain = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5)
     assert not torch.equal(found, plain)
-    everything = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, torch.ones_like(mask))
+    everything = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, triangle[None, None])
     assert torch.equal(everything, plain)
+    foreign = mask.to(torch.uint8).mul(255).view(torch.bool)  # any byte but 0 is true
+    found = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, foreign)
+    assert torch.equal(found, torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, mask))
     spread = torch.stack([mask, mask], -1)[..., 0]  # of other strides
     same = (torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, d**-0.5, m) for m in (mask, spread))
     assert torch.equal(*same)

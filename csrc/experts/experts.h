@@ -52,6 +52,12 @@ struct Product {
     }
 };
 
+// Whether some of the products have few rows (`is_many` of their format).
+template <class Problem>
+bool any_few(const std::vector<Problem>& problems) {
+    return std::any_of(problems.begin(), problems.end(), [](const Problem& p) { return !is_many(p); });
+}
+
 struct Brain {
     uint16_t bits;
     static Brain of(float x) {

@@ -27,13 +27,15 @@ struct Weights {
         std::unique_ptr<int8_t[]> room;
         const int8_t* padded = gemm::rows_of(tokens, width, room);
         const std::unique_ptr<int32_t[]> sums(new int32_t[rows * groups]);
-        kernels().sums({padded, width, k / std::max(groups, int64_t{1}), groups, sums.get()}, 0, rows);
         std::vector<Quantized> problems;
         for (const experts::Product& p : products)
             problems.push_back({held[p.weight].w, padded + p.from * width, width,
                                 static_cast<const float*>(scale.const_data_ptr()) + p.from,
                                 sums.get() + p.from * groups, held[p.weight].bias_data(), p.to(),
                                 number_of(p.out.scalar_type()), p.rows});
+        const Sums s{padded, width, k / std::max(groups, int64_t{1}), groups, sums.get()};
+        if (experts::any_few(problems))
+            run_codes(rows, k / 4, [&](int64_t first, int64_t last) { kernels().sums(s, first, last); });
         run_quantized(problems);
     }
 
@@ -50,7 +52,8 @@ struct Weights {
                                 number_of(p.out.scalar_type()), p.rows});
         Floats all = problems.front();
         all.x = x.const_data_ptr(), all.spread = spread.get(), all.sums = sums.get(), all.t = rows;
-        run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
+        if (experts::any_few(problems))
+            run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
         run_floats(problems);
     }
 };

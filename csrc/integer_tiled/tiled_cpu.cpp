@@ -30,6 +30,8 @@ constexpr int64_t few_avx2 = 32;      // with AVX2 alone,
 constexpr int64_t few_pairs = 3;      // with AMX, of bfloat16
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
+}  // namespace
+
 bool is_many(const Floats& p) {
     const bool on_units = cpu_level() >= CpuLevel::amx && p.x_type == Number::bfloat16;
     const int64_t few = on_units ? few_pairs : cpu_level() == CpuLevel::avx2 ? few_avx2 : few_floats;
@@ -38,6 +40,8 @@ bool is_many(const Floats& p) {
 bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
 }
+
+namespace {
 
 Tensors cast(Tensors results, ScalarType dtype) {
     if (results.front().scalar_type() != dtype)

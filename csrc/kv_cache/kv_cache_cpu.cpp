@@ -123,7 +123,7 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
     return from_float(out, q.scalar_type());
 }
 
-// x [b, t, heads * d] as [b, heads, t, d]: the memory of one token.
+// x [b, t, heads * d] as [b, heads, t, d]: of one token the same memory, of several a copy.
 Tensor by_head(const Tensor& x, int64_t heads, int64_t d) {
     const int64_t b = x.size(0), t = x.size(1);
     if (t == 1) return reshaped(compact(x), std::vector<int64_t>{b, heads, 1, d});

@@ -27,6 +27,18 @@ constexpr int64_t few_floats = 8;  // more go to gemm/,
 constexpr int64_t few_pairs = 3;   // of bfloat16, with AMX,
 constexpr int64_t few_tokens = 4;  // of integers
 
+}  // namespace
+
+bool is_many(const Floats& p) {
+    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
+    return p.t > (on_units ? few_pairs : few_floats) && p.w.k;
+}
+bool is_many(const Quantized& p) {
+    return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
+}
+
+namespace {
+
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
     const int64_t step = block_bytes(w.element->bits);
     return {&w,
@@ -40,14 +52,6 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
             w.blocks * step,
             step,
             byte_offset};
-}
-
-bool is_many(const Floats& p) {
-    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
-    return p.t > (on_units ? few_pairs : few_floats) && p.w.k;
-}
-bool is_many(const Quantized& p) {
-    return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
 }
 
 void many_floats(const Floats& p) {

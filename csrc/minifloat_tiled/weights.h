@@ -44,7 +44,8 @@ struct Weights {
                                 number_of(p.out.scalar_type()), p.rows});
         Quantized all = problems.front();
         all.q = padded, all.t = rows;
-        kernels().sums(all, sums.get(), 0, rows);
+        if (experts::any_few(problems))
+            run_codes(rows, k / 4, [&](int64_t first, int64_t last) { kernels().sums(all, sums.get(), first, last); });
         run_quantized(problems);
     }
 
@@ -61,7 +62,8 @@ struct Weights {
                                 number_of(p.out.scalar_type()), p.rows});
         Floats all = problems.front();
         all.x = x.const_data_ptr(), all.spread = spread.get(), all.t = rows;
-        run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
+        if (experts::any_few(problems))
+            run_codes(rows, k, [&](int64_t first, int64_t last) { kernels().spread(all, first, last); });
         run_floats(problems);
     }
 };

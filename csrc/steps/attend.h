@@ -160,7 +160,10 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, flo
     const int64_t start = unit * p.room * p.d;
     for (int64_t at = from; at < length; at += chunk) {
         const int64_t count = std::min(chunk, length - at);
-        if (p.mask && p.tokens == 1 && !std::memchr(p.mask_of(unit, 0, at), 1, count)) continue;  // padding, mostly
+        if (p.mask && p.tokens == 1) {  // padding, mostly, is not read
+            const uint8_t* mask = p.mask_of(unit, 0, at);
+            if (std::none_of(mask, mask + count, [](uint8_t sees) { return sees != 0; })) continue;
+        }
         for (int64_t s = 0; s < count; s += lanes) {
             if (first == 0) {  // what comes next, a little at a time
                 const int64_t next = std::min(lanes, p.before + p.tokens - at - chunk - s);
@@ -171,7 +174,8 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, flo
             score_block<type, rows>(p, start + (at + s) * p.d, std::min(lanes, count - s), q, score + s);
         }
         for (int r = 0; r < rows; r++) {
-            const int64_t seen = p.before + (first + r) % p.tokens + 1 - at;  // a token sees itself, and none after it
+            // Without a mask, a token sees itself and none after it.
+            const int64_t seen = p.mask ? count : p.before + (first + r) % p.tokens + 1 - at;
             const uint8_t* mask = p.mask ? p.mask_of(unit, first + r, at) : nullptr;
             const float factor =
                 soften(score + r * chunk, std::clamp(seen, int64_t{0}, count), count, mask, largest + r, total + r);

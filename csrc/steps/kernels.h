@@ -1,4 +1,4 @@
-// The small steps between the products of a decoded token, as plain C++: no torch here. ptq/ops/steps.py defines them.
+// The small steps between the products of decoded tokens, as plain C++: no torch here. ptq/ops/steps.py defines them.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +49,8 @@ inline int64_t padded(int64_t d) {
     return (d + 15) / 16 * 16;
 }
 
-// Attention of the last `tokens` of before + tokens: each sees itself and all before it. `heads` are those of keys and
-// values; `groups` query heads share one.
+// Attention of the last `tokens` of before + tokens: each sees itself and all before it, or what `mask` says. `heads`
+// are those of keys and values; `groups` query heads share one.
 constexpr int64_t part_tokens = 512;  // keys and values of so many, in bfloat16, stay in a second-level cache of 1 MB
 struct Attend {
     Number type;                // of q, keys, values and out
@@ -60,7 +60,7 @@ struct Attend {
     int64_t heads, groups, tokens, d, before, room;
     float scaling;
     float* partial;       // [b, heads, parts, groups, tokens, padded(d) + 2], where there is more than one part
-    const uint8_t* mask;  // [b or 1, tokens, before + tokens] of 0 and 1, or null: 0 where a token is hidden, too
+    const uint8_t* mask;  // [b or 1, tokens, before + tokens], or null: 0 where a token is hidden
     int64_t mask_batch;   // elements between rows of the batch: 0 where all share one mask
 
     int64_t rows() const { return groups * tokens; }

@@ -190,6 +190,7 @@ def _gives_those_of(module: Any, alone: Any, normed: str, turned: int, tokens: i
     shapes = (2, tokens, HIDDEN), (2, tokens, turned), (2, tokens, turned)
     x, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
     seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
+    seen[0, -1] = True  # a mask may let tokens see those after them
     mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
     results = []
     for own in (True, False):

@@ -1,4 +1,4 @@
-"""What the ops `ptq::..._experts` of the formats have in common: the chosen experts of a block on up to four tokens.
+"""What the ops `ptq::..._experts` of the formats have in common: the chosen experts of a block on few tokens.
 
 x [t, k]. `tokens` names a token for every row that is computed, those of one expert one after another: `counts[e]` rows
 for the expert e of the lists, none of which may be 0. Lists of weights hold all gates, then all ups, then all downs;

@@ -3,7 +3,7 @@
 q, k and v of the last t tokens of each row, [b, t, heads * d], before rotary embedding: rotary embedding; R3, a
 Hadamard transform of `order` (0: none), of queries and keys; keys and values stored behind the first `before` tokens of
 the cache (`ptq.ops.kv_ops`); attention to all of them that `mask` does not hide, and to the sinks, which are there
-already. Of several tokens it is the mask that says what comes after each. Everything is done by the functions of the
+already. Several tokens need a mask, which says what each of them sees. Everything is done by the functions of the
 ops that do one step, in their order: the numbers are theirs to the bit. (Calling eight ops takes three times as long as
 what they do.)
 """

@@ -20,8 +20,8 @@ Lists:
   order (0: none) behind the signs `su` (empty, or one vector for each), and is quantised to `input_bits` (0: it is
   not), with its clip. `factors` are the dense factors of all transforms, `counts` how many each has.
 - The product of each weight is transformed back, with the signs `sv` behind; an order of 0 is none.
-- `mask` hides tokens of the cache from rows, such as padding (`ptq.ops.steps`); with a packed cache, several tokens
-  need one.
+- `mask` says what each token sees, and hides padding, say (`ptq.ops.steps`); with a packed cache, several tokens need
+  one.
 - `cache`: keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.ops.kv_ops`), or these, and
   `starts`, sink keys and sink values, which are only read.
 

@@ -1,4 +1,4 @@
-"""The small steps between the products of a decoded token: RMSNorm, rotary embedding, attention over plain keys and
+"""The small steps between the products of decoded tokens: RMSNorm, rotary embedding, attention over plain keys and
 values, and the gate of the MLP.
 
 Each does the arithmetic of the modules of transformers, which make two to fourteen ops of it:
@@ -11,8 +11,8 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
   is d). Every product and sum is rounded to the dtype: equal to the bit.
 - `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys, and
   values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
-  its own token and all before it, but for those that `mask` [b or 1, 1, t, before + t] hides (False); one that sees
-  nothing gives zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
+  its own token and all before it, or, where there is a `mask` [b or 1, 1, t, before + t], to what it says (True), if to
+  nothing, with zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
 - `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
   tanh (Hendrycks and Gimpel, arXiv 1606.08415).
 - `ptq::clamped_swiglu`: (u + 1) (g sigmoid(alpha g)), where g is the gate, at most `limit`, and u is up, within
@@ -83,9 +83,7 @@ def decode_attention(
     groups = query.shape[1] // h
     seen = [x[:, :, : before + t].float().repeat_interleave(groups, 1) for x in (keys, values)]
     score = query.float() * scaling @ seen[0].transpose(-1, -2)
-    seen_by = torch.ones(t, before + t, dtype=torch.bool, device=q.device).tril(before)
-    if mask is not None:
-        seen_by = seen_by & mask
+    seen_by = torch.ones(t, before + t, dtype=torch.bool, device=q.device).tril(before) if mask is None else mask
     y = score.masked_fill(~seen_by, -torch.inf).softmax(-1) @ seen[1]
     y = y.masked_fill(~seen_by.any(-1, keepdim=True), 0)
     return y.transpose(1, 2).reshape(q.shape).to(q.dtype)

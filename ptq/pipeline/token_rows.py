@@ -25,7 +25,7 @@ PROBE_LOGITS = 1 << 23
 LEAST_TOKENS = 16
 """Tokens of a probe row of text, however large the vocabulary."""
 RANDOM_TOKENS = 4
-"""The probe where there is no text: so few are multiplied at the speed of memory (`matmul.FEW_TOKENS`)."""
+"""The probe where there is no text: at most `matmul.FEW_TOKENS`."""
 
 
 def choose(
