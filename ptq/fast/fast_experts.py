@@ -155,11 +155,8 @@ class FewTokens:
         top_k_weights: Float[Tensor, "t chosen"],
     ) -> Float[Tensor, "t k"] | None:
         """What `ptq.hf.experts.Experts` give for few tokens; None where they must go on one by one."""
-        if (
-            not 0 < len(x) <= MOST_TOKENS
-            or not is_plain(x)
-            or (torch.is_grad_enabled() and top_k_weights.requires_grad)
-        ):
+        few = 0 < len(x) <= MOST_TOKENS and is_plain(x)
+        if not few or (torch.is_grad_enabled() and top_k_weights.requires_grad):
             return None
         if _global_forward_hooks or _global_forward_pre_hooks:
             return None
