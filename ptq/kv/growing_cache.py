@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ptq.errors import InputError
 from ptq.kv.kv_side import is_frozen
@@ -106,7 +106,7 @@ class GrowingWindowLayer(GrowingLayer, DynamicSlidingWindowLayer):
 GROWING = {DynamicLayer: GrowingLayer, DynamicSlidingWindowLayer: GrowingWindowLayer}
 
 
-def growing_layer(cache: Cache | None, index: int) -> GrowingLayer | None:
+def growing_layer(cache: Any, index: int) -> GrowingLayer | None:
     """A layer of a plain `DynamicCache`, which grows in place from now on. None for any other cache, and for a window
     that remembers what it has passed (`activate_past_recording`)."""
     if type(cache) is not DynamicCache or cache.offloading or not 0 <= index < len(cache.layers):
