@@ -83,9 +83,7 @@ def cache_layer(
     if position_embeddings is None or cache is None or module.training:
         return None
     batch, tokens = hidden_states.shape[:2]
-    if not batch or not 0 < tokens <= MOST_TOKENS or (tokens > 1 and attention_mask is None):
-        return None
-    if position_embeddings[0].dim() != 3:
+    if not batch or not are_decoded(tokens, attention_mask) or position_embeddings[0].dim() != 3:
         return None
     turned = position_embeddings[0].shape[2]
     if turned != module.head_dim and not (kind.in_part and turned < module.head_dim):
@@ -103,6 +101,11 @@ def cache_layer(
     if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
         return None
     return layer if _fits(attention_mask, batch, tokens, layer) else None
+
+
+def are_decoded(tokens: int, mask: Any) -> bool:
+    """Whether so many tokens of a row may be behind others: several then come with a mask."""
+    return tokens == 1 or (1 < tokens <= MOST_TOKENS and mask is not None)
 
 
 def _fits(mask: Any, batch: int, tokens: int, layer: GrowingLayer | PackedLayer) -> bool:

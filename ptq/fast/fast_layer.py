@@ -139,7 +139,7 @@ def _forward(
 
 
 def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
-    if x.shape[1] > fast_attention.MOST_TOKENS:
+    if not fast_attention.are_decoded(x.shape[1], others.get("attention_mask")):
         return None
     layer = known.of(module)
     if layer is not None and layer.is_over():
