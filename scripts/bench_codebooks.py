@@ -198,7 +198,7 @@ def search(rounds: int = 5, threads: Threads = 1) -> None:
     """Speed of rounding to the nearest points: M weights/s of every instruction set that there is."""
     torch.set_num_threads(threads)
     w = torch.randn(64, WIDTH)
-    levels = native.CPU_LEVELS[:3] if native.available() else ("reference",)
+    levels = ("portable", "avx2", "avx512") if native.available() else ("reference",)
     head("M weights/s", "candidates", *levels)
     for bits in (2, 3, 4):
         codebook = E8Codebook(bits)

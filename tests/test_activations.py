@@ -14,7 +14,7 @@ from ptq.ops import activations, hadamard, native
 from ptq.ops.activations import Activation
 from ptq.weights.formats import DenseFormat
 
-LEVELS = native.CPU_LEVELS[:3] if native.available() else ()
+LEVELS = ("portable", "avx2", "avx512") if native.available() else ()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

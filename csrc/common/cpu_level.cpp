@@ -10,6 +10,7 @@
 #endif
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -31,6 +32,13 @@ bool may_use_tiles() {
 }
 #endif
 
+#if defined(__x86_64__)
+bool has_avx_vnni() {
+    uint32_t a, b, c, d;
+    return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
+#endif
+
 CpuLevel best_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -39,7 +47,7 @@ CpuLevel best_level() {
         return CpuLevel::portable;
     if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
-        return CpuLevel::avx2;
+        return has_avx_vnni() ? CpuLevel::avxvnni : CpuLevel::avx2;
     if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuLevel::avx512;
     if (!__builtin_cpu_supports("avx512bf16")) return CpuLevel::avx512vnni;
     return may_use_tiles() ? CpuLevel::amx : CpuLevel::avx512bf16;
@@ -68,7 +76,9 @@ CpuLevel cpu_level() {
 }  // namespace ptq
 
 extern "C" __attribute__((visibility("default"))) int ptq_set_cpu_level(int wanted) {
-    const int best = static_cast<int>(ptq::best_level());
-    ptq::level() = wanted < 0 || wanted > best ? best : wanted;
-    return ptq::level();
+    using ptq::CpuLevel;
+    CpuLevel level = ptq::best_level();
+    if (wanted >= 0) level = std::min(level, static_cast<CpuLevel>(wanted));
+    if (level == CpuLevel::avxvnni && !ptq::has_avx_vnni()) level = CpuLevel::avx2;
+    return ptq::level() = static_cast<int>(level);
 }

@@ -10,17 +10,18 @@ namespace ptq {
 enum class CpuLevel : int {
     portable = 0,    // the compiler's baseline for the architecture
     avx2 = 1,        // AVX2, FMA, F16C, BMI2
-    avx512 = 2,      // + AVX-512 F, BW, VL, DQ
-    avx512vnni = 3,  // + AVX-512 VNNI, VBMI
-    avx512bf16 = 4,  // + AVX-512 BF16
-    amx = 5,         // + AMX TILE, INT8, BF16
+    avxvnni = 2,     // + AVX-VNNI; the levels above do not ask for it
+    avx512 = 3,      // AVX2 + AVX-512 F, BW, VL, DQ
+    avx512vnni = 4,  // + AVX-512 VNNI, VBMI
+    avx512bf16 = 5,  // + AVX-512 BF16
+    amx = 6,         // + AMX TILE, INT8, BF16
 };
 
 // The best level that this machine has, or a lower one that a test has asked for.
 CpuLevel cpu_level();
 
 // What was made for the level in use, of one thing (a table of kernels) per level from portable on: above the last, the
-// last. A level that has none of its own repeats the one below.
+// last, which must not be that of avxvnni. A level that has none of its own repeats the one below (avx512: avx2).
 template <auto& portable, auto&... higher>
 auto& at_level() {
 #if defined(__x86_64__)
@@ -35,6 +36,6 @@ auto& at_level() {
 
 }  // namespace ptq
 
-// For tests, through ctypes (ptq/ops/native.py): use this level from now on, at most what the machine has; a negative
-// level means the best one. Returns the level now in use.
+// For tests, through ctypes (ptq/ops/native.py): use this level from now on, or the next one below that the machine
+// has; a negative level means the best one. Returns the level now in use.
 extern "C" int ptq_set_cpu_level(int level);

@@ -17,7 +17,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx512, avx512, avx512bf16>();
+    return at_level<portable, avx2, avx2, avx512, avx512, avx512bf16>();
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {

@@ -24,7 +24,7 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx512>();
+    return at_level<portable, avx2, avx2, avx512>();
 }
 
 Table table_from(const int8_t* from) {

@@ -49,7 +49,7 @@ void arrange(const Arrange& p, int64_t first, int64_t last) {
 template <int bits, int tokens>
 inline void integers(const Points<bits>& points, const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride,
                      SignedInts total[tokens]) {
-    constexpr int chains = tokens > 2 ? 2 : 4;  // independent sums hide the latency of `dot`
+    constexpr int chains = integer_tiled::chains<tokens>;
     SignedInts acc[tokens][chains] = {};
     if (blocks == 0) return static_cast<void>(std::fill_n(total, tokens, SignedInts{}));
     auto begun = points.begin(block);

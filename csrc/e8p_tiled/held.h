@@ -19,7 +19,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline const Kernels& kernels() {
-    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
+    return at_level<portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16>();
 }
 
 inline void check_bits(int64_t bits) {

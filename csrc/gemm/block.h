@@ -17,6 +17,14 @@ namespace {
 
 using integer_tiled::tile_rows;
 
+// Tokens of a block of integers: so many sums of sixteen rows stay in registers, beside the scaled sums of the groups
+// before where `hold` says so. With AVX-VNNI twelve, since ten additions begin before the first one ends.
+#if defined(__AVXVNNI__) && !defined(__AVX512F__)
+constexpr int64_t quad_tokens = 6;
+#else
+constexpr int64_t quad_tokens = 4;
+#endif
+
 // The codes of some row tiles that come next: they are fetched meanwhile, some lines with every 32 columns.
 struct Ahead {
     const uint8_t* codes;

@@ -2,8 +2,8 @@
 //
 // With AVX-512 the sums of 48 rows and eight tokens stay in 24 registers; those of integers, of four tokens, in twelve,
 // beside the scaled sums of the groups before. A step loads three vectors of weights and a number of x for each token,
-// well below the two loads that a cycle can do beside two products. With AVX2 it is sixteen rows and six tokens, or
-// four, in twelve or eight of sixteen registers.
+// well below the two loads that a cycle can do beside two products. With AVX2 it is sixteen rows and six tokens, of
+// integers without AVX-VNNI four, in twelve or eight of sixteen registers.
 #include <new>
 #include <type_traits>
 
@@ -220,10 +220,10 @@ void multiply_of(const Product& p, Units& units) {
 }
 
 void multiply(const Product& p, Units& units) {
-#if !defined(__AVX512VNNI__)  // else all integers are alike
+#if !defined(PTQ_VNNI)  // else all integers are alike
     if (p.mode == Mode::wide) return multiply_of<Mode::wide>(p, units);
 #endif
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(PTQ_SUMS_OF_16_BITS)
     if (p.mode == Mode::nibbles) return multiply_of<Mode::nibbles>(p, units);
 #endif
     if (are_integers(p.mode)) return multiply_of<Mode::quads>(p, units);

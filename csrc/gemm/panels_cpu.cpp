@@ -11,9 +11,9 @@ namespace {
 
 const PanelKernels& kernels(Mode mode) {
     constexpr auto vectors =
-        at_level<panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16>;
-    constexpr auto units =
-        at_level<panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16, panels_amx>;
+        at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni, panels_avx512bf16>;
+    constexpr auto units = at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
+                                    panels_avx512bf16, panels_amx>;
     return mode == Mode::floats ? vectors() : units();
 }
 

@@ -37,7 +37,7 @@ using Unpack = void (*)(const void* weight, int64_t tile, int64_t tiles, int64_t
 template <const Unpack& signed_bytes>
 Unpack for_units() {
     static constexpr Unpack none = nullptr;
-    return at_level<none, none, none, none, none, signed_bytes>();
+    return at_level<none, none, none, none, none, none, signed_bytes>();
 }
 // A block of the `Block` of this level (gemm/block.h), of integers: multiplied with codes that are not in a panel.
 using Direct = void (*)(const void* block, int tiles, int64_t tokens);
@@ -90,7 +90,8 @@ struct PanelKernels {
     void (*multiply)(const Product&, Units&);
 };
 
-extern const PanelKernels panels_portable, panels_avx2, panels_avx512, panels_avx512vnni, panels_avx512bf16;
+extern const PanelKernels panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
+    panels_avx512bf16;
 extern const PanelKernels panels_amx;  // not for floats
 
 // All of it, in parallel; what is made by `pack`, and sizes of blocks, are set here.

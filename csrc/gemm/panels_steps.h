@@ -15,9 +15,9 @@ namespace {
 // scaled sums of the groups before; the other products have a longer latency, which takes more sums of their own.
 constexpr int64_t tokens_of([[maybe_unused]] Mode mode) {
 #if defined(__AVX512F__)
-    return are_integers(mode) ? 4 : 8;
+    return are_integers(mode) ? quad_tokens : 8;
 #elif defined(__AVX2__)
-    return are_integers(mode) ? 4 : 6;
+    return are_integers(mode) ? quad_tokens : 6;
 #else
     return 4;
 #endif

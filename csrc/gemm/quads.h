@@ -6,6 +6,7 @@
 
 #include "gemm/block.h"
 #include "gemm/tokens.h"
+#include "gemm/transpose.h"
 
 namespace ptq::gemm {
 namespace {
@@ -22,9 +23,7 @@ inline Ints add_bytes(Ints sum, Ints x) {
 #endif
 }
 
-// 32 columns of four tokens: eight numbers of four columns each, token after token. Adds their bytes to `sum`, whose
-// lanes i and i + 4 are token i's.
-inline void transpose_quads(const int8_t* const q[quad_tokens], int64_t column, int32_t* to, Ints& sum) {
+inline void transpose_four(const int8_t* const* q, int64_t column, int32_t* to, Ints& sum) {
     Ints row[4];
     for (int j = 0; j < 4; j++) std::memcpy(&row[j], q[j] + column, sizeof row[j]);
     const Ints low = __builtin_shufflevector(row[0], row[1], 0, 8, 1, 9, 4, 12, 5, 13);
@@ -43,6 +42,27 @@ inline void transpose_quads(const int8_t* const q[quad_tokens], int64_t column, 
         std::memcpy(to + 8 * i + 16, &second, sizeof second);
     }
 }
+inline void transpose_many(const int8_t* const* q, int64_t column, int32_t* to, Ints& sum) {
+    Eight x[8] = {};
+    for (int64_t j = 0; j < quad_tokens; j++) std::memcpy(&x[j], q[j] + column, sizeof x[j]);
+    transpose(x);
+    for (int64_t i = 0; i < 8; i++) {
+        sum = add_bytes(sum, (Ints)x[i]);
+        std::memcpy(to + i * quad_tokens, &x[i], quad_tokens * sizeof *to);
+    }
+}
+
+// 32 columns of a block of tokens: eight numbers of four columns each, token after token. Adds their bytes to `sum`.
+inline void transpose_quads(const int8_t* const q[quad_tokens], int64_t column, int32_t* to, Ints& sum) {
+    if constexpr (quad_tokens == 4)
+        transpose_four(q, column, to, sum);
+    else
+        transpose_many(q, column, to, sum);
+}
+// Of which token i has lane i; with four tokens also i + 4.
+inline int32_t of_token(Ints sum, int64_t i) {
+    return quad_tokens == 4 ? sum[i] + sum[i + 4] : sum[i];
+}
 
 // Blocks of tokens [first, last).
 void pack_quads(const Quads& p, int64_t first, int64_t last) {
@@ -58,11 +78,11 @@ void pack_quads(const Quads& p, int64_t first, int64_t last) {
         for (int64_t column = 0; column < p.columns;) {
             const int64_t end = Columns::panel(column, p.columns, p.group_columns, p.panel_columns).end;
             int32_t* to = p.x + (column * blocks + b * (end - column)) / 4 * quad_tokens;
-            for (; column < end; to += step) {
+            for (; column < end; to += step / 4 * quad_tokens) {
                 transpose_quads(q, column, to, sum);
                 column += step;
                 if (column % p.group_columns && column != p.columns) continue;
-                for (int64_t j = 0; j < quad_tokens; j++) *offset++ = (sum[j] + sum[j + quad_tokens]) * p.factor;
+                for (int64_t j = 0; j < quad_tokens; j++) *offset++ = of_token(sum, j) * p.factor;
                 sum = Ints{};
             }
         }

@@ -22,9 +22,7 @@ const int8_t* row_of(const Tokens& from, int64_t token, int64_t columns, int8_t*
 // All tokens, `columns` apart: where they are, or in `room`.
 const int8_t* rows_of(const Tokens& from, int64_t columns, std::unique_ptr<int8_t[]>& room);
 
-constexpr int64_t quad_tokens = 4;  // tokens of a block
-
-// Tokens in the order in which blocks of four are multiplied: four columns of a token in a number. Columns beyond those
+// Tokens in the order in which blocks of them are multiplied: four columns of a token in a number. Columns beyond those
 // of x, and tokens beyond the last, are zero.
 struct Quads {
     Tokens from;

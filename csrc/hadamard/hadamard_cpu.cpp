@@ -28,7 +28,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 Run* kernel() {
-    return at_level<run_portable, run_avx2, run_avx512>();
+    return at_level<run_portable, run_avx2, run_avx2, run_avx512>();
 }
 
 // The sizes and matrices of a transform, without data: x is contiguous, of a type that the kernel knows.

@@ -22,7 +22,7 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx512, avx512vnni>();
+    return at_level<portable, avx2, avx2, avx512, avx512vnni>();
 }
 
 void check_bits(int64_t bits) {

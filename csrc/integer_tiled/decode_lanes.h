@@ -23,11 +23,33 @@ inline int32_t load_int(const int8_t* from) {
     return x;
 }
 
+// Whether an instruction adds four products of bytes to 32 bits (AVX-512 VNNI, AVX-VNNI); and if not, whether products
+// are first added up in 16 bits (AVX2).
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+#define PTQ_VNNI
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define PTQ_SUMS_OF_16_BITS
+#endif
+
+// Sums of so many tokens that registers hold beside all else: independent ones hide the latency of `dot`.
+template <int tokens>
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int chains = 4 / tokens;
+#else
+constexpr int chains = tokens > 2 ? 2 : 4;
+#endif
+
 // acc + the products of four codes of each row with four activations. `wide`: codes may have eight bits.
 template <bool wide>
 inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
 #if defined(__AVX512VNNI__)
     return (SignedInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(activations));
+#elif defined(__AVXVNNI__)
+    const __m256i q = _mm256_set1_epi32(activations);
+    const auto sum = [&](__m256i to, __m256i c)
+                         __attribute__((always_inline)) { return _mm256_dpbusd_avx_epi32(to, c, q); };
+    return (SignedInts)joined(sum(first_eight((Dwords)acc), first_eight(codes)),
+                              sum(last_eight((Dwords)acc), last_eight(codes)));
 #elif defined(__AVX512BW__)
     const __m512i q = _mm512_set1_epi32(activations), c = (__m512i)codes, ones = _mm512_set1_epi16(1);
     if constexpr (!wide) {  // 2 * 127 * 128 fits into the int16 sums
@@ -57,7 +79,7 @@ inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(PTQ_SUMS_OF_16_BITS)
 // What is added to a sum is added here and now: gcc would put it off, and keep all products in memory until then.
 template <class V>
 PTQ_INLINE void keep(V& sum) {
@@ -82,7 +104,7 @@ PTQ_INLINE SignedInts pair_sums(const Dwords& sum, int factor) {
 // fit.
 template <int bits>
 struct BlockSum {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(PTQ_SUMS_OF_16_BITS)
     static constexpr bool halves = bits > 7;
     static constexpr int together = bits <= 4 || halves ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;
     static_assert(together * 2 * 128 * ((1 << (halves ? 4 : bits)) - 1) <= 32767);
@@ -114,7 +136,7 @@ struct BlockSum {
 };
 
 // Tokens whose sums over a super-block fit into sixteen registers.
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(PTQ_SUMS_OF_16_BITS)
 template <int bits>
 constexpr int block_tokens = BlockSum<bits>::halves ? 2 : 4;
 #else

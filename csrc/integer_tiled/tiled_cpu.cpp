@@ -26,7 +26,7 @@ using torch::stable::empty;
 
 constexpr int64_t few_tokens = 8;     // more go to `many_tokens`,
 constexpr int64_t few_floats = 16;    // of floats, to `many_floats`, where there is one,
-constexpr int64_t few_avx2 = 32;      // with AVX2 alone,
+constexpr int64_t few_avx2 = 32;      // below AVX-512,
 constexpr int64_t few_pairs = 3;      // with AMX, of bfloat16
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
@@ -34,7 +34,7 @@ constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the se
 
 bool is_many(const Floats& p) {
     const bool on_units = cpu_level() >= CpuLevel::amx && p.x_type == Number::bfloat16;
-    const int64_t few = on_units ? few_pairs : cpu_level() == CpuLevel::avx2 ? few_avx2 : few_floats;
+    const int64_t few = on_units ? few_pairs : cpu_level() < CpuLevel::avx512 ? few_avx2 : few_floats;
     return kernels().unpack_floats && p.t > few && p.w.k;
 }
 bool is_many(const Quantized& p) {

@@ -28,7 +28,7 @@ using torch::stable::Tensor;
 constexpr int64_t max_head_dim = 1024;  // kernels keep queries on the stack
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx512>();
+    return at_level<portable, avx2, avx2, avx512>();
 }
 
 // Checks that codes and scales are a side of the cache with room for `length` tokens.

@@ -22,7 +22,7 @@ using torch::stable::empty;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx512>();
+    return at_level<portable, avx2, avx2, avx512>();
 }
 
 Element element_of(int64_t exponent, int64_t mantissa) {

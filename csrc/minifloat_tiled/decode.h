@@ -34,7 +34,7 @@ void sums(const Quantized& p, int32_t* sums, int64_t first, int64_t last) {
 template <int bits, int tokens>
 inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride, const Bytes<bits>& bytes,
                      SignedInts total[tokens]) {
-    constexpr int chains = tokens > 2 ? 2 : 4;  // independent sums hide the latency of `dot`
+    constexpr int chains = integer_tiled::chains<tokens>;
     SignedInts acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), q += block_columns) {
         integer_tiled::fetch(block, block_bytes(bits));

@@ -25,7 +25,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline const Kernels& kernels() {
-    return at_level<portable, avx2, avx512, avx512vnni, avx512bf16>();
+    return at_level<portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16>();
 }
 
 // Value and tables of the element with these bits: (-1)^s 2^(E - bias) (1 + M / 2^m), subnormal where E = 0.

@@ -18,7 +18,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx512>();
+    return at_level<portable, avx2, avx2, avx512>();
 }
 
 Number checked(const char* op, const Tensor& x) {

@@ -58,7 +58,7 @@ Tensor prefill_attention(const Tensor& q, const Tensor& keys, const Tensor& valu
                          bool causal, double scaling) {
     check(q, keys, values, scaling);
     const bool pairs = q.scalar_type() == ScalarType::BFloat16 && cpu_level() >= CpuLevel::avx512bf16;
-    const Kernels& kernels = at_level<avx2, avx2, avx512, avx512, avx512bf16>();
+    const Kernels& kernels = at_level<avx2, avx2, avx2, avx512, avx512, avx512bf16>();
     const Tensor a = with_rows(q), k = with_rows(keys), v = with_rows(values);
     Attention p{};
     p.mode = pairs ? Mode::pairs : Mode::floats, p.type = number_of(q.scalar_type());

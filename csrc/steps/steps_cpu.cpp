@@ -23,7 +23,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx512>();
+    return at_level<portable, avx2, avx2, avx512>();
 }
 
 Number number_of(const Tensor& x, const char* op) {

@@ -16,7 +16,8 @@ import torch
 from ptq.ops import memory
 from ptq.startup import DISTRIBUTION
 
-CPU_LEVELS = ("portable", "avx2", "avx512", "avx512vnni", "avx512bf16", "amx")  # csrc/common/cpu_level.h
+CPU_LEVELS = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx")  # csrc/common/cpu_level.h
+"""From `avx512` on, a level may be there without `avxvnni`."""
 _CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
 
 
@@ -77,7 +78,8 @@ def available() -> bool:
 
 
 def set_cpu_level(level: str | None) -> str:
-    """For tests: run CPU kernels at `level`, one of `CPU_LEVELS`, at most what this machine has; None for the best.
+    """For tests: run CPU kernels at `level`, one of `CPU_LEVELS`, or at the next one below that this machine has; None
+    for the best.
 
     Returns the level now in use. Needs the native library.
     """
