@@ -32,12 +32,14 @@ bool may_use_tiles() {
 }
 #endif
 
-#if defined(__x86_64__)
 bool has_avx_vnni() {
+#if defined(__x86_64__)
     uint32_t a, b, c, d;
     return __builtin_cpu_supports("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
-}
+#else
+    return false;
 #endif
+}
 
 CpuLevel best_level() {
 #if defined(__x86_64__)
