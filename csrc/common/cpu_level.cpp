@@ -8,6 +8,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #include <algorithm>
@@ -32,6 +34,13 @@ bool may_use_tiles() {
 }
 #endif
 
+#if defined(__x86_64__)
+bool has_f16c() {  // clang has no such name for __builtin_cpu_supports
+    uint32_t a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 bool has_avx_vnni() {
 #if defined(__x86_64__)
     uint32_t a, b, c, d;
@@ -44,8 +53,8 @@ bool has_avx_vnni() {
 CpuLevel best_level() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-          __builtin_cpu_supports("bmi2")))
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
+          has_f16c()))
         return CpuLevel::portable;
     if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")))
@@ -53,6 +62,11 @@ CpuLevel best_level() {
     if (!(__builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi"))) return CpuLevel::avx512;
     if (!__builtin_cpu_supports("avx512bf16")) return CpuLevel::avx512vnni;
     return may_use_tiles() ? CpuLevel::amx : CpuLevel::avx512bf16;
+#elif defined(__aarch64__) && defined(__linux__)
+    constexpr unsigned long dot_product = 1ul << 20;  // HWCAP_ASIMDDP
+    return getauxval(AT_HWCAP) & dot_product ? CpuLevel::dotprod : CpuLevel::portable;
+#elif defined(__aarch64__) && defined(__APPLE__)
+    return CpuLevel::dotprod;
 #else
     return CpuLevel::portable;
 #endif
@@ -79,8 +93,9 @@ CpuLevel cpu_level() {
 
 extern "C" __attribute__((visibility("default"))) int ptq_set_cpu_level(int wanted) {
     using ptq::CpuLevel;
-    CpuLevel level = ptq::best_level();
-    if (wanted >= 0) level = std::min(level, static_cast<CpuLevel>(wanted));
+    const CpuLevel best = ptq::best_level();
+    CpuLevel level = wanted < 0 ? best : std::min(best, static_cast<CpuLevel>(wanted));
     if (level == CpuLevel::avxvnni && !ptq::has_avx_vnni()) level = CpuLevel::avx2;
+    if (level != CpuLevel::dotprod && best == CpuLevel::dotprod) level = CpuLevel::portable;
     return ptq::level() = static_cast<int>(level);
 }

@@ -15,6 +15,7 @@ enum class CpuLevel : int {
     avx512vnni = 4,  // + AVX-512 VNNI, VBMI
     avx512bf16 = 5,  // + AVX-512 BF16
     amx = 6,         // + AMX TILE, INT8, BF16
+    dotprod = 7,     // Arm: portable + the dot product of ARMv8.2
 };
 
 // The best level that this machine has, or a lower one that a test has asked for.
@@ -32,6 +33,12 @@ auto& at_level() {
 #else
     return portable;
 #endif
+}
+
+// The same on Arm, where `portable` has the vectors of every ARMv8.
+template <auto& portable, auto& dotprod>
+auto& at_arm_level() {
+    return cpu_level() == CpuLevel::dotprod ? dotprod : portable;
 }
 
 }  // namespace ptq

@@ -5,6 +5,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include <cmath>
@@ -166,6 +168,15 @@ PTQ_INLINE Dwords joined(__m256i first, __m256i last) {
 #endif
 }
 #endif
+
+// What f gives for the registers of x, or of x and y together.
+template <class V, class... W, class F>
+PTQ_INLINE V by_register(const F& f, const V& x, const W&... y) {
+    if constexpr (Split<V>)
+        return {by_register<typename V::Half>(f, x.low, y.low...), by_register<typename V::Half>(f, x.high, y.high...)};
+    else
+        return f(x, y...);
+}
 
 constexpr int64_t lanes = 16;
 

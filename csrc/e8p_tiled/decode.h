@@ -1,5 +1,7 @@
 // The kernels for few tokens, of one level: included after PTQ_LEVEL, the name of its table, is defined. A row tile is
 // read once, for up to four tokens at a time.
+#include <utility>
+
 #include "common/fetch.h"
 #include "e8p_tiled/kernels.h"
 #include "e8p_tiled/numbers.h"
@@ -24,9 +26,12 @@ inline void fetch(const uint8_t* block, int64_t bytes) {
 
 typedef int8_t Columns __attribute__((vector_size(32)));
 
+template <int... i>
+inline Columns in_order(Columns x, std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(x, x, column_of(i / 4, i % 4)...);
+}
+
 void arrange(const Arrange& p, int64_t first, int64_t last) {
-    Columns order;
-    for (int i = 0; i < block_columns; i++) order[i] = static_cast<int8_t>(column_of(i / 4, i % 4));
     const int64_t width = blocks_in(p.k) * block_columns;
     for (int64_t t = first; t < last; t++) {
         const int8_t* q = p.q + t * p.k;
@@ -39,7 +44,7 @@ void arrange(const Arrange& p, int64_t first, int64_t last) {
                 std::memcpy(&x, q + c, sizeof x);
             else
                 std::memcpy(&x, q + c, p.k - c);
-            x = __builtin_shuffle(x, order);
+            x = in_order(x, std::make_integer_sequence<int, block_columns>{});
             std::memcpy(p.to + t * width + c, &x, sizeof x);
         }
     }

@@ -49,6 +49,10 @@ inline BlockWords words_of(const Order& order) {
     return words;
 }
 
+inline BlockWords picked(BlockWords x, BlockWords words) {
+    return (BlockWords)_mm512_maskz_permutexvar_epi16(~__mmask32{0}, (__m512i)words, (__m512i)x);
+}
+
 void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
     const BlockWords words = words_of(order);
     const auto* from = static_cast<const uint16_t*>(p.x) + t * p.w.k;
@@ -59,7 +63,7 @@ void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
             std::memcpy(&x, from + c, sizeof x);
         else
             std::memcpy(&x, from + c, (p.w.k - c) * sizeof *from);
-        x = __builtin_shuffle(x, words);
+        x = picked(x, words);
         std::memcpy(to, &x, sizeof x);
     }
 }
@@ -79,7 +83,7 @@ void spread_parts(const Floats& p, const Order& order, int64_t t) {
             }
             BlockWords all;
             std::memcpy(&all, high, sizeof all);
-            all = __builtin_shuffle(all, words);
+            all = picked(all, words);
             std::memcpy(to, &all, sizeof all);
         }
     }

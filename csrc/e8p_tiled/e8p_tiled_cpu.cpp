@@ -63,7 +63,7 @@ bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k;
 }
 bool is_many(const Floats& p) {
-    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
+    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() == CpuLevel::amx;
     return p.t > (on_units ? few_pairs : few_tokens) && p.w.k;
 }
 // Whether x is spread in pairs: float32, in three parts, for few tokens alone.

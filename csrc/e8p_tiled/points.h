@@ -1,10 +1,6 @@
 // How weights come out of the blocks of a tile, for one level: included once per level, into an anonymous namespace.
 #pragma once
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -149,6 +145,11 @@ inline Dwords look_up_bytes(const uint8_t* table, Dwords index) {
 #elif defined(__AVX2__)
     const __m256i row = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
     found = joined(_mm256_shuffle_epi8(row, first_eight(index)), _mm256_shuffle_epi8(row, last_eight(index)));
+#elif defined(__aarch64__)
+    const uint8x16_t row = vld1q_u8(table);
+    const auto find = [&](auto i)
+                          __attribute__((always_inline)) { return (decltype(i))vqtbl1q_u8(row, (uint8x16_t)i); };
+    found = by_register(find, index);
 #else
     uint8_t bytes[64];
     store_vector(bytes, index);
@@ -164,6 +165,10 @@ inline Dwords add_bytes(Dwords a, Dwords b) {
     return (Dwords)_mm512_add_epi8((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
     return joined(_mm256_add_epi8(first_eight(a), first_eight(b)), _mm256_add_epi8(last_eight(a), last_eight(b)));
+#elif defined(__aarch64__)
+    const auto add = [](auto x, auto y)
+                         __attribute__((always_inline)) { return (decltype(x))((uint8x16_t)x + (uint8x16_t)y); };
+    return by_register(add, a, b);
 #else
     return ((a & 0x7f7f7f7fu) + (b & 0x7f7f7f7fu)) ^ ((a ^ b) & 0x80808080u);
 #endif

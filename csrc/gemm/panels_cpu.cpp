@@ -9,12 +9,16 @@
 namespace ptq::gemm {
 namespace {
 
-const PanelKernels& kernels(Mode mode) {
-    constexpr auto vectors =
-        at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni, panels_avx512bf16>;
-    constexpr auto units = at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
-                                    panels_avx512bf16, panels_amx>;
-    return mode == Mode::floats ? vectors() : units();
+const PanelKernels& kernels([[maybe_unused]] Mode mode) {
+#if defined(__aarch64__)
+    return at_arm_level<panels_portable, panels_dotprod>();
+#else
+    const auto& vectors =
+        at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni, panels_avx512bf16>();
+    const auto& units = at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
+                                 panels_avx512bf16, panels_amx>();
+    return mode == Mode::floats ? vectors : units;
+#endif
 }
 
 // Tokens of a unit of work, which takes a strip: as many as possible, as long as every thread gets several units. The

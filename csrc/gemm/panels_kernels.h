@@ -91,7 +91,7 @@ struct PanelKernels {
 };
 
 extern const PanelKernels panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
-    panels_avx512bf16;
+    panels_avx512bf16, panels_dotprod;
 extern const PanelKernels panels_amx;  // not for floats
 
 // All of it, in parallel; what is made by `pack`, and sizes of blocks, are set here.

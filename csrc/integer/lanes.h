@@ -17,7 +17,7 @@ namespace {
 
 using Ints = Dwords;
 
-// Whether one instruction looks up sixteen numbers in a table of sixteen (`__builtin_shuffle`).
+// Whether one instruction looks up sixteen numbers in a table of sixteen (`picked`).
 #if defined(__AVX512F__)
 constexpr bool gathers = true;
 constexpr int unrolled = 8;
@@ -25,6 +25,17 @@ constexpr int unrolled = 8;
 constexpr bool gathers = false;
 constexpr int unrolled = 1;  // sixteen lanes are many instructions already
 #endif
+
+// The numbers of x at places; where `gathers`, bits above the fourth change nothing.
+inline Lanes picked(Lanes x, Ints place) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)place, (__m512)x);
+#else
+    Lanes y;
+    for (int l = 0; l < 16; l++) y[l] = x[place[l]];
+    return y;
+#endif
+}
 
 inline float sum(Lanes x) {
     typedef float Four __attribute__((vector_size(16)));

@@ -79,9 +79,7 @@ constexpr bool looked_up = gathers && bits <= 4;
 template <int bits>
 inline Lanes numbers(const Words& w, int j, [[maybe_unused]] Lanes table) {
     const Ints code = bits <= 4 || j < 4 ? w.low >> bits * j : w.high >> (4 * bits % 8 + bits * (j - 4));
-#if defined(__AVX512F__)
-    if constexpr (looked_up<bits>) return __builtin_shuffle(table, code);
-#endif
+    if constexpr (looked_up<bits>) return picked(table, code);
     return converted<Lanes>((SignedInts)(code & ((1u << bits) - 1)));
 }
 
@@ -108,17 +106,6 @@ inline Affine affine(const Linear& p, int64_t at) {
 template <class T>
 inline Ints load_integers(const T* from, int64_t count) {
     return widened(from, std::min(count, lanes));
-}
-
-// The number of each lane at a place of x.
-inline Lanes picked(Lanes x, Ints place) {
-#if defined(__AVX512F__)
-    return __builtin_shuffle(x, place);
-#else
-    Lanes y;
-    for (int l = 0; l < lanes; l++) y[l] = x[place[l]];
-    return y;
-#endif
 }
 
 // Each lane's own group, for groups of whole lanes; `place[l]` counts from the group at the block's start.

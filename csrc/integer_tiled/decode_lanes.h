@@ -23,8 +23,8 @@ inline int32_t load_int(const int8_t* from) {
     return x;
 }
 
-// Whether an instruction adds four products of bytes to 32 bits (AVX-512 VNNI, AVX-VNNI); and if not, whether products
-// are first added up in 16 bits (AVX2).
+// Whether an instruction adds four products of bytes of any size to 32 bits (AVX-512 VNNI, AVX-VNNI); and if not,
+// whether products are first added up in 16 bits (AVX2).
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 #define PTQ_VNNI
 #elif defined(__AVX2__) && !defined(__AVX512F__)
@@ -33,10 +33,10 @@ inline int32_t load_int(const int8_t* from) {
 
 // Sums of so many tokens that registers hold beside all else: independent ones hide the latency of `dot`.
 template <int tokens>
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr int chains = 4 / tokens;
-#else
+#if defined(__AVX512F__)
 constexpr int chains = tokens > 2 ? 2 : 4;
+#else
+constexpr int chains = 4 / tokens;
 #endif
 
 // acc + the products of four codes of each row with four activations. `wide`: codes may have eight bits.
@@ -46,10 +46,10 @@ inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
     return (SignedInts)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(activations));
 #elif defined(__AVXVNNI__)
     const __m256i q = _mm256_set1_epi32(activations);
-    const auto sum = [&](__m256i to, __m256i c)
-                         __attribute__((always_inline)) { return _mm256_dpbusd_avx_epi32(to, c, q); };
-    return (SignedInts)joined(sum(first_eight((Dwords)acc), first_eight(codes)),
-                              sum(last_eight((Dwords)acc), last_eight(codes)));
+    const auto add = [&](auto sum, auto c) __attribute__((always_inline)) {
+        return (decltype(sum))_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)c, q);
+    };
+    return by_register(add, acc, codes);
 #elif defined(__AVX512BW__)
     const __m512i q = _mm512_set1_epi32(activations), c = (__m512i)codes, ones = _mm512_set1_epi16(1);
     if constexpr (!wide) {  // 2 * 127 * 128 fits into the int16 sums
@@ -70,6 +70,16 @@ inline SignedInts dot(SignedInts acc, Dwords codes, int32_t activations) {
                                 _mm256_madd_epi16(_mm256_maddubs_epi16(high, q), _mm256_set1_epi16(16)));
     };
     return acc + (SignedInts)joined(products(first_eight(codes)), products(last_eight(codes)));
+#elif defined(__ARM_FEATURE_DOTPROD)
+    const int8x16_t q = vreinterpretq_s8_s32(vdupq_n_s32(activations));
+    // Codes of eight bits less 128, which are signed; -128 times the activations is taken away again.
+    const int32x4_t offset = wide ? vdotq_s32(vdupq_n_s32(0), vdupq_n_s8(-128), q) : vdupq_n_s32(0);
+    const uint8x16_t highest = vdupq_n_u8(wide ? 128 : 0);
+    const auto add = [&](auto sum, auto c) __attribute__((always_inline)) {
+        const int8x16_t bytes = vreinterpretq_s8_u8(veorq_u8((uint8x16_t)c, highest));
+        return (decltype(sum))vdotq_s32(vsubq_s32((int32x4_t)sum, offset), bytes, q);
+    };
+    return by_register(add, acc, codes);
 #else
     for (int j = 0; j < 4; j++) {
         const int32_t q = static_cast<int8_t>(static_cast<uint32_t>(activations) >> 8 * j);

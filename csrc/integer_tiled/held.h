@@ -21,7 +21,11 @@ using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
 inline const Kernels& kernels() {
+#if defined(__aarch64__)
+    return at_arm_level<portable, dotprod>();
+#else
     return at_level<portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16>();
+#endif
 }
 
 inline void check_bits(int64_t bits) {

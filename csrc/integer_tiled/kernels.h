@@ -65,7 +65,7 @@ struct Kernels {
     gemm::Direct direct[7];                                  // of codes of 2 to 8 bits, or null
 };
 
-extern const Kernels portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16;
+extern const Kernels portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, dotprod;
 
 // The stored rows of integer.py to tiles, and back.
 struct Pack {

@@ -33,7 +33,7 @@ constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the se
 }  // namespace
 
 bool is_many(const Floats& p) {
-    const bool on_units = cpu_level() >= CpuLevel::amx && p.x_type == Number::bfloat16;
+    const bool on_units = cpu_level() == CpuLevel::amx && p.x_type == Number::bfloat16;
     const int64_t few = on_units ? few_pairs : cpu_level() < CpuLevel::avx512 ? few_avx2 : few_floats;
     return kernels().unpack_floats && p.t > few && p.w.k;
 }

@@ -60,7 +60,7 @@ struct Fields {
         if constexpr (BITS <= 4) {
             Lanes table;  // one instruction looks sixteen numbers up by the lowest four bits
             for (int i = 0; i < lanes; i++) table[i] = static_cast<float>(i & ((1 << BITS) - 1));
-            return __builtin_shuffle(table, (SignedInts)x);
+            return integer::picked(table, x);
         }
 #endif
         return as_floats(x & ((1u << BITS) - 1));

@@ -25,7 +25,11 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline const Kernels& kernels() {
+#if defined(__aarch64__)
+    return at_arm_level<portable, dotprod>();
+#else
     return at_level<portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16>();
+#endif
 }
 
 // Value and tables of the element with these bits: (-1)^s 2^(E - bias) (1 + M / 2^m), subnormal where E = 0.

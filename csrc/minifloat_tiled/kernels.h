@@ -63,6 +63,6 @@ struct Kernels {
     gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; `unpack_pairs` may be null
 };
 
-extern const Kernels portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16;
+extern const Kernels portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, dotprod;
 
 }  // namespace ptq::minifloat_tiled

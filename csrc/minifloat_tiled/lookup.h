@@ -70,6 +70,27 @@ inline void over_quads(const uint8_t* block, const F& f) {
     }(std::make_integer_sequence<int, quads>{});
 }
 
+#if defined(__aarch64__)
+// Bytes for the codes in the lowest bits of bytes.
+template <int bits>
+struct LongTable {
+    static constexpr int parts = bits == 7 ? 2 : 1;
+    uint8x16x4_t part[parts];
+    explicit LongTable(const uint8_t* from) {
+        for (int i = 0; i < parts; i++) part[i] = vld1q_u8_x4(from + 64 * i);
+    }
+    PTQ_INLINE Dwords at(const Dwords& codes) const {
+        const auto find = [&](auto code) __attribute__((always_inline)) {
+            const uint8x16_t index = vandq_u8((uint8x16_t)code, vdupq_n_u8((1 << bits) - 1));
+            uint8x16_t found = vqtbl4q_u8(part[0], index);
+            if constexpr (parts == 2) found = vqtbx4q_u8(found, part[1], vsubq_u8(index, vdupq_n_u8(64)));
+            return (decltype(code))found;
+        };
+        return by_register(find, codes);
+    }
+};
+#endif
+
 // --- bytes -----------------------------------------------------------------------------------------------------------
 
 // Codes to `Element::byte`.
@@ -105,6 +126,10 @@ struct Bytes {
         };
         return joined(bytes(first_eight(codes)), bytes(last_eight(codes)));
     }
+#elif defined(__aarch64__)
+    LongTable<bits> table;
+    explicit Bytes(const Element& e) : table(e.byte) {}
+    Dwords operator()(Dwords codes) const { return table.at(codes); }
 #else
     const uint8_t* table;
     explicit Bytes(const Element& e) : table(e.byte) {}
@@ -172,6 +197,34 @@ struct Values {
         f.template operator()<0>(numbers<0>(even_a, even_b)), f.template operator()<1>(numbers<0>(odd_a, odd_b));
         f.template operator()<2>(numbers<1>(even_a, even_b)), f.template operator()<3>(numbers<1>(odd_a, odd_b));
     }
+#elif defined(__aarch64__)
+    LongTable<bits> high, low;  // bytes of bfloat16
+    static constexpr float factor = 1;
+    template <int at>
+    static LongTable<bits> bytes_of(const Element& e) {
+        uint8_t bytes[most_codes];
+        for (int i = 0; i < most_codes; i++) bytes[i] = std::bit_cast<uint32_t>(e.value[i]) >> at & 255;
+        return LongTable<bits>(bytes);
+    }
+    explicit Values(const Element& e) : high(bytes_of<24>(e)), low(bytes_of<16>(e)) {}
+    // Byte j of every dword of both, as floats.
+    template <int j>
+    PTQ_INLINE static Lanes column(const Dwords& upper, const Dwords& lower) {
+        constexpr uint8_t none = 255, u = 16 + j, l = j;
+        static constexpr uint8_t order[] = {none, none, l,     u,     none, none, l + 4,  u + 4,
+                                            none, none, l + 8, u + 8, none, none, l + 12, u + 12};
+        const uint8x16_t index = vld1q_u8(order);
+        const auto join = [&](auto a, auto b) __attribute__((always_inline)) {
+            return (decltype(a))vqtbl2q_u8({{(uint8x16_t)a, (uint8x16_t)b}}, index);
+        };
+        return (Lanes)by_register(join, lower, upper);
+    }
+    template <class F>
+    PTQ_INLINE void columns(Dwords codes, const F& f) const {
+        const Dwords upper = high.at(codes), lower = low.at(codes);
+        f.template operator()<0>(column<0>(upper, lower)), f.template operator()<1>(column<1>(upper, lower));
+        f.template operator()<2>(column<2>(upper, lower)), f.template operator()<3>(column<3>(upper, lower));
+    }
 #else
     const float* table;
     explicit Values(const Element& e) : table(e.value) {}
@@ -182,7 +235,7 @@ struct Values {
         return x;
     }
 #endif
-#if defined(__AVX512F__) || !defined(__AVX2__)
+#if defined(__AVX512F__) || !(defined(__AVX2__) || defined(__aarch64__))
     static constexpr float factor = 1;
     template <class F>
     PTQ_INLINE void columns(Dwords codes, const F& f) const {

@@ -30,7 +30,7 @@ constexpr int64_t few_tokens = 4;  // of integers
 }  // namespace
 
 bool is_many(const Floats& p) {
-    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() >= CpuLevel::amx;
+    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() == CpuLevel::amx;
     return p.t > (on_units ? few_pairs : few_floats) && p.w.k;
 }
 bool is_many(const Quantized& p) {

@@ -16,8 +16,8 @@ import torch
 from ptq.ops import memory
 from ptq.startup import DISTRIBUTION
 
-CPU_LEVELS = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx")  # csrc/common/cpu_level.h
-"""From `avx512` on, a level may be there without `avxvnni`."""
+CPU_LEVELS = ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "avx512bf16", "amx", "dotprod")
+"""Of csrc/common/cpu_level.h. `dotprod` is of Arm; from `avx512` on, a level may be there without `avxvnni`."""
 _CPU, _CUDA = "libptq_cpu.so", "libptq_cuda.so"
 
 
