@@ -135,6 +135,10 @@ def _sentence(error: BaseException) -> str:
 
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
+    if recipe.calibration is not None:
+        from ptq.statistics import text_sources
+
+        text_sources.check(recipe.calibration)
     if show_plan:
         if is_first_process():
             _show_plan(model, recipe)

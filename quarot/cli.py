@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ptq import cli
+from ptq.errors import InputError
 from ptq.recipe import RunOptions
 
 ActivationClip = Annotated[
@@ -74,16 +75,23 @@ def quarot(
     """QuaRot: rotate a model so that nothing has outliers, then round weights, activations and KV cache to integers."""
     from quarot.plan import QuarotRecipe
 
+    keys, values = _cache_bits(kv_bits, key_bits, value_bits)
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
         gptaq_alpha=gptaq_alpha, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
         widths=tuple(bits_for or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
         rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=_clip(activation_clip),
-        key_bits=kv_bits if key_bits is None else key_bits, value_bits=kv_bits if value_bits is None else value_bits,
-        cache_clip=kv_clip, cache_sinks=kv_sinks,
+        key_bits=keys, value_bits=values, cache_clip=kv_clip, cache_sinks=kv_sinks,
     )  # fmt: skip
     _refuse_idle(recipe)
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
+
+
+def _cache_bits(both: int, keys: int | None, values: int | None) -> tuple[int, int]:
+    """Bits of cached keys and of values."""
+    if both != 16 and keys is not None and values is not None:
+        raise InputError("--kv-bits does nothing beside --key-bits and --value-bits; leave it out")
+    return both if keys is None else keys, both if values is None else values
 
 
 def _clip(text: str | None) -> Any:

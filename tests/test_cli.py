@@ -146,6 +146,8 @@ def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
     assert lines["model.layers.*.self_attn.o_proj 1"].endswith("as it is")
     assert lines["model.layers.*.mlp.down_proj 0-1"].count("H24") == 2  # in the weight, and online
     assert "H64: a Hadamard matrix" in result.stdout
+    missing = quantize("quarot", tiny, tmp_path / "out", "--plan", "--calibration", tmp_path / "missing.txt")
+    check_refused(missing, "missing.txt: cannot be read (No such file")
     assert listing(tmp_path) == {} and listing(tiny) == before
 
 

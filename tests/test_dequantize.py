@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from ptq.errors import InputError
 from ptq.hf.loading import load_model
 from ptq.hf.lora import prepared
+from ptq.layers.packed_weight import PackedWeight
 from ptq.models.families import FAMILIES
 from ptq.pipeline.proof import largest_error
 
@@ -38,9 +39,11 @@ def check_plain(folder: Path, packed: Path) -> None:
     assert "quantization_config" not in stated
     expected = logits(load_model(packed))
     assert largest_error(logits(load_model(folder)), expected) < 1e-5
-    made = load_model(packed).dequantize()
-    assert largest_error(logits(made), expected) < 1e-5
-    assert not hasattr(made.config, "quantization_config") and not made.is_quantized
+    model = load_model(packed)
+    assert model.dequantize() is model
+    assert largest_error(logits(model), expected) < 1e-5
+    assert not hasattr(model.config, "quantization_config") and not model.is_quantized
+    assert not any(isinstance(module, PackedWeight) for module in model.modules())
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["two ends", "tied"])
@@ -112,8 +115,10 @@ def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:
     assert quantize("fp6", save_model(tmp_path / "model"), tmp_path / "out").exit_code == 0
     model: Any = load_model(tmp_path / "out")
     adapted: Any = get_peft_model(model, prepared(LoraConfig(target_modules=["q_proj"]), model))
+    expected = logits(model)
     with pytest.raises(InputError, match="adapters that were put into it must be taken out first"):
         model.dequantize()
+    assert torch.equal(logits(model), expected) and model.is_quantized
     assert largest_error(logits(adapted.unload().dequantize()), logits(load_model(tmp_path / "out"))) < 1e-5
 
 
@@ -135,6 +140,7 @@ def test_what_comes_out_of_it_can_be_trained_and_quantised(tmp_path: Path) -> No
     made(input_ids=IDS, labels=IDS).loss.backward()
     assert all(parameter.grad is not None for parameter in made.parameters())
     made.save_pretrained(tmp_path / "saved")
+    assert largest_error(logits(load_model(tmp_path / "saved")), logits(made)) < 1e-6
     assert quantize("dequantize", tmp_path / "out", tmp_path / "plain").exit_code == 0
     assert quantize("fp6", tmp_path / "plain", tmp_path / "again").exit_code == 0
 

@@ -56,6 +56,10 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "a seed beyond 64 bits": (["--seed", "99999999999999999999"], "seed must be at least 0 and below 2^63"),
     "a clip of activations that are left alone": (["--activation-clip", "0.9"], "does nothing without"),
     "sinks of a cache that is left alone": (["--kv-sinks", "4"], "does nothing without"),
+    "bits of a cache beside those of its keys and values": (
+        ["--kv-bits", "4", "--key-bits", "16", "--value-bits", "8"],
+        "--kv-bits does nothing beside",
+    ),
     "one bit of a key": (["--kv-bits", "4", "--key-bits", "1"], "key_bits must be one of"),
     "too many bits of a value": (["--kv-bits", "9"], "bits must be one of"),
     "a KV clip above one": (["--kv-bits", "4", "--kv-clip", "1.5"], "clip must be above 0"),

@@ -27,12 +27,12 @@ def check(config: PreTrainedConfig) -> None:
         )
 
 
-def plain_model(model: PreTrainedModel, packed: PtqConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The plain model that computes what a packed one does, but for the rounding of inputs, keys and values, and of the
-    weights to `dtype`. It shares tensors with that.
+def make_plain(model: PreTrainedModel, packed: PtqConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Turn a packed model, in place, into the plain one that computes what it does, but for the rounding of inputs,
+    keys and values, and of the weights to `dtype`; returns it.
 
     Raises InputError for a model that `check` refuses, that somebody has put adapters into, or whose weights lie on a
-    disk.
+    disk; it is then as it was.
     """
     check(model.config)
     weights, turned = _plain_weights(model, dtype), packed.residual()
@@ -52,7 +52,10 @@ def plain_model(model: PreTrainedModel, packed: PtqConfig, dtype: torch.dtype) -
         )
     if made.can_generate():
         made.generation_config = copy.deepcopy(model.generation_config)
-    return made.train(model.training)
+    made.train(model.training)
+    vars(model).clear()
+    vars(model).update(vars(made))
+    return model
 
 
 def _plain_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -114,7 +114,7 @@ class PtqQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
         assert isinstance(self.quantization_config, PtqConfig) and dtype is not None
-        return dequantized.plain_model(model, self.quantization_config, dtype)
+        return dequantized.make_plain(model, self.quantization_config, dtype)
 
     @property
     def is_trainable(self) -> bool:

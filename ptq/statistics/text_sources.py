@@ -29,6 +29,20 @@ def is_file(spec: str) -> bool:
     return Path(spec).suffix.lower() in TEXT_FILES
 
 
+def check(spec: str) -> None:
+    """Raise InputError for what `load` refuses before it reads: a file that is not there, a name that is none."""
+    path = Path(spec).expanduser()
+    if is_file(spec):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise _cannot_read(path, error) from error
+    elif spec not in HUB_ALIASES and path.exists():
+        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset")
+    elif not HUB_NAME.fullmatch(spec):
+        raise InputError(f"calibration {spec!r}: no such file, and not a hub dataset like `org/name`; check the path")
+
+
 def load(spec: str, limit: int, tokenizer: Any) -> str:
     """The text that a user named, as far as `limit` characters: documents, joined by an empty line.
 
@@ -38,16 +52,8 @@ def load(spec: str, limit: int, tokenizer: Any) -> str:
 
     Raises InputError (no such file, not UTF-8, bad line), RunError (the hub cannot be reached).
     """
-    path = Path(spec).expanduser()
-    if spec in HUB_ALIASES:
-        return _join(_hub_rows(spec), tokenizer, limit)
-    if is_file(spec):
-        return read_text(path, tokenizer, limit)
-    if path.exists():
-        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset")
-    if not HUB_NAME.fullmatch(spec):
-        raise InputError(f"calibration {spec!r}: no such file, and not a hub dataset like `org/name`; check the path")
-    return _join(_hub_rows(spec), tokenizer, limit)
+    check(spec)
+    return read_text(Path(spec), tokenizer, limit) if is_file(spec) else _join(_hub_rows(spec), tokenizer, limit)
 
 
 def _join(rows: Iterable[Row], tokenizer: Any, limit: int) -> str:
