@@ -38,6 +38,7 @@ MODULES = (bench_hadamard, bench_integer, bench_e8p, bench_minifloat, bench_expe
 def main(
     threads: Annotated[int, typer.Option(help="Threads of torch.")] = len(os.sched_getaffinity(0)),
     rounds: Annotated[int, typer.Option(help="Rounds; medians are printed.")] = 7,
+    level: Annotated[str | None, typer.Option(help="CPU kernels of this level; the machine's best.")] = None,
     only: Annotated[str, typer.Option(help="Regular expression on the titles.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="A JSON object per line.")] = False,
 ) -> None:
@@ -45,9 +46,11 @@ def main(
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
+    kernels = native.set_cpu_level(level) if native.available() else "not built, slow references"
+    if level not in (None, kernels):
+        raise typer.BadParameter(f"--level {level}: not here; the best here is {native.set_cpu_level(None)}")
     if not as_json:
-        level = native.set_cpu_level(None) if native.available() else "not built, slow references"
-        print(f"torch {torch.__version__}, {threads} threads, kernels: {level}\n")
+        print(f"torch {torch.__version__}, {threads} threads, kernels: {kernels}\n")
         print("| case | | µs | GB/s | of the limit | times faster than |\n|---|---|---|---|---|---|", flush=True)
     for title, limit, make in (table for module in MODULES for table in module.tables()):
         if not re.search(only, title):

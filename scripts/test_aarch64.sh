@@ -9,7 +9,8 @@ cd "$(dirname "$0")/.."
 root=$PWD/build/aarch64
 mkdir -p "$root/debs" "$root/wheels" "$root/system/proc"
 
-if [ ! -e "$root/system/usr/bin/python3.11" ]; then
+if [ ! -e "$root/system/.complete" ]; then
+    trap 'dpkg --remove-architecture arm64' EXIT
     dpkg --add-architecture arm64
     apt-get update -qq
     apt-get install -y -qq --no-install-recommends g++-aarch64-linux-gnu qemu-user
@@ -17,7 +18,6 @@ if [ ! -e "$root/system/usr/bin/python3.11" ]; then
         libffi8 zlib1g libexpat1 libsqlite3-0 libbz2-1.0 liblzma5 libncursesw6 libtinfo6 libreadline8 libuuid1 libgomp1
         libcrypt1 libdb5.3)
     (cd "$root/debs" && apt-get download -qq "${packages[@]/%/:arm64}" && for deb in *.deb; do dpkg -x "$deb" ../system; done)
-    dpkg --remove-architecture arm64
     # What torch asks of a processor, which the emulator passes on as it is here.
     for i in 0 1; do
         mkdir -p "$root/system/sys/devices/system/cpu/cpu$i/regs/identification"
@@ -25,19 +25,24 @@ if [ ! -e "$root/system/usr/bin/python3.11" ]; then
         printf 'processor\t: %d\nFeatures\t: fp asimd crc32 atomics fphp asimdhp asimdrdm asimddp\n' $i
         printf 'CPU implementer\t: 0x41\nCPU architecture: 8\nCPU variant\t: 0x3\nCPU part\t: 0xd0c\n\n'
     done >"$root/system/proc/cpuinfo"
+    dpkg --remove-architecture arm64
+    trap - EXIT
+    touch "$root/system/.complete"
 fi
 
-if [ ! -e "$root/site/torch/lib/libtorch_cpu.so" ]; then
-    read -r -a versions < <(.venv/bin/python -c "
+if [ ! -e "$root/site/.complete" ]; then
+    versions=$(.venv/bin/python -c "
 from importlib.metadata import version
-print(*(f'{name}=={version(name)}' for name in ('torch', 'transformers', 'numpy', 'safetensors')))" | sed 's/+[a-z0-9]*//g')
-    read -r -a platforms < <(seq -f '--platform=manylinux_2_%g_aarch64' -s ' ' 39 -1 5)
+print(*(f'{name}=={version(name)}'.partition('+')[0] for name in ('torch', 'transformers', 'numpy', 'safetensors')))")
+    platforms=$(seq -f '--platform=manylinux_2_%g_aarch64' -s ' ' 39 -1 5)
+    # shellcheck disable=SC2086 # lists of words
     PIP_CONSTRAINT='' .venv/bin/pip download -q --only-binary=:all: --python-version 3.11 -d "$root/wheels" \
-        "${platforms[@]}" --platform=manylinux2014_aarch64 "${versions[@]}" \
-        accelerate beartype datasets huggingface_hub hypothesis jaxtyping psutil pytest rich typer
+        $platforms --platform=manylinux2014_aarch64 $versions \
+        accelerate beartype datasets huggingface_hub hypothesis jaxtyping peft psutil pytest rich typer
     for wheel in "$root"/wheels/*.whl; do
         case $wheel in */triton-*) ;; *) .venv/bin/python -m zipfile -e "$wheel" "$root/site" ;; esac
     done
+    touch "$root/site/.complete"
 fi
 
 PATH=$PWD/.venv/bin:$PATH cmake -S . -B "$root/library" -G Ninja -DCMAKE_SYSTEM_NAME=Linux \
@@ -52,11 +57,11 @@ cp -r ptq quarot quip_sharp fp6 csrc tests scripts docs README.md pyproject.toml
 cp "$root/library/libptq_cpu.so" "$root/source/ptq/"
 cd "$root/source"
 if [ $# = 0 ]; then
-    set -- tests/test_tiled_gemm.py tests/test_tiled.py tests/test_minifloat_tiled.py tests/test_e8p_tiled.py \
-        -k "portable or dotprod"
+    set -- tests/test_native.py tests/test_tiled_gemm.py tests/test_tiled.py tests/test_minifloat_tiled.py \
+        tests/test_e8p_tiled.py -k "portable or dotprod or levels or kernel or sums_of_floats"
 fi
 system=$root/system
-exec qemu-aarch64 -cpu "${CPU:-neoverse-n1}" -L "$system" -E OMP_NUM_THREADS=1 -E PYTHONHOME="$system/usr" \
+exec qemu-aarch64 -cpu neoverse-n1 -L "$system" -E OMP_NUM_THREADS=1 -E PYTHONHOME="$system/usr" \
     -E LD_LIBRARY_PATH="$system/lib/aarch64-linux-gnu:$system/usr/lib/aarch64-linux-gnu" \
     -E PYTHONPATH="$root/source:$root/site" -E PYTHONDONTWRITEBYTECODE=1 \
     "$system/usr/bin/python3.11" -W ignore -m pytest -q -p no:cacheprovider "$@"

@@ -10,7 +10,7 @@ from conftest import check_refused, listing, quantize
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import TINY, WRITTEN_PLAIN, save_model
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache
 
 from ptq.errors import InputError
 from ptq.hf.loading import load_model
@@ -108,6 +108,35 @@ def test_settings_of_generation_stay(tmp_path: Path) -> None:
     model: Any = load_model(tmp_path / "out")
     model.generation_config.temperature = 0.37
     assert model.dequantize().generation_config.temperature == 0.37
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["two ends", "tied"])
+def test_the_model_keeps_what_is_set_on_it(tied: bool, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", tie_word_embeddings=tied)
+    options = ("--rounding", "nearest", "--kv-bits", "4")
+    assert quantize("quarot", model, tmp_path / "out", *options).exit_code == 0
+    packed: Any = load_model(tmp_path / "out")
+    seen: list[Any] = []
+    packed.register_forward_hook(lambda *_: seen.append(_))
+    packed.mine, name = 1, packed.name_or_path
+    packed.requires_grad_(False)
+    packed.train().dequantize()
+    assert packed.training and packed.model.layers[0].training and packed.mine == 1
+    assert packed.name_or_path == packed.config.name_or_path == name == str(tmp_path / "out")
+    assert not any(parameter.requires_grad for parameter in packed.parameters())
+    packed.eval()
+    assert logits(packed).isfinite().all() and len(seen) == 1
+    assert isinstance(packed(IDS).past_key_values, DynamicCache)
+    assert packed.generate(IDS[:1], max_new_tokens=2, do_sample=False).shape == (1, 26)
+    packed.save_pretrained(tmp_path / "saved")
+    assert largest_error(logits(load_model(tmp_path / "saved")), logits(packed)) < 1e-6
+
+
+def test_the_attention_that_was_chosen_stays(tmp_path: Path) -> None:
+    assert quantize("fp6", save_model(tmp_path / "model"), tmp_path / "out").exit_code == 0
+    for chosen, found in ((None, "sdpa"), ("eager", "eager")):
+        model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation=chosen)
+        assert model.dequantize().config._attn_implementation == found
 
 
 def test_a_model_with_adapters_is_refused(tmp_path: Path) -> None:

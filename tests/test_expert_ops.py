@@ -76,7 +76,7 @@ RECIPES = {
 }
 
 
-@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512bf16"))
+@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512bf16", "dotprod"))
 def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 

@@ -38,7 +38,7 @@ TOKEN = [argument.name for argument in DECODE._schema.arguments][1:]
 """What comes with each token."""
 
 
-@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx"))
+@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "dotprod"))
 def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 

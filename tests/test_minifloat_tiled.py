@@ -176,7 +176,7 @@ def test_sums_of_floats_are_the_same_at_every_level_without_pairs(name):
     try:
         for t in (1, 2, 4, 7, 8, 9, 18):
             found = []
-            for level in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni"):
+            for level in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "dotprod"):
                 if native.set_cpu_level(level) == level:
                     found.append(floats(x[:t], *tiles, None, 50, element, 128))
             assert all(torch.equal(y, found[0]) for y in found), t

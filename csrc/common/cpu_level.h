@@ -15,16 +15,17 @@ enum class CpuLevel : int {
     avx512vnni = 4,  // + AVX-512 VNNI, VBMI
     avx512bf16 = 5,  // + AVX-512 BF16
     amx = 6,         // + AMX TILE, INT8, BF16
-    dotprod = 7,     // Arm: portable + the dot product of ARMv8.2
+    dotprod = 7,     // Arm: portable + the dot product of ARMv8.2; not to be compared with those of x86
 };
 
 // The best level that this machine has, or a lower one that a test has asked for.
 CpuLevel cpu_level();
 
 // What was made for the level in use, of one thing (a table of kernels) per level from portable on: above the last, the
-// last, which must not be that of avxvnni. A level that has none of its own repeats the one below (avx512: avx2).
+// last. A level that has none of its own repeats the one below (avx512: avx2).
 template <auto& portable, auto&... higher>
 auto& at_level() {
+    static_assert(sizeof...(higher) != static_cast<int>(CpuLevel::avxvnni), "a machine above may lack AVX-VNNI");
 #if defined(__x86_64__)
     static constexpr std::remove_reference_t<decltype(portable)>* all[] = {&portable, &higher...};
     constexpr int last = sizeof...(higher);

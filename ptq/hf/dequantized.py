@@ -16,6 +16,9 @@ from ptq.layers.packed_weight import GUARD, PackedWeight
 from ptq.models.families import row_of
 from ptq.models.model_shape import shape_of
 
+KEPT = ("generation_config", "name_or_path", "training")
+"""Attributes of a model that are not those of its weights."""
+
 
 def check(config: PreTrainedConfig) -> None:
     """Raise InputError for a model whose plain weights transformers reads in another form than this package's."""
@@ -29,16 +32,20 @@ def check(config: PreTrainedConfig) -> None:
 
 def make_plain(model: PreTrainedModel, packed: PtqConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Turn a packed model, in place, into the plain one that computes what it does, but for the rounding of inputs,
-    keys and values, and of the weights to `dtype`; returns it.
+    keys and values, and of the weights to `dtype`; returns it. Its parts are new modules, without the hooks of the old
+    ones.
 
-    Raises InputError for a model that `check` refuses, that somebody has put adapters into, or whose weights lie on a
-    disk; it is then as it was.
+    Raises InputError for a model that `check` refuses, that has adapters which rename its tensors, or whose weights lie
+    on a disk or on several devices; it is then as it was.
     """
     check(model.config)
+    if len({parameter.device for parameter in model.parameters()} - {torch.device("meta")}) > 1:
+        raise InputError("the model lies on several devices; use `quantize dequantize` on its checkpoint")
     weights, turned = _plain_weights(model, dtype), packed.residual()
     config = copy.deepcopy(model.config)
     delattr(config, "quantization_config")
-    config._attn_implementation = None  # ours is for a cache of few bits, or for packed models
+    if str(config._attn_implementation).startswith("ptq"):  # for a cache of few bits, or for packed models
+        config._attn_implementation = None
     if turned is not None:
         _untie(model, weights, turned, dtype)
         config.tie_word_embeddings = False
@@ -50,12 +57,37 @@ def make_plain(model: PreTrainedModel, packed: PtqConfig, dtype: torch.dtype) ->
             f"the model has not the tensors of its config, such as {strange[0]!r}: adapters that were put into it must "
             "be taken out first (peft's `unload`), or load the checkpoint again"
         )
-    if made.can_generate():
-        made.generation_config = copy.deepcopy(model.generation_config)
-    made.train(model.training)
-    vars(model).clear()
-    vars(model).update(vars(made))
+    made.config.name_or_path = model.config.name_or_path
+    _take_parts(model, made.to(model.device))
     return model
+
+
+def _take_parts(model: PreTrainedModel, made: PreTrainedModel) -> None:
+    """Put the parts and settings of a plain model into a packed one, which keeps what others have set on it itself.
+    What was frozen stays frozen; the weights that are new are so where everything was."""
+    packed = {name for name, module in model.named_modules() if isinstance(module, PackedWeight)}
+    trained = {
+        name: parameter.requires_grad
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[0] not in packed  # whose parts are never trained
+    }
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(trained.get(name, any(trained.values())))
+    for name, value in list(vars(model).items()):
+        if _is_ours(value):
+            delattr(model, name)
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if _is_ours(hook):
+            del model._forward_pre_hooks[key]
+    stays = {name: value for name, value in vars(model).items() if name in KEPT or "hooks" in name}
+    vars(model).update({**vars(made), **stays})
+    model.train(model.training)
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether an attribute or a hook is a function of this package, with a model bound to it or not."""
+    function = getattr(value, "func", getattr(value, "__func__", value))
+    return callable(value) and str(getattr(function, "__module__", "")).startswith("ptq.")
 
 
 def _plain_weights(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
