@@ -63,8 +63,8 @@ CpuLevel best_level() {
     if (!__builtin_cpu_supports("avx512bf16")) return CpuLevel::avx512vnni;
     return may_use_tiles() ? CpuLevel::amx : CpuLevel::avx512bf16;
 #elif defined(__aarch64__) && defined(__linux__)
-    constexpr unsigned long dot_product = 1ul << 20;  // HWCAP_ASIMDDP
-    return getauxval(AT_HWCAP) & dot_product ? CpuLevel::dotprod : CpuLevel::portable;
+    constexpr unsigned long wanted = 1ul << 20 | 1ul << 8;  // HWCAP_ASIMDDP, HWCAP_ATOMICS: of ARMv8.2
+    return (getauxval(AT_HWCAP) & wanted) == wanted ? CpuLevel::dotprod : CpuLevel::portable;
 #elif defined(__aarch64__) && defined(__APPLE__)
     return CpuLevel::dotprod;
 #else
