@@ -134,6 +134,7 @@ def test_the_plan_needs_no_weight(tmp_path: Path) -> None:
 
 
 def test_nothing_left_to_train_is_refused(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", **TINY)
-    options = ("--finetune", "full", "--skip", "*.layers.*", "--calibration", tmp_path / "none.txt", "--plan")
+    model, text = save_model(tmp_path / "model", **TINY), tmp_path / "text.txt"
+    text.touch()
+    options = ("--finetune", "full", "--skip", "*.layers.*", "--calibration", text, "--plan")
     check_refused(quantize("quip-sharp", model, tmp_path / "out", *options), "--skip leaves nothing that --finetune")
