@@ -135,10 +135,6 @@ def _sentence(error: BaseException) -> str:
 
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
-    if recipe.calibration is not None:
-        from ptq.statistics import text_sources
-
-        text_sources.check(recipe.calibration)
     if show_plan:
         if is_first_process():
             _show_plan(model, recipe)
@@ -200,9 +196,12 @@ def _show_plan(model: str, recipe: Recipe) -> None:
     from ptq.pipeline import pipeline, preflight
     from ptq.pipeline.progress import console
     from ptq.reporting import console_tables
+    from ptq.statistics import text_sources
 
     with source.outline(model) as (folder, missing):
         target = pipeline.plan(str(folder), recipe)
+    if recipe.calibration is not None:
+        text_sources.check(recipe.calibration)
     plan = target.plan
     for note in plan.notes:
         console.print(note, soft_wrap=True)

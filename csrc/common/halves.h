@@ -9,7 +9,6 @@
 #include <arm_neon.h>
 #endif
 
-#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
