@@ -91,6 +91,10 @@ CpuLevel cpu_level() {
 
 }  // namespace ptq
 
+extern "C" __attribute__((visibility("default"))) int ptq_cpu_level() {
+    return static_cast<int>(ptq::cpu_level());
+}
+
 extern "C" __attribute__((visibility("default"))) int ptq_set_cpu_level(int wanted) {
     using ptq::CpuLevel;
     const CpuLevel best = ptq::best_level();

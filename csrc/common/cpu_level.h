@@ -44,6 +44,7 @@ auto& at_arm_level() {
 
 }  // namespace ptq
 
-// For tests, through ctypes (ptq/ops/native.py): use this level from now on, or the next one below that the machine
-// has; a negative level means the best one. Returns the level now in use.
+// Through ctypes (ptq/ops/native.py). The level in use. For tests: use this level from now on, or the next one below
+// that the machine has; a negative level means the best one. Returns the level now in use.
+extern "C" int ptq_cpu_level();
 extern "C" int ptq_set_cpu_level(int level);

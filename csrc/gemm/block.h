@@ -226,6 +226,7 @@ struct Results {
     void* out;                 // [t, n]
     Number type;
     int64_t t, n;
+    bool add = false;  // to what `out` holds, in float32
 };
 
 // factor [tiles, 16]: of the totals, or null.
@@ -247,6 +248,7 @@ void finish(const Results& p, const float* total, const float* factor, int64_t t
             if (factor) y *= load(factor + i);
             if (p.token_scale) y *= p.token_scale[first + t];
             if (p.bias) y += integer_tiled::load_bias(p.bias, row + i, count);
+            if (p.add) y += load(static_cast<const float*>(p.out) + (first + t) * p.n + row + i, count);
             integer_tiled::store_result(p.out, p.type, (first + t) * p.n + row + i, y, count);
         }
 }

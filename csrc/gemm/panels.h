@@ -122,7 +122,7 @@ void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& p
     constexpr int64_t each = tokens_of(mode);
     const auto [tile, first, last] = part;
     const Panels& w = p.w;
-    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, w.n};
+    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, w.n, p.add};
     const int64_t group = c.column / w.group_columns, before = (c.column - panel.column) / columns_of(mode);
     Block b{};
     c.describe(b);
@@ -157,7 +157,7 @@ void multiply_apart(const Product& p, const Scratch& scratch, const Part& part, 
             add_group<tiles>(p.w, part.tile, group, part.last - part.first, scratch.total, sum);
     }
     if (panel.end == panel.all) {
-        const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, p.w.n};
+        const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, p.w.n, p.add};
         finish<tiles>(results, sum, nullptr, part.tile, part.first, part.last - part.first);
     }
 }
@@ -209,6 +209,7 @@ void multiply_of(const Product& p, Units& units) {
     for (Run run{units}; run.next();) {
         const int64_t from = run.unit / strips * p.tokens, to = std::min(p.t, from + p.tokens);
         int64_t tile = run.unit % strips * panel_tiles;
+        if (p.diagonal >= 0 && tile * tile_rows >= p.diagonal + to) continue;
         const int64_t last = std::min(tiles, tile + panel_tiles);
         for (; tile + strip <= last; tile += strip) multiply_strip<mode, strip>(p, run, scratch, {tile, from, to});
         if constexpr (strip == 3) {

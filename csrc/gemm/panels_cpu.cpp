@@ -9,7 +9,7 @@
 namespace ptq::gemm {
 namespace {
 
-const PanelKernels& kernels([[maybe_unused]] Mode mode) {
+const PanelKernels& kernels([[maybe_unused]] const Product& p) {
 #if defined(__aarch64__)
     return at_arm_level<panels_portable, panels_dotprod>();
 #else
@@ -17,14 +17,16 @@ const PanelKernels& kernels([[maybe_unused]] Mode mode) {
         at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni, panels_avx512bf16>();
     const auto& units = at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
                                  panels_avx512bf16, panels_amx>();
-    return mode == Mode::floats ? vectors : units;
+    return p.mode == Mode::floats || p.pack ? vectors : units;
 #endif
 }
 
-// Tokens of a unit of work, which takes a strip: as many as possible, as long as every thread gets several units. The
-// sums of 512 stay in the second-level cache; below 64, unpacking would cost too large a share. They are whole blocks.
-int64_t tokens_of_a_unit(int64_t tokens, int64_t strips, int64_t threads, int64_t block) {
-    int64_t unit = 512;
+constexpr int64_t most_tokens = 512;  // of a unit: their sums stay in the second-level cache
+
+// Tokens of a unit of work, which takes a strip: as many as possible, as long as every thread gets several units. Below
+// 64, unpacking would cost too large a share. They are whole blocks.
+int64_t tokens_of_a_unit(int64_t tokens, int64_t most, int64_t strips, int64_t threads, int64_t block) {
+    int64_t unit = most;
     while (unit > 64 && strips * ((tokens + unit - 1) / unit) < 8 * threads) unit /= 2;
     return (unit + block - 1) / block * block;
 }
@@ -33,7 +35,7 @@ int64_t tokens_of_a_unit(int64_t tokens, int64_t strips, int64_t threads, int64_
 
 void multiply_panels(Product p) {
     if (p.t == 0 || p.w.n == 0) return;
-    const PanelKernels& level = kernels(p.mode);
+    const PanelKernels& level = kernels(p);
     p.block_tokens = are_integers(p.mode) ? level.quad_tokens : level.tokens;
     const int64_t blocks = p.blocks(), strips = p.w.strips();
     const auto dwords = [](int64_t rows, int64_t columns) {
@@ -43,8 +45,10 @@ void multiply_panels(Product p) {
     const auto offset = dwords(are_integers(p.mode) ? blocks * p.block_tokens : 0, p.w.groups);
     p.packed = static_cast<uint32_t*>(packed.mutable_data_ptr());
     p.offset = static_cast<int32_t*>(offset.mutable_data_ptr());
-    p.tokens = tokens_of_a_unit(p.t, strips, torch::stable::get_num_threads(), p.block_tokens);
-    torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) { level.pack(p, first, last); });
+    const int64_t most = p.diagonal < 0 ? most_tokens : most_tokens / 2;
+    p.tokens = tokens_of_a_unit(p.t, most, strips, torch::stable::get_num_threads(), p.block_tokens);
+    const Pack pack = p.pack ? p.pack : level.pack;
+    torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) { pack(p, first, last); });
     share(strips * ((p.t + p.tokens - 1) / p.tokens), [&](Units& units) { level.multiply(p, units); });
 }
 

@@ -59,6 +59,9 @@ struct Panels {
     int64_t strips() const { return (n + panel_rows - 1) / panel_rows; }
 };
 
+struct Product;
+using Pack = void (*)(const Product&, int64_t first, int64_t last);
+
 // y[t, n] = token_scale * x Wᵀ + bias.
 // Floats and pairs: sums in float32, in the order of the columns, group after group: the same for any number of threads
 // and tokens; products are exact where x is bfloat16. Integers: to the bit what tiled_ops.py of a method says.
@@ -75,6 +78,9 @@ struct Product {
     Tokens from{};                   // quads: x
     const uint32_t* rows = nullptr;  // floats, pairs: x in steps, `row_steps` apart, in the place of all of these
     int64_t row_steps = 0;
+    Pack pack = nullptr;    // in the place of the level's own; not for AMX
+    bool add = false;       // floats, pairs, and y in float32: to what `out` holds
+    int64_t diagonal = -1;  // y is rows of a symmetric matrix, from this one on: what is right of its diagonal may stay
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
     int32_t* offset = nullptr;   // integers: minus the sums of x, times `byte_offset` without a zero: see `Quads`
     int64_t tokens = 0;          // that a unit of `multiply` takes at most: whole blocks
@@ -86,7 +92,7 @@ struct Product {
 // Units of `pack`: blocks of tokens. Units of `multiply`: strips of row tiles, for each run of `tokens` tokens.
 struct PanelKernels {
     int64_t quad_tokens, tokens;  // of a block: of quads, of others
-    void (*pack)(const Product&, int64_t first, int64_t last);
+    Pack pack;
     void (*multiply)(const Product&, Units&);
 };
 

@@ -77,6 +77,11 @@ def available() -> bool:
     return load()
 
 
+def cpu_level() -> str:
+    """Which of `CPU_LEVELS` the kernels run at; `portable` where they are not built."""
+    return CPU_LEVELS[ctypes.CDLL(str(_find(_CPU))).ptq_cpu_level()] if load() else CPU_LEVELS[0]
+
+
 def set_cpu_level(level: str | None) -> str:
     """For tests: run CPU kernels at `level`, one of `CPU_LEVELS`, or at the next one below that this machine has; None
     for the best.

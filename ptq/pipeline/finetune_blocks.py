@@ -97,7 +97,8 @@ def _take(turn: _Turn, values: Values, progress: Progress) -> None:
     part = _rewritten(turn, values)
     if tasks.job.recipe.rounding != "nearest":
         with progress.step(f"block {index}: Hessians", sum(linear.n * linear.k for linear in turn.group)):
-            tasks.hessians.take(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
+            with tasks.job.products():
+                tasks.hessians.take(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
     tasks.round(turn.group, part, progress, turn.key)
     del part
     if tasks.workers.first:

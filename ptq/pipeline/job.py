@@ -16,7 +16,7 @@ from ptq.hf.blocks import UNRUN, Part
 from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
 from ptq.layers.packed_weight import guard, stored_signs
 from ptq.models.family import Family
-from ptq.ops import hadamard
+from ptq.ops import hadamard, matmul
 from ptq.pipeline import balance, ends, rewrite
 from ptq.pipeline.ends import Matrix
 from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
@@ -26,6 +26,13 @@ from ptq.weights import formats
 PIECE_BYTES = 8 << 20
 """Float64 bytes of a weight that are rewritten at a time, where its rows do not depend on each other: small enough for
 the allocator to use the same memory again. Fresh memory costs more than the rewriting itself."""
+
+
+def multiplies_rounded(checkpoint: Checkpoint, family: Family, recipe: Recipe) -> bool:
+    """Whether calibration rows are multiplied in bfloat16 on a CPU: where the model is stored and will run so, and the
+    CPU has such products. Not for GPTAQ, which looks at small differences of inputs."""
+    embedding = checkpoint.tensors[f"{family.embedding}.weight"]
+    return embedding.dtype == torch.bfloat16 and not recipe.gptaq_alpha and matmul.rounds_fast()
 
 
 Model = Literal["original", "rotated", "packed"]
@@ -48,6 +55,11 @@ class Job:
     """The scale of the balance that was computed last."""
     row_scales: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """What `row_scale` has found, by linear."""
+
+    def products(self) -> AbstractContextManager[None]:
+        """Within it, calibration rows are multiplied in bfloat16, where `multiplies_rounded` says so."""
+        rounded = self.device.type == "cpu" and multiplies_rounded(self.checkpoint, self.family, self.recipe)
+        return matmul.rounded() if rounded else nullcontext()
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite."""

@@ -4,6 +4,7 @@ import math
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
+from ptq.ops import matmul
 from ptq.pipeline import available, finetune
 from ptq.pipeline.finetune_full import LOGITS
 from ptq.pipeline.tasks import CHUNK_TOKENS
@@ -71,9 +73,9 @@ def largest_block(plan: Plan) -> list[LinearPlan]:
     return max(blocks.values(), key=lambda block: sum(linear.n * linear.k for linear in block))
 
 
-def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int]) -> Estimate:
-    """Needs of a run with a recipe whose `sequence_length` is known; `sizes` maps the source's tensors to their bytes.
-    Measures the machine for a moment."""
+def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int], rounded: bool = False) -> Estimate:
+    """Needs of a run with a recipe whose `sequence_length` is known; `sizes` maps the source's tensors to their bytes,
+    `rounded`: calibration rows are multiplied in bfloat16. Measures the machine for a moment."""
     length = recipe.sequence_length
     assert length is not None
     block = largest_block(plan)
@@ -89,14 +91,15 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
         tokens = recipe.samples * length
         hidden = 2 * 4 * tokens * shape.state
         active = sum(_share(linear, shape) * linear.n * linear.k for linear in block)
-        work = 2 * tokens * active + _clip_search(block, shape, tokens, length)
+        passes, work = 2 * tokens * active, _clip_search(block, shape, tokens, length)
         memory += 4 * CHUNK_TOKENS * (3 * shape.state + 4 * max(mlp_widths(shape).values()))
         if needs_hessians(plan, recipe):
             hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
             parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
             square = sum(_share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
             solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
-            work += 2 * tokens * (active + square) + 2 * solve
+            passes += tokens * (2 * active + square)
+            work += 2 * solve
             crossed = {x.statistics: x.k for x in block if x.statistics and x.expert is None and recipe.gptaq_alpha}
             if crossed:
                 hidden *= 2
@@ -107,7 +110,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
             # Beside the block and its Hessians: H, and of experts the sum of all.
             solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
             memory += max(hessians, solver)
-        seconds += plan.blocks * work / _matmul_rate()
+        seconds += plan.blocks * (passes / _matmul_rate(rounded) + work / _matmul_rate())
     if needs_text(plan, recipe) or recipe.calibration is not None:
         memory += _mixing(block, shape, length)
     marks = MARK_BYTES * len(plan.linears)
@@ -253,15 +256,21 @@ def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
 
 
-def _matmul_rate() -> float:
-    """float32 operations per second of a matrix product, measured for a tenth of a second."""
-    a = torch.ones(512, 512)
-    torch.mm(a, a)
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < 0.1:
-        torch.mm(a, a)
-        count += 1
-    return count * 2 * 512**3 / (time.perf_counter() - start)
+def _matmul_rate(rounded: bool = False) -> float:
+    """Operations per second of products in float32, or in bfloat16: the best of a tenth of a second, on one thread, as
+    what else the machine does at the moment will pass."""
+    threads, a = torch.get_num_threads(), torch.ones(512, 512)
+    torch.set_num_threads(1)
+    try:
+        with matmul.rounded() if rounded else nullcontext():
+            best, start = math.inf, time.perf_counter()
+            while time.perf_counter() - start < 0.1:
+                before = time.perf_counter()
+                matmul.linear(a, a, None)
+                best = min(best, time.perf_counter() - before)
+    finally:
+        torch.set_num_threads(threads)
+    return threads * 2 * 512**3 / best
 
 
 def _size(nbytes: int | float) -> str:

@@ -119,7 +119,8 @@ class Tasks:
                 self.probe.compare(index, original, rotated, routes)
             if solved.crossed(self.job, index) and index + 1 < self.job.plan.blocks:
                 with progress.step(f"block {index}: unquantised", weights):
-                    self.teacher.through(index, part.run)
+                    with self.job.products():
+                        self.teacher.through(index, part.run)
             if self.job.plan.finetune != "none":
                 del part
                 finetune_blocks.tune(self, index, progress)
@@ -248,9 +249,10 @@ class Tasks:
             block = tuple(self.job.plan.block(index))
             if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
                 part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
-            self.hessians.take(
-                str(index), part, names, self.hidden, index, self.teacher, solved.crossed(self.job, index)
-            )
+            with self.job.products():
+                self.hessians.take(
+                    str(index), part, names, self.hidden, index, self.teacher, solved.crossed(self.job, index)
+                )
             for note in unseen(self.hessians, self.job.plan, index):
                 progress.say(note)
 
@@ -259,7 +261,9 @@ class Tasks:
         if index + 1 == self.job.plan.blocks:  # nothing follows that would read them
             self.hidden.write(index + 1, 0, lambda number: torch.empty(0))
         elif not self.hidden.complete(index + 1):
-            self.hidden.through(index, self.packed_block(index).run)
+            part = self.packed_block(index)
+            with self.job.products():
+                self.hidden.through(index, part.run)
         if self.workers.first:
             self.hidden.drop(index)
             self.teacher.drop(index)

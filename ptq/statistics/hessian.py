@@ -14,8 +14,7 @@ from ptq.files.checkpoint import read_tensor
 from ptq.files.header import read_header
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
-from ptq.ops import memory
-from ptq.ops.matmul import product
+from ptq.ops import gram, matmul, memory
 from ptq.planning.outline import alike
 from ptq.planning.plan import LinearPlan, Plan
 from ptq.statistics.chunks import Chunks
@@ -155,10 +154,10 @@ def observe(
     sums = {name: _zeros(cast(int, part.module(name).in_features), part.device) for name in names}
     counts = dict.fromkeys(names, 0)
 
-    def add(name: str, xt: Float32[Tensor, "k t"]) -> None:
-        _accumulate(sums[name], xt)
-        counts[name] += xt.shape[1]
-        cross.add(name, xt)
+    def add(name: str, x: Float32[Tensor, "t k"]) -> None:
+        gram.add_gram_(sums[name], x, matmul.PRODUCTS.rounded)
+        counts[name] += len(x)
+        cross.add(name, x)
 
     for hidden, state in zip(chunks, exact if cross.names else itertools.repeat(None), strict=bool(cross.names)):
         if state is not None:
@@ -191,8 +190,9 @@ def whole(panels: list[Float32[Tensor, "_ _"]]) -> Float32[Tensor, "k k"]:
         panel = panels.pop()
         rows, columns = panel.shape
         start = columns - rows
-        h[start:columns, :columns] = panel
+        h[start:columns, :start] = panel[:, :start]
         h[:start, start:columns] = panel[:, :start].T
+        h[start:columns, start:columns] = panel[:, start:].tril() + panel[:, start:].tril(-1).T
     return h
 
 
@@ -214,12 +214,3 @@ def merged(files: Sequence[Path]) -> dict[str, Tensor]:
         for name, info in read_header(file)[0].items():
             sums[name] += read_tensor(file, info)
     return sums
-
-
-def _accumulate(panels: list[Float32[Tensor, "_ _"]], xt: Float32[Tensor, "k t"]) -> None:
-    """Add xt xtᵀ, in pieces that bound the memory of a product."""
-    for panel in panels:
-        size, end = panel.shape
-        for left in range(0, end, PANEL):
-            columns = slice(left, min(left + PANEL, end))
-            panel[:, columns] += product(xt[end - size : end], xt[columns].T)

@@ -28,16 +28,14 @@ class _Seen(Exception):
 def run_until_seen(
     part: Part, names: Iterable[str], state: Float[Tensor, "batch t k"], see: Callable[[str, Tensor], None]
 ) -> None:
-    """Run a block until each of the named linears has had its input. `see` is given name and input, channels first:
-    where a linear transforms it, or quantises it, as its weight sees it."""
+    """Run a block until each of the named linears has had its input. `see` is given name and input [t, k]: where a
+    linear transforms it, or quantises it, as its weight sees it."""
     missing = set(names)
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
-            xt = x.flatten(0, -2).float().T.contiguous()
-            del x
-            see(name, xt)
+            see(name, x.flatten(0, -2).float().contiguous())
             missing.discard(name)
             if not missing:
                 raise _Seen
@@ -66,14 +64,14 @@ class CrossMoments:
         self.sums: dict[str, Float32[Tensor, "k k"]] = {
             name: torch.zeros(k, k, device=part.device) for name, k in widths.items()
         }
-        self._expected: dict[str, Float32[Tensor, "k t"]] = {}
+        self._expected: dict[str, Float32[Tensor, "t k"]] = {}
 
     def expect(self, state: Float[Tensor, "batch t k"]) -> None:
         """Keep the inputs x of a chunk."""
         with self.part.exact():
             run_until_seen(self.part, self.names, state, self._expected.__setitem__)
 
-    def add(self, name: str, xt: Float32[Tensor, "k t"]) -> None:
+    def add(self, name: str, x: Float32[Tensor, "t k"]) -> None:
         """Add what belongs to an input x̂ of the same chunk, where its C is wanted."""
         if name in self._expected:
-            self.sums[name] += product(self._expected.pop(name).sub_(xt), xt.T)
+            self.sums[name] += product((self._expected.pop(name) - x).T, x)

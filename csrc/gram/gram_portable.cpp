@@ -1,0 +1,2 @@
+#define PTQ_LEVEL portable
+#include "gram/gram.h"
