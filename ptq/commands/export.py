@@ -24,7 +24,10 @@ from ptq.weights.compressed_tensors import Exportable, Scheme
 from ptq.weights.prepacked import PrepackedFormat
 
 INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "symmetric": True, "dynamic": True}
-"""`QuantizationArgs` of inputs in 8 bits: as `ptq.ops.activations` with clip 1, but for the scale, largest / 127.5."""
+"""`QuantizationArgs` of inputs in 8 bits: as `ptq.ops.activations` with clip 1. vLLM has the same scale, largest / 127;
+the library compressed-tensors has largest / 127.5."""
+TOGETHER = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Linears that runtimes put into one, so that all of them must be stored in one way."""
 
 
 def export(checkpoint: Path, out: Path) -> int:
@@ -53,6 +56,7 @@ def export(checkpoint: Path, out: Path) -> int:
     if plain is None:
         raise InputError(f"{checkpoint}: models with experts are not exported yet")
     modules, entries = packed_modules(config, packed), packed.entries()
+    _refuse_torn(checkpoint, modules, plain)
     schemes = [_scheme(checkpoint, name, module, entries[name]) for name, module in modules.items()]
     if any(scheme != schemes[0] for scheme in schemes):
         raise InputError(
@@ -76,6 +80,18 @@ def _refuse_beside(checkpoint: Path, packed: PtqConfig) -> None:
             f"{checkpoint}: has rotations that run with the model, which other runtimes do not have; quantise with "
             "`quarot --offline`, or `fp6` without --rotate (QuIP# cannot be exported)"
         )
+
+
+def _refuse_torn(checkpoint: Path, modules: Mapping[str, PackedWeight], plain: list[str]) -> None:
+    """Linears that a runtime puts into one, of which only some are packed."""
+    for name in plain:
+        parent, _, leaf = name.rpartition(".")
+        others = {f"{parent}.{other}" for group in TOGETHER if leaf in group for other in group - {leaf}}
+        if torn := sorted(others & modules.keys()):
+            raise InputError(
+                f"{checkpoint}: {torn[0]} is quantised and {name} is not, which other runtimes put into one linear; "
+                "quantise with --skip for all or none of q_proj, k_proj and v_proj, and of gate_proj and up_proj"
+            )
 
 
 def _scheme(checkpoint: Path, name: str, module: PackedWeight, entry: Mapping[str, Any]) -> Scheme:
