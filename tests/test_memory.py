@@ -11,12 +11,13 @@ from ptq.ops import memory
 PAGES = (8 << 20) // 4096
 
 
-def faults() -> int:
-    """Fresh pages that a few tensors of 8 MiB take, one after the other."""
-    torch.zeros(2 << 20)
+def faults(size: int = 2 << 20, together: int = 1) -> int:
+    """Fresh pages that some tensors, of 8 MiB unless another size is named, take five times in turn."""
+    held = [torch.zeros(size) for _ in range(together)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(5):
-        torch.zeros(2 << 20)
+        held.clear()
+        held.extend(torch.zeros(size) for _ in range(together))
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
@@ -24,4 +25,6 @@ def faults() -> int:
 def test_freed_memory_is_used_again_during_and_after() -> None:
     with memory.kept():
         assert faults() < PAGES
+    with memory.kept(memory.SMALL_BYTES):  # the activations of a block are more than one of them
+        assert faults(10 << 20, together=4) < PAGES
     assert faults() < PAGES

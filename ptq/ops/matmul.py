@@ -78,7 +78,7 @@ def linear(
     x, w = x.contiguous(), w.contiguous()
     if PRODUCTS.rounded:
         x = x.bfloat16()
-    rows = max(1, PIECE_BYTES // (4 * w.shape[1]))
+    rows = max(1, PIECE_BYTES // (x.itemsize * w.shape[1]))
     if len(w) <= rows:
         return _many(x, w, bias)
     y = torch.empty(*x.shape[:-1], len(w))

@@ -47,14 +47,14 @@ def settle() -> None:
 
 @contextmanager
 def kept(largest: int = ALL_BYTES) -> Iterator[None]:
-    """While the block runs, freed memory is kept for the next tensor, up to `largest` bytes; afterwards it goes back to
-    the system."""
+    """While the block runs, freed memory is kept for the next tensor, in pieces of up to `largest` bytes, together up to
+    `ALL_BYTES`; afterwards it goes back to the system."""
     library = _ours_to_set()
     if library is None:
         yield
         return
-    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-        library.mallopt(option, largest)
+    library.mallopt(M_MMAP_THRESHOLD, largest)
+    library.mallopt(M_TRIM_THRESHOLD, ALL_BYTES)
     try:
         yield
     finally:
