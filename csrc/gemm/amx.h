@@ -132,7 +132,7 @@ PTQ_INLINE void add_tokens(const Common& common, Group& g, int64_t tokens) {
     g.token = end;
     if (g.token < tile_tokens || !g.ends) return;
     const Product& p = common.p;
-    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, p.w.n};
+    const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, p.w.n, p.add};
     finish<tiles>(results, g.total, nullptr, common.tile, g.first, std::min(tile_tokens, common.end - g.first));
 }
 

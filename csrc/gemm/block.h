@@ -233,7 +233,7 @@ struct Results {
 template <int tiles>
 void finish(const Results& p, const float* total, const float* factor, int64_t tile, int64_t first, int64_t tokens) {
     const int64_t row = tile * tile_rows;
-    if (!factor && p.type == Number::float32 && p.token_scale && !p.bias && row + tiles * tile_rows <= p.n) {
+    if (!factor && p.type == Number::float32 && p.token_scale && !p.bias && !p.add && row + tiles * tile_rows <= p.n) {
         float* to = static_cast<float*>(p.out) + first * p.n + row;
         for (int64_t t = 0; t < tokens; t++, to += p.n, total += tiles * tile_rows)
 #pragma GCC unroll 3

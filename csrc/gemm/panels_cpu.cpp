@@ -45,7 +45,7 @@ void multiply_panels(Product p) {
     const auto offset = dwords(are_integers(p.mode) ? blocks * p.block_tokens : 0, p.w.groups);
     p.packed = static_cast<uint32_t*>(packed.mutable_data_ptr());
     p.offset = static_cast<int32_t*>(offset.mutable_data_ptr());
-    const int64_t most = p.diagonal < 0 ? most_tokens : most_tokens / 2;
+    const int64_t most = p.diagonal < 0 ? most_tokens : most_tokens / 2;  // less is right of the diagonal
     p.tokens = tokens_of_a_unit(p.t, most, strips, torch::stable::get_num_threads(), p.block_tokens);
     const Pack pack = p.pack ? p.pack : level.pack;
     torch::stable::parallel_for(0, blocks, 1, [&](int64_t first, int64_t last) { pack(p, first, last); });

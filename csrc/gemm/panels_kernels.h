@@ -78,9 +78,10 @@ struct Product {
     Tokens from{};                   // quads: x
     const uint32_t* rows = nullptr;  // floats, pairs: x in steps, `row_steps` apart, in the place of all of these
     int64_t row_steps = 0;
-    Pack pack = nullptr;    // in the place of the level's own; not for AMX
-    bool add = false;       // floats, pairs, and y in float32: to what `out` holds
-    int64_t diagonal = -1;  // y is rows of a symmetric matrix, from this one on: what is right of its diagonal may stay
+    Pack pack = nullptr;         // in the place of the level's own; AMX is then not used
+    bool add = false;            // y, in float32, to what `out` holds
+    int64_t diagonal = -1;       // row i of y is row diagonal + i of a symmetric matrix, of which what is right of the
+                                 // diagonal need not be computed; -1: all is
     uint32_t* packed = nullptr;  // x as `multiply` wants it, made by `pack`: [panel, block of tokens, step, token]
     int32_t* offset = nullptr;   // integers: minus the sums of x, times `byte_offset` without a zero: see `Quads`
     int64_t tokens = 0;          // that a unit of `multiply` takes at most: whole blocks

@@ -18,8 +18,9 @@ inline Dwords step_of(const Channels& c, int64_t step, int64_t channel, int64_t 
 template <bool pairs>
 void arrange_steps(const Channels& c, int64_t first, int64_t last) {
     for (int64_t step = first; step < last; step++)
-        for (int64_t channel = 0; channel < c.k; channel += tile)
-            store_vector(c.tiles + channel * c.steps + step * tile, step_of<pairs>(c, step, channel, c.k - channel));
+        for (int64_t channel = 0; channel < c.k; channel += tile_rows)
+            store_vector(c.tiles + channel * c.steps + step * tile_rows,
+                         step_of<pairs>(c, step, channel, c.k - channel));
 }
 void arrange(const Channels& c, int64_t first, int64_t last) {
     c.pairs ? arrange_steps<true>(c, first, last) : arrange_steps<false>(c, first, last);
@@ -30,8 +31,8 @@ void unpack(const void* weight, int64_t from, int64_t tiles, int64_t column, int
     const int64_t columns = c.pairs ? 2 : 1;
     auto* to = static_cast<uint32_t*>(panel);
     for (int64_t step = column / columns; step < end / columns; step++)
-        for (int64_t r = 0; r < tiles; r++, to += tile)
-            store_vector(to, load_vector<Dwords>(c.tiles + ((from + r) * c.steps + step) * tile));
+        for (int64_t r = 0; r < tiles; r++, to += tile_rows)
+            store_vector(to, load_vector<Dwords>(c.tiles + ((from + r) * c.steps + step) * tile_rows));
 }
 
 template <gemm::Mode mode>

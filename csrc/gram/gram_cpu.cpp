@@ -25,25 +25,26 @@ void add_panel(const Channels& c, const Tensor& sum) {
     gemm::Panels w{.weight = &c, .unpack = kernels().unpack, .n = end, .columns = columns};
     w.groups = 1, w.group_columns = columns;
     gemm::Product p{.w = w, .mode = c.pairs ? gemm::Mode::pairs : gemm::Mode::floats};
-    p.x = c.x + end - rows, p.x_type = Number::float32, p.t = rows, p.k = c.t;
+    p.x = c.x + end - rows, p.t = rows;
     p.out = sum.mutable_data_ptr(), p.out_type = Number::float32;
     p.pack = kernels().pack, p.add = true, p.diagonal = end - rows;
     gemm::multiply_panels(p);
 }
 
-void add_gram(const std::vector<Tensor>& sums, const Tensor& x, bool rounded) {
+void add_gram(const std::vector<Tensor>& sums, const Tensor& x, bool bfloat16) {
     STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::Float, "add_gram_: x must be float32 [t, k]");
     for (const Tensor& sum : sums)
         STD_TORCH_CHECK(sum.dim() == 2 && sum.scalar_type() == ScalarType::Float && sum.is_contiguous() &&
                             sum.size(0) <= sum.size(1) && sum.size(1) <= x.size(1),
                         "add_gram_: sums must be contiguous float32 [rows, end], rows <= end <= k");
     const Tensor in = compact(x);
-    const int64_t t = in.size(0), k = in.size(1), padded = (t + gemm::column_step - 1) / gemm::column_step;
+    const int64_t t = in.size(0), k = in.size(1);
     if (t == 0 || k == 0) return;
-    const bool pairs = rounded && kernels().has_pairs;
-    const int64_t steps = padded * gemm::column_step / (pairs ? 2 : 1), tiles = (k + tile - 1) / tile;
-    const Tensor room = torch::stable::empty({tiles, steps, tile}, ScalarType::Int);
-    const Channels c{static_cast<const float*>(in.const_data_ptr()),  t,    k, rounded, pairs,
+    const bool pairs = bfloat16 && kernels().has_pairs;
+    const int64_t columns = (t + gemm::column_step - 1) / gemm::column_step * gemm::column_step;
+    const int64_t steps = columns / (pairs ? 2 : 1), tiles = (k + tile_rows - 1) / tile_rows;
+    const Tensor room = torch::stable::empty({tiles, steps, tile_rows}, ScalarType::Int);
+    const Channels c{static_cast<const float*>(in.const_data_ptr()),  t,    k, bfloat16, pairs,
                      static_cast<uint32_t*>(room.mutable_data_ptr()), steps};
     torch::stable::parallel_for(0, steps, 1, [&](int64_t first, int64_t last) { kernels().arrange(c, first, last); });
     for (const Tensor& sum : sums) add_panel(c, sum);

@@ -4,28 +4,28 @@
 #include <cstdint>
 
 #include "gemm/panels_kernels.h"
+#include "integer_tiled/layout.h"
 
 namespace ptq::gram {
 
-constexpr int64_t tile = 16;  // channels
+using integer_tiled::tile_rows;
 
 // x [t, k], and the same numbers as a weight of gemm/ whose rows are the channels and whose columns are the tokens:
 // [tile, step, 16], zeros behind the last token. A step is two tokens where `pairs`.
 struct Channels {
     const float* x;
     int64_t t, k;
-    bool rounded;  // to bfloat16, before they are multiplied
-    bool pairs;    // with `rounded` only: as bfloat16
+    bool rounded;  // to bfloat16
+    bool pairs;    // and multiplied so
     uint32_t* tiles;
     int64_t steps;
 };
 
-// Steps [first, last) of `tiles`; a row of it in panels; channels from p.x on as tokens of a product.
 struct Kernels {
     bool has_pairs;
-    void (*arrange)(const Channels&, int64_t first, int64_t last);
-    gemm::Unpack unpack;
-    void (*pack)(const gemm::Product& p, int64_t first, int64_t last);
+    void (*arrange)(const Channels&, int64_t first, int64_t last);  // makes steps [first, last) of `tiles`
+    gemm::Unpack unpack;                                            // `tiles` into panels
+    gemm::Pack pack;                                                // channels from p.x on as the tokens of p
 };
 
 extern const Kernels portable, avx2, avx512, avx512bf16;

@@ -121,7 +121,7 @@ class QuantLinear(PackedWeight):
             return cast(IntegerInput, self.format).linear_quantized(
                 seen[0], seen[1], self.parts(), bias, dtype, self.input_bits
             )
-        x = seen[0].bfloat16() if matmul.PRODUCTS.rounded else seen[0]
+        x = seen[0].bfloat16() if matmul.PRODUCTS.bfloat16 else seen[0]
         return self.format.linear(x, self.parts(), bias).to(dtype)
 
     def _bias_and_dtype(self, dtype: torch.dtype) -> tuple[Tensor | None, torch.dtype]:

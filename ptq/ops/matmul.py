@@ -1,8 +1,8 @@
 """Products with plain weights on the CPU, where torch's default library is slow.
 
-Many tokens, float32: oneDNN, which is two to three times as fast on AMD, and twice as fast again within `rounded`, on
-bfloat16. Few tokens: `ptq::dense_linear`, a kernel that
-reads the weight at the speed of memory; its sums are float32, the same for any number of tokens and threads.
+Many tokens, float32: oneDNN, which is two to three times as fast on AMD, and twice as fast again `in_bfloat16`. Few
+tokens: `ptq::dense_linear`, a kernel that reads the weight at the speed of memory; its sums are float32, the same for
+any number of tokens and threads.
 """
 
 import threading
@@ -32,26 +32,26 @@ PIECE_BYTES = 32 << 20
 
 
 class _Products(threading.local):
-    rounded = False
+    bfloat16 = False
 
 
 PRODUCTS = _Products()
-"""What this thread has said of products, see `rounded`."""
+"""How this thread multiplies float32, see `in_bfloat16`."""
 
 
 @contextmanager
-def rounded() -> Iterator[None]:
-    """Within it, in this thread, `linear` on many tokens and packed linears bring float32 factors to bfloat16 before
-    they multiply them, as a model in bfloat16 has them. Sums are float32; what a linear gives is rounded as well."""
-    before, PRODUCTS.rounded = PRODUCTS.rounded, True
+def in_bfloat16() -> Iterator[None]:
+    """Within it, in this thread, `linear` on many tokens and packed linears multiply float32 as a model in bfloat16
+    does: factors and result are brought to bfloat16, sums are float32."""
+    before, PRODUCTS.bfloat16 = PRODUCTS.bfloat16, True
     try:
         yield
     finally:
-        PRODUCTS.rounded = before
+        PRODUCTS.bfloat16 = before
 
 
-def rounds_fast() -> bool:
-    """Whether the CPU has products of bfloat16, so that `rounded` gains time."""
+def has_bfloat16() -> bool:
+    """Whether the CPU has products of bfloat16, so that `in_bfloat16` gains time."""
     return native.cpu_level() in ("avx512bf16", "amx")
 
 
@@ -76,7 +76,7 @@ def linear(
     if _differentiated(x, w, bias):
         return cast(Tensor, _Differentiable.apply(x, w, bias))
     x, w = x.contiguous(), w.contiguous()
-    if PRODUCTS.rounded:
+    if PRODUCTS.bfloat16:
         x = x.bfloat16()
     rows = max(1, PIECE_BYTES // (x.itemsize * w.shape[1]))
     if len(w) <= rows:

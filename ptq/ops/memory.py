@@ -47,8 +47,8 @@ def settle() -> None:
 
 @contextmanager
 def kept(largest: int = ALL_BYTES) -> Iterator[None]:
-    """While the block runs, freed memory is kept for the next tensor, in pieces of up to `largest` bytes, together up to
-    `ALL_BYTES`; afterwards it goes back to the system."""
+    """While the block runs, freed memory is kept for the next tensor, in pieces of up to `largest` bytes, together
+    up to `ALL_BYTES`; afterwards it goes back to the system."""
     library = _ours_to_set()
     if library is None:
         yield

@@ -77,9 +77,14 @@ def available() -> bool:
     return load()
 
 
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_find(_CPU)))
+
+
 def cpu_level() -> str:
     """Which of `CPU_LEVELS` the kernels run at; `portable` where they are not built."""
-    return CPU_LEVELS[ctypes.CDLL(str(_find(_CPU))).ptq_cpu_level()] if load() else CPU_LEVELS[0]
+    return CPU_LEVELS[_library().ptq_cpu_level()] if load() else CPU_LEVELS[0]
 
 
 def set_cpu_level(level: str | None) -> str:
@@ -88,5 +93,4 @@ def set_cpu_level(level: str | None) -> str:
 
     Returns the level now in use. Needs the native library.
     """
-    library = ctypes.CDLL(str(_find(_CPU)))
-    return CPU_LEVELS[library.ptq_set_cpu_level(-1 if level is None else CPU_LEVELS.index(level))]
+    return CPU_LEVELS[_library().ptq_set_cpu_level(-1 if level is None else CPU_LEVELS.index(level))]

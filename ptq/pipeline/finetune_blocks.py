@@ -97,7 +97,7 @@ def _take(turn: _Turn, values: Values, progress: Progress) -> None:
     part = _rewritten(turn, values)
     if tasks.job.recipe.rounding != "nearest":
         with progress.step(f"block {index}: Hessians", sum(linear.n * linear.k for linear in turn.group)):
-            with tasks.job.products():
+            with tasks.job.calibration():
                 tasks.hessians.take(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
     tasks.round(turn.group, part, progress, turn.key)
     del part

@@ -28,11 +28,10 @@ PIECE_BYTES = 8 << 20
 the allocator to use the same memory again. Fresh memory costs more than the rewriting itself."""
 
 
-def multiplies_rounded(checkpoint: Checkpoint, family: Family, recipe: Recipe) -> bool:
-    """Whether calibration rows are multiplied in bfloat16 on a CPU: where the model is stored and will run so, and the
-    CPU has such products. Not for GPTAQ, which looks at small differences of inputs."""
-    embedding = checkpoint.tensors[f"{family.embedding}.weight"]
-    return embedding.dtype == torch.bfloat16 and not recipe.gptaq_alpha and matmul.rounds_fast()
+def calibrates_in_bfloat16(checkpoint: Checkpoint, family: Family) -> bool:
+    """Whether calibration rows are multiplied in bfloat16 on a CPU: where the model, judged by its embedding, is stored
+    so, as it will run so, and the CPU has such products."""
+    return checkpoint.tensors[f"{family.embedding}.weight"].dtype == torch.bfloat16 and matmul.has_bfloat16()
 
 
 Model = Literal["original", "rotated", "packed"]
@@ -56,10 +55,10 @@ class Job:
     row_scales: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """What `row_scale` has found, by linear."""
 
-    def products(self) -> AbstractContextManager[None]:
-        """Within it, calibration rows are multiplied in bfloat16, where `multiplies_rounded` says so."""
-        rounded = self.device.type == "cpu" and multiplies_rounded(self.checkpoint, self.family, self.recipe)
-        return matmul.rounded() if rounded else nullcontext()
+    def calibration(self) -> AbstractContextManager[None]:
+        """Within it, calibration rows go through a block: in bfloat16, where `calibrates_in_bfloat16` says so."""
+        fast = self.device.type == "cpu" and calibrates_in_bfloat16(self.checkpoint, self.family)
+        return matmul.in_bfloat16() if fast else nullcontext()
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite."""

@@ -21,7 +21,7 @@ from ptq.models.model_shape import shape_of
 from ptq.ops import memory
 from ptq.pipeline import finetune_full, preflight, proof, token_rows
 from ptq.pipeline.ends import plain
-from ptq.pipeline.job import Job, multiplies_rounded
+from ptq.pipeline.job import Job, calibrates_in_bfloat16
 from ptq.pipeline.progress import Progress, without_kernel_hints
 from ptq.pipeline.target import Target, plan
 from ptq.pipeline.tasks import Tasks
@@ -50,8 +50,8 @@ def estimate(target: Target, model: str, recipe: Recipe) -> preflight.Estimate:
     """What a run will need on this machine. Raises InputError for rows that are longer than the model's limit."""
     sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
     recipe = _resolved(recipe, model, target.config)
-    rounded = multiplies_rounded(target.checkpoint, target.family, recipe)
-    return preflight.estimate(target.plan, shape_of(target.config), recipe, sizes, rounded)
+    bfloat16 = calibrates_in_bfloat16(target.checkpoint, target.family)
+    return preflight.estimate(target.plan, shape_of(target.config), recipe, sizes, bfloat16)
 
 
 @dataclass(frozen=True)

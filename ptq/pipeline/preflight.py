@@ -73,9 +73,9 @@ def largest_block(plan: Plan) -> list[LinearPlan]:
     return max(blocks.values(), key=lambda block: sum(linear.n * linear.k for linear in block))
 
 
-def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int], rounded: bool = False) -> Estimate:
+def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int], bfloat16: bool = False) -> Estimate:
     """Needs of a run with a recipe whose `sequence_length` is known; `sizes` maps the source's tensors to their bytes,
-    `rounded`: calibration rows are multiplied in bfloat16. Measures the machine for a moment."""
+    `bfloat16`: calibration rows are multiplied in it. Measures the machine for a moment."""
     length = recipe.sequence_length
     assert length is not None
     block = largest_block(plan)
@@ -110,7 +110,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
             # Beside the block and its Hessians: H, and of experts the sum of all.
             solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
             memory += max(hessians, solver)
-        seconds += plan.blocks * (passes / _matmul_rate(rounded) + work / _matmul_rate())
+        seconds += plan.blocks * (passes / _matmul_rate(bfloat16) + work / _matmul_rate())
     if needs_text(plan, recipe) or recipe.calibration is not None:
         memory += _mixing(block, shape, length)
     marks = MARK_BYTES * len(plan.linears)
@@ -256,13 +256,13 @@ def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
 
 
-def _matmul_rate(rounded: bool = False) -> float:
+def _matmul_rate(bfloat16: bool = False) -> float:
     """Operations per second of products in float32, or in bfloat16: the best of a tenth of a second, on one thread, as
     what else the machine does at the moment will pass."""
     threads, a = torch.get_num_threads(), torch.ones(512, 512)
     torch.set_num_threads(1)
     try:
-        with matmul.rounded() if rounded else nullcontext():
+        with matmul.in_bfloat16() if bfloat16 else nullcontext():
             best, start = math.inf, time.perf_counter()
             while time.perf_counter() - start < 0.1:
                 before = time.perf_counter()

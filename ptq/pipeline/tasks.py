@@ -119,7 +119,7 @@ class Tasks:
                 self.probe.compare(index, original, rotated, routes)
             if solved.crossed(self.job, index) and index + 1 < self.job.plan.blocks:
                 with progress.step(f"block {index}: unquantised", weights):
-                    with self.job.products():
+                    with self.job.calibration():
                         self.teacher.through(index, part.run)
             if self.job.plan.finetune != "none":
                 del part
@@ -249,7 +249,7 @@ class Tasks:
             block = tuple(self.job.plan.block(index))
             if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
                 part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
-            with self.job.products():
+            with self.job.calibration():
                 self.hessians.take(
                     str(index), part, names, self.hidden, index, self.teacher, solved.crossed(self.job, index)
                 )
@@ -262,7 +262,7 @@ class Tasks:
             self.hidden.write(index + 1, 0, lambda number: torch.empty(0))
         elif not self.hidden.complete(index + 1):
             part = self.packed_block(index)
-            with self.job.products():
+            with self.job.calibration():
                 self.hidden.through(index, part.run)
         if self.workers.first:
             self.hidden.drop(index)

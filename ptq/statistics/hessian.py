@@ -28,8 +28,8 @@ NO_TOKEN = "no token of the calibration text was routed to this expert: rounded 
 TOKENS = "tokens"
 """What the number of tokens is called in the files, behind the name of the linear."""
 PANEL = 1024
-"""Rows of H that are summed together. What lies right of a panel's block on the diagonal is left to symmetry, in memory
-and in the files."""
+"""Rows of H that are summed together. What lies right of the diagonal is left to symmetry: a panel ends with its block
+on the diagonal, in memory and in the files, and there it may hold anything."""
 
 
 class Hessians:
@@ -155,7 +155,7 @@ def observe(
     counts = dict.fromkeys(names, 0)
 
     def add(name: str, x: Float32[Tensor, "t k"]) -> None:
-        gram.add_gram_(sums[name], x, matmul.PRODUCTS.rounded)
+        gram.add_gram_(sums[name], x, matmul.PRODUCTS.bfloat16)
         counts[name] += len(x)
         cross.add(name, x)
 
@@ -182,8 +182,8 @@ def _zeros(k: int, device: torch.device) -> list[Float32[Tensor, "_ _"]]:
 
 
 def whole(panels: list[Float32[Tensor, "_ _"]]) -> Float32[Tensor, "k k"]:
-    """H from its panels: each has `PANEL` rows (the last one fewer), from the left up to the block on the diagonal.
-    The list is used up: panels and H together would be half as much again."""
+    """H from its panels: each has `PANEL` rows (the last one fewer), from the left up to the block on the diagonal, of
+    which the lower half is read. The list is used up: panels and H together would be half as much again."""
     k = panels[-1].shape[1]
     h = panels[-1].new_empty(k, k)
     while panels:

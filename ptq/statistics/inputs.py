@@ -69,9 +69,12 @@ class CrossMoments:
     def expect(self, state: Float[Tensor, "batch t k"]) -> None:
         """Keep the inputs x of a chunk."""
         with self.part.exact():
-            run_until_seen(self.part, self.names, state, self._expected.__setitem__)
+            run_until_seen(self.part, self.names, state, self._expect)
 
     def add(self, name: str, x: Float32[Tensor, "t k"]) -> None:
         """Add what belongs to an input x̂ of the same chunk, where its C is wanted."""
         if name in self._expected:
-            self.sums[name] += product((self._expected.pop(name) - x).T, x)
+            self.sums[name] += product(self._expected.pop(name).sub_(x).T, x)
+
+    def _expect(self, name: str, x: Float32[Tensor, "t k"]) -> None:
+        self._expected[name] = x.clone()  # x may be what the block goes on with

@@ -31,7 +31,7 @@ def test_factors_are_those_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = x.bfloat16().double() @ w.bfloat16().double().t() + bias.double()
     for piece in (matmul.PIECE_BYTES, 1 << 13):  # the second: some rows at a time
         monkeypatch.setattr(matmul, "PIECE_BYTES", piece)
-        with matmul.rounded():
+        with matmul.in_bfloat16():
             y = matmul.linear(x, w, bias)
         assert y.dtype == torch.float32 and not torch.equal(y, plain)
         torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=2**-8 * float(bias.abs().max()))
@@ -39,13 +39,13 @@ def test_factors_are_those_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_of_one_thread_and_of_its_block() -> None:
-    with matmul.rounded():
-        with pytest.raises(ZeroDivisionError), matmul.rounded():
+    with matmul.in_bfloat16():
+        with pytest.raises(ZeroDivisionError), matmul.in_bfloat16():
             _ = 1 / 0
-        assert matmul.PRODUCTS.rounded
+        assert matmul.PRODUCTS.bfloat16
         with ThreadPoolExecutor(1) as other:
-            assert not other.submit(lambda: matmul.PRODUCTS.rounded).result()
-    assert not matmul.PRODUCTS.rounded
+            assert not other.submit(lambda: matmul.PRODUCTS.bfloat16).result()
+    assert not matmul.PRODUCTS.bfloat16
 
 
 @pytest.mark.parametrize("tokens", [1, 100])
@@ -67,7 +67,7 @@ def test_packed_linears_take_bfloat16(name: str, options: dict[str, Any], tokens
     parts = {"dense": w} if codebook is None else format.pack(nearest(w, codebook))
     layer.load_state_dict({"bias": bias, **{f"weight_{part}": tensor for part, tensor in parts.items()}}, strict=False)
     layer.prepack()
-    with matmul.rounded():
+    with matmul.in_bfloat16():
         y = layer(x)
     assert y.dtype == torch.float32
     alone = layer.to(torch.bfloat16)(x.bfloat16())
@@ -75,12 +75,12 @@ def test_packed_linears_take_bfloat16(name: str, options: dict[str, Any], tokens
 
 
 def precisions(patch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether products are rounded when Hessians are summed, and when rows go through a block: filled by a run."""
+    """Whether products are of bfloat16 when Hessians are summed, and when rows go through a block: filled by a run."""
     found: list[bool] = []
 
     def watched(function: Callable[..., Any]) -> Callable[..., Any]:
         def watch(*args: Any, **named: Any) -> Any:
-            found.append(matmul.PRODUCTS.rounded)
+            found.append(matmul.PRODUCTS.bfloat16)
             return function(*args, **named)
 
         return watch
@@ -91,34 +91,34 @@ def precisions(patch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "dtype, options, rounded",
+    "dtype, options, wanted",
     [
         (torch.bfloat16, [], True),
         (torch.float32, [], False),
         (torch.float16, [], False),
-        (torch.bfloat16, ["--gptaq-alpha", "0.25"], False),
+        (torch.bfloat16, ["--gptaq-alpha", "0.25"], True),
     ],
 )
 def test_models_in_bfloat16_are_calibrated_so(
-    dtype: torch.dtype, options: list[Any], rounded: bool, tmp_path: Path, calibration_text: Path,
+    dtype: torch.dtype, options: list[Any], wanted: bool, tmp_path: Path, calibration_text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(matmul, "rounds_fast", lambda: True)
+    monkeypatch.setattr(matmul, "has_bfloat16", lambda: True)
     found = precisions(monkeypatch)
     model = save_model(tmp_path / "model", dtype=dtype, **TINY)
     options = ["--calibration", calibration_text, "--samples", 8, "--sequence-length", 16, *options]
     made = quantize("quarot", model, tmp_path / "out", *options)
     assert made.exit_code == 0, made.stderr
-    assert len(found) >= 3 and set(found) == {rounded}  # of two blocks; rows go through the first one
-    assert not matmul.PRODUCTS.rounded
+    assert len(found) >= 3 and set(found) == {wanted}  # of two blocks; rows go through the first one
+    assert not matmul.PRODUCTS.bfloat16
 
 
 def test_only_where_the_cpu_has_them(set_level: Callable[[str | None], str]) -> None:
     if not native.available():
-        assert not matmul.rounds_fast()
+        assert not matmul.has_bfloat16()
         return
     best = set_level(None)
-    assert matmul.rounds_fast() == (best in ("avx512bf16", "amx"))
+    assert matmul.has_bfloat16() == (best in ("avx512bf16", "amx"))
     assert native.cpu_level() == best
     set_level("avx2")
-    assert not matmul.rounds_fast()
+    assert not matmul.has_bfloat16()
