@@ -56,7 +56,7 @@ def shared() -> Path:
 def fast() -> Iterator[None]:
     """Whole runs without measuring the machine and without waiting for its disk: neither changes a result."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "_matmul_rate", lambda rounded=False: 1e9)
+        patch.setattr(preflight, "_matmul_rate", lambda bfloat16=False: 1e9)
         patch.setattr(os, "fsync", lambda handle: None)
         yield
 

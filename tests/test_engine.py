@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import TINY, save_model
 
 from ptq.engine import ALONE, Workers
@@ -40,11 +41,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def worker(environment: dict[str, str], model: Path, out: Path, asked: Recipe) -> None:
     """One process of a run, as torchrun would start it."""
-    import torch
-
     os.environ.update(environment)
     torch.set_num_threads(1)
-    preflight._matmul_rate = lambda rounded=False: 1e9
+    preflight._matmul_rate = lambda bfloat16=False: 1e9
     tasks.CHUNK_TOKENS = 32  # one row a chunk: 20 chunks, 5 parts
     try:
         pipeline.quantize(model, out, asked, QUIET)
@@ -95,6 +94,13 @@ def test_any_number_of_processes_gives_the_same_bytes(changes: dict[str, Any], m
         assert finish(start(count, model, tmp_path / str(count), asked)) == [0] * count
         assert contents(tmp_path / str(count)) == contents(tmp_path / "1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3"]
+
+
+def test_also_in_bfloat16(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    model = save_model(tmp_path_factory.mktemp("source") / "model", dtype=torch.bfloat16, **TINY)
+    for count in (1, 3):
+        assert finish(start(count, model, tmp_path / str(count), recipe(model))) == [0] * count
+    assert contents(tmp_path / "3") == contents(tmp_path / "1")
 
 
 def test_a_dead_process_costs_its_unfinished_task(model: Path, tmp_path: Path) -> None:

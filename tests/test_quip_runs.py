@@ -38,7 +38,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 def fast() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "CHUNK_TOKENS", 64)
-        patch.setattr(preflight, "_matmul_rate", lambda rounded=False: 1e9)
+        patch.setattr(preflight, "_matmul_rate", lambda bfloat16=False: 1e9)
         yield
 
 

@@ -30,7 +30,7 @@ def fast() -> Iterator[None]:
     """No measuring of the machine, no waiting for its disk: neither matters here. Small chunks: more files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tasks, "CHUNK_TOKENS", 64)
-        patch.setattr(preflight, "_matmul_rate", lambda rounded=False: 1e9)
+        patch.setattr(preflight, "_matmul_rate", lambda bfloat16=False: 1e9)
         patch.setattr(os, "fsync", lambda handle: None)
         yield
 
@@ -204,7 +204,7 @@ def child(model: Path, out: Path, recipe: Recipe) -> None:
     import torch
 
     torch.set_num_threads(1)
-    preflight._matmul_rate = lambda rounded=False: 1e9
+    preflight._matmul_rate = lambda bfloat16=False: 1e9
     tasks.CHUNK_TOKENS = 32  # more files, so more moments to be killed between
     pipeline.quantize(model, out, recipe, QUIET)
 
