@@ -67,9 +67,10 @@ def test_packed_linears_take_bfloat16(name: str, options: dict[str, Any], tokens
     parts = {"dense": w} if codebook is None else format.pack(nearest(w, codebook))
     layer.load_state_dict({"bias": bias, **{f"weight_{part}": tensor for part, tensor in parts.items()}}, strict=False)
     layer.prepack()
+    plain = layer(x)
     with matmul.in_bfloat16():
         y = layer(x)
-    assert y.dtype == torch.float32
+    assert y.dtype == torch.float32 and not torch.equal(y, plain)
     alone = layer.to(torch.bfloat16)(x.bfloat16())
     torch.testing.assert_close(y, alone.float(), rtol=2**-7, atol=0.02)
 

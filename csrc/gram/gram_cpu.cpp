@@ -22,9 +22,10 @@ const Kernels& kernels() {
 // sum [rows, end] += the products of the channels in front of `end`, the last ones with all.
 void add_panel(const Channels& c, const Tensor& sum) {
     const int64_t rows = sum.size(0), end = sum.size(1), columns = c.steps * (c.pairs ? 2 : 1);
-    gemm::Panels w{.weight = &c, .unpack = kernels().unpack, .n = end, .columns = columns};
-    w.groups = 1, w.group_columns = columns;
-    gemm::Product p{.w = w, .mode = c.pairs ? gemm::Mode::pairs : gemm::Mode::floats};
+    gemm::Product p{};
+    p.w.weight = &c, p.w.unpack = kernels().unpack, p.w.n = end;
+    p.w.columns = p.w.group_columns = columns, p.w.groups = 1;
+    p.mode = c.pairs ? gemm::Mode::pairs : gemm::Mode::floats;
     p.x = c.x + end - rows, p.t = rows;
     p.out = sum.mutable_data_ptr(), p.out_type = Number::float32;
     p.pack = kernels().pack, p.add = true, p.diagonal = end - rows;
