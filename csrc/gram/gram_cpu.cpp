@@ -54,6 +54,12 @@ void add_gram(const std::vector<Tensor>& sums, const Tensor& x, bool bfloat16) {
 }  // namespace
 }  // namespace ptq::gram
 
+// Without AVX2, and on Arm, torch's own products serve: those of `portable` are there to be tested.
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
-    m.impl("add_gram_", TORCH_BOX(&ptq::gram::add_gram));
+#if defined(__x86_64__)
+    constexpr bool vectors = true;
+#else
+    constexpr bool vectors = false;
+#endif
+    if (vectors && ptq::cpu_level() >= ptq::CpuLevel::avx2) m.impl("add_gram_", TORCH_BOX(&ptq::gram::add_gram));
 }

@@ -12,11 +12,7 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from ptq.ops import native
 from ptq.ops.op_declarations import declare
-
-SLOW_LEVELS = ("portable", "dotprod")
-"""Of the CPU: at these, torch's own products are faster than the kernel."""
 
 
 def reference(sums: Sequence[Float32[Tensor, "_ _"]], x: Float32[Tensor, "t k"], bfloat16: bool) -> None:
@@ -35,9 +31,3 @@ declare(
 )
 
 add_gram_ = torch.ops.ptq.add_gram_.default
-
-
-def add(sums: Sequence[Float32[Tensor, "_ _"]], x: Float32[Tensor, "t k"], bfloat16: bool) -> None:
-    """Add Xᵀ X to the panels, in the faster way."""
-    slow = x.is_cpu and native.cpu_level() in SLOW_LEVELS
-    (reference if slow else add_gram_)(sums, x, bfloat16)

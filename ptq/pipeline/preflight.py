@@ -110,7 +110,8 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
             # Beside the block and its Hessians: H, and of experts the sum of all.
             solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
             memory += max(hessians, solver)
-        seconds += plan.blocks * (passes / _matmul_rate(bfloat16) + work / _matmul_rate())
+        rate = _matmul_rate()
+        seconds += plan.blocks * (passes / (_matmul_rate(bfloat16) if bfloat16 else rate) + work / rate)
     if needs_text(plan, recipe) or recipe.calibration is not None:
         memory += _mixing(block, shape, length)
     marks = MARK_BYTES * len(plan.linears)

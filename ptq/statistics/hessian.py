@@ -155,7 +155,7 @@ def observe(
     counts = dict.fromkeys(names, 0)
 
     def add(name: str, x: Float32[Tensor, "t k"]) -> None:
-        gram.add(sums[name], x, matmul.PRODUCTS.bfloat16)
+        gram.add_gram_(sums[name], x, matmul.PRODUCTS.bfloat16)
         counts[name] += len(x)
         cross.add(name, x)
 
