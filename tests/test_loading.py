@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
         edit_config(mlp_bias=False),
         "hold tensor 'model.layers.0.mlp.down_proj.bias', but its config.json does not promise it",
     ),
-    "no heads": (edit_config(num_attention_heads=0), "integer modulo by zero"),
+    "no heads": (edit_config(num_attention_heads=0), " by zero"),
     "a word that is no dtype": (edit_config(dtype="nope"), "nope"),
     "a number that is no activation": (edit_config(hidden_act=5), "hidden_act"),
     "padding outside the vocabulary": (edit_config(pad_token_id=10**6), "could not be loaded: Padding_idx"),
