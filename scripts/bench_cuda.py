@@ -8,10 +8,11 @@ median of many replays, divided by the size of the pool. GB/s counts what must b
 scales, tokens and results, each once; for transforms what is read and what is written. The limit is a large copy.
 """
 
+import itertools
 import json
 import statistics
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,7 +57,7 @@ class Line:
     """Times faster than torch in bfloat16 on the same shape: its linear layer, or its attention."""
 
 
-def microseconds(calls: list[Callable[[], Any]], seconds: float = 0.15) -> float:
+def microseconds(calls: list[Callable[[], Any]], seconds: float = 0.06) -> float:
     """Median time of one call, over replays of a graph of all calls."""
     for call in calls[:2]:
         call()
@@ -109,13 +110,12 @@ def cublas_times(n: int, k: int, all_rows: tuple[int, ...]) -> dict[int, float]:
     return times
 
 
-def linear_lines(copy: float, all_rows: tuple[int, ...], e8p_bits: tuple[int, ...]) -> list[Line]:
-    lines = []
+def linear_lines(copy: float, all_rows: tuple[int, ...], e8p_bits: tuple[int, ...]) -> Iterator[Line]:
     for n, k in SHAPES:
         reference = cublas_times(n, k, all_rows)
         for rows, time in reference.items():
             rate = (2 * rows * (n + k) + 2 * n * k) / time / 1e3
-            lines.append(Line("cuBLAS bf16", f"{n} x {k}", rows, time, rate, rate / copy, 1.0))
+            yield Line("cuBLAS bf16", f"{n} x {k}", rows, time, rate, rate / copy, 1.0)
         for name, form in FORMS.items():
             pool = [random_weight(form, n, k) for _ in range(copies_for(n * k * bits_of(form) // 8))]
             packed = sum(part.numel() * part.element_size() for part in pool[0].values())
@@ -123,7 +123,7 @@ def linear_lines(copy: float, all_rows: tuple[int, ...], e8p_bits: tuple[int, ..
                 for title, call in _calls(name, form, rows, k).items():
                     time = microseconds([lambda w=w, call=call: call(w) for w in pool])
                     rate = (packed + 2 * rows * (n + k)) / time / 1e3
-                    lines.append(Line(title, f"{n} x {k}", rows, time, rate, rate / copy, reference[rows] / time))
+                    yield Line(title, f"{n} x {k}", rows, time, rate, rate / copy, reference[rows] / time)
             del pool
         for bits in e8p_bits:
             pool = [cases.e8p_weight(bits, n, k) for _ in range(copies_for(n * k * bits // 8))]
@@ -131,28 +131,25 @@ def linear_lines(copy: float, all_rows: tuple[int, ...], e8p_bits: tuple[int, ..
                 for title, call in cases.e8p_calls(bits, rows, k).items():
                     time = microseconds([lambda w=w, call=call: call(w) for w in pool])
                     rate = (n * k * bits // 8 + 2 * rows * (n + k)) / time / 1e3
-                    lines.append(Line(title, f"{n} x {k}", rows, time, rate, rate / copy, reference[rows] / time))
+                    yield Line(title, f"{n} x {k}", rows, time, rate, rate / copy, reference[rows] / time)
             del pool
-    return lines
 
 
-def cache_lines(copy: float) -> list[Line]:
+def cache_lines(copy: float) -> Iterator[Line]:
     """Decode attention and appending, for one row of a model of 8B shape; beside it torch's attention in bfloat16."""
-    lines = []
     for length in cases.LENGTHS:
         shape, moved = f"{length} tokens", 4 * cases.HEADS * length * cases.HEAD_DIM
         make, call = cases.plain_attention(length)
         pool = [make() for _ in range(copies_for(moved))]
         plain = microseconds([lambda c=c, call=call: call(c) for c in pool])
-        lines.append(Line("SDPA bf16", shape, 1, plain, moved / plain / 1e3, moved / plain / 1e3 / copy, 1.0))
+        yield Line("SDPA bf16", shape, 1, plain, moved / plain / 1e3, moved / plain / 1e3 / copy, 1.0)
         for bits in (4, 2, 8):
             packed = 2 * cases.HEADS * length * (cases.HEAD_DIM * bits // 8 + 4)
             pool = [cases.cache(bits, length) for _ in range(copies_for(packed))]
             for title, call in cases.cache_calls(bits, length).items():
                 time = microseconds([lambda c=c, call=call: call(c) for c in pool])
                 rate = packed / time / 1e3 if "attend" in title else 0.0
-                lines.append(Line(title, shape, 1, time, rate, rate / copy, plain / time if rate else None))
-    return lines
+                yield Line(title, shape, 1, time, rate, rate / copy, plain / time if rate else None)
 
 
 def _calls(
@@ -177,8 +174,7 @@ def _calls(
     return calls
 
 
-def transform_lines(copy: float) -> list[Line]:
-    lines = []
+def transform_lines(copy: float) -> Iterator[Line]:
     activation = Activation(8, 1.0)
     for k in VECTORS:
         construction = hadamard.construction(k)
@@ -195,8 +191,7 @@ def transform_lines(copy: float) -> list[Line]:
             for title, (size, call) in calls.items():
                 time = microseconds([lambda x=x, call=call: call(x) for x in pool])
                 rate = size * rows * k / time / 1e3
-                lines.append(Line(title, str(k), rows, time, rate, rate / copy, None))
-    return lines
+                yield Line(title, str(k), rows, time, rate, rate / copy, None)
 
 
 def machine() -> dict[str, str]:
@@ -231,16 +226,14 @@ def main(
         raise SystemExit("bench_cuda: no CUDA device, or the CUDA kernels are not built: run scripts/gpu_check.sh")
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    copy = copy_bandwidth()
-    if many:
-        lines = linear_lines(copy, MANY, ())
-    else:
-        lines = [*transform_lines(copy), *linear_lines(copy, ROWS, (2, 3, 4)), *cache_lines(copy)]
-    table = markdown(machine(), copy, lines)
-    record = {"machine": machine(), "copy": copy, "lines": [asdict(line) for line in lines]}
-    output.with_suffix(".json").write_text(json.dumps(record, indent=1))
-    output.with_suffix(".md").write_text(table)
-    print(table)
+    about, copy, lines = machine(), copy_bandwidth(), list[Line]()
+    products = linear_lines(copy, MANY, ()) if many else linear_lines(copy, ROWS, (2, 3, 4))
+    for line in products if many else itertools.chain(transform_lines(copy), cache_lines(copy), products):
+        lines.append(line)  # written one by one: who is stopped keeps what there is
+        record = {"machine": about, "copy": copy, "lines": [asdict(line) for line in lines]}
+        output.with_suffix(".json").write_text(json.dumps(record, indent=1))
+        output.with_suffix(".md").write_text(markdown(about, copy, lines))
+    print(markdown(about, copy, lines))
 
 
 if __name__ == "__main__":

@@ -71,12 +71,13 @@ def test_linear(compiled, tokens: int, dtype: torch.dtype, splits: int, bits: in
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65])
-def test_linear_of_four_bits_for_every_number_of_tokens(compiled, tokens: int) -> None:
+@pytest.mark.parametrize("bits", [4, 7, 8])
+def test_linear_for_every_number_of_tokens(compiled, bits: int, tokens: int) -> None:
     n, k, group_size = 150, 448, 64
-    w = weight(n, k, 4, group_size, symmetric=False, seed=tokens)
+    w = weight(n, k, bits, group_size, symmetric=False, seed=tokens)
     x = random(tokens, k, dtype=torch.float16, seed=tokens)
-    found = run_integer(compiled("integer_host"), LINEAR, x, w, 4, torch.float16)
-    wanted = fragment_ops.linear(x, w["fragments"], w["scale"], w["zero"], None, n, 4, group_size)
+    found = run_integer(compiled("integer_host"), LINEAR, x, w, bits, torch.float16)
+    wanted = fragment_ops.linear(x, w["fragments"], w["scale"], w["zero"], None, n, bits, group_size)
     assert torch.allclose(found, wanted, rtol=2e-3, atol=2e-2)
 
 

@@ -89,8 +89,8 @@ def test_linear(compiled, tokens: int, dtype: torch.dtype, splits: int, element:
         assert error < (4e-4 if dtype == torch.float16 else 3e-3), (n, k, group_size, error)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 17, 64, 65, 130])
-@pytest.mark.parametrize("name", ["e3m2", "e2m3"])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65, 130])
+@pytest.mark.parametrize("name", ["e3m2", "e2m3", "e2m2", "e4m2"])
 def test_linear_for_every_number_of_tokens(compiled, name: str, tokens: int) -> None:
     n, k, group_size, element = 150, 448, 64, ELEMENTS[name]
     w = weight(n, k, element, group_size, seed=tokens)

@@ -236,17 +236,22 @@ PTQ_DEVICE int round_to_int(float x) {
 // kernel and device.
 template <auto kernel, class Parameters>
 const char* launch(Grid grid, int threads, size_t shared_bytes, Stream stream, const Parameters& parameters) {
+    // Forgets the error, which would else be taken for the next launch's.
+    const auto failed = [](cudaError_t error) {
+        cudaGetLastError();
+        return cudaGetErrorString(error);
+    };
     if (shared_bytes > 48 * 1024) {
         static std::atomic<uint64_t> allowed{0};
         int device = 0;
-        if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cudaGetErrorString(error);
+        if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return failed(error);
         const uint64_t bit = uint64_t{1} << (device & 63);
         if (!(allowed.load() & bit)) {
             int most = 0;
             cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
             if (error == cudaSuccess)
                 error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
-            if (error != cudaSuccess) return cudaGetErrorString(error);
+            if (error != cudaSuccess) return failed(error);
             allowed |= bit;
         }
     }

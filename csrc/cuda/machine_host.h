@@ -57,9 +57,12 @@ struct Exchange {
     std::vector<std::vector<Product>> products;  // groups; the last one is not committed yet
 };
 
+constexpr int hopper_shared = 227 * 1024;  // of 9.0
+
 struct Machine {
     bool backwards = false;  // see above
     bool idle = false;       // `launch` checks what it is asked, and runs nothing
+    size_t most_shared = least_shared;
     std::vector<Fiber> fibers;
     std::vector<Exchange> warps;
     std::vector<BulkCopy> bulk;  // on their way
@@ -162,7 +165,7 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Pa
     constexpr size_t stack_bytes = 1 << 16;
     Machine& m = machine;
     if (threads % 32 || threads < 32 || threads > 1024) return "a block must be 1 to 32 whole warps";
-    if (shared_bytes > 227 * 1024) return "too much shared memory";
+    if (shared_bytes > m.most_shared) return "too much shared memory";
     if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535)
         return "a grid must be 1 to 2^31 - 1 by 65535 by 65535";
     if (m.idle) return nullptr;

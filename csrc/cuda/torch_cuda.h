@@ -58,6 +58,7 @@ inline const Properties& properties(int device) {
         const auto attribute = [device](cudaDeviceAttr which) {
             int value = 0;
             const cudaError_t error = cudaDeviceGetAttribute(&value, which, device);
+            if (error != cudaSuccess) cudaGetLastError();  // forgotten: it would else be taken for a launch's
             STD_TORCH_CHECK(error == cudaSuccess, "ptq: device ", device, ": ", cudaGetErrorString(error));
             return value;
         };

@@ -41,15 +41,22 @@ inline const char* launch_reduce(const Linear& p, Stream stream) {
     return launch<reduce_kernel<threads>>({static_cast<unsigned>((count + threads - 1) / threads)}, threads, 0, stream,
                                           p);
 }
+// Whether a block has room for so many tokens on every device; a shape of more than one tile of tokens must.
+template <class S>
+constexpr bool has_room(int tokens) {
+    return Buffers<S, 2>::bytes(kept_rows<S>(tokens)) <= least_shared;
+}
 // p.splits is what `splits_of` says, or any smaller number.
 template <class T, class S>
 const char* launch_linear(const Linear& p, Stream stream) {
+    static_assert(S::token_tiles == 1 || has_room<S>(S::tokens));
     const char* error = launch<linear_kernel<T, S>>(grid_of<S>(p.w, p.tokens, p.splits), S::threads,
                                                     Buffers<S, 2>::bytes(kept_rows<S>(p.tokens)), stream, p);
     return error || p.splits == 1 ? error : launch_reduce(p, stream);
 }
 template <class S>
 const char* launch_quantized(const Quantized& p, Stream stream) {
+    static_assert(Buffers<S, 1>::bytes() <= least_shared);
     return launch<quantized_kernel<S>>(grid_of<S>(p.w, p.tokens, 1), S::threads,
                                        Buffers<S, 1>::bytes(kept_rows<S>(p.tokens)), stream, p);
 }

@@ -14,7 +14,7 @@ constexpr int most_tokens = 64;  // with which a weight is decoded as it is mult
 constexpr int few_tokens = 32;   // up to these a product waits for its weight, however fast it multiplies
 
 // Calls run.operator()<Shape>() with the shape for this many tokens. Four bits have all of them, other widths two: that
-// keeps the time to compile short.
+// keeps the time to compile short. Wide ones leave no room for 64 tokens on the smallest devices.
 template <int bits, class Run>
 auto with_linear_shape(int tokens, Run run) {
     using Code = Integer<bits>;
@@ -23,7 +23,8 @@ auto with_linear_shape(int tokens, Run run) {
         if (tokens <= 16) return run.template operator()<Shape<Code, 2, 4, 2, 2>>();
         if (tokens <= 32) return run.template operator()<Shape<Code, 4, 1, 8, 1>>();
     }
-    return run.template operator()<Shape<Code, 8, 1, 8, 1>>();
+    constexpr int most = bits < 7 ? 8 : 4;
+    return run.template operator()<Shape<Code, most, 1, 8, 1>>();
 }
 template <int bits, class Run>
 auto with_quantized_shape(int tokens, int groups, Run run) {

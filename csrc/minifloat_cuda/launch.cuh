@@ -14,14 +14,16 @@ constexpr int most_tokens = 256;
 
 // Calls run.operator()<Shape>() with the shape for this many tokens. Six bits have all of them, other widths two: that
 // keeps the time to compile short. Few tokens: many warps along the columns, so that a matrix of 4096 rows needs no
-// splits, and nothing has to be added up by a second kernel.
+// splits, and nothing has to be added up by a second kernel; as long as the smallest devices have room for them.
 template <class Code, class Run>
 auto with_linear_shape(int tokens, Run run) {
-    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 2, 1, 8>>();
+    using Few = Shape<Code, 1, 2, 1, 8>;
+    if (tokens <= 8 && has_room<Few>(tokens)) return run.template operator()<Few>();
     if constexpr (Code::bits == 6) {
-        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 2, 2, 4>>();
+        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 1, 2, 4>>();
     }
-    return run.template operator()<Shape<Code, 8, 2, 4, 1>>();
+    constexpr int most = Code::bits < 7 ? 8 : 4;
+    return run.template operator()<Shape<Code, most, 2, 4, 1>>();
 }
 template <class Code, class Run>
 auto with_quantized_shape(int tokens, int groups, Run run) {

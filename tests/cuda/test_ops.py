@@ -104,7 +104,7 @@ def test_quantize_tokens_to_the_bit(bits: int, clip: float, k: int, dtype: torch
     assert same(torch.ops.ptq.quantize_tokens(x.to(GPU), bits, clip), activations.reference(x, bits, clip))
 
 
-@pytest.mark.parametrize("order, blocks", [(64, 1), (128, 32), (4096, 1), (28672, 1), (14336, 3), (11008, 1), (1, 77)])
+@pytest.mark.parametrize("order, blocks", [(64, 1), (128, 32), (4096, 1), (28672, 1), (14336, 2), (11008, 1), (1, 77)])
 def test_hadamard_quantize_is_the_transform_and_the_grid(order: int, blocks: int) -> None:
     """The integers are those of the float32 numbers that the same transform gives."""
     x, construction = random(9, blocks * order, dtype=torch.bfloat16, seed=order).to(GPU), hadamard.construction(order)

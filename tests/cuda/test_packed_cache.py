@@ -80,7 +80,7 @@ def test_attend(k_bits: int, v_bits: int, dtype: torch.dtype) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     codes, scales = kv_ops.empty_chunks(1, 1, 2, 64, 4, GPU)
-    with pytest.raises(RuntimeError, match="do not fit"):
+    with pytest.raises(RuntimeError, match="3 tokens behind 254 in room for 256"):
         OPS.kv_append(codes, scales, torch.zeros(1, 2, 3, 64, device=GPU), 254, 4, 0.95, False)
     with pytest.raises(RuntimeError, match="another device"):
         OPS.kv_append(codes, scales, torch.zeros(1, 2, 3, 64), 0, 4, 0.95, False)

@@ -20,6 +20,7 @@ extern "C" const char* test_e8p(int mode, int backwards, int type, const void* x
                                 const uint8_t* fragments, const float* scale, const float* bias, void* out, int tokens,
                                 int n, int k, int bits, int processors, int shared, int misalign) {
     machine.backwards = backwards;
+    machine.most_shared = shared;
     const int64_t tiles = (n + 15) / 16, blocks = (k + block_columns - 1) / block_columns;
     const int width = mode == 3 ? 1 : type == 0 ? 4 : 2, x_width = mode == 1 ? 1 : mode == 4 ? 4 : width;
     const bool weight_alone = mode == 2 || mode == 3;
@@ -30,7 +31,7 @@ extern "C" const char* test_e8p(int mode, int backwards, int type, const void* x
     Buffer y(nullptr, (weight_alone ? int64_t{n} * k : int64_t{tokens} * n) * width);
     const Weights w{static_cast<const uint8_t*>(f.data()), static_cast<const float*>(s.data()), n, k};
     const Number kind = bias ? Number::float32 : Number::none;
-    const Device device{processors, shared, 227 * 1024};
+    const Device device{processors, shared, hopper_shared};
     const char* error = nullptr;
     if (mode < 2) {
         const bool aligned = !misalign && k * x_width % 16 == 0;

@@ -12,6 +12,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
                                      const int64_t* factor_order, const uint8_t* const* codes, int64_t doublings,
                                      double scale, const float* grid8, int processors, int misalign) {
     ptq::cuda::machine.backwards = backwards;
+    ptq::cuda::machine.most_shared = ptq::cuda::hopper_shared;
     const Element e = static_cast<Element>(element);
     const int64_t outer = sizes[0], blocks = sizes[1], order = sizes[2], inner = sizes[3];
     const int64_t count = outer * blocks * order * inner;
@@ -42,7 +43,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
     const char* error = nullptr;
     if (mode == 0 || mode == 2) {
         Transform p;
-        if (!plan(t, {processors, 227 * 1024, 227 * 1024}, p)) return "the fast kernel does not take this";
+        if (!plan(t, {processors, hopper_shared, hopper_shared}, p)) return "the fast kernel does not take this";
         error = run_fast(p, t, nullptr);
     } else {
         Buffer first(nullptr, general_bytes(t)), second(nullptr, general_bytes(t)), number(nullptr, general_bytes(t));
@@ -61,6 +62,7 @@ extern "C" const char* test_hadamard(int mode, int backwards, const void* in, vo
 extern "C" const char* test_quantize(int backwards, const void* in, int8_t* q, float* scale, int element,
                                      int64_t tokens, int k, const float* grid8, int misalign) {
     ptq::cuda::machine.backwards = backwards;
+    ptq::cuda::machine.most_shared = ptq::cuda::hopper_shared;
     const Element e = static_cast<Element>(element);
     Buffer x(in, tokens * k * size_of(e), misalign ? size_of(e) : 0), y(nullptr, tokens * k, misalign ? 1 : 0);
     Buffer s(nullptr, tokens * 4);

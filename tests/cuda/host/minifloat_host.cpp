@@ -53,5 +53,5 @@ extern "C" const char* test_minifloat(int mode, int backwards, int type, const v
 
 extern "C" int test_splits(int tokens, int n, int k, int exponent, int mantissa, int processors) {
     const Weights w{nullptr, nullptr, nullptr, n, k, 1, 1};
-    return linear_splits(w, {exponent, mantissa}, tokens, {processors, 227 * 1024});
+    return linear_splits(w, {exponent, mantissa}, tokens, {processors, hopper_shared});
 }

@@ -33,6 +33,7 @@ extern "C" const char* test_input(int backwards, int type, const void* x, const 
                                   int factors, const int64_t* factor_order, const uint8_t* const* codes,
                                   int64_t doublings, int processors, int misalign, int flat) {
     machine.backwards = backwards;
+    machine.most_shared = hopper_shared;
     const int width = type == 0 ? 4 : 2, k = blocks * (order ? order : 1), off = misalign ? width : 0;
     const int64_t bytes = int64_t{tokens} * k * width;
     Buffer xs(x, bytes, off), as(added, added ? bytes : 0, off), us(up, up ? bytes : 0, off),
@@ -71,7 +72,7 @@ extern "C" const char* test_input(int backwards, int type, const void* x, const 
         t.doublings = doublings, t.scale = 1 / std::sqrt(static_cast<double>(order));
         t.token_scale = token_scale, t.grid8 = grid, t.aligned = !misalign;
         ptq::hadamard::Transform p;
-        if (!plan(t, {processors, 227 * 1024, 227 * 1024}, p)) return "the fast kernel does not take this";
+        if (!plan(t, {processors, hopper_shared, hopper_shared}, p)) return "the fast kernel does not take this";
         error = run_fast(p, t, nullptr);
     }
     y.give(out);
@@ -85,6 +86,7 @@ extern "C" const char* test_rotary(int backwards, int type, const void* q, const
                                    const void* sin, void* q_out, void* k_out, int batch, int q_heads, int k_heads,
                                    int tokens, int d, int q_stride, int k_stride, int rows, int misalign) {
     machine.backwards = backwards;
+    machine.most_shared = hopper_shared;
     const int width = type == 0 ? 4 : 2, off = misalign ? width : 0;
     const int64_t all = int64_t{batch} * tokens;
     Buffer qs(q, all * q_stride * width, off), ks(k, all * k_stride * width, off);
@@ -110,6 +112,7 @@ extern "C" const char* test_transform_to(int backwards, int type, const float* x
                                          int tokens, int order, int factors, const int64_t* factor_order,
                                          const uint8_t* const* codes, int64_t doublings) {
     machine.backwards = backwards;
+    machine.most_shared = hopper_shared;
     Buffer xs(x, int64_t{tokens} * order * 4), y(nullptr, int64_t{tokens} * order * 2), ss(signs, 4 * order);
     std::vector<Buffer> code_buffers;
     ptq::hadamard::Task t{};
@@ -123,7 +126,7 @@ extern "C" const char* test_transform_to(int backwards, int type, const float* x
     }
     t.doublings = doublings, t.scale = 1 / std::sqrt(static_cast<double>(order)), t.aligned = true;
     ptq::hadamard::Transform p;
-    if (!plan(t, {2, 227 * 1024, 227 * 1024}, p)) return "the fast kernel does not take this";
+    if (!plan(t, {2, hopper_shared, hopper_shared}, p)) return "the fast kernel does not take this";
     const char* error = run_fast(p, t, nullptr);
     y.give(out);
     return first_of(error, {&xs, &y});

@@ -62,6 +62,7 @@ extern "C" const char* test_wgmma(int x_type, int backwards, int type, const voi
                                   const float* bias, void* out, int tokens, int n, int k, int bits, int exponent,
                                   int mantissa, int groups, int tiles, int splits, int misalign) {
     machine.backwards = backwards;
+    machine.most_shared = hopper_shared;
     const int64_t row_tiles = (n + 15) / 16, blocks = (k + 63) / 64, width = type == 0 ? 4 : 2;
     const int64_t x_width = x_type == 1 ? 1 : 2;
     Problem p{Buffer(fragments, row_tiles * blocks * block_bytes(bits)),
