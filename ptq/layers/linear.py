@@ -51,8 +51,8 @@ class QuantLinear(PackedWeight):
     def __init__(self, k: int, n: int, bias: bool, format: Format, online: Online = Online()) -> None:
         super().__init__(n, k, format)
         self.online = online
-        self.takes_integers = isinstance(format, IntegerInput)  # asked once: such a question is slow
-        self.takes_numbers = isinstance(format, NumberInput)
+        self.takes_integers = isinstance(self.format, IntegerInput)  # asked once: such a question is slow
+        self.takes_numbers = isinstance(self.format, NumberInput)
         self.shared: SharedInput | None = None  # set in a loaded model, see ptq/layers/shared_input.py
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
@@ -140,7 +140,7 @@ class QuantLinear(PackedWeight):
     def extra_repr(self) -> str:
         bias = self._parameters["bias"] is not None
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}, {self.online}"
+            f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.stored}, {self.online}"
         )
 
 
@@ -191,9 +191,8 @@ def plain_weight(module: PackedWeight, stored: Mapping[str, Tensor]) -> Float32[
     diag(sv) H_nᵀ Ŵ H_k diag(su), with the symbols of `Online`. `stored` are the module's tensors as in its
     `state_dict`."""
     shape = module.out_features, module.in_features
-    weight = module.format.dequantize(
-        {part: stored[f"weight_{part}"] for part in module.format.buffers(*shape)}, *shape
-    )
+    parts = {part: stored[f"weight_{part}"] for part in module.stored.buffers(*shape)}
+    weight = module.format.dequantize(parts, *shape)
     if not isinstance(module, QuantLinear):
         return weight
     su, sv = (loaded_signs(stored[name]) if name in stored else None for name in (INPUT_SIGNS, OUTPUT_SIGNS))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ptq.errors import InputError
 from ptq.weights import formats
 from ptq.weights.formats import Format
+from ptq.weights.prepacked import PrepackedFormat
 
 GUARD = "weight"
 """Name of the one-element tensor that every packed layer stores where a plain layer has its weight.
@@ -28,14 +29,16 @@ class PackedWeight(nn.Module):
     def __init__(self, n: int, k: int, format: Format) -> None:
         super().__init__()
         self.in_features, self.out_features = k, n
-        self.format = format
+        self.stored = format
+        """How its bytes lie in files; `format` is what multiplies with them, and differs where they are prepacked."""
+        self.format = format.inner if isinstance(format, PrepackedFormat) else format
         self._names: dict[str, str] = {}
         self.register_parameter(GUARD, frozen(guard()))
         self.register_parameter("bias", None)
 
     def make_room(self) -> None:
         """Empty parts, to be loaded; the last thing that a subclass does when it is made."""
-        buffers = self.format.buffers(self.out_features, self.in_features).items()
+        buffers = self.stored.buffers(self.out_features, self.in_features).items()
         self._hold({part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in buffers})
 
     def parts(self) -> dict[str, Tensor]:
@@ -49,7 +52,7 @@ class PackedWeight(nn.Module):
         """
         parts = self.parts()
         if not any(tensor.is_meta for tensor in parts.values()):
-            packed = self.format.prepack(parts, next(iter(parts.values())).device)
+            packed = self.stored.prepack(parts, next(iter(parts.values())).device)
             if packed.keys() != parts.keys():
                 self._hold(packed)
 
@@ -65,7 +68,7 @@ class PackedWeight(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         parts = self.parts()
-        stored = self.format.unprepack(parts)
+        stored = self.stored.unprepack(parts)
         if stored.keys() != parts.keys():
             for name in (*self._names.values(), "bias"):
                 destination.pop(prefix + name, None)
@@ -76,7 +79,7 @@ class PackedWeight(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         parts = self.parts()
-        stored = self.format.unprepack(parts)
+        stored = self.stored.unprepack(parts)
         if stored.keys() == parts.keys():
             return super()._load_from_state_dict(*args, **kwargs)
         self._hold(stored)

@@ -10,15 +10,14 @@ from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import Float, Float32
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptq.errors import InputError
 from ptq.ops import fragments
-from ptq.ops.activations import Activation
 from ptq.weights import formats
-from ptq.weights.formats import Codebook, Format, IntegerInput, NumberInput, Parts, Scales
+from ptq.weights.formats import Codebook, Format, Parts, Scales
 from ptq.weights.layouts import LaidOut
 from ptq.weights.rounding import Rounded
 
@@ -44,7 +43,8 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class PrepackedFormat:
-    """The format that `of` describes ({"format", "version", options...}), as the kernels of `target` read it."""
+    """The format that `of` describes ({"format", "version", options...}), as the kernels of `target` read it. Layers
+    multiply with `inner`."""
 
     target: str = "cpu"
     layout: int = TARGETS["cpu"].version
@@ -111,28 +111,6 @@ class PrepackedFormat:
 
     def linear(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None = None) -> Float[Tensor, "*t n"]:
         return self.inner.linear(x, parts, bias)
-
-    def linear_quantized(
-        self,
-        q: Int8[Tensor, "*t k"],
-        q_scale: Float32[Tensor, "*t"],
-        parts: Parts,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        input_bits: int = 8,
-    ) -> Float[Tensor, "*t n"]:
-        """The inner format's product, or with the numbers that the tokens stand for where it has none."""
-        if isinstance(self.inner, IntegerInput):
-            return cast(IntegerInput, self.inner).linear_quantized(q, q_scale, parts, bias, dtype, input_bits)
-        return self.inner.linear((q.float() * q_scale[..., None]).to(dtype), parts, bias)
-
-    def linear_tokens(
-        self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
-    ) -> Float[Tensor, "*t n"] | None:
-        """The inner format's, where it has one."""
-        if isinstance(self.inner, NumberInput):
-            return cast(NumberInput, self.inner).linear_tokens(x, activation, parts, bias, dtype)
-        return None
 
     def prepack(self, parts: Parts, device: torch.device | str) -> Parts:
         """The parts as they are. Raises InputError on a device that is not the target's."""
