@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ptq.layers import shared_input
 from ptq.layers.linear import Online, QuantLinear
@@ -185,6 +186,22 @@ def test_hooks_copies_and_pickles() -> None:
         for _ in range(3):
             step(again)
         assert [len(group.members) for group in shared_of(again)._together.values()] == [3]
+
+
+def test_who_listens_to_all_modules_hears_every_linear() -> None:
+    """`products`, which an MLP asks for gate and up, calls them then."""
+    module, heard = parent(), []
+    linears = [module.get_submodule(name) for name in "abc"]
+    step(module)
+    step(module)
+    x = tokens()
+    alone = shared_input.products(linears, x)
+    handle = register_module_forward_pre_hook(lambda linear, args: heard.append(linear))
+    try:
+        found = shared_input.products(linears, x)
+    finally:
+        handle.remove()
+    assert heard == linears and all(map(torch.equal, found, alone))
 
 
 def test_gradients_go_the_plain_way() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
-from ptq.layers.shared_input import is_here
+from ptq.layers.shared_input import is_heard, is_here
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
 from ptq.ops.matmul import is_plain
@@ -190,7 +190,7 @@ class FewTokens:
 
 def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     """None where there is no one call for this expert."""
-    if not all(type(linear) is QuantLinear and is_here(linear) and not _is_heard(linear) for linear in linears):
+    if not all(type(linear) is QuantLinear and is_here(linear) and not is_heard(linear) for linear in linears):
         return None
     gate, up, down = linears
     format, plain, inside = gate.format, gate.online, down.online
@@ -214,7 +214,3 @@ def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
 
 def _integers(activation: Activation | None) -> tuple[int, float]:
     return (0, 1.0) if activation is None else (activation.bits, activation.clip)
-
-
-def _is_heard(linear: Any) -> bool:
-    return bool(linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_mixers
 from ptq.fast.trials import hollow, innermost, trial, with_globals
-from ptq.layers.shared_input import products, stays_on_gpu
+from ptq.layers.shared_input import is_heard, products, stays_on_gpu
 from ptq.ops import steps
 from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_few, is_gpu
 
@@ -129,7 +129,7 @@ def _gated_forward(module: nn.Module, act: str, *args: Any, **kwargs: Any) -> Te
 
 def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], act: str = SILU) -> Float[Tensor, "*t n"]:
     """What a linear gives for act(gate) * up; on a GPU act is silu."""
-    if is_gpu(gate, up) and stays_on_gpu(linear) and not linear._forward_hooks and not linear._forward_pre_hooks:
+    if is_gpu(gate, up) and stays_on_gpu(linear) and not is_heard(linear):
         seen = torch.ops.ptq.gate_input.default(gate, up, *linear.treatment())
         return linear.finished(linear.product_of(seen, gate.dtype), gate.dtype)
     op = torch.ops.ptq.silu_mul if act == SILU else torch.ops.ptq.gelu_mul

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ptq.layers.packed_weight import version
 from ptq.ops import matmul
@@ -95,12 +96,12 @@ class SharedInput:
         return call.ready.pop(linear, None)
 
     def group(self, linears: Sequence["QuantLinear"]) -> _Group | None:
-        """What is known of exactly these linears; None where somebody listens to one of them."""
+        """What is known of exactly these linears; None where one of them `is_heard`."""
         found = self._together.get(linears[0])
         if found is None or len(found.members) != len(linears):
             return None
         for linear, member in zip(linears, found.members, strict=True):
-            if linear is not member or linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear):
+            if linear is not member or is_heard(linear):
                 return None
         return found
 
@@ -203,6 +204,12 @@ def is_here(linear: "QuantLinear") -> bool:
     """Whether the weight stays on the CPU: nothing brings it here for a call and takes it away after."""
     parts = linear.parts().values()
     return all(part.device.type == "cpu" for part in parts) and not hasattr(linear, "_hf_hook")
+
+
+def is_heard(linear: nn.Module) -> bool:
+    """Whether a linear must be called: somebody listens to it, or to all modules, or has changed what it does."""
+    hooks = linear._forward_hooks or linear._forward_pre_hooks or _global_forward_hooks or _global_forward_pre_hooks
+    return bool(hooks) or "forward" in vars(linear)
 
 
 def stays_on_gpu(linear: Any) -> bool:
