@@ -168,6 +168,18 @@ def test_what_is_refused(change: dict[str, Any], said: str, tmp_path: Path) -> N
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_that_is_not_found_is_refused(tmp_path: Path) -> None:
+    """It must not be taken for one that is tied."""
+    whole("llava", False).save_pretrained(tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    tensors = load_file(file)
+    head = "language_model.lm_head.weight"
+    tensors[f"thinker.{head}"] = tensors.pop(head)
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(InputError, match=r"is called language_model.lm_head.weight or lm_head.weight; .*thinker"):
+        plan(str(tmp_path / "whole"), NEAREST)
+
+
 def test_files_without_a_text_model_are_refused(tmp_path: Path) -> None:
     whole("llava", False).save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"

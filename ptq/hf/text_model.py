@@ -18,7 +18,7 @@ from ptq.files.checkpoint import QUANTISATION, Checkpoint
 from ptq.hf.described import transformers_config
 from ptq.models.families import FAMILIES, FOR_TEXT
 
-CONFIG = "text_config"
+CONFIG, TIED, HEAD = "text_config", "tie_word_embeddings", "lm_head.weight"
 PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
@@ -58,12 +58,14 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
             f"{checkpoint.folder}: config.json speaks of a text model inside, but no tensor of the files is called "
             f"{' or '.join(f'{prefix}...' for prefix in PREFIXES)}"
         )
+    if HEAD not in tensors:
+        _check_tied(checkpoint)
     inherited = {key: whole[key] for key in INHERITED if whole.get(key) is not None and text.get(key) is None}
     config = {
         **text,
         **inherited,
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
-        "tie_word_embeddings": "lm_head.weight" not in tensors,
+        TIED: HEAD not in tensors,
     }
     found = replace(checkpoint, config=config, tensors=tensors)
     left = len(checkpoint.tensors) - len(tensors)
@@ -71,6 +73,19 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
         f"{whole['model_type']}: the text model alone is taken ({model_type}); {left} tensors of other parts "
         f"({(checkpoint.nbytes - found.nbytes) / 1e6:.0f} MB) are left out",
     )
+
+
+def _check_tied(checkpoint: Checkpoint) -> None:
+    """A text model without a head of its own takes its embedding for one. Raises InputError where config.json says that
+    it has one: then the files call it something else."""
+    text = checkpoint.config.get(CONFIG)
+    said = {(level if isinstance(level, dict) else {}).get(TIED) for level in (checkpoint.config, text)}
+    if False in said and True not in said:
+        raise InputError(
+            f"{checkpoint.folder}: config.json says that the text model's head is not its embedding ({TIED}), but no "
+            f"tensor of the files is called {' or '.join(p + 'weight' for p in PREFIXES if p.endswith('lm_head.'))}; "
+            f"tensors that may be it: {', '.join(sorted(n for n in checkpoint.tensors if 'head' in n)[:5]) or 'none'}"
+        )
 
 
 @refused("config.json: its text model makes no sense")
