@@ -98,6 +98,19 @@ def test_rows_of_gemma_begin_with_bos(model_type, calibration_text, tmp_path):
         assert bool((rows[:, 0] == 1).all()) == (model_type != "llama") and not (rows[:, 1:] == 1).any()
 
 
+def test_a_short_text_is_enough_to_measure(tiny, tmp_path):
+    """Where nothing is fitted to it, one row will do."""
+    (tmp_path / "short.txt").write_text("few words " * 10)
+    for length, count in ((16, 1), (8, 2)):
+        recipe = QuarotRecipe(calibration=str(tmp_path / "short.txt"), sequence_length=length, rounding="nearest")
+        target = pipeline.plan(str(tiny), recipe)
+        rows, probe = token_rows.choose(target.plan, target.config, recipe, tiny)
+        assert rows is None and probe.shape[1] == length and len(probe) >= count
+    recipe = QuarotRecipe(calibration=str(tmp_path / "short.txt"), sequence_length=120, rounding="nearest")
+    with pytest.raises(InputError, match="0 rows of 120, not 1; lower --sequence-length, or pass"):
+        token_rows.choose(target.plan, target.config, recipe, tiny)
+
+
 @pytest.mark.parametrize("rounding", ["gptq", "nearest"])
 @pytest.mark.parametrize(("samples", "shared"), [(8, 0), (60, 0), (62, 4)])
 def test_the_probe_is_rows_that_gptq_does_not_see(tiny, calibration_text, samples, shared, rounding):

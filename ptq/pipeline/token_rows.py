@@ -49,13 +49,14 @@ def choose(
         )
     assert recipe.sequence_length is not None
     length = recipe.sequence_length if needed else min(recipe.sequence_length, PROBE_LENGTH)
-    samples = recipe.samples if needed else PROBE_ROWS
+    samples, others = (recipe.samples, PROBE_ROWS) if needed else (1, 2 * PROBE_ROWS - 1)  # a short text can be probed
     tokenizer = load_tokenizer(model)
     bos = calibration.bos_of(tokenizer, config)
-    rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, PROBE_ROWS, bos)
+    rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, others, bos)
     if int(rows.max()) >= vocab:
         raise InputError(f"{model}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
-    probe = rows[samples:] if len(rows) > samples else rows[:PROBE_ROWS]
+    fitted = samples if needed else PROBE_ROWS
+    probe = rows[fitted:] if len(rows) > fitted else rows[:PROBE_ROWS]
     return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
 
 

@@ -44,7 +44,7 @@ def load_rows(
     if len(windows) < samples:
         raise InputError(
             f"calibration {spec}: found {len(ids)} tokens, which is {len(windows)} rows of {sequence_length}, not "
-            f"{samples}; lower --samples or --sequence-length, or pass a longer text"
+            f"{samples}; lower {'--samples or ' if samples > 1 else ''}--sequence-length, or pass a longer text"
         )
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: samples + extra]
     return windows[chosen]
