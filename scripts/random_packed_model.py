@@ -15,7 +15,7 @@ from ptq.kv.attention import SETTINGS
 from ptq.kv.kv_cache import attach
 from ptq.kv.static_cache import StaticPackedCache
 from ptq.layers import linear
-from ptq.layers.packed_weight import GUARD, PackedWeight, guard, stored_signs
+from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, PackedWeight, guard, stored_signs
 from ptq.models.families import family_of
 from ptq.models.model_shape import shape_of
 from ptq.pipeline import ends
@@ -68,7 +68,7 @@ def fill(module: PackedWeight, device: torch.device, signs: dict[int, Tensor]) -
     state = {f"weight_{part}": t for part, t in random_parts(module.format, n, k, device).items()}
     state[GUARD] = guard().to(device)
     if isinstance(module, linear.QuantLinear) and module.online.signs:
-        for name, size in ((linear.INPUT_SIGNS, k), (linear.OUTPUT_SIGNS, n)):
+        for name, size in ((INPUT_SIGNS, k), (OUTPUT_SIGNS, n)):
             if size not in signs:
                 drawn = torch.randint(0, 2, (size,), device=device).mul_(2).sub_(1)
                 signs[size] = stored_signs(drawn)

@@ -15,7 +15,8 @@ from typer.testing import CliRunner, Result
 
 from ptq.kv.attention import SETTINGS
 from ptq.kv.kv_cache import attach
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
+from ptq.layers.linear import QuantLinear
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.ops import hadamard
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ptq.errors import RunError
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
-from ptq.layers.packed_weight import stored_signs
+from ptq.layers.linear import Online, QuantLinear
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, stored_signs
 from ptq.ops import activations, hadamard, matmul
 from ptq.ops.activations import Activation
 from ptq.pipeline import finetune

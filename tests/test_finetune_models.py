@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq.demo import demo_path
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.layers.packed_weight import loaded_signs
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, loaded_signs
 from ptq.models.families import FAMILIES
 from ptq.pipeline import pipeline, preflight, tasks
 from ptq.reporting import report_schema

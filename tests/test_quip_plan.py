@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
-from ptq.layers.packed_weight import loaded_signs
+from ptq.layers.linear import QuantLinear
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, loaded_signs
 from ptq.models.families import FAMILIES, row_of
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard

@@ -27,6 +27,7 @@ from ptq.reporting.contents import summary
 from ptq.reporting.report_schema import Report
 from ptq.statistics import outliers
 from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -100,6 +101,14 @@ class Reader(HTMLParser):
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
+def test_every_kind_of_bytes_has_a_colour(tmp_path: Path) -> None:
+    """Also where codes are several planes, and linears have sign vectors."""
+    model = save_model(tmp_path / "model")
+    ptq.quantize(model, tmp_path / "out", QuipSharpRecipe(rounding="nearest", bits=4), ptq.RunOptions(progress=False))
+    parts = {share["part"] for share in json.loads((tmp_path / "out" / "report.json").read_bytes())["shares"]}
+    assert {"codes", "scale", "sign vectors"} <= parts <= report_page.PARTS.keys()
+
+
 def test_the_numbers_are_those_of_the_checkpoint(packed: Path) -> None:
     found, contents = build(packed), summary(Checkpoint.open(packed))
     assert found.bytes_after == contents.nbytes == sum(share.after for share in found.shares)
@@ -110,10 +119,10 @@ def test_the_numbers_are_those_of_the_checkpoint(packed: Path) -> None:
     bits = sum(layer.nbytes for layer in rounded) * 8 / found.quantised_weights
     assert found.bits_per_weight == pytest.approx(contents.bits_per_weight) == pytest.approx(bits, rel=1e-5)
     shares = {share.part: share for share in found.shares}
-    assert set(shares) == {"weights", "codes", "scale", "embedding", "residual_signs", "norms", "biases"}
+    assert set(shares) == {"weights", "codes", "scale", "embedding", "sign vectors", "norms", "biases"}
     embedding = next(layer for layer in found.layers if layer.name == "model.embed_tokens")
     assert embedding.nbytes == shares["embedding"].after == shares["embedding"].before
-    assert shares["residual_signs"].after == 2 * 2 * 72  # R1 runs at both ends: the head stays tied
+    assert shares["sign vectors"].after == 2 * 2 * 72  # R1 runs at both ends: the head stays tied
     layers = {layer.name: layer for layer in found.layers}
     down, skipped = layers["model.layers.1.mlp.down_proj"], layers["model.layers.1.mlp.up_proj"]
     assert (down.block, down.n, down.k, down.activation_bits) == (1, 72, 152, None)

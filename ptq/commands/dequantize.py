@@ -14,8 +14,8 @@ from ptq.files.shards import Specs
 from ptq.hf import dequantized, residual
 from ptq.hf.described import check_whole, packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear, plain_weight
-from ptq.layers.packed_weight import GUARD, PackedWeight
+from ptq.layers.linear import QuantLinear, plain_weight
+from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, PackedWeight
 from ptq.models.families import family_of
 from ptq.models.family import Family
 from ptq.pipeline.writer import check_out

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_steps
 from ptq.kv.growing_cache import GrowingLayer
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, QuantLinear
-from ptq.layers.packed_weight import version
+from ptq.layers.linear import QuantLinear
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.layers.shared_input import is_alike, is_here
 from ptq.ops import hadamard
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
@@ -155,17 +155,14 @@ def _treatments(sites: Sequence[Sequence[QuantLinear]]) -> tuple[Any, ...] | Non
     if len({output is None for output in outputs}) > 1 or len(signed) > 1:
         return None
     su, factors, orders, bits, clips = zip(*(linear.treatment() for linear in firsts), strict=True)
-    back, back_orders = zip(*map(_factors, outputs), strict=True)
+    cpu = torch.device("cpu")
+    back, back_orders = zip(*(hadamard.dense_factors(output, cpu) for output in outputs), strict=True)
     both = all(signed)
     sv = [linear.signs(OUTPUT_SIGNS) for linear in linears] if both else []
     return (
         list(bits), list(clips), list(su) if both else [], *_flat(factors), list(orders), sv, *_flat(back),
         list(back_orders),
     )  # fmt: skip
-
-
-def _factors(construction: str | None) -> tuple[list[Tensor], int]:
-    return ([], 0) if construction is None else hadamard.dense_factors(construction, torch.device("cpu"))
 
 
 def _flat(factors: Sequence[list[Tensor]]) -> tuple[list[Tensor], list[int]]:

@@ -18,7 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, QuantLinear
+from ptq.layers.linear import Online, QuantLinear
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.layers.shared_input import is_heard, is_here
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
@@ -87,11 +88,11 @@ class _Kind:
         learns = torch.is_grad_enabled()
         if any(bias is None or (learns and bias.requires_grad) for bias in biases):
             return None
-        inside = ([], 0) if self.down.input is None else hadamard.dense_factors(self.down.input, CPU)
+        inside = hadamard.dense_factors(self.down.input, CPU)
         if isinstance(self.format, TransformedExperts):
             su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
             signs = cast(Any, su), cast(Any, [linear.signs(OUTPUT_SIGNS) for linear in linears])
-            outside = hadamard.dense_factors(cast(str, self.plain.input), CPU)
+            outside = hadamard.dense_factors(self.plain.input, CPU)
             treatments = *plain, *down, *outside, *inside, biases, self.clamped
             return self.format.transformed_experts(x, rows, weights, signs, width, treatments)
         return self.format.experts(x, rows, weights, width, (*plain, *inside, *down, biases, self.clamped))

@@ -142,7 +142,7 @@ class PackedLayer(CacheLayerMixin):
     def numbers(self) -> tuple[list[int], float, list[Tensor], int]:
         """Bits of keys and values, clip ratio, dense factors and order of R3 (0: none)."""
         settings = self.owner.settings
-        factors, order = ([], 0) if settings.hadamard is None else hadamard.dense_factors(settings.hadamard, CPU)
+        factors, order = hadamard.dense_factors(settings.hadamard, CPU)
         return [self.key.bits, self.value.bits], settings.clip, factors, order
 
     @property

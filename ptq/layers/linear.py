@@ -10,17 +10,22 @@ from torch import Tensor, nn
 
 from ptq.errors import InputError
 from ptq.layers import embedding
-from ptq.layers.packed_weight import KeptSigns, PackedWeight, format_of, frozen, kept_signs, loaded_signs, stored_signs
+from ptq.layers.packed_weight import (
+    INPUT_SIGNS,
+    OUTPUT_SIGNS,
+    KeptSigns,
+    PackedWeight,
+    format_of,
+    frozen,
+    kept_signs,
+    loaded_signs,
+    stored_signs,
+)  # fmt: skip
 from ptq.layers.shared_input import HERE, SharedInput
 from ptq.ops import activations, hadamard, input_steps, matmul
 from ptq.ops.activations import Activation
 from ptq.planning.plan import LinearPlan
 from ptq.weights.formats import Format, IntegerInput, NumberInput
-
-INPUT_SIGNS, OUTPUT_SIGNS = "weight_su", "weight_sv"
-"""Names of the sign vectors of a linear with transforms of its own on both sides: SU [k] and SV [n] in the code of
-QuIP#. They hold the bits of float16 numbers in int16 tensors, since loaders cast floating-point tensors to the model's
-dtype: +-1 as drawn, any number after fine-tuning."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class QuantLinear(PackedWeight):
         """What is done to the input, as the ops of `ptq.ops.input_steps` take it: signs, dense factors and order (0: no
         transform), bits (0: it is not quantised) and clip."""
         online, device = self.online, next(iter(self.parts().values())).device
-        factors, order = ([], 0) if online.input is None else hadamard.dense_factors(online.input, device)
+        factors, order = hadamard.dense_factors(online.input, device)
         clip = 1.0 if online.activation is None else online.activation.clip
         return self.signs(INPUT_SIGNS), factors, order, self.input_bits, clip
 

@@ -18,6 +18,11 @@ Without this package, transformers would find no `weight`, warn, and go on with 
 wrong size instead, and refuses to load.
 """
 
+INPUT_SIGNS, OUTPUT_SIGNS = "weight_su", "weight_sv"
+"""Names of the sign vectors of a linear with transforms of its own on both sides: SU [k] and SV [n] in the code of
+QuIP#. They hold the bits of float16 numbers in int16 tensors, since loaders cast floating-point tensors to the model's
+dtype: +-1 as drawn, any number after fine-tuning."""
+
 NOT_OF_THE_FORMAT = ("format", "version", "hadamard", "output_hadamard", "signs", "activation")
 """Keys of an entry of config.json that are no options of its format."""
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq.layers.packed_weight import version
+from ptq.layers.packed_weight import INPUT_SIGNS, version
 from ptq.ops import matmul
 from ptq.ops.op_declarations import takes_forward_derivatives
 from ptq.weights.formats import IntegerInput, Together
@@ -189,14 +189,14 @@ def is_alike(a: "QuantLinear", b: "QuantLinear") -> bool:
         return False
     if (a.online.output is None) != (b.online.output is None):
         return False
-    return not a.online.signs or torch.equal(a.get_parameter("weight_su"), b.get_parameter("weight_su"))
+    return not a.online.signs or torch.equal(a.get_parameter(INPUT_SIGNS), b.get_parameter(INPUT_SIGNS))
 
 
 def _signs_of(members: Sequence["QuantLinear"]) -> tuple[Any, ...]:
     """What tells whether sign vectors have changed since they were compared."""
     if not members[0].online.signs:
         return ()
-    held = [linear._parameters["weight_su"] for linear in members]
+    held = [linear._parameters[INPUT_SIGNS] for linear in members]
     return tuple((id(signs), version(signs)) for signs in held if signs is not None)
 
 

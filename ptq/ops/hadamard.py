@@ -252,9 +252,10 @@ declare("hadamard_", f"(Tensor(a!) x, {_ARGUMENTS}) -> ()", _inplace_reference, 
 torch.library.register_autograd("ptq::hadamard", _backward, setup_context=_setup_context)
 
 
-def dense_factors(order: int | str, device: torch.device) -> tuple[list[Tensor], int]:
-    """What the op takes for an order or a stored construction: its dense factors on `device`, and the order."""
-    return _factors(order, device)
+def dense_factors(order: int | str | None, device: torch.device) -> tuple[list[Tensor], int]:
+    """What ops take for an order or a stored construction: its dense factors on `device`, and the order; none and 0 for
+    no transform."""
+    return ([], 0) if order is None else _factors(order, device)
 
 
 def _run(x: Tensor, signs: Tensor | None, order: int | str, dim: int, transpose: bool, inplace: bool) -> Tensor:

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
+from ptq.layers.linear import describe
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import finetune, tuned
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tuned import Trained, Values

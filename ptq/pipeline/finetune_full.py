@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import available, finetune, tuned
 from ptq.pipeline.ends import plain
 from ptq.pipeline.probe import row_by_row

@@ -13,8 +13,8 @@ from ptq.errors import refused
 from ptq.files.checkpoint import Checkpoint, check_finite
 from ptq.hf import residual
 from ptq.hf.blocks import UNRUN, Part
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, describe
-from ptq.layers.packed_weight import guard, stored_signs
+from ptq.layers.linear import describe
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, guard, stored_signs
 from ptq.models.family import Family
 from ptq.ops import hadamard, matmul
 from ptq.pipeline import balance, ends, rewrite

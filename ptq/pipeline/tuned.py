@@ -12,8 +12,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.hf.blocks import Part
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS, Online, describe, online_of
-from ptq.layers.packed_weight import frozen, loaded_signs, stored_signs
+from ptq.layers.linear import Online, describe, online_of
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, frozen, loaded_signs, stored_signs
 from ptq.ops import activations, hadamard, matmul
 from ptq.pipeline.job import Job
 from ptq.planning.plan import LinearPlan

@@ -16,8 +16,7 @@ from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.hf import residual
 from ptq.hf.packed_config import PtqConfig
-from ptq.layers.linear import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.layers.packed_weight import GUARD, guard
+from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, guard
 from ptq.models.model_shape import UNREAD
 from ptq.pipeline.job import Job
 from ptq.pipeline.work import RECORD, Record, compare, read_record

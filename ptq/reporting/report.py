@@ -15,6 +15,7 @@ from torch import Tensor
 from ptq.files.header import TensorInfo
 from ptq.files.shards import write_bytes, write_json
 from ptq.hf import residual
+from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.models.family import Family
 from ptq.planning.outline import of_any_expert
 from ptq.planning.plan import LinearPlan, Plan
@@ -134,13 +135,16 @@ def _shares(plan: Plan, source: Mapping[str, TensorInfo], written: Mapping[str, 
         owner, _, leaf = name.rpartition(".")
         if owner in ends and leaf.startswith("weight"):
             return ends[owner]
-        if leaf == residual.SIGNS:
-            return leaf
+        if leaf in (residual.SIGNS, INPUT_SIGNS, OUTPUT_SIGNS):
+            return "sign vectors"
         if owner not in linears:
             return "norms"
         if leaf == "bias":
             return "biases"
-        return "weights" if leaf in ("weight", "weight_dense") else leaf.removeprefix("weight_")
+        if leaf in ("weight", "weight_dense"):
+            return "weights"
+        part = leaf.removeprefix("weight_")
+        return part if part in ("scale", "zero") else "codes"  # the lattice has them in several planes
 
     found: dict[str, list[int]] = {}
     for side, tensors in enumerate((source, written)):

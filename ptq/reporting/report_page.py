@@ -15,7 +15,7 @@ BEFORE, AFTER = "#d9822b", "#1a56c4"
 KINDS = ("#1a56c4", "#5b9bd5", "#12877d", "#8e5ea2", "#d9822b", "#b5502f", "#7a8b1f", "#5f6368")
 PARTS = {
     "codes": "#1a56c4", "scale": "#5b9bd5", "zero": "#a8c7ea", "weights": "#9aa0a6", "embedding": "#12877d",
-    "head": "#8e5ea2", "biases": "#b5502f", "norms": "#d9822b",
+    "head": "#8e5ea2", "biases": "#b5502f", "norms": "#d9822b", "sign vectors": "#7a8b1f",
 }  # fmt: skip
 WIDTH = 960
 MOST_BINS = 48
