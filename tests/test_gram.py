@@ -42,6 +42,18 @@ def test_every_level_adds_the_products(bfloat16, level):
             torch.testing.assert_close(below(panel.double()), below(right), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("bfloat16", [False, True])
+def test_every_level_adds_the_cross_products(bfloat16, level):
+    for t, k, _ in SHAPES:
+        draw = torch.Generator().manual_seed(t * k)
+        sum, d, x = torch.randn(k, k, generator=draw), *torch.randn(2, t, k, generator=draw)
+        seen = (d.bfloat16(), x.bfloat16()) if bfloat16 else (d, x)
+        wanted = sum.double() + seen[0].double().T @ seen[1].double()
+        spoil_free_memory(t * k)
+        gram.add_cross_(sum, d, x, bfloat16)
+        torch.testing.assert_close(sum.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
 def test_rounding_is_to_bfloat16(level):
     sums, x = drawn(300, 50, 50)
     others = [panel.clone() for panel in sums]
@@ -60,6 +72,11 @@ def test_the_reference():
         gram.reference(others, x, bfloat16)
         for panel, other in zip(sums, others, strict=True):
             torch.testing.assert_close(below(panel), below(other), rtol=1e-4, atol=1e-4)
+        d, sum = x.flip(0), torch.randn(130, 130, generator=torch.Generator().manual_seed(1))
+        other = sum.clone()
+        gram.add_cross_(sum, d, x, bfloat16)
+        gram.reference_cross(other, d, x, bfloat16)
+        torch.testing.assert_close(sum, other, rtol=1e-4, atol=1e-4)
 
 
 def test_sums_of_float32_do_not_depend_on_the_level(level):
@@ -69,13 +86,17 @@ def test_sums_of_float32_do_not_depend_on_the_level(level):
         sums, x = drawn(333, 150, 64)
         spoil_free_memory(384 * 160)
         gram.add_gram_(sums, x, False)
-        found.append([below(panel) for panel in sums])
+        cross = torch.zeros(150, 150)
+        gram.add_cross_(cross, x.flip(0), x, False)
+        found.append([*map(below, sums), cross])
     assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_opcheck(bfloat16):
-    torch.library.opcheck(gram.add_gram_, (*drawn(40, 33, 20), bfloat16))
+    sums, x = drawn(40, 33, 20)
+    torch.library.opcheck(gram.add_gram_, (sums, x, bfloat16))
+    torch.library.opcheck(gram.add_cross_, (torch.zeros(33, 33), x.flip(0), x, bfloat16))
 
 
 @pytest.mark.parametrize("bfloat16", [False, True])
@@ -87,7 +108,9 @@ def test_threads_and_strides_do_not_matter(bfloat16):
             torch.set_num_threads(threads)
             others = [panel.clone() for panel in sums]
             gram.add_gram_(others, seen, bfloat16)
-            found.append([below(panel) for panel in others])
+            cross = torch.zeros(600, 600)
+            gram.add_cross_(cross, seen.flip(0) if threads < 3 else seen.T.flip(1).T, seen, bfloat16)
+            found.append([*map(below, others), cross])
     finally:
         torch.set_num_threads(before)
     for others in found[1:]:
@@ -112,12 +135,18 @@ def test_no_tokens_leave_the_sums():
     gram.add_gram_(sums, torch.empty(0, 20), False)
     gram.add_gram_([], torch.empty(4, 20), True)
     assert all(map(torch.equal, sums, others))
+    cross = torch.ones(20, 20)
+    gram.add_cross_(cross, torch.empty(0, 20), torch.empty(0, 20), True)
+    assert torch.equal(cross, torch.ones(20, 20))
 
 
-@pytest.mark.skipif(
+native_only = pytest.mark.skipif(
     not torch._C._dispatch_has_kernel_for_dispatch_key("ptq::add_gram_", "CPU"),
     reason="the native kernels are not built, or torch's own products serve",
 )
+
+
+@native_only
 @pytest.mark.parametrize(
     ("sums", "x"),
     [
@@ -132,3 +161,20 @@ def test_no_tokens_leave_the_sums():
 def test_bad_input_is_an_error(sums, x):
     with pytest.raises(RuntimeError, match="add_gram_"):
         gram.add_gram_(sums, x, False)
+
+
+@native_only
+@pytest.mark.parametrize(
+    ("sum", "d", "x"),
+    [
+        (torch.zeros(5, 5), torch.zeros(2, 5), torch.zeros(3, 5)),  # other tokens
+        (torch.zeros(5, 5), torch.zeros(2, 4), torch.zeros(2, 5)),
+        (torch.zeros(4, 5), torch.zeros(2, 5), torch.zeros(2, 5)),
+        (torch.zeros(5, 5), torch.zeros(2, 5).double(), torch.zeros(2, 5)),
+        (torch.zeros(5, 5).double(), torch.zeros(2, 5), torch.zeros(2, 5)),
+        (torch.zeros(5, 10)[:, ::2], torch.zeros(2, 5), torch.zeros(2, 5)),
+    ],
+)
+def test_bad_input_of_cross_products_is_an_error(sum, d, x):
+    with pytest.raises(RuntimeError, match="add_cross_"):
+        gram.add_cross_(sum, d, x, False)

@@ -104,7 +104,8 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
             if crossed:
                 hidden *= 2
                 squares = sum(k**2 for k in crossed.values())
-                work += 4 * tokens * (active + squares) + 6 * sum(x.n * x.k**2 for x in block if x.expert is None)
+                passes += tokens * (4 * active + 2 * squares)
+                work += 6 * sum(x.n * x.k**2 for x in block if x.expert is None)
                 hessians += 4 * squares
                 memory += 4 * CHUNK_TOKENS * sum(crossed.values()) + 4 * max(x.n * x.k for x in block)
             # Beside the block and its Hessians: H, and of experts the sum of all.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ptq.hf.blocks import Part
 from ptq.layers.linear import QuantLinear
-from ptq.ops.matmul import product
+from ptq.ops import gram, matmul
 
 CROSS = "cross"
 """What C is called in the files, behind the name of the linear."""
@@ -74,7 +74,7 @@ class CrossMoments:
     def add(self, name: str, x: Float32[Tensor, "t k"]) -> None:
         """Add what belongs to an input x̂ of the same chunk, where its C is wanted."""
         if name in self._expected:
-            self.sums[name] += product(self._expected.pop(name).sub_(x).T, x)
+            gram.add_cross_(self.sums[name], self._expected.pop(name).sub_(x), x, matmul.PRODUCTS.bfloat16)
 
     def _expect(self, name: str, x: Float32[Tensor, "t k"]) -> None:
         self._expected[name] = x.clone()  # x may be what the block goes on with
