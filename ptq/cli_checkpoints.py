@@ -57,7 +57,10 @@ def verify(
     checkpoint: Packed,
     against: Annotated[
         str | None,
-        typer.Option(help="The original, to compare logits with, a block at a time; another is named so."),
+        typer.Option(
+            help="The original, to compare logits with, a block at a time; a word where the checkpoint was made from "
+            "another."
+        ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
     as_json: cli.Json = False,

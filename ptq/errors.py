@@ -14,8 +14,8 @@ class RunError(RuntimeError):
 
 @contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Within it, transformers builds or runs a model of somebody else's settings: whatever it raises, and that is of
-    every kind, becomes an InputError, `what` and the reason; a RunError where memory does not suffice."""
+    """For code in which transformers builds or runs a model with settings from a file: whatever exception it raises, of
+    any kind, becomes an InputError with `what` and the reason, or a RunError where memory does not suffice."""
     try:
         yield
     except (InputError, RunError):

@@ -44,7 +44,7 @@ class Recipe:
     """At most so many sweeps of coordinate descent after LDLQ (`ptq.weights.sweeps`)."""
     gptaq_alpha: float = 0.0
     """Share of what earlier rounding did to the input of a linear that its weight makes up for before it is rounded
-    (GPTAQ's alpha, `ptq.statistics.cross_moments`); 0: none. Not for linears of experts."""
+    (GPTAQ's alpha, `ptq.statistics.inputs`); 0: none. Not for linears of experts."""
     seed: int = 0
     embedding_bits: int = 16
     """Bits of the embedding and the head, which are rounded to the nearest integers; 16 leaves them alone."""

@@ -17,7 +17,9 @@ ActivationClip = Annotated[
 ]
 CacheClip = Annotated[
     float | None,
-    typer.Option(help="Share of their range that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."),
+    typer.Option(
+        help="Share of the range of keys and values that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."
+    ),
 ]
 
 

@@ -1,6 +1,7 @@
 """Rules of the house that a reader can rely on, checked on the sources."""
 
 import ast
+import pydoc
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,3 +134,14 @@ def test_nothing_is_unpickled_and_no_code_of_a_checkpoint_runs(path: Path) -> No
         for keyword in call.keywords:
             trusted = keyword.arg == "trust_remote_code" and ast.unparse(keyword.value) != "False"
             assert not trusted, f"line {call.lineno}: code of a checkpoint is never executed"
+
+
+NAMED = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)")
+
+
+@pytest.mark.parametrize("path", PACKAGED, ids=name_of)
+def test_what_a_text_points_to_exists(path: Path) -> None:
+    """Modules, and what is in them, that docstrings and comments name in full."""
+    for name in NAMED.findall(path.read_text(encoding="utf-8")):
+        if not name.endswith(".py"):  # a file: see tests/test_docs.py
+            assert pydoc.locate(name) is not None, f"{name_of(path)}: there is no {name}"

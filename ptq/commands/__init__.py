@@ -1,1 +1,1 @@
-"""What can be done with a checkpoint that is there: measure, verify, prepack."""
+"""What can be done with a checkpoint that is there: measure, verify, prepack, export, dequantize."""

@@ -6,21 +6,27 @@ from typing import Any
 from ptq.errors import InputError, refused
 from ptq.models.state import Layout
 
+# Keys under which configs of different families say the same.
 UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
-"""What configs call the number of blocks for multi-token prediction."""
-SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
+"""Number of blocks for multi-token prediction."""
+EXPERTS = ("num_experts", "num_local_experts")
+"""Number of experts in a block."""
+NUMBERS_OF_EXPERTS = "layers_num_experts"
+"""Number of experts in every block, where a config computes it; 1: the block has an MLP and no experts."""
 CHOSEN = ("num_experts_per_tok", "top_k_experts")
-"""And that of the experts which a token passes."""
+"""Number of experts that a token passes."""
 DENSE = ("first_k_dense_replace", "num_dense_layers")
-"""And that of the first blocks, which have no experts."""
+"""Number of blocks without experts, the first ones."""
+BLOCKS_WITH_EXPERTS = "moe_layers"
+"""Indices of the blocks that have experts."""
 SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-"""And that of the experts that every token passes, as one MLP."""
+"""Number of experts that every token passes, as one MLP."""
 SHARED_WIDTH = (
     "shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size",
     "shared_intermediate_size",
 )
-"""And the width of that MLP, where it is no multiple of an expert's."""
+"""Width of the MLP that every token passes, where it is no multiple of an expert's."""
 WIDTH = (
     "shared_intermediate_size",
     "prefix_dense_intermediate_size",
@@ -29,18 +35,14 @@ WIDTH = (
     "ffn_dim",
     "n_inner",
 )
-"""And the width of the MLP of blocks without experts; of Granite 4, of the one that every token passes."""
+"""Width of the MLP of blocks without experts; of Granite 4, of the one that every token passes."""
+SHARED_KEYS, LAYER_INPUT = "num_kv_shared_layers", "hidden_size_per_layer_input"
 LATENT = "moe_latent_size"
+
 MLP_ALONE, EXPERTS_ALONE = "mlp", "moe"
 """Kinds of blocks that do not mix tokens."""
 LARGEST = 2**31 - 1
 """Of any size: what is searched for the divisors of an absurd one would not end."""
-EXPERTS = ("num_experts", "num_local_experts")
-"""What configs call the number of experts in a block."""
-NUMBERS_OF_EXPERTS = "layers_num_experts"
-"""And their number in every block, where a config computes that; 1: the block has an MLP and no experts."""
-BLOCKS_WITH_EXPERTS = "moe_layers"
-"""And the numbers of the blocks that have experts."""
 CHUNKS = ("mamba_chunk_size", "chunk_size")
 LARGEST_CHUNK = 4096
 """Tokens that a state space takes at once, 256 in practice: memory grows with the square of it."""

@@ -1,7 +1,7 @@
 """The ops of the packed KV cache: schema, fake and reference in PyTorch. Native kernels are in `csrc/kv_cache`.
 
 **Definition.** A token's key (or value) of one head is x[d]. In float32, lo = min(x, 0) * clip and
-hi = max(x, 0) * clip; scale = bfloat16((hi - lo) / (2^bits - 1)), 1 where all of x is (almost) zero;
+hi = max(x, 0) * clip; scale = bfloat16(hi / top - lo / top), top = 2^bits - 1, and 1 where all of x is (almost) zero;
 minimum = bfloat16(lo); code = round((x - minimum) * (1 / scale)), halves to even, clamped to 0 .. 2^bits - 1. It
 stands for minimum + scale * code. A token that is not finite gets scale and minimum NaN, so that it shows.
 

@@ -40,7 +40,7 @@ Model = Literal["original", "rotated", "packed"]
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with which model; pure data but for the open checkpoint."""
+    """What to do with which model, and its tensors as they are rewritten; scales that take long are kept."""
 
     checkpoint: Checkpoint
     config: Any

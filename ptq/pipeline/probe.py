@@ -100,7 +100,7 @@ class Probe:
             self._file(index).unlink(missing_ok=True)
 
     def replace(self, packed: Float[Tensor, "rows t k"]) -> None:
-        """Put what has left another packed model in the place of what had left the last block."""
+        """Put the states of another packed model, as they left its last block, in the place of the packed ones here."""
         states = load_file(file := self._file(self.job.plan.blocks))
         write_tensors(
             file, {**{name: state.clone() for name, state in states.items()}, "packed": packed}, durable=False

@@ -25,11 +25,11 @@ RECORD = "ptq.json"
 MAX_RECORD_BYTES = 200_000_000
 """A line for each linear: those of 100 000 experts are 30 MB."""
 FOLDERS = ("linears", "clips", "hidden", "teacher", "hessians", "tuned", "probe", "outliers")
-"""What is in a work folder,"""
+"""The folders in a work folder."""
 REST = "rest.json"
-"""and beside them, once what passes through is in its place."""
+"""A file beside them, written once every tensor that is not rounded is in its place."""
 ROWS = ("seed", "samples", "sequence_length", "calibration")
-"""What chooses the calibration rows, beside the text."""
+"""Fields of the recipe that, with the text, choose the calibration rows."""
 
 
 def package_version() -> str:

@@ -22,7 +22,8 @@ from ptq.pipeline.job import Job
 from ptq.pipeline.work import RECORD, Record, compare, read_record
 
 MAX_SHARD_BYTES = 50_000_000_000
-"""The default of transformers' `save_pretrained`, so that saving a loaded checkpoint gives the same files."""
+"""The default of transformers' `save_pretrained`: saving a loaded checkpoint of one file gives the same file; several
+may be cut elsewhere."""
 LOG = "ptq_log.jsonl"
 
 
