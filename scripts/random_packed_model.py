@@ -49,7 +49,7 @@ def build(recipe: Recipe | None, config: LlamaConfig, device: torch.device, dtyp
     family = family_of(config.to_dict())
     plan = ends.packed(methods.planner(recipe.method)(shape_of(config), family, recipe, {}), recipe.embedding_bits)
     signs: dict[int, Tensor] = {}
-    for planned in plan.rounded():
+    for planned in plan.packed_linears():
         module = linear.swap(model, planned.name, linear.describe(planned))
         fill(module, device, signs)
     if plan.cache is not None:

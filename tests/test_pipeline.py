@@ -68,7 +68,7 @@ def test_gptq_and_nearest_on_every_family(model_type: str, calibration_text: Pat
         assert 0 < divergence(original, loaded) < 0.5 * divergence(original, loaded.roll(1, dims=1))
     record = json.loads((tmp_path / "gptq" / "ptq.json").read_text())
     rounded = {name: line for name, line in record["linears"].items() if line}
-    assert rounded.keys() == {linear.name for linear in pipeline.plan(str(model), QuarotRecipe()).plan.rounded()}
+    assert rounded.keys() == {linear.name for linear in pipeline.plan(str(model), QuarotRecipe()).plan.packed_linears()}
     for name, line in rounded.items():
         assert 0 < line["loss"] <= line["nearest_loss"], name
     assert os.listdir(tmp_path).count("gptq.work") == 0

@@ -47,7 +47,7 @@ def add_online(model: nn.Module, made: Plan) -> None:
         module.register_forward_pre_hook(lambda _, inputs: (hadamard.apply(inputs[0], su, into.order),))
         module.register_forward_hook(after)
 
-    for linear in made.rounded():
+    for linear in made.packed_linears():
         wrap(model.get_submodule(row_of(model.config).module_name(linear.name)), linear)
 
 
@@ -61,7 +61,7 @@ def test_transforms_keep_the_function_in_float64(model_type: str) -> None:
     embedding = f"{family.embedding}.weight"
     original = exact(config, {**model.state_dict(), "lm_head.weight": source[embedding]})
     tensors = rewritten(made, source)
-    assert all(relative(tensors[linear.source], source[linear.source]) > 0.5 for linear in made.rounded())
+    assert all(relative(tensors[linear.source], source[linear.source]) > 0.5 for linear in made.packed_linears())
     turned = exact(config, {"lm_head.weight": tensors[embedding], **tensors}, family)
     add_online(turned, made)
     with InFloat64():
@@ -130,7 +130,7 @@ def test_recipes_that_cannot_be(wrong: dict[str, Any]) -> None:
 
 def test_the_plan_needs_no_weight(tmp_path: Path) -> None:
     made = pipeline.plan(str(save_model(tmp_path / "model", "llama")), NEAREST).plan
-    assert len(made.signs) == len(list(made.rounded())) * 11 // 7  # one of an output each, four inputs to seven linears
+    assert len(made.signs) == len(list(made.packed_linears())) * 11 // 7  # one of an output each, four inputs to seven linears
 
 
 def test_nothing_left_to_train_is_refused(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class PtqConfig(QuantizationConfigMixin):
     @classmethod
     def of(cls, plan: Plan) -> "PtqConfig":
         """The config that describes a plan's result."""
-        entries = {linear.name: describe(linear) for linear in plan.rounded()}
+        entries = {linear.name: describe(linear) for linear in plan.packed_linears()}
         turned = plan.online_residual
         return cls.listing(
             entries, plan.cache.as_dict() if plan.cache else None, residual.describe(turned) if turned else None

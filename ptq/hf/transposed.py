@@ -37,7 +37,7 @@ def as_linears(model: nn.Module) -> None:
 
 def check_loadable(plan: Plan, family: Family) -> None:
     """Raise InputError for a plain model: transformers would take its weights for [k, n]."""
-    if family.transposed and not any(plan.rounded()):
+    if family.transposed and not any(plan.packed_linears()):
         raise InputError(
             f"{family.model_type}: some linears must be quantised: this package writes weights as [n, k], and "
             "transformers alone reads those of this family as [k, n]"

@@ -83,7 +83,7 @@ class Progress:
         )
         passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
         passes += crossed
-        weights = passes * sum(linear.n * linear.k for linear in plan.rounded())
+        weights = passes * sum(linear.n * linear.k for linear in plan.packed_linears())
         self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.weights(plan) or None)
 
     def __enter__(self) -> "Progress":

@@ -126,7 +126,7 @@ def _check_empty(folder: Path) -> None:
 
 def rounded_before(folder: Path, plan: Plan) -> str | None:
     """How many linears of a run are rounded already, in words; None where it begins."""
-    names = [linear.name for linear in plan.rounded()]
+    names = [linear.name for linear in plan.packed_linears()]
     done = sum((folder / "linears" / f"{name}.json").exists() for name in names)
     return f"continues: {done} of {len(names)} linears are done" if done else None
 

@@ -163,7 +163,7 @@ def _config_text(job: Job) -> str:
     for key in UNREAD:
         if getattr(config, key, None):
             setattr(config, key, 0)  # their tensors are left out
-    if any(job.plan.rounded()) or job.plan.cache or job.plan.online_residual:
+    if any(job.plan.packed_linears()) or job.plan.cache or job.plan.online_residual:
         config.quantization_config = PtqConfig.of(job.plan).to_dict()
     return config.to_json_string()
 

@@ -184,8 +184,8 @@ class Plan:
         """The embedding, and the head where it has a weight of its own."""
         return (linear for linear in self.linears if not linear.name.startswith(f"{self.layers}."))
 
-    def rounded(self) -> Iterator[LinearPlan]:
-        """The linears that are quantised."""
+    def packed_linears(self) -> Iterator[LinearPlan]:
+        """The linears that are stored in a format: each has an entry in config.json."""
         return (linear for linear in self.linears if linear.format is not None)
 
     def settled(self, options: Mapping[str, Mapping[str, Any]], clips: Mapping[str, float]) -> "Plan":

@@ -51,7 +51,7 @@ def build(
     is `Tasks.trainings()`.
     """
     drawn = _drawn(plan)
-    quantised = [linear for linear in plan.rounded() if linear.format and linear.format.codebook]
+    quantised = [linear for linear in plan.packed_linears() if linear.format and linear.format.codebook]
     return Report(
         version=VERSION,
         model=Path(model).name if Path(model).exists() else model,  # where a folder lies is nobody's business
