@@ -104,7 +104,7 @@ class E8PFormat(LaidOut):
         width: int,
         treatments: Sequence[Any],
     ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.fast.fast_experts.TransformedExperts`."""
+        """See `ptq.weights.layouts`."""
         held = tiles.listed(weights, "tiles", "scale")
         if held is None:
             return None

@@ -130,7 +130,8 @@ def test_recipes_that_cannot_be(wrong: dict[str, Any]) -> None:
 
 def test_the_plan_needs_no_weight(tmp_path: Path) -> None:
     made = pipeline.plan(str(save_model(tmp_path / "model", "llama")), NEAREST).plan
-    assert len(made.signs) == len(list(made.packed_linears())) * 11 // 7  # one of an output each, four inputs to seven linears
+    linears = list(made.packed_linears())
+    assert len(made.signs) == len(linears) * 11 // 7  # one of an output each, four inputs to seven linears
 
 
 def test_nothing_left_to_train_is_refused(tmp_path: Path) -> None:

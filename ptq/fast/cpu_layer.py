@@ -8,7 +8,7 @@ The call needs a format that has such an op, linears that treat their input alik
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import ne
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -21,21 +21,13 @@ from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.layers.shared_input import is_alike, is_here
 from ptq.ops import hadamard
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
-from ptq.weights.formats import LayerOp, Parts
+from ptq.weights.formats import LayerOp
+from ptq.weights.layouts import LaidOut
 
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
 NO_NORM = (1.0, 0.0, False)
 DECODE = torch.ops.ptq.decode_layer.default
-
-
-@runtime_checkable
-class WholeLayer(Protocol):
-    """A format that does all that a decoder layer does in one call."""
-
-    def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """The op for the weights of a layer, or of its attention; None where it cannot take them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,7 +131,7 @@ def _rows(attention: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[
 
 def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
     format = linears[0].format
-    if not isinstance(format, WholeLayer) or any(linear.format != format for linear in linears):
+    if not isinstance(format, LaidOut) or any(linear.format != format for linear in linears):
         return None
     return format.layer_op([linear.parts() for linear in linears])
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import call, is_
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -24,50 +24,19 @@ from ptq.layers.shared_input import is_heard, is_here
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
 from ptq.ops.matmul import is_plain
-from ptq.weights.formats import Parts, Rows
+from ptq.weights.formats import Rows
+from ptq.weights.layouts import LaidOut
 
 CPU = torch.device("cpu")
 MOST_TOKENS = 64
 """For more, one by one is as fast: each expert then has many rows."""
 
 
-@runtime_checkable
-class WholeExperts(Protocol):
-    """A format that computes several experts in one call."""
-
-    def experts(
-        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
-    ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.ops.expert_ops`; None where these weights cannot be taken together. `weights`: those of all gates,
-        all ups, all downs. `treatments`: bits (0: not quantised) and clip of the input of gate and up; dense factors
-        and order (0: no transform), bits and clip of that of down; biases, and what stands between the products."""
-        ...
-
-
-@runtime_checkable
-class TransformedExperts(Protocol):
-    """The same for linears with signs and transforms of their own on both sides (QuIP#)."""
-
-    def transformed_experts(
-        self,
-        x: Float[Tensor, "t k"],
-        rows: Rows,
-        weights: Sequence[Parts],
-        signs: tuple[Sequence[Tensor], Sequence[Tensor]],
-        width: int,
-        treatments: Sequence[Any],
-    ) -> Float[Tensor, "t k"] | None:
-        """`signs`: those of the input of gates and ups, then of each down's; those of all products. `treatments`: bits
-        and clip of the input of gate and up, those of down's; dense factors and order of the transform for x's width,
-        and of that for an expert's; biases, and what stands between the products."""
-        ...
-
-
 @dataclass(frozen=True)
 class _Kind:
     """What experts must have in common."""
 
-    format: WholeExperts | TransformedExperts
+    format: LaidOut
     plain: Online
     down: Online
     has_biases: bool
@@ -89,7 +58,7 @@ class _Kind:
         if any(bias is None or (learns and bias.requires_grad) for bias in biases):
             return None
         inside = hadamard.dense_factors(self.down.input, CPU)
-        if isinstance(self.format, TransformedExperts):
+        if self.plain.signs:
             su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
             signs = cast(Any, su), cast(Any, [linear.signs(OUTPUT_SIGNS) for linear in linears])
             outside = hadamard.dense_factors(self.plain.input, CPU)
@@ -200,15 +169,15 @@ def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     has_bias, *others = (linear._parameters["bias"] is not None for linear in linears)
     if others != [has_bias, has_bias]:
         return None
-    if isinstance(format, TransformedExperts):
-        if not (plain.signs and inside.signs) or (plain.input, plain.output) != (inside.output, inside.input):
+    if not isinstance(format, LaidOut):
+        return None
+    if plain.signs and inside.signs:
+        if (plain.input, plain.output) != (inside.output, inside.input):
             return None
         su = [linear._parameters[INPUT_SIGNS] for linear in (gate, up)]
         alike = torch.equal(*su)
         return _Kind(format, plain, inside, has_bias, clamped, su[0].numpy().tobytes()) if alike else None
-    if not isinstance(format, WholeExperts) or plain.input is not None:
-        return None
-    if any(online.signs or online.output is not None for online in (plain, inside)):
+    if plain.input is not None or any(online.signs or online.output is not None for online in (plain, inside)):
         return None
     return _Kind(format, plain, inside, has_bias, clamped)
 

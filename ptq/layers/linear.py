@@ -25,7 +25,8 @@ from ptq.layers.shared_input import HERE, SharedInput
 from ptq.ops import activations, hadamard, input_steps, matmul
 from ptq.ops.activations import Activation
 from ptq.planning.plan import LinearPlan
-from ptq.weights.formats import Format, IntegerInput, NumberInput
+from ptq.weights.formats import Format, IntegerInput
+from ptq.weights.layouts import LaidOut
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class QuantLinear(PackedWeight):
         super().__init__(n, k, format)
         self.online = online
         self.takes_integers = isinstance(self.format, IntegerInput)  # asked once: such a question is slow
-        self.takes_numbers = isinstance(self.format, NumberInput)
+        self.takes_numbers = isinstance(self.format, LaidOut)
         self.shared: SharedInput | None = None  # set in a loaded model, see ptq/layers/shared_input.py
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
@@ -112,7 +113,7 @@ class QuantLinear(PackedWeight):
                 return found
         integers = self.online.activation is not None and self.takes_integers
         if integers and self.takes_numbers and self.online.input is None:
-            format, after = cast(NumberInput, self.format), self._bias_and_dtype(x.dtype)
+            format, after = cast(LaidOut, self.format), self._bias_and_dtype(x.dtype)
             found = format.linear_tokens(x, cast(Activation, self.online.activation), self.parts(), *after)
             if found is not None:
                 return found

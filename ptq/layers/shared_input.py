@@ -3,7 +3,7 @@
 Nothing says beforehand which linears belong together. `attach` gives those of one parent module that treat their input
 alike a `SharedInput`, which watches them: where several in a row are called with the very same tensor object, the
 first of them from then on transforms, quantises and multiplies for all, in one call if the format can
-(`formats.Together`), and the others find their product ready. Each product is that of the linear alone, to the bit.
+(`LaidOut.linears`), and the others find their product ready. Each product is that of the linear alone, to the bit.
 
 Products wait in an entry of their own input: they are gone when they are taken, when the input is freed or changed in
 place, or when the linears are given another. A first linear whose followers do not come is not believed again. Inside
@@ -24,7 +24,8 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ptq.layers.packed_weight import INPUT_SIGNS, version
 from ptq.ops import matmul
 from ptq.ops.op_declarations import takes_forward_derivatives
-from ptq.weights.formats import IntegerInput, Together
+from ptq.weights.formats import IntegerInput
+from ptq.weights.layouts import LaidOut
 
 if TYPE_CHECKING:
     from ptq.layers.linear import QuantLinear
@@ -51,12 +52,12 @@ class _Group:
 
     members: tuple["QuantLinear", ...]
     signs: tuple[Any, ...]
-    together: Together | None
+    together: LaidOut | None
 
     @classmethod
     def of(cls, members: Sequence["QuantLinear"]) -> "_Group":
         format = members[0].format
-        one = isinstance(format, Together) and all(linear.format == format for linear in members)
+        one = isinstance(format, LaidOut) and all(linear.format == format for linear in members)
         return cls(tuple(members), _signs_of(members), format if one else None)  # pyright: ignore[reportArgumentType]
 
 

@@ -18,7 +18,6 @@ from ptq.errors import InputError
 from ptq.ops import matmul
 
 if TYPE_CHECKING:
-    from ptq.ops.activations import Activation
     from ptq.weights.rounding import Rounded
 
 Scales = dict[str, Tensor]
@@ -155,47 +154,6 @@ class IntegerInput(Protocol):
         input_bits: int = 8,
     ) -> Float[Tensor, "*t n"]:
         """(q_scale * q) Wᵀ + bias, in `dtype`. `input_bits`: the bits that the integers q have."""
-        ...
-
-
-@runtime_checkable
-class NumberInput(IntegerInput, Protocol):
-    """A format that also quantises its input itself, in the same call."""
-
-    def linear_tokens(
-        self,
-        x: Float[Tensor, "*t k"],
-        activation: "Activation",
-        parts: Parts,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Float[Tensor, "*t n"] | None:
-        """`linear_quantized` of the quantised x, to the bit; None where these parts take two calls."""
-        ...
-
-
-@runtime_checkable
-class Together(Protocol):
-    """A format that multiplies one input with several weights in one call. The numbers are those of one call each.
-
-    Both methods give None where these weights cannot be taken together.
-    """
-
-    def linears(
-        self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]
-    ) -> list[Tensor] | None:
-        """What `Format.linear` gives for each weight."""
-        ...
-
-    def linears_quantized(
-        self,
-        q: Int8[Tensor, "*t k"],
-        q_scale: Float32[Tensor, "*t"],
-        parts: Sequence[Parts],
-        biases: Sequence[Tensor | None],
-        dtype: torch.dtype,
-    ) -> list[Tensor] | None:
-        """What `IntegerInput.linear_quantized` gives for each weight."""
         ...
 
 

@@ -7,7 +7,7 @@ The bytes of a layout are described where they are made: `ptq.ops.tiles`, `ptq.o
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Float32, Int8
@@ -46,9 +46,9 @@ class Ops:
     """Layouts for which `quantized` takes the bits that the integers of the tokens have."""
 
 
-@runtime_checkable
-class LaidOut(Format, Protocol):
-    """A format that has these layouts. It names its ops and what they take; how they are called it inherits."""
+class LaidOut(Format):
+    """A format that has these layouts. It names its ops and what they take; how they are called it inherits. Methods
+    that do several things in one call give the numbers of the single steps, or None where they cannot."""
 
     ops: ClassVar[Ops]
     scale_parts: ClassVar[tuple[str, ...]] = ("scale",)
@@ -120,22 +120,56 @@ class LaidOut(Format, Protocol):
     def linear_tokens(
         self, x: Float[Tensor, "*t k"], activation: Activation, parts: Parts, bias: Tensor | None, dtype: torch.dtype
     ) -> Float[Tensor, "*t n"] | None:
-        """`linear_quantized` of the quantised x, to the bit; None where no one op does both: without tiles."""
+        """`linear_quantized` of the quantised x; None where no one op does both: without tiles."""
         if self.ops.tokens is None or "tiles" not in parts:
             return None
         weight = self.weight(parts, "tiles", bias)
         return call(self.ops.tokens, x, *weight, activation.bits, activation.clip, dtype)
 
+    def linears(
+        self, x: Float[Tensor, "*t k"], parts: Sequence[Parts], biases: Sequence[Tensor | None]
+    ) -> list[Tensor] | None:
+        """`linear` for several weights of one input."""
+        return None
+
+    def linears_quantized(
+        self,
+        q: Int8[Tensor, "*t k"],
+        q_scale: Float32[Tensor, "*t"],
+        parts: Sequence[Parts],
+        biases: Sequence[Tensor | None],
+        dtype: torch.dtype,
+    ) -> list[Tensor] | None:
+        """`linear_quantized` for several weights of one input."""
+        return None
+
     def layer_op(self, parts: Sequence[Parts]) -> LayerOp | None:
-        """See `ptq.fast.cpu_layer.WholeLayer`."""
+        """The op of `ptq.ops.layer_ops` for the weights of a decoder layer, or of its attention."""
         held = listed(parts, "tiles", *self.scale_parts)
         return None if held is None else (self.ops.layer, (*held, *self.numbers))
 
     def experts(
         self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
     ) -> Float[Tensor, "t k"] | None:
-        """See `ptq.fast.fast_experts.WholeExperts`."""
+        """Several experts (`ptq.ops.expert_ops`). `weights`: those of all gates, all ups, all downs. `treatments`: bits
+        (0: not quantised) and clip of the input of gate and up; dense factors and order (0: no transform), bits and
+        clip of that of down; biases, and what stands between the products."""
         held = listed(weights, "tiles", *self.scale_parts)
         if self.ops.experts is None or held is None:
             return None
         return self.ops.experts(x, *rows, *held[:-1], width, *self.numbers, *treatments)
+
+    def transformed_experts(
+        self,
+        x: Float[Tensor, "t k"],
+        rows: Rows,
+        weights: Sequence[Parts],
+        signs: tuple[Sequence[Tensor], Sequence[Tensor]],
+        width: int,
+        treatments: Sequence[Any],
+    ) -> Float[Tensor, "t k"] | None:
+        """`experts` whose linears have signs and transforms of their own on both sides (QuIP#). `signs`: those of the
+        input of gates and ups, then of each down's; those of all products. `treatments`: bits and clip of the input of
+        gate and up, those of down's; dense factors and order of the transform for x's width, and of that for an
+        expert's; biases, and what stands between the products."""
+        return None
