@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ptq.commands.windows import Windows, check_fit
 from ptq.errors import InputError, RunError
+from ptq.statistics.divergence import divergence
 
 # Positions whose log-softmax is held at once: 256 x 128k float32 logits are 128 MiB, whatever the context.
 CHUNK = 256
@@ -177,12 +178,9 @@ def _compare_window(
     for chunk in _chunks(count):
         log_q = _log_softmax(logits[chunk])
         log_p = _log_softmax(original_logits[chunk].to(device))
-        p = log_p.exp()
-        # A logit of -inf has p = 0 and adds nothing; the product would be NaN.
-        terms = torch.where(p > 0, p * (log_p - log_q), 0.0)
         loss += _losses(log_q, targets[chunk]).item()
         original_loss += _losses(log_p, targets[chunk]).item()
-        kl += terms.sum(dtype=torch.float64).item()
+        kl += divergence(log_p, log_q).sum(dtype=torch.float64).item()
         same += (log_q.argmax(-1) == log_p.argmax(-1)).sum().item()
     return _Compared(
         loss=_finite(loss / count, index),

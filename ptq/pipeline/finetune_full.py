@@ -30,6 +30,7 @@ from ptq.pipeline.ends import plain
 from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tuned import Trained, Values
+from ptq.statistics.divergence import divergence
 
 if TYPE_CHECKING:
     from ptq.pipeline.tasks import Tasks
@@ -197,7 +198,7 @@ class _Model:
             here = slice(start, start + size)
             p = self.teacher.logits(taught[None, here]).log_softmax(-1)
             q = self.teacher.differentiated(tensors, hidden=hidden.flatten(0, 1)[None, here], head=True).log_softmax(-1)
-            loss = (p.exp() * (p - q)).sum() / len(taught)
+            loss = divergence(p, q).sum() / len(taught)
             if loss.requires_grad:
                 loss.backward()
             total += float(loss.detach())

@@ -12,6 +12,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.hf.packed_config import PtqConfig
 from ptq.pipeline.job import Job
 from ptq.pipeline.streamed import Streamed
+from ptq.statistics.divergence import divergence
 
 LOGITS_TOLERANCE = 1e-3
 """Relative float32 difference of logits above which a rotation is called wrong; right ones stay near 1e-6."""
@@ -64,8 +65,9 @@ def compare(
     if not (packed.isfinite() | never).all():
         raise RunError("the packed model's logits are not finite, so there is no result; please report it")
     p, q = original.double().log_softmax(-1), packed.double().log_softmax(-1)
-    kl = torch.where(never, 0.0, p.exp() * (p - q)).sum(-1).mean().item()
-    return Agreement(error, kl, (original.argmax(-1) == packed.argmax(-1)).double().mean().item())
+    return Agreement(
+        error, divergence(p, q).mean().item(), (original.argmax(-1) == packed.argmax(-1)).double().mean().item()
+    )
 
 
 def account(checkpoint: Checkpoint, expected: set[str]) -> None:

@@ -18,6 +18,7 @@ from ptq.layers.linear import QuantLinear
 from ptq.ops import activations
 from ptq.ops.activations import Activation
 from ptq.planning.plan import Plan
+from ptq.statistics.divergence import divergence
 
 OBSERVED = ("query", "attention_output", "mixer_input", "mixer_output", "gate", "up", "down")
 """Roles whose inputs are measured; that of `up` where there is no gate."""
@@ -154,9 +155,7 @@ def by_position(
         for row in range(rows):
             log_p = original[row, chunk].float().log_softmax(-1)
             log_q = packed[row, chunk].float().log_softmax(-1)
-            p = log_p.exp()
-            # A logit of -inf has p = 0 and adds nothing; the product would be NaN.
-            kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1, dtype=torch.float64)
+            kl = divergence(log_p, log_q).double()
             losses = (-log.gather(-1, targets[row])[:, 0].double() for log in (log_p, log_q))
             found[:, row, chunk] = torch.stack([*losses, kl]).cpu()
     return found

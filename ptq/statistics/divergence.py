@@ -1,0 +1,12 @@
+"""KL divergence of the next token's distributions: how far a model is from another."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+def divergence(log_p: Float[Tensor, "*t v"], log_q: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
+    """KL(p || q) in nats, of logarithms. A token that p rules out, of log -inf, adds nothing, also where q does too."""
+    p = log_p.exp()
+    ruled_out = p == 0
+    # Masked in front of the product, too: a gradient of 0 * inf would be NaN.
+    return (p * (log_p - log_q).masked_fill(ruled_out, 0.0)).sum(-1)
