@@ -35,7 +35,7 @@ timeout 240 "$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider 
 tail -25 "$output/tests.log"
 # Hopper's own products, which are off until they have run (csrc/cuda/torch_cuda.h). They may hang: 124 says so.
 wgmma=not-run
-if nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | grep -q '^9\.0'; then
+if [ "$(nvidia-smi --id=0 --query-gpu=compute_cap --format=csv,noheader)" = 9.0 ]; then
     wgmma=0
     PTQ_WGMMA=1 timeout 90 "$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider tests/cuda/test_ops.py \
         tests/cuda/test_minifloat.py -k "65 or 200 or 256 or 300 or 512" >"$output/tests_wgmma.log" 2>&1 || wgmma=$?

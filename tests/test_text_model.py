@@ -180,6 +180,20 @@ def test_a_head_that_is_not_found_is_refused(tmp_path: Path) -> None:
         plan(str(tmp_path / "whole"), NEAREST)
 
 
+def test_a_text_model_of_a_family_that_ties_its_head_may_keep_silent(tmp_path: Path) -> None:
+    """Where the whole model says that nothing of its own is tied."""
+    whole("gemma3", True).save_pretrained(tmp_path / "whole")
+    path = tmp_path / "whole" / "config.json"
+    config = json.loads(path.read_bytes()) | {"tie_word_embeddings": False}
+    config["text_config"].pop("tie_word_embeddings", None)
+    path.write_text(json.dumps(config))
+    assert plan(str(tmp_path / "whole"), NEAREST).config.tie_word_embeddings
+    config["text_config"]["tie_word_embeddings"] = False
+    path.write_text(json.dumps(config))
+    with pytest.raises(InputError, match="tensors that may be it: none"):
+        plan(str(tmp_path / "whole"), NEAREST)
+
+
 def test_files_without_a_text_model_are_refused(tmp_path: Path) -> None:
     whole("llava", False).save_pretrained(tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"

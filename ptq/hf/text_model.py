@@ -59,7 +59,7 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
             f"{' or '.join(f'{prefix}...' for prefix in PREFIXES)}"
         )
     if HEAD not in tensors:
-        _check_tied(checkpoint)
+        _check_tied(checkpoint, text)
     inherited = {key: whole[key] for key in INHERITED if whole.get(key) is not None and text.get(key) is None}
     config = {
         **text,
@@ -75,16 +75,19 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     )
 
 
-def _check_tied(checkpoint: Checkpoint) -> None:
+def _check_tied(checkpoint: Checkpoint, text: dict[str, Any]) -> None:
     """A text model without a head of its own takes its embedding for one. Raises InputError where config.json says that
-    it has one: then the files call it something else."""
-    text = checkpoint.config.get(CONFIG)
-    said = {(level if isinstance(level, dict) else {}).get(TIED) for level in (checkpoint.config, text)}
-    if False in said and True not in said:
+    it has one: then the files call it something else. Where the whole alone says that nothing is tied, it may speak of
+    itself: a text model of a family that ties its head then does."""
+    own = checkpoint.config.get(CONFIG, {})
+    said = [level[TIED] for level in (checkpoint.config, own) if TIED in level]
+    by_family = TIED not in own and CONFIG_MAPPING[text["model_type"]]().tie_word_embeddings
+    if False in said and True not in said and not by_family:
+        near = sorted(name for name in checkpoint.tensors if name.endswith("head.weight"))
         raise InputError(
             f"{checkpoint.folder}: config.json says that the text model's head is not its embedding ({TIED}), but no "
             f"tensor of the files is called {' or '.join(p + 'weight' for p in PREFIXES if p.endswith('lm_head.'))}; "
-            f"tensors that may be it: {', '.join(sorted(n for n in checkpoint.tensors if 'head' in n)[:5]) or 'none'}"
+            f"tensors that may be it: {', '.join(near) or 'none'}"
         )
 
 
