@@ -9,7 +9,6 @@ scales, tokens and results, each once; for transforms what is read and what is w
 """
 
 import itertools
-import json
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from torch import Tensor
 
 import ptq  # noqa: F401 (the ops)
 from fp6.minifloat import MinifloatFormat
+from ptq.files.shards import write_bytes, write_json
 from ptq.ops import hadamard, native
 from ptq.ops.activations import Activation
 from quarot.integer import IntegerFormat
@@ -231,8 +231,8 @@ def main(
     for line in products if many else itertools.chain(transform_lines(copy), cache_lines(copy), products):
         lines.append(line)  # written one by one: who is stopped keeps what there is
         record = {"machine": about, "copy": copy, "lines": [asdict(line) for line in lines]}
-        output.with_suffix(".json").write_text(json.dumps(record, indent=1))
-        output.with_suffix(".md").write_text(markdown(about, copy, lines))
+        write_json(output.with_suffix(".json"), record, durable=False)
+        write_bytes(output.with_suffix(".md"), markdown(about, copy, lines).encode(), durable=False)
     print(markdown(about, copy, lines))
 
 

@@ -16,6 +16,7 @@ from ptq.ops import tiles
 __all__ = ["compiled"]  # the fixture
 
 LINEAR, QUANTISED, DEQUANTISE = range(3)
+ADA, HOPPER = 99 * 1024, 227 * 1024  # bytes of shared memory of a block
 EVERY = pytest.mark.parametrize("element", ELEMENTS.values(), ids=list(ELEMENTS))
 
 
@@ -32,7 +33,7 @@ def weight(n: int, k: int, element: Element, group_size: int, seed: int = 0) -> 
 def run_minifloat(
     library: ctypes.CDLL, mode: int, x: Tensor, w: dict[str, Any], element: Element, dtype: torch.dtype,
     token_scale: Tensor | None = None, bias: Tensor | None = None, splits: int = 1, backwards: bool = False,
-    misalign: bool = False,
+    misalign: bool = False, shared: int = ADA,
 ) -> Tensor:  # fmt: skip
     library.test_minifloat.restype = ctypes.c_char_p
     (n, k), groups, tokens = w["codes"].shape, w["flat_scale"].shape[1], x.shape[0]
@@ -41,7 +42,7 @@ def run_minifloat(
         library.test_minifloat(
             mode, int(backwards), TYPES[dtype], pointer(x), pointer(token_scale), pointer(w["fragments"]),
             pointer(w["scale"]), pointer(bias), pointer(out), tokens, n, k, element.exponent, element.mantissa, groups,
-            splits, int(misalign),
+            splits, int(misalign), shared,
         )
     )  # fmt: skip
     return out
@@ -91,12 +92,16 @@ def test_linear(compiled, tokens: int, dtype: torch.dtype, splits: int, element:
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 6, 7, 8, 9, 16, 17, 33, 64, 65, 130])
 @pytest.mark.parametrize("name", ["e3m2", "e2m3", "e2m2", "e4m2"])
-def test_linear_for_every_number_of_tokens(compiled, name: str, tokens: int) -> None:
+@pytest.mark.parametrize("shared", [ADA, HOPPER])
+def test_linear_for_every_number_of_tokens(compiled, shared: int, name: str, tokens: int) -> None:
+    """Also where a block may have little shared memory."""
     n, k, group_size, element = 150, 448, 64, ELEMENTS[name]
     w = weight(n, k, element, group_size, seed=tokens)
     x = random(tokens, k, dtype=torch.bfloat16, seed=tokens)
     token_scale = torch.rand(tokens) + 0.1
-    found = run_minifloat(compiled("minifloat_host"), LINEAR, x, w, element, torch.float32, token_scale, splits=2)
+    found = run_minifloat(
+        compiled("minifloat_host"), LINEAR, x, w, element, torch.float32, token_scale, splits=2, shared=shared
+    )
     bits = (element.exponent, element.mantissa)
     wanted = fragment_ops.linear(x.float() * token_scale[:, None], w["fragments"], w["scale"], None, n, *bits, 64)
     assert torch.allclose(found, wanted, rtol=1e-4, atol=1e-2)

@@ -11,8 +11,14 @@
 namespace ptq::fragments {
 
 struct Device {
-    int processors, shared_per_processor;
+    int processors, shared_per_processor, shared_per_block;
 };
+
+// Whether a block of this shape has room for so many tokens.
+template <class S>
+bool has_room(int tokens, const Device& device) {
+    return Buffers<S, 2>::bytes(kept_rows<S>(tokens)) <= device.shared_per_block;
+}
 
 // The fewest splits of the columns with which four fifths of the device are busy, or the best there are. Busy: 32 KiB
 // of weights are on their way to every processor, which is the bandwidth of an H200 times 0.8 microseconds.
@@ -41,15 +47,11 @@ inline const char* launch_reduce(const Linear& p, Stream stream) {
     return launch<reduce_kernel<threads>>({static_cast<unsigned>((count + threads - 1) / threads)}, threads, 0, stream,
                                           p);
 }
-// Whether a block has room for so many tokens on every device; a shape of more than one tile of tokens must.
-template <class S>
-constexpr bool has_room(int tokens) {
-    return Buffers<S, 2>::bytes(kept_rows<S>(tokens)) <= least_shared;
-}
 // p.splits is what `splits_of` says, or any smaller number.
 template <class T, class S>
 const char* launch_linear(const Linear& p, Stream stream) {
-    static_assert(S::token_tiles == 1 || has_room<S>(S::tokens));
+    // Others are for devices that have more (`has_room`), with one tile of tokens.
+    static_assert(S::token_tiles == 1 || Buffers<S, 2>::bytes() <= least_shared);
     const char* error = launch<linear_kernel<T, S>>(grid_of<S>(p.w, p.tokens, p.splits), S::threads,
                                                     Buffers<S, 2>::bytes(kept_rows<S>(p.tokens)), stream, p);
     return error || p.splits == 1 ? error : launch_reduce(p, stream);

@@ -8,6 +8,10 @@ namespace ptq::fragments {
 
 using torch::stable::Tensor;
 
+inline Device device_of(const Properties& p) {
+    return {p.processors, p.shared_per_processor, p.shared_per_block};
+}
+
 inline Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, const Tensor& scale,
                        const std::optional<Tensor>& zero, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(

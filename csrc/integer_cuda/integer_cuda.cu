@@ -44,8 +44,7 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
         });
         return out;
     }
-    const int splits =
-        linear_splits(w, bits, static_cast<int>(tokens), {device.processors, device.shared_per_processor});
+    const int splits = linear_splits(w, bits, static_cast<int>(tokens), device_of(device));
     const Linear p = linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial);
     check_launch(op,
                  type == ScalarType::Half ? run_linear<Half>(p, bits, stream) : run_linear<Bfloat16>(p, bits, stream));

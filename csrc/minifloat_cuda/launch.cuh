@@ -9,16 +9,18 @@ namespace ptq::minifloat_cuda {
 using namespace ptq::fragments;
 
 // Tokens with which a weight is decoded as it is multiplied: for more it is cheaper to decode it once into memory, for
-// torch's own product. Every 64 of them decode it anew, beside the tensor cores, which then take longer.
+// torch's own product. Every 64 of them (32 at seven bits) decode it anew, beside the tensor cores, which then take
+// longer.
 constexpr int most_tokens = 256;
 
 // Calls run.operator()<Shape>() with the shape for this many tokens. Six bits have all of them, other widths two: that
 // keeps the time to compile short. Few tokens: many warps along the columns, so that a matrix of 4096 rows needs no
-// splits, and nothing has to be added up by a second kernel; as long as the smallest devices have room for them.
+// splits, and nothing has to be added up by a second kernel; half of them where a device has no room for their tokens.
 template <class Code, class Run>
-auto with_linear_shape(int tokens, Run run) {
+auto with_linear_shape(int tokens, const Device& device, Run run) {
     using Few = Shape<Code, 1, 2, 1, 8>;
-    if (tokens <= 8 && has_room<Few>(tokens)) return run.template operator()<Few>();
+    if (tokens <= 8 && has_room<Few>(tokens, device)) return run.template operator()<Few>();
+    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 2, 2, 4>>();
     if constexpr (Code::bits == 6) {
         if (tokens <= 16) return run.template operator()<Shape<Code, 2, 1, 2, 4>>();
     }
@@ -63,14 +65,14 @@ inline bool has_bytes(Element e) {
 
 inline int linear_splits(const Weights& w, Element e, int tokens, const Device& device) {
     return with_code(e, [&]<class Code>() {
-        return with_linear_shape<Code>(tokens, [&]<class S>() { return splits_of<S>(w, tokens, device); });
+        return with_linear_shape<Code>(tokens, device, [&]<class S>() { return splits_of<S>(w, tokens, device); });
     });
 }
 // p.splits is what `linear_splits` says, or any smaller number.
 template <class T>
-const char* run_linear(const Linear& p, Element e, Stream stream) {
+const char* run_linear(const Linear& p, Element e, const Device& device, Stream stream) {
     return with_code(e, [&]<class Code>() {
-        return with_linear_shape<Code>(p.tokens, [&]<class S>() { return launch_linear<T, S>(p, stream); });
+        return with_linear_shape<Code>(p.tokens, device, [&]<class S>() { return launch_linear<T, S>(p, stream); });
     });
 }
 // Where `has_bytes`.

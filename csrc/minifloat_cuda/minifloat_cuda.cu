@@ -16,8 +16,9 @@ Element element_of(const char* op, int64_t exponent, int64_t mantissa) {
     return e;
 }
 
-const char* run_any(const Linear& p, ScalarType type, Element e, Stream stream) {
-    return type == ScalarType::Half ? run_linear<Half>(p, e, stream) : run_linear<Bfloat16>(p, e, stream);
+const char* run_any(const Linear& p, ScalarType type, Element e, const Device& device, Stream stream) {
+    return type == ScalarType::Half ? run_linear<Half>(p, e, device, stream)
+                                    : run_linear<Bfloat16>(p, e, device, stream);
 }
 
 Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, const std::optional<Tensor>& bias,
@@ -53,8 +54,9 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
                      });
         return out;
     }
-    const int splits = linear_splits(w, e, static_cast<int>(tokens), {device.processors, device.shared_per_processor});
-    check_launch(op, run_any(linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial), type, e, stream));
+    const Device of = device_of(device);
+    const int splits = linear_splits(w, e, static_cast<int>(tokens), of);
+    check_launch(op, run_any(linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial), type, e, of, stream));
     return out;
 }
 
@@ -64,12 +66,12 @@ const char* run_as_numbers(const char* op, const Weights& w, const Tensor& q, co
                            const Properties& device, Stream stream) {
     const Tensor x = torch::stable::to(q, ScalarType::BFloat16);
     const bool by_wgmma = takes_wgmma<Bfloat16>(device, w, tokens_of(q));
-    const Device of{device.processors, device.shared_per_processor};
+    const Device of = device_of(device);
     const int splits = by_wgmma ? 1 : linear_splits(w, e, static_cast<int>(tokens_of(q)), of);
     std::optional<Tensor> partial;
     Linear p = linear_of(w, x, out, out_kind, bias, bias_kind, splits, partial);
     p.token_scale = static_cast<const float*>(q_scale.const_data_ptr());
-    if (!by_wgmma) return run_linear<Bfloat16>(p, e, stream);
+    if (!by_wgmma) return run_linear<Bfloat16>(p, e, of, stream);
     wgmma_linear(op, p, x, 1 + e.exponent + e.mantissa, device.processors, stream,
                  [&](const Linear& arranged, const WgmmaPlan& plan) {
                      return run_wgmma_linear<Bfloat16>(arranged, e, plan, stream);

@@ -55,7 +55,7 @@ extern "C" const char* test_integer(int mode, int backwards, int type, const voi
 
 extern "C" int test_splits(int tokens, int n, int k, int bits, int processors) {
     const Weights w{nullptr, nullptr, nullptr, n, k, 1, 1};
-    return linear_splits(w, bits, tokens, {processors, hopper_shared});
+    return linear_splits(w, bits, tokens, {processors, hopper_shared, hopper_shared});
 }
 
 // Whether a weight of any size could be launched.

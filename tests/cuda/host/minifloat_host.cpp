@@ -10,8 +10,9 @@ using ptq::test::Buffer;
 extern "C" const char* test_minifloat(int mode, int backwards, int type, const void* x, const float* token_scale,
                                       const uint8_t* fragments, const uint16_t* scale, const float* bias, void* out,
                                       int tokens, int n, int k, int exponent, int mantissa, int groups, int splits,
-                                      int misalign) {
+                                      int misalign, int shared) {
     machine.backwards = backwards;
+    machine.most_shared = shared;
     const Element e{exponent, mantissa};
     const int64_t tiles = (n + 15) / 16, blocks = (k + 63) / 64;
     const int width = type == 0 ? 4 : 2, x_width = mode == 1 ? 1 : 2;
@@ -36,7 +37,8 @@ extern "C" const char* test_minifloat(int mode, int backwards, int type, const v
         const Linear p{w,        xs.data(), y.data(), static_cast<float*>(partial.data()),
                        b.data(), out_kind,  kind,     of_tokens,
                        tokens,   splits,    aligned};
-        error = type == 2 ? run_linear<Half>(p, e, nullptr) : run_linear<Bfloat16>(p, e, nullptr);
+        const Device device{1, hopper_shared, shared};
+        error = type == 2 ? run_linear<Half>(p, e, device, nullptr) : run_linear<Bfloat16>(p, e, device, nullptr);
     } else if (mode == 1) {
         const Quantized p{
             w, static_cast<const int8_t*>(xs.data()), of_tokens, y.data(), b.data(), out_kind, kind, tokens, aligned};
@@ -53,5 +55,5 @@ extern "C" const char* test_minifloat(int mode, int backwards, int type, const v
 
 extern "C" int test_splits(int tokens, int n, int k, int exponent, int mantissa, int processors) {
     const Weights w{nullptr, nullptr, nullptr, n, k, 1, 1};
-    return linear_splits(w, {exponent, mantissa}, tokens, {processors, hopper_shared});
+    return linear_splits(w, {exponent, mantissa}, tokens, {processors, hopper_shared, hopper_shared});
 }
