@@ -58,8 +58,8 @@ def verify(
     against: Annotated[
         str | None,
         typer.Option(
-            help="The original, to compare logits with, a block at a time; a word where the checkpoint was made from "
-            "another."
+            help="The original, to compare logits with, a block at a time; says so where the checkpoint was made from "
+            "another model."
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,

@@ -77,17 +77,17 @@ def alone(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
 
 def _check_tied(checkpoint: Checkpoint, text: dict[str, Any]) -> None:
     """A text model without a head of its own takes its embedding for one. Raises InputError where config.json says that
-    it has one: then the files call it something else. Where the whole alone says that nothing is tied, it may speak of
-    itself: a text model of a family that ties its head then does."""
-    own = checkpoint.config.get(CONFIG, {})
-    said = [level[TIED] for level in (checkpoint.config, own) if TIED in level]
-    by_family = TIED not in own and CONFIG_MAPPING[text["model_type"]]().tie_word_embeddings
-    if False in said and True not in said and not by_family:
+    it has one: then the files call it something else. What the text model does not say, its family does: the whole may
+    speak of itself, and transformers 4 left out what is the family's default."""
+    own = checkpoint.config.get(CONFIG)
+    said = own.get(TIED) if isinstance(own, dict) else None
+    tied = CONFIG_MAPPING[text["model_type"]]().tie_word_embeddings if said is None else said
+    if not tied and checkpoint.config.get(TIED) is not True:
         near = sorted(name for name in checkpoint.tensors if name.endswith("head.weight"))
         raise InputError(
             f"{checkpoint.folder}: config.json says that the text model's head is not its embedding ({TIED}), but no "
             f"tensor of the files is called {' or '.join(p + 'weight' for p in PREFIXES if p.endswith('lm_head.'))}; "
-            f"tensors that may be it: {', '.join(near) or 'none'}"
+            f"tensors that may be it: {', '.join(near[:5]) or 'none'}"
         )
 
 

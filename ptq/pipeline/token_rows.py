@@ -55,8 +55,9 @@ def choose(
     rows = calibration.load_rows(recipe.calibration, tokenizer, samples, length, recipe.seed, others, bos)
     if int(rows.max()) >= vocab:
         raise InputError(f"{model}: its tokenizer gives token {int(rows.max())}, the model has {vocab}")
-    fitted = samples if needed else PROBE_ROWS
-    probe = rows[fitted:] if len(rows) > fitted else rows[:PROBE_ROWS]
+    probe = rows[-PROBE_ROWS:]
+    if needed:
+        probe = rows[samples:] if len(rows) > samples else rows[:PROBE_ROWS]
     return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
 
 

@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def divergence(log_p: Float[Tensor, "*t v"], log_q: Float[Tensor, "*t v"]) -> Float[Tensor, "*t"]:
-    """KL(p || q) in nats, of logarithms. A token that p rules out, of log -inf, adds nothing, also where q does too."""
+    """KL(p || q) in nats, from the logarithms of both. A token that p rules out (log -inf) adds nothing, also where q
+    does."""
     p = log_p.exp()
     ruled_out = p == 0
     # Masked in front of the product, too: a gradient of 0 * inf would be NaN.
