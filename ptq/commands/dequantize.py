@@ -58,7 +58,9 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
 def _plain(name: str, module: PackedWeight, source: Checkpoint, dtype: torch.dtype) -> Rewritten:
     shape, prefix = (module.out_features, module.in_features), f"{name}."
     signs = (INPUT_SIGNS, OUTPUT_SIGNS) if isinstance(module, QuantLinear) and module.online.signs else ()
-    stored = tuple(prefix + leaf for leaf in (*(f"weight_{part}" for part in module.stored.buffers(*shape)), *signs))
+    stored = tuple(
+        prefix + leaf for leaf in (*(f"weight_{part}" for part in module.file_format.buffers(*shape)), *signs)
+    )
 
     def make(tensors: Tensors) -> Tensors:
         return {f"{name}.weight": plain_weight(module, without(prefix, tensors)).to(dtype)}

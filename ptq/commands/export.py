@@ -97,7 +97,7 @@ def _refuse_torn(checkpoint: Path, modules: Mapping[str, PackedWeight], plain: l
 def _scheme(checkpoint: Path, name: str, module: PackedWeight, entry: Mapping[str, Any]) -> Scheme:
     if isinstance(module, PackedEmbedding) or "." not in name:  # a head is a linear of the model itself
         raise InputError(f"{checkpoint}: embedding and head are packed; quantise without --embedding-bits")
-    if isinstance(module.stored, PrepackedFormat):
+    if isinstance(module.file_format, PrepackedFormat):
         raise InputError(f"{checkpoint}: is prepacked; pass the checkpoint that it was made from")
     if "activation" in entry and ((activation := parse(entry["activation"])).bits, activation.clip) != (8, 1):
         raise InputError(

@@ -146,7 +146,7 @@ class QuantLinear(PackedWeight):
     def extra_repr(self) -> str:
         bias = self._parameters["bias"] is not None
         return (
-            f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.stored}, {self.online}"
+            f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}, {self.online}"
         )
 
 
@@ -197,7 +197,7 @@ def plain_weight(module: PackedWeight, stored: Mapping[str, Tensor]) -> Float32[
     diag(sv) H_nᵀ Ŵ H_k diag(su), with the symbols of `Online`. `stored` are the module's tensors as in its
     `state_dict`."""
     shape = module.out_features, module.in_features
-    parts = {part: stored[f"weight_{part}"] for part in module.stored.buffers(*shape)}
+    parts = {part: stored[f"weight_{part}"] for part in module.file_format.buffers(*shape)}
     weight = module.format.dequantize(parts, *shape)
     if not isinstance(module, QuantLinear):
         return weight

@@ -34,7 +34,7 @@ class PackedWeight(nn.Module):
     def __init__(self, n: int, k: int, format: Format) -> None:
         super().__init__()
         self.in_features, self.out_features = k, n
-        self.stored = format
+        self.file_format = format
         """How its bytes lie in files; `format` is what multiplies with them, and differs where they are prepacked."""
         self.format = format.inner if isinstance(format, PrepackedFormat) else format
         self._names: dict[str, str] = {}
@@ -43,7 +43,7 @@ class PackedWeight(nn.Module):
 
     def make_room(self) -> None:
         """Empty parts, to be loaded; the last thing that a subclass does when it is made."""
-        buffers = self.stored.buffers(self.out_features, self.in_features).items()
+        buffers = self.file_format.buffers(self.out_features, self.in_features).items()
         self._hold({part: torch.empty(shape, dtype=dtype) for part, (shape, dtype) in buffers})
 
     def parts(self) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class PackedWeight(nn.Module):
         """
         parts = self.parts()
         if not any(tensor.is_meta for tensor in parts.values()):
-            packed = self.stored.prepack(parts, next(iter(parts.values())).device)
+            packed = self.file_format.prepack(parts, next(iter(parts.values())).device)
             if packed.keys() != parts.keys():
                 self._hold(packed)
 
@@ -73,7 +73,7 @@ class PackedWeight(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         parts = self.parts()
-        stored = self.stored.unprepack(parts)
+        stored = self.file_format.unprepack(parts)
         if stored.keys() != parts.keys():
             for name in (*self._names.values(), "bias"):
                 destination.pop(prefix + name, None)
@@ -84,7 +84,7 @@ class PackedWeight(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         parts = self.parts()
-        stored = self.stored.unprepack(parts)
+        stored = self.file_format.unprepack(parts)
         if stored.keys() == parts.keys():
             return super()._load_from_state_dict(*args, **kwargs)
         self._hold(stored)
