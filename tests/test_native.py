@@ -27,7 +27,7 @@ def cpu_kernels() -> list[str]:
     return [name for source in sources for name in re.findall(r'm\.impl\("(\w+)"', source)]
 
 
-AVX2_ONLY = ("prefill_attention", "add_gram_")
+AVX2_ONLY = ("prefill_attention", "add_gram_", "add_cross_")
 
 
 @pytest.mark.skipif(not native.available(), reason="native kernels are not built")

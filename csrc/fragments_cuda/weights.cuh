@@ -156,7 +156,7 @@ Grid grid_of(const Weights& w, int tokens, int splits) {
 
 // Rows of tokens in shared memory.
 template <class S>
-PTQ_BOTH constexpr int kept_rows(int tokens) {
+PTQ_BOTH int kept_rows(int tokens) {
     return S::token_tiles == 1 && tokens < S::tokens ? tokens : S::tokens;
 }
 

@@ -8,6 +8,5 @@ def divergence(log_p: Float[Tensor, "*t v"], log_q: Float[Tensor, "*t v"]) -> Fl
     """KL(p || q) in nats, from the logarithms of both. A token that p rules out (log -inf) adds nothing, also where q
     does."""
     p = log_p.exp()
-    ruled_out = p == 0
-    # Masked in front of the product, too: a gradient of 0 * inf would be NaN.
-    return (p * (log_p - log_q).masked_fill(ruled_out, 0.0)).sum(-1)
+    # Masked in front of the product: 0 * inf would be NaN, and so would its gradient.
+    return (p * (log_p - log_q).masked_fill(p == 0, 0.0)).sum(-1)
