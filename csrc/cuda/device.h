@@ -8,7 +8,12 @@
 //   PTQ_CONSTANT                  before a table that the device reads
 //   thread(), lane(), warp(), block_x(), block_y(), block_z(), shared()
 //   block_barrier(), warp_barrier(), shuffle(value, from lane), shuffle_xor(value, mask)
+//   wait_for_previous()           what earlier kernels wrote is there, and what they read may be overwritten: nothing
+//                                 is read or written before it; let_next_begin(): the next one may, up to its wait
+//   prefetch(from, bytes)         into the L2 cache, also before the wait; multiples of 16
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory
+//   load_once<V>(from)            of global memory that is not written meanwhile nor read again; in its place in the
+//                                 order of instructions
 //   copy_async<bytes>(shared, global), copy_commit(), copy_wait<pending>()
 //   mma<T>(c, a, b0, b1)          m16n8k16, T = Half or Bfloat16, float32 sums
 //   mma_u8s8(c, a, b0, b1)        m16n8k32, A unsigned, B signed bytes, int32 sums

@@ -42,6 +42,23 @@ PTQ_DEVICE uint8_t* shared() {
     return memory;
 }
 
+// Kernels that follow each other on Hopper overlap (programmatic dependent launch, see `launch`).
+PTQ_DEVICE void wait_for_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+PTQ_DEVICE void let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+PTQ_DEVICE void prefetch([[maybe_unused]] const void* from, [[maybe_unused]] int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+#endif
+}
+
 PTQ_DEVICE void block_barrier() {
     __syncthreads();
 }
@@ -88,6 +105,22 @@ PTQ_DEVICE Floats4 load<Floats4>(const void* from) {
 template <>
 PTQ_DEVICE void store<Floats4>(void* to, Floats4 v) {
     *static_cast<float4*>(to) = {v.number[0], v.number[1], v.number[2], v.number[3]};
+}
+
+template <class V>
+PTQ_DEVICE V load_once(const void* from) {
+    V v;
+    if constexpr (sizeof(V) == 16)
+        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                     : "l"(from));
+    else if constexpr (sizeof(V) == 8)
+        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(v.word[0]), "=r"(v.word[1])
+                     : "l"(from));
+    else
+        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
+    return v;
 }
 
 template <int bytes>

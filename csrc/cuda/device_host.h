@@ -46,6 +46,12 @@ inline uint8_t* shared() {
     return machine.shared;
 }
 
+inline void wait_for_previous() {}
+inline void let_next_begin() {}
+inline void prefetch(const void* from, int bytes) {
+    if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a misaligned prefetch");
+}
+
 inline void block_barrier() {
     Machine& m = machine;
     if (++m.at_barrier < m.threads) return pause();
@@ -95,6 +101,10 @@ V load(const void* from) {
     V value;
     std::memcpy(&value, from, sizeof value);
     return value;
+}
+template <class V>
+V load_once(const void* from) {
+    return load<V>(from);
 }
 template <class V>
 void store(void* to, V value) {

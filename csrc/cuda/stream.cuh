@@ -5,10 +5,9 @@
 //
 // A block of threads has `across` x `along` warps: each computes `tiles` tiles of 16 rows, and each of the `along`
 // warps a stretch of the columns, in blocks, four of them ("steps") for each chunk of the tokens.
-//   weights  every warp has its own ring of `stages` blocks, filled by cp.async; a lane reads only what it copied
-//            itself, so no barrier is needed
+//   weights  no two warps read the same, so a lane loads its words straight into registers, four blocks ahead
 //   tokens   two buffers of a chunk, shared by the block; the next chunk is copied while this one is used: the block's
-//            only barrier, every fourth step. It needs steps >= stages - 1
+//            only barrier, every fourth step
 #pragma once
 
 #include "cuda/device.h"
@@ -22,42 +21,47 @@ PTQ_BOTH constexpr int plane_width(int all, int low) {
     return all - low >= 4 ? 4 : all - low >= 2 ? 2 : 1;
 }
 
-// One block: its planes into shared memory, and a lane's words out of it. `from` is this lane's part of the first
+// A lane's words of one block, out of shared memory, or `once` out of global memory. `from` is its part of the first
 // plane.
-template <int all, int low = 0>
-PTQ_DEVICE void copy_block(uint8_t* to, const uint8_t* from) {
-    constexpr int width = plane_width(all, low), first = plane_width(all, 0);
-    copy_async<4 * width>(to + 128 * low + 4 * width * lane(), from + 128 * low + 4 * (width - first) * lane());
-    if constexpr (low + width < all) copy_block<all, low + width>(to, from);
+template <class V, bool once>
+PTQ_DEVICE V load_plane(const void* from) {
+    if constexpr (once)
+        return load_once<V>(from);
+    else
+        return load<V>(from);
 }
-template <int all, int low = 0>
+template <int all, bool once = false, int low = 0>
 PTQ_DEVICE void load_block(const uint8_t* from, uint32_t (&words)[all]) {
-    constexpr int width = plane_width(all, low);
-    const uint8_t* at = from + 128 * low + 4 * width * lane();
+    constexpr int width = plane_width(all, low), first = plane_width(all, 0);
+    const uint8_t* at = from + 128 * low + 4 * (width - first) * lane();
     if constexpr (width == 4) {
-        const Words4 v = load<Words4>(at);
+        const Words4 v = load_plane<Words4, once>(at);
         PTQ_UNROLL
         for (int i = 0; i < 4; i++) words[low + i] = v.word[i];
     } else if constexpr (width == 2) {
-        const Words2 v = load<Words2>(at);
+        const Words2 v = load_plane<Words2, once>(at);
         words[low] = v.word[0];
         words[low + 1] = v.word[1];
     } else {
-        words[low] = load<uint32_t>(at);
+        words[low] = load_plane<uint32_t, once>(at);
     }
-    if constexpr (low + width < all) load_block<all, low + width>(from, words);
+    if constexpr (low + width < all) load_block<all, once, low + width>(from, words);
+}
+template <int all>
+PTQ_DEVICE int lane_part() {
+    return 4 * plane_width(all, 0) * lane();
 }
 
 template <int words_, int columns_, int token_tiles_, int tiles_, int across_, int along_>
 struct StreamShape {
     static constexpr int words = words_, columns = columns_, token_tiles = token_tiles_;
     static constexpr int tiles = tiles_, across = across_, along = along_;
-    static constexpr int stages = 4, steps = 4;  // equal: a step's place in the ring is known to the compiler
+    static constexpr int steps = 4;               // also how many blocks a lane has in registers
+    static constexpr int prefetched = 2 * steps;  // blocks
     static constexpr int tokens = 8 * token_tiles, threads = 32 * across * along;
     static constexpr int step_columns = steps * columns, chunk_columns = along * step_columns;
     static constexpr int rows = tile_rows * tiles * across;
-    static constexpr int block_bytes = 128 * words, stage_bytes = tiles * block_bytes;
-    static constexpr int ring_bytes = across * along * stages * stage_bytes;
+    static constexpr int block_bytes = 128 * words;
 };
 
 // Tokens x[t, k] of `element` bytes; a row in shared memory is padded so that 8 rows reach different banks. With one
@@ -67,7 +71,11 @@ template <class S, int element>
 struct Buffers {
     static constexpr int row_bytes = S::chunk_columns * element + (element == 1 ? 32 : 64);
     PTQ_BOTH static constexpr int token_bytes(int rows) { return rows * row_bytes; }
-    PTQ_BOTH static constexpr int bytes(int rows = S::tokens) { return 2 * token_bytes(rows) + S::ring_bytes; }
+    // At the end sums change hands there (`add_along`).
+    PTQ_BOTH static constexpr int bytes(int rows = S::tokens) {
+        constexpr int sums = (S::along - 1) * S::across * S::tiles * S::token_tiles * 4 * 32 * 4;
+        return 2 * token_bytes(rows) > sums ? 2 * token_bytes(rows) : sums;
+    }
 };
 
 // The columns of part `part` of `parts` of a row, in blocks.
@@ -77,8 +85,7 @@ struct Range {
 template <class S>
 PTQ_DEVICE Range range_of(int k, int part, int parts) {
     const int blocks = (k + S::columns - 1) / S::columns;
-    return {static_cast<int>(static_cast<int64_t>(blocks) * part / parts),
-            static_cast<int>(static_cast<int64_t>(blocks) * (part + 1) / parts)};
+    return {blocks * part / parts, blocks * (part + 1) / parts};  // at most 2^14 blocks and 2^8 parts
 }
 template <class S>
 PTQ_DEVICE int longest_range(int k, int parts) {
@@ -121,12 +128,11 @@ PTQ_DEVICE void copy_tokens(const TokenRows<X>& t, int k, int chunk, uint8_t* bu
 // written.
 template <class S>
 struct Walk {
-    const uint8_t* from[S::tiles];  // of the next block to copy, this lane's part
-    uint8_t* ring;
-    int block, last;  // the next to multiply, the end
+    const uint8_t* from[S::tiles];  // of the next block, this lane's part
+    int block, last;                // the next to multiply, the end
+    uint32_t words[S::steps][S::tiles][S::words];
 
-    PTQ_DEVICE Walk(const uint8_t* weights, int n, int k, Range range, int tile, uint8_t* ring_) {
-        ring = ring_;
+    PTQ_DEVICE Walk(const uint8_t* weights, int n, int k, Range range, int tile) {
         block = range.first;
         last = range.last;
         const int64_t blocks = (k + S::columns - 1) / S::columns;
@@ -134,28 +140,25 @@ struct Walk {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) {
             const int64_t t = tile + r < row_tiles ? tile + r : row_tiles - 1;
-            from[r] = weights + (t * blocks + block) * S::block_bytes + 4 * plane_width(S::words, 0) * lane();
+            from[r] = weights + (t * blocks + block) * S::block_bytes + lane_part<S::words>();
         }
-    }
-    // The block that is `ahead` blocks after the next one, into place `stage` of the ring.
-    PTQ_DEVICE void copy(int stage, int ahead) {
-        if (block + ahead < last) {
-            PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++) {
-                copy_block<S::words>(ring + stage * S::stage_bytes + r * S::block_bytes, from[r]);
-                from[r] += S::block_bytes;
-            }
-        }
-        copy_commit();
-    }
-    PTQ_DEVICE void load_words(int stage, uint32_t (&words)[S::tiles][S::words]) const {
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++)
-            load_block<S::words>(ring + stage * S::stage_bytes + r * S::block_bytes, words[r]);
+        for (int i = 0; i < S::steps; i++) fetch(i, i);
+    }
+    // The block that is `ahead` blocks after the next one, as words of step `step`.
+    PTQ_DEVICE void fetch(int step, int ahead) {
+        if (block + ahead >= last) return;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) load_block<S::words, true>(from[r] + ahead * S::block_bytes, words[step][r]);
+    }
+    PTQ_DEVICE void advance() {
+        block++;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) from[r] += S::block_bytes;
     }
 };
 
-// The whole walk. Made, it has asked for the first weights and tokens; then product.step(walk, stage, tokens) runs for
+// The whole walk. Made, it has asked for the first weights and tokens; then product.step(block, words, tokens) runs for
 // every block of this warp's columns. `tokens` is the lane's part of the first 8 tokens: row g, columns 8 t.
 template <class S, class X>
 struct Feed {
@@ -167,15 +170,13 @@ struct Feed {
 
     PTQ_DEVICE Feed(const uint8_t* weights, int n, int k_, const TokenRows<X>& tokens_, int tile, int along_,
                     uint8_t* memory_)
-        : walk(weights, n, k_, range_of<S>(k_, tokens_.split * S::along + along_, tokens_.splits * S::along), tile,
-               memory_ + 2 * B::token_bytes(tokens_.rows) + warp() * S::stages * S::stage_bytes),
+        : walk(weights, n, k_, range_of<S>(k_, tokens_.split * S::along + along_, tokens_.splits * S::along), tile),
           tokens(tokens_),
           k(k_),
           along(along_),
           memory(memory_) {
         copy_tokens<S>(tokens, k, 0, memory);
-        PTQ_UNROLL
-        for (int i = 0; i < S::stages - 1; i++) walk.copy(i, i);
+        copy_commit();
     }
     template <class Product>
     PTQ_DEVICE void run(Product& product) {
@@ -185,19 +186,19 @@ struct Feed {
         keep(part);
         for (int chunk = 0; chunk < chunks; chunk++) {
             const uint8_t* at = memory + part + chunk % 2 * B::token_bytes(tokens.rows);
+            copy_wait<0>();
+            block_barrier();  // this chunk is there for all; the one before it is not used any more
+            if (chunk + 1 < chunks) copy_tokens<S>(tokens, k, chunk + 1, memory);
+            copy_commit();
             PTQ_UNROLL
             for (int s = 0; s < S::steps; s++) {
-                copy_wait<S::stages - 2>();
-                if (s == 0) {
-                    block_barrier();  // this chunk is there for all; the one before it is not used any more
-                    if (chunk + 1 < chunks) copy_tokens<S>(tokens, k, chunk + 1, memory);
+                if (walk.block < walk.last) {
+                    product.step(walk.block, walk.words[s], at + s * S::columns * static_cast<int>(sizeof(X)));
+                    walk.fetch(s, S::steps);  // behind it: into the same registers
                 }
-                walk.copy((s + S::stages - 1) % S::stages, S::stages - 1);
-                if (walk.block < walk.last) product.step(walk, s, at + s * S::columns * static_cast<int>(sizeof(X)));
-                walk.block++;
+                walk.advance();
             }
         }
-        copy_wait<0>();
     }
 };
 

@@ -37,9 +37,7 @@ struct Product {
             ones[S::token_tiles][4] = {};
 
     PTQ_DEVICE explicit Product(const Linear& p) : tables(p.log_copies) {}
-    PTQ_DEVICE void step(const Walk<S>& walk, int place, const uint8_t* tokens) {
-        uint32_t words[1][S::words];
-        walk.load_words(place, words);
+    PTQ_DEVICE void step(int, const uint32_t (&words)[1][S::words], const uint8_t* tokens) {
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
             uint32_t b[S::token_tiles][2][2];  // lower and upper columns of two codes: as the operands lie in registers
@@ -94,9 +92,7 @@ struct Product<T, S> {
     float scale;
 
     PTQ_DEVICE explicit Product(const Linear& p) : tables(p.log_copies), scale(2 * *p.w.scale) {}
-    PTQ_DEVICE void step(const Walk<S>& walk, int place, const uint8_t* tokens) {
-        uint32_t words[1][S::words];
-        walk.load_words(place, words);
+    PTQ_DEVICE void step(int, const uint32_t (&words)[1][S::words], const uint8_t* tokens) {
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) PTQ_UNROLL
         for (int v = 0; v < 2; v++) {

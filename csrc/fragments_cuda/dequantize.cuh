@@ -21,13 +21,14 @@ PTQ_DEVICE int group_of(const Weights& w, int half) {
 template <class T, class Code>
 PTQ_KERNEL(32 * dequantize_warps, 2)
 void dequantize_kernel(const Dequantize p) {
-    static_assert(Code::template factor<Bfloat16> == 1);
     const int blocks = (p.w.k + block_columns - 1) / block_columns, tile = block_x();
     const int block = block_y() * dequantize_warps + warp();
     if (block >= blocks) return;
     uint32_t stored[Code::bits], words[Code::words];
-    load_block<Code::bits>(p.w.fragments + (static_cast<int64_t>(tile) * blocks + block) * block_bytes(Code::bits),
-                           stored);
+    load_block<Code::bits, true>(p.w.fragments +
+                                     (static_cast<int64_t>(tile) * blocks + block) * block_bytes(Code::bits) +
+                                     lane_part<Code::bits>(),
+                                 stored);
     PTQ_UNROLL
     for (int i = 0; i < Code::bits; i++) words[i] = stored[i];
     Code::complete(words);
@@ -39,7 +40,7 @@ void dequantize_kernel(const Dequantize p) {
         for (int second = 0; second < 2; second++) {
             const int in_tile = lane() / 4 + 8 * second, row = tile_rows * tile + in_tile;
             if (row >= p.w.n) continue;
-            const float scale = widen(Bfloat16{p.w.scale[16 * group + in_tile]});
+            const float scale = widen(Bfloat16{p.w.scale[16 * group + in_tile]}) * Code::template factor<Bfloat16>;
             typename Code::template Offset<Bfloat16> offset;
             offset.set(p.w.zero ? p.w.zero[16 * group + in_tile] : Code::zero);
             alignas(16) T numbers[8];

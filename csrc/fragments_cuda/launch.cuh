@@ -24,7 +24,7 @@ bool has_room(int tokens, const Device& device) {
 // of weights are on their way to every processor, which is the bandwidth of an H200 times 0.8 microseconds.
 template <class S>
 int splits_of(const Weights& w, int tokens, const Device& device) {
-    constexpr int most = 16, in_flight = S::across * S::along * (S::stages - 1) * S::stage_bytes;
+    constexpr int most = 16, in_flight = S::threads / 32 * S::steps * S::tiles * S::block_bytes;
     const int blocks = static_cast<int>(grid_of<S>(w, tokens, 1).x);
     const int shared_bytes = Buffers<S, 2>::bytes(kept_rows<S>(tokens)) + 1024;
     const int resident = std::clamp(device.shared_per_processor / shared_bytes, 1, 2048 / S::threads);

@@ -43,16 +43,16 @@ struct Sums {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
-            scale[r][second] = float_of(scales.scale[r][second]);
+            scale[r][second] = scales.number(r, second);
             if (scales.zero_from) offset[r][second].set(scales.zero[r][second]);
         }
         scales.advance();
     }
-    PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
-        const Words<S> words(walk, stage);
+    PTQ_DEVICE void step(int block, const uint32_t (&stored)[S::tiles][S::words], const uint8_t* tokens) {
+        const Words<S> words(stored);
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
-            if (scales.enters(2 * walk.block + h)) enter();
+            if (scales.enters(block, h)) enter();
             Words4 b[S::token_tiles];
             PTQ_UNROLL
             for (int m = 0; m < S::token_tiles; m++)
@@ -91,6 +91,9 @@ void linear_kernel(const Linear p) {
     const int tile = (place.rows * S::across + across) * S::tiles;
     const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(place.first_token) * p.w.k;
     const Range range = range_of<S>(p.w.k, block_y() * S::along + along, p.splits * S::along);
+    prefetch_weights<S>(p.w, range, tile);
+    wait_for_previous();
+    let_next_begin();
     Sums<T, S> sums{Scales<S>(p.w, 2 * range.first, tile)};
     PTQ_UNROLL
     for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
@@ -114,6 +117,8 @@ PTQ_KERNEL(threads, 2)
 void reduce_kernel(const Linear p) {
     const int64_t i = static_cast<int64_t>(block_x()) * threads + thread(),
                   count = static_cast<int64_t>(p.tokens) * p.w.n;
+    wait_for_previous();
+    let_next_begin();
     if (i >= count) return;
     float y = p.partial[i];
     for (int s = 1; s < p.splits; s++) y += p.partial[s * count + i];

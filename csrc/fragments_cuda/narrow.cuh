@@ -83,21 +83,19 @@ struct NarrowSums {
         flush();
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-        for (int second = 0; second < 2; second++) scale[r][second] = float_of(scales.scale[r][second]);
+        for (int second = 0; second < 2; second++) scale[r][second] = scales.number(r, second);
         scales.advance();
     }
     // `tokens` is the lane's part: row g, bytes 8 t.
-    PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
-        uint32_t words[S::tiles][S::words];
-        walk.load_words(stage, words);
-        if (scales.enters(2 * walk.block)) enter();
+    PTQ_DEVICE void step(int block, const uint32_t (&stored)[S::tiles][S::words], const uint8_t* tokens) {
+        if (scales.enters(2 * block)) enter();
         constexpr uint32_t middle = 0x88888888u;  // code - 8 as four signed bits
         uint32_t a[S::tiles][4];
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
-            a[r][2 * h] = even_nibbles(words[r][2 * h], words[r][2 * h + 1]) ^ middle;
-            a[r][2 * h + 1] = odd_nibbles(words[r][2 * h], words[r][2 * h + 1]) ^ middle;
+            a[r][2 * h] = even_nibbles(stored[r][2 * h], stored[r][2 * h + 1]) ^ middle;
+            a[r][2 * h + 1] = odd_nibbles(stored[r][2 * h], stored[r][2 * h + 1]) ^ middle;
         }
         PTQ_UNROLL
         for (int m = 0; m < S::token_tiles; m++) {

@@ -58,21 +58,24 @@ struct IntegerSums {
             sum[r][m][i] = 0;
         }
     }
-    PTQ_DEVICE void enter() {
-        flush();
+    PTQ_DEVICE void take_scales() {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
-            scale[r][second] = float_of(scales.scale[r][second]);
+            scale[r][second] = scales.number(r, second);
             zero[r][second] = scales.zero[r][second];
         }
+    }
+    PTQ_DEVICE void enter() {
+        flush();
+        take_scales();
         scales.advance();
     }
-    PTQ_DEVICE void step(const Walk<S>& walk, int stage, const uint8_t* tokens) {
-        const Words<S> words(walk, stage);
+    PTQ_DEVICE void step(int block, const uint32_t (&stored)[S::tiles][S::words], const uint8_t* tokens) {
+        const Words<S> words(stored);
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
-            if (scales.enters(2 * walk.block + h)) enter();
+            if (scales.enters(block, h)) enter();
             uint32_t b[S::token_tiles][2];
             PTQ_UNROLL
             for (int m = 0; m < S::token_tiles; m++) {
@@ -109,21 +112,25 @@ void quantized_kernel(const Quantized p) {
     const int across = warp() % S::across, along = warp() / S::across;
     const Place place = place_of<S>(p.tokens);
     const int tile = (place.rows * S::across + across) * S::tiles;
-    IntegerSums<S> sums{Scales<S>(p.w, 2 * range_of<S>(p.w.k, along, S::along).first, tile)};
+    const Range range = range_of<S>(p.w.k, along, S::along);
+    prefetch_weights<S>(p.w, range, tile);
+    wait_for_previous();
+    let_next_begin();
+    IntegerSums<S> sums{Scales<S>(p.w, 2 * range.first, tile)};
     const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * p.w.k, place.count,
                                    kept_rows<S>(p.tokens), p.aligned};
     Feed<S, int8_t>(p.w.fragments, p.w.n, p.w.k, tokens, tile, along, shared()).run(sums);
-    if constexpr (S::along > 1) {  // one group, whose scale is still the one that was loaded, also without columns
+    if (S::along > 1 && p.w.groups == 1) {  // the scale is still the one that was loaded, also without columns
         sums.settle();
         if (!add_along<S>(sums.sum, across, along)) return;
+        sums.take_scales();
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-        for (int second = 0; second < 2; second++) {
-            sums.scale[r][second] = float_of(sums.scales.scale[r][second]);
-            sums.zero[r][second] = 0;
-        }
+        for (int r = 0; r < S::tiles; r++) sums.zero[r][0] = sums.zero[r][1] = 0;
+        sums.flush();
+    } else {
+        sums.flush();
+        if (!add_along<S>(sums.total, across, along)) return;
     }
-    sums.flush();
     PTQ_UNROLL
     for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
     for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL

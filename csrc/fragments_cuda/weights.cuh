@@ -10,7 +10,7 @@
 //   Offset<T>                          of a row and a group; set(zero)
 //   bytes(words, s, second)            step s of row g + 8 second, columns 0, 2, 1, 3: values times 2^shift, plus zero
 //   whole_bytes                        whether all eight bits of them differ
-//   shift, zero                        of `bytes`; `zero` unless zeros are stored
+//   shift, zero                        of `bytes`; `zero` unless zeros are stored, which they can be if `has_zeros`
 #pragma once
 
 #include "cuda/numbers.cuh"
@@ -41,14 +41,30 @@ struct Shape : StreamShape<Code_::bits, block_columns, token_tiles_, tiles_, acr
     using Code = Code_;
 };
 
+// Before the wait for the kernel that makes the tokens: the blocks that a warp begins with, and their scales, into the
+// L2 cache.
+template <class S>
+PTQ_DEVICE void prefetch_weights(const Weights& w, Range range, int tile) {
+    const int row_tiles = (w.n + tile_rows - 1) / tile_rows, r = lane() % 16;
+    if (r >= S::tiles || tile + r >= row_tiles || range.first >= range.last) return;
+    const int64_t t = tile + r, blocks = (w.k + S::columns - 1) / S::columns;
+    const int count = range.last - range.first < S::prefetched ? range.last - range.first : S::prefetched;
+    if (lane() < 16) {
+        prefetch(w.fragments + (t * blocks + range.first) * S::block_bytes, count * S::block_bytes);
+    } else {
+        const int first = 2 * range.first / w.halves, groups = 2 * count / w.halves + 1;
+        if (first < w.groups)
+            prefetch(w.scale + (t * w.groups + first) * tile_rows,
+                     2 * tile_rows * (groups < w.groups - first ? groups : w.groups - first));
+    }
+}
+
 // All words of a lane, for every row tile.
 template <class S>
 struct Words {
     uint32_t of[S::tiles][S::Code::words];
 
-    PTQ_DEVICE Words(const Walk<S>& walk, int stage) {
-        uint32_t stored[S::tiles][S::words];
-        walk.load_words(stage, stored);
+    PTQ_DEVICE explicit Words(const uint32_t (&stored)[S::tiles][S::words]) {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) {
             PTQ_UNROLL
@@ -67,13 +83,15 @@ struct Scales {
     int left;                  // groups from that one on
     int begins;                // its first half of 32 columns
     int halves;
-    uint32_t scale[S::tiles][2];  // bits of float32
+    bool inside;                  // a group may begin inside a block
+    uint32_t scale[S::tiles][2];  // bits of bfloat16: to do anything with them here would wait for them
     int zero[S::tiles][2];
 
     PTQ_DEVICE Scales(const Weights& w, int first_half, int tile) {
         scale_from = w.scale;
-        zero_from = w.zero;
+        zero_from = S::Code::has_zeros ? w.zero : nullptr;
         halves = w.halves;
+        inside = w.groups > 1 && halves % 2;
         int group = first_half / halves;
         group = group < w.groups ? group : w.groups - 1;
         left = w.groups - group;
@@ -90,15 +108,17 @@ struct Scales {
     PTQ_DEVICE void fetch() {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-        for (int second = 0; second < 2; second++)
-            scale[r][second] = static_cast<uint32_t>(scale_from[at[r] + 8 * second]) << 16;
+        for (int second = 0; second < 2; second++) scale[r][second] = scale_from[at[r] + 8 * second];
         if (!zero_from) return;
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) zero[r][second] = zero_from[at[r] + 8 * second];
     }
+    PTQ_DEVICE float number(int r, int second) const { return float_of(scale[r][second] << 16); }
     // Whether half `half` begins the group that was loaded. Beyond the last group there are only zero columns.
     PTQ_DEVICE bool enters(int half) const { return half >= begins; }
+    // Half h of a block: where all groups are whole blocks, nothing begins in the middle of one.
+    PTQ_DEVICE bool enters(int block, int h) const { return (h == 0 || inside) && enters(2 * block + h); }
     // After its scales and zeros were taken: the next one.
     PTQ_DEVICE void advance() {
         constexpr int never = 0x7fffffff;

@@ -3,7 +3,7 @@
 // memory. No torch here.
 //
 // A block of threads has eight warps that multiply, in two warpgroups, and a warpgroup that feeds them, and leaves them
-// its registers: one of its lanes asks for the tokens and weights of a stage by bulk copies, four stages ahead. A stage
+// its registers: one of its warps asks for the tokens and weights of a stage by bulk copies, four stages ahead. A stage
 // has two barriers: `full`, on which the bytes arrive, and `empty`, on which the warps arrive that have used them. Each
 // warp multiplies `tiles` tiles of 16 rows, one in each wgmma, with 128 tokens.
 #pragma once
@@ -62,24 +62,29 @@ struct Stages {
     }
 };
 
-// By one lane: stages `range` of the token tile, and their blocks of the row tiles from `first_tile` on. Row tiles
+// By one warp: stages `range` of the token tile, and their blocks of the row tiles from `first_tile` on: a lane for
+// each row tile and one for the tokens, since one alone would take longer to ask than the products take. Row tiles
 // beyond the last one are read as the last one; nothing of them is written.
 template <class S>
 PTQ_DEVICE void feed(const Stages<S>& stages, const Weights& w, const uint8_t* tokens, Range range, int first_tile) {
-    const int blocks = (w.k + block_columns - 1) / block_columns, row_tiles = (w.n + tile_rows - 1) / tile_rows;
+    constexpr int row_tiles = S::across * S::tiles;
+    static_assert(row_tiles < 32);
+    const int blocks = (w.k + block_columns - 1) / block_columns, last = (w.n + tile_rows - 1) / tile_rows - 1;
+    const int r = lane(), tile = first_tile + r < last ? first_tile + r : last;
+    const bool has_tokens = r == row_tiles;
+    const uint8_t* from =
+        has_tokens ? tokens + static_cast<int64_t>(range.first) * wgmma_tile_bytes
+                   : w.fragments + (static_cast<int64_t>(tile) * blocks + range.first * S::blocks) * S::block_bytes;
     for (int i = 0; i < range.last - range.first; i++) {
-        const int stage = range.first + i, first = stage * S::blocks;
+        const int left = blocks - (range.first + i) * S::blocks;
+        const int bytes = (left < S::blocks ? left : S::blocks) * S::block_bytes;
         if (i >= S::stages) barrier_wait(stages.empty(i), i / S::stages - 1 & 1);
-        const int bytes = (blocks - first < S::blocks ? blocks - first : S::blocks) * S::block_bytes;
-        barrier_expect(stages.full(i), wgmma_tile_bytes + S::across * S::tiles * bytes);
-        copy_bulk(stages.tokens(i), tokens + static_cast<int64_t>(stage) * wgmma_tile_bytes, wgmma_tile_bytes,
-                  stages.full(i));
-        PTQ_ROLLED
-        for (int r = 0; r < S::across * S::tiles; r++) {
-            const int64_t tile = first_tile + r < row_tiles ? first_tile + r : row_tiles - 1;
-            copy_bulk(stages.weights(i) + r * S::blocks * S::block_bytes,
-                      w.fragments + (tile * blocks + first) * S::block_bytes, bytes, stages.full(i));
-        }
+        if (r == 0) barrier_expect(stages.full(i), wgmma_tile_bytes + row_tiles * bytes);
+        warp_barrier();
+        if (r <= row_tiles)
+            copy_bulk(has_tokens ? stages.tokens(i) : stages.weights(i) + r * S::blocks * S::block_bytes, from,
+                      has_tokens ? wgmma_tile_bytes : bytes, stages.full(i));
+        from += has_tokens ? wgmma_tile_bytes : S::blocks * S::block_bytes;
     }
 }
 
@@ -102,8 +107,9 @@ struct WgmmaWalk {
     PTQ_DEVICE void decode(int j) {
         const int i = j / 2;
         if (second == 0) barrier_wait(stages.full(i), i / S::stages & 1);
-        const uint8_t* at =
-            stages.weights(i) + (warp() * S::tiles * S::blocks + (S::blocks > 1 ? second : 0)) * S::block_bytes;
+        const uint8_t* at = stages.weights(i) +
+                            (warp() * S::tiles * S::blocks + (S::blocks > 1 ? second : 0)) * S::block_bytes +
+                            lane_part<S::Code::bits>();
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) {
             uint32_t stored[S::Code::bits], words[S::Code::words];
@@ -215,7 +221,7 @@ struct WgmmaSums {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
-            next_scale[r][second] = float_of(scales.scale[r][second]);
+            next_scale[r][second] = scales.number(r, second);
             take_zero(r, second);
         }
         scales.advance();

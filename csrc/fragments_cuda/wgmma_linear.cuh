@@ -50,7 +50,7 @@ PTQ_DEVICE void wgmma_linear(const Linear& p) {
         leave_registers();
         const int64_t token_tile = place.first_token / wgmma_tokens;
         const uint8_t* tokens = static_cast<const uint8_t*>(p.x) + token_tile * stages_of<T>(p.w.k) * wgmma_tile_bytes;
-        if (thread() == 32 * S::across) feed(stages, p.w, tokens, range, tile);
+        if (warp() == S::across) feed(stages, p.w, tokens, range, tile);
         block_barrier();  // of `hand_out`
         return;
     }

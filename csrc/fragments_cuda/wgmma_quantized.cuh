@@ -57,7 +57,7 @@ PTQ_DEVICE void wgmma_quantized(const Quantized& p) {
         leave_registers();
         const int64_t token_tile = place.first_token / wgmma_tokens;
         const uint8_t* tokens = reinterpret_cast<const uint8_t*>(p.q) + token_tile * range.last * wgmma_tile_bytes;
-        if (thread() == 32 * S::across) feed(stages, p.w, tokens, range, tile);
+        if (warp() == S::across) feed(stages, p.w, tokens, range, tile);
         block_barrier();  // of `hand_out`
         return;
     }

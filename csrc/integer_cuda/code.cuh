@@ -24,21 +24,28 @@ PTQ_DEVICE uint32_t code_pair(const uint32_t (&words)[bits], int s, int j, uint3
         return codes;
 }
 
-template <int bits_>
+template <int bits_, bool has_zeros_ = true>
 struct Integer {
     static constexpr int bits = bits_, words = bits, shift = 0, zero = 1 << (bits - 1);
-    static constexpr bool whole_bytes = bits == 8;
+    static constexpr bool whole_bytes = bits == 8, has_zeros = has_zeros_;
+    // Four bits in bfloat16: see below.
     template <class T>
-    static constexpr float factor = 1;
+    static constexpr float factor = bits == 4 && std::is_same_v<T, Bfloat16> ? 64 : 1;
 
     // What turns codes into code - zero, exactly, in packed halves. The bits of a code are put into the fraction of
     // 1024 (float16) or 128 (bfloat16), and that number and the zero subtracted. Eight bits do not fit behind 128:
     // there the highest bit is a number of its own. Four bits in float16 may stay 4 places higher, which saves a shift.
+    // So they may in bfloat16, and nothing need be put before them: as bits of a subnormal number they are code *
+    // 2^-133 or code * 2^-129, and a factor of 2^127 or 2^123 makes code / 64 of either.
     template <class T>
     struct Offset {
         uint32_t offset, raised;
 
         PTQ_DEVICE void set(int zero) {
+            if constexpr (factor<T> != 1) {
+                offset = pack<T>(-static_cast<float>(zero) / factor<T>, -static_cast<float>(zero) / factor<T>);
+                return;
+            }
             constexpr int base = std::is_same_v<T, Half> ? 1024 : bits == 8 ? 0 : 128;
             offset = pack<T>(-static_cast<float>(base + zero), -static_cast<float>(base + zero));
             raised = pack<T>(-static_cast<float>(64 + zero), -static_cast<float>(64 + zero));
@@ -48,8 +55,11 @@ struct Integer {
     static PTQ_DEVICE void complete(uint32_t (&)[words]) {}
     template <class T>
     static PTQ_DEVICE uint32_t numbers(const uint32_t (&all)[words], int s, int j, const Offset<T>& o) {
-        if constexpr (std::is_same_v<T, Half> && bits == 4) {
+        if constexpr (bits == 4) {
             const uint32_t word = j < 2 ? all[s] : all[s] >> 8;
+            if constexpr (std::is_same_v<T, Bfloat16>)
+                return j % 2 ? fma2<T>(word & 0x00f000f0u, 0x7d007d00u, o.offset)
+                             : fma2<T>(word & 0x000f000fu, 0x7f007f00u, o.offset);
             if (j % 2) return fma2<T>(and_or(word, 0x00f000f0u, 0x64006400u), 0x2c002c00u, o.raised);  // / 16
             return fma2<T>(and_or(word, 0x000f000fu, 0x64006400u), 0x3c003c00u, o.offset);
         } else if constexpr (std::is_same_v<T, Half>) {

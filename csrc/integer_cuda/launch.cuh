@@ -15,9 +15,9 @@ constexpr int few_tokens = 32;   // up to these a product waits for its weight, 
 
 // Calls run.operator()<Shape>() with the shape for this many tokens. Four bits have all of them, other widths two: that
 // keeps the time to compile short. Wide ones leave no room for 64 tokens on the smallest devices.
-template <int bits, class Run>
+template <class Code, class Run>
 auto with_linear_shape(int tokens, Run run) {
-    using Code = Integer<bits>;
+    constexpr int bits = Code::bits;
     if (tokens <= 8) return run.template operator()<Shape<Code, 1, 4, 2, 2>>();
     if constexpr (bits == 4) {
         if (tokens <= 16) return run.template operator()<Shape<Code, 2, 4, 2, 2>>();
@@ -26,53 +26,55 @@ auto with_linear_shape(int tokens, Run run) {
     constexpr int most = bits < 7 ? 8 : 4;
     return run.template operator()<Shape<Code, most, 1, 8, 1>>();
 }
-template <int bits, class Run>
-auto with_quantized_shape(int tokens, int groups, Run run) {
-    using Code = Integer<bits>;
+template <class Code, class Run>
+auto with_quantized_shape(int tokens, Run run) {
+    constexpr int bits = Code::bits;
+    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 2, 1, 8>>();
     if constexpr (bits == 4) {
-        if (tokens <= 8 && groups == 1) return run.template operator()<Shape<Code, 1, 2, 1, 8>>();
-    }
-    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 1, 4, 1>>();
-    if constexpr (bits == 4) {
-        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 1, 4, 1>>();
+        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 2, 1, 8>>();
     }
     return run.template operator()<Shape<Code, 8, 1, 4, 1>>();
 }
 template <class Run>
-auto with_bits(int bits, Run run) {
+auto with_code(int bits, Run run) {
     switch (bits) {
         case 2:
-            return run.template operator()<2>();
+            return run.template operator()<Integer<2>>();
         case 3:
-            return run.template operator()<3>();
+            return run.template operator()<Integer<3>>();
         case 5:
-            return run.template operator()<5>();
+            return run.template operator()<Integer<5>>();
         case 6:
-            return run.template operator()<6>();
+            return run.template operator()<Integer<6>>();
         case 7:
-            return run.template operator()<7>();
+            return run.template operator()<Integer<7>>();
         case 8:
-            return run.template operator()<8>();
+            return run.template operator()<Integer<8>>();
         default:
-            return run.template operator()<4>();
+            return run.template operator()<Integer<4>>();
     }
+}
+// Four bits without zeros are the ones that are used most: they have kernels of their own.
+template <class Run>
+auto with_code(int bits, const Weights& w, Run run) {
+    return bits == 4 && !w.zero ? run.template operator()<Integer<4, false>>() : with_code(bits, run);
 }
 
 inline int linear_splits(const Weights& w, int bits, int tokens, const Device& device) {
-    return with_bits(bits, [&]<int b>() {
-        return with_linear_shape<b>(tokens, [&]<class S>() { return splits_of<S>(w, tokens, device); });
+    return with_code(bits, w, [&]<class Code>() {
+        return with_linear_shape<Code>(tokens, [&]<class S>() { return splits_of<S>(w, tokens, device); });
     });
 }
 // p.splits is what `linear_splits` says, or any smaller number.
 template <class T>
 const char* run_linear(const Linear& p, int bits, Stream stream) {
-    return with_bits(bits, [&]<int b>() {
-        return with_linear_shape<b>(p.tokens, [&]<class S>() { return launch_linear<T, S>(p, stream); });
+    return with_code(bits, p.w, [&]<class Code>() {
+        return with_linear_shape<Code>(p.tokens, [&]<class S>() { return launch_linear<T, S>(p, stream); });
     });
 }
 inline const char* run_quantized(const Quantized& p, int bits, Stream stream) {
-    return with_bits(bits, [&]<int b>() {
-        return with_quantized_shape<b>(p.tokens, p.w.groups, [&]<class S>() { return launch_quantized<S>(p, stream); });
+    return with_code(bits, p.w, [&]<class Code>() {
+        return with_quantized_shape<Code>(p.tokens, [&]<class S>() { return launch_quantized<S>(p, stream); });
     });
 }
 // Both of four bits, where `is_narrow`; `packed` has room for `packed_bytes`.
@@ -82,14 +84,14 @@ inline const char* run_narrow(const Quantized& p, void* packed, Stream stream) {
 // For tokens that were arranged, where `suits_wgmma`.
 template <class T>
 const char* run_wgmma_linear(const Linear& p, int bits, const WgmmaPlan& plan, Stream stream) {
-    return with_bits(bits, [&]<int b>() { return launch_wgmma_linear<T, Integer<b>>(p, plan, stream); });
+    return with_code(bits, [&]<class Code>() { return launch_wgmma_linear<T, Code>(p, plan, stream); });
 }
 inline const char* run_wgmma_quantized(const Quantized& p, int bits, const WgmmaPlan& plan, Stream stream) {
-    return with_bits(bits, [&]<int b>() { return launch_wgmma_quantized<Integer<b>>(p, plan, stream); });
+    return with_code(bits, [&]<class Code>() { return launch_wgmma_quantized<Code>(p, plan, stream); });
 }
 template <class T>
 const char* run_dequantize(const Dequantize& p, int bits, Stream stream) {
-    return with_bits(bits, [&]<int b>() { return launch_dequantize<T, Integer<b>>(p, stream); });
+    return with_code(bits, [&]<class Code>() { return launch_dequantize<T, Code>(p, stream); });
 }
 
 }  // namespace ptq::integer_cuda

@@ -26,7 +26,7 @@ struct Minifloat {
     static constexpr int gathered = layout_of(exponent, mantissa).gathered, groups = gathered ? bits / gathered : 0;
     static constexpr int words = bits + groups;
     static constexpr int shift = bias - 1 + mantissa;
-    static constexpr bool whole_bytes = false;
+    static constexpr bool whole_bytes = false, has_zeros = false;
     // All values times 2^shift are integers; whether bytes hold them.
     static constexpr bool has_bytes = ((2 << mantissa) - 1) << ((1 << exponent) - 2) <= 127;
     static constexpr uint32_t middle = (static_cast<uint32_t>(127 + 7 - shift) << 7 | 0x40) * 0x00010001u;

@@ -28,9 +28,11 @@ auto with_linear_shape(int tokens, const Device& device, Run run) {
     return run.template operator()<Shape<Code, most, 2, 4, 1>>();
 }
 template <class Code, class Run>
-auto with_quantized_shape(int tokens, int groups, Run run) {
-    if (tokens <= 8 && groups == 1) return run.template operator()<Shape<Code, 1, 2, 1, 8>>();
-    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 1, 4, 1>>();
+auto with_quantized_shape(int tokens, Run run) {
+    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 2, 1, 8>>();
+    if constexpr (Code::bits == 6) {
+        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 2, 1, 8>>();
+    }
     return run.template operator()<Shape<Code, 8, 1, 4, 1>>();
 }
 
@@ -79,8 +81,7 @@ const char* run_linear(const Linear& p, Element e, const Device& device, Stream 
 inline const char* run_quantized(const Quantized& p, Element e, Stream stream) {
     return with_code(e, [&]<class Code>() -> const char* {
         if constexpr (Code::has_bytes)
-            return with_quantized_shape<Code>(p.tokens, p.w.groups,
-                                              [&]<class S>() { return launch_quantized<S>(p, stream); });
+            return with_quantized_shape<Code>(p.tokens, [&]<class S>() { return launch_quantized<S>(p, stream); });
         else
             return "this element has no bytes";
     });

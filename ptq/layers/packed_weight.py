@@ -130,8 +130,8 @@ def kept_signs(kept: KeptSigns, name: str, stored: Int16[Tensor, " size"]) -> Fl
     if torch.compiler.is_compiling():  # a graph cannot ask for the version
         return loaded_signs(stored)
     known = kept.get(name)
-    now = version(stored)  # `load_state_dict` writes into the same tensor
-    if known is None or known[0] is not stored or known[1] != now:
+    now = version(stored)  # `load_state_dict` writes into the same tensor, `module.to` moves it
+    if known is None or known[0] is not stored or known[1] != now or known[2].device != stored.device:
         known = kept[name] = stored, now, loaded_signs(stored)
     return known[2]
 

@@ -41,6 +41,12 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf))
 
 
+def agrees(found: Tensor, wanted: Tensor, k: int, group_size: int) -> bool:
+    """To the bit where a row has one scale; the float32 sums of several groups may be added in another order."""
+    exact = group_size in (0, k)
+    return torch.equal(found, wanted) if exact else error(found, wanted) < TOLERANCE[found.dtype]
+
+
 @pytest.mark.parametrize("op", ["hadamard", "hadamard_", "hadamard_quantize", "quantize_tokens",
                                 "integer_linear_fragments", "integer_quantized_fragments"])  # fmt: skip
 def test_kernels_override_the_reference(op: str) -> None:
@@ -163,29 +169,33 @@ def test_linear_of_float32_and_strides() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 8, 16, 65, 200])
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_quantised_tokens_to_the_bit(bits: int, tokens: int, dtype: torch.dtype) -> None:
+def test_quantised_tokens(bits: int, tokens: int, dtype: torch.dtype) -> None:
     for i, (n, k, group_size) in enumerate(SHAPES):
         form = IntegerFormat(bits, group_size, symmetric=i % 2 == 1)
         parts, packed, _ = weight(n, k, form)
         q = torch.randint(-128, 128, (tokens, k), generator=torch.Generator().manual_seed(i), dtype=torch.int8).to(GPU)
-        q_scale, bias = torch.rand(tokens, device=GPU) + 0.1, random(n, seed=i).to(GPU) if i % 3 else None
+        q_scale = 0.01 * torch.rand(tokens, device=GPU) + 0.001  # float16 ends at 65504
+        bias = random(n, seed=i).to(GPU) if i % 3 else None
         found = form.linear_quantized(q, q_scale, packed, bias, dtype)
         codes = bitstream.unpack(parts["codes"], bits, k)
         rest = (parts["scale"], parts.get("zero"), bias, bits, group_size, dtype)
-        assert torch.equal(found, tiled_ops.product(q, q_scale, codes, *rest)), (n, k, group_size)
+        wanted = tiled_ops.product(q, q_scale, codes, *rest)
+        assert agrees(found, wanted, k, group_size), (n, k, group_size)
 
 
 @HALVES
 @pytest.mark.parametrize("tokens", [1, 32, 33, 65, 200])
-def test_tokens_of_four_bits_to_the_bit(tokens: int, dtype: torch.dtype) -> None:
+def test_tokens_of_four_bits(tokens: int, dtype: torch.dtype) -> None:
     """On GPUs before Hopper, on the tensor cores for four bits."""
     for i, (n, k, group_size) in enumerate(SHAPES):
         form = IntegerFormat(4, group_size, symmetric=i != 3)
         parts, packed, _ = weight(n, k, form)
         q = torch.randint(-8, 8, (tokens, k), generator=torch.Generator().manual_seed(i), dtype=torch.int8).to(GPU)
-        q_scale, bias = torch.rand(tokens, device=GPU) + 0.1, random(n, seed=i).to(GPU) if i % 3 else None
+        q_scale = 0.01 * torch.rand(tokens, device=GPU) + 0.001  # float16 ends at 65504
+        bias = random(n, seed=i).to(GPU) if i % 3 else None
         found = form.linear_quantized(q, q_scale, packed, bias, dtype, 4)
-        assert torch.equal(found, form.linear_quantized(q, q_scale, packed, bias, dtype)), (n, k, group_size)
+        wanted = form.linear_quantized(q, q_scale, packed, bias, dtype)
+        assert agrees(found, wanted, k, group_size), (n, k, group_size)
 
 
 def test_stored_parts_come_back_from_the_gpu() -> None:
