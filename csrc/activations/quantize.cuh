@@ -106,6 +106,7 @@ struct Tokens {
 template <class In>
 PTQ_KERNEL(256, 4)
 void quantize_kernel(const Tokens p) {
+    follow_previous();
     uint32_t* reduce = reinterpret_cast<uint32_t*>(shared());
     const int64_t token = block_x();
     const In* in = static_cast<const In*>(p.in) + token * p.k;

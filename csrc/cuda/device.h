@@ -8,9 +8,9 @@
 //   PTQ_CONSTANT                  before a table that the device reads
 //   thread(), lane(), warp(), block_x(), block_y(), block_z(), shared()
 //   block_barrier(), warp_barrier(), shuffle(value, from lane), shuffle_xor(value, mask)
-//   wait_for_previous()           what earlier kernels wrote is there, and what they read may be overwritten: nothing
-//                                 is read or written before it; let_next_begin(): the next one may, up to its wait
-//   prefetch(from, bytes)         into the L2 cache, also before the wait; multiples of 16
+//   follow_previous()             what earlier kernels wrote is there, and what they read may be overwritten: every
+//                                 kernel begins with it, and lets the next one begin, which will wait likewise
+//   prefetch(from, bytes)         into the L2 cache, all that may stand before that; multiples of 16
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory
 //   load_once<V>(from)            of global memory that is not written meanwhile nor read again; in its place in the
 //                                 order of instructions

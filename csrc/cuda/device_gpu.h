@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <array>
 #include <atomic>
 #include <type_traits>
 
@@ -42,14 +43,10 @@ PTQ_DEVICE uint8_t* shared() {
     return memory;
 }
 
-// Kernels that follow each other on Hopper overlap (programmatic dependent launch, see `launch`).
-PTQ_DEVICE void wait_for_previous() {
+// See `launch`. The next kernel begins to wait when this one has: so at most two of them are under way.
+PTQ_DEVICE void follow_previous() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-PTQ_DEVICE void let_next_begin() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
@@ -265,8 +262,30 @@ PTQ_DEVICE int round_to_int(float x) {
     return __float2int_rn(x);
 }
 
+// What a launch asks of a device, once.
+struct Launching {
+    bool overlaps;  // kernels with those before them: 9.0 on
+    int most_shared;
+};
+inline cudaError_t launching_of(int& device, Launching& found) {
+    static std::array<std::atomic<int>, 64> known{};  // most_shared, with the sign of `overlaps`
+    if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+    device &= 63;
+    if (int value = known[device].load(); value != 0) {
+        found = {value < 0, value < 0 ? -value : value};
+        return cudaSuccess;
+    }
+    int most = 0, major = 0;
+    cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess) known[device] = major >= 9 ? -most : most;
+    found = {major >= 9, most};
+    return error;
+}
+
 // Null where the launch went well. A block may take more than 48 KiB of shared memory only after it was said once per
-// kernel and device.
+// kernel and device. On Hopper the kernel may begin before the one ahead of it in the stream has ended, and waits for
+// it in `follow_previous` (programmatic dependent launch; CUDA graphs keep it).
 template <auto kernel, class Parameters>
 const char* launch(Grid grid, int threads, size_t shared_bytes, Stream stream, const Parameters& parameters) {
     // Forgets the error, which would else be taken for the next launch's.
@@ -274,23 +293,31 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream stream, c
         cudaGetLastError();
         return cudaGetErrorString(error);
     };
+    int device = 0;
+    Launching on{};
+    if (const cudaError_t error = launching_of(device, on); error != cudaSuccess) return failed(error);
     if (shared_bytes > 48 * 1024) {
         static std::atomic<uint64_t> allowed{0};
-        int device = 0;
-        if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return failed(error);
-        const uint64_t bit = uint64_t{1} << (device & 63);
+        const uint64_t bit = uint64_t{1} << device;
         if (!(allowed.load() & bit)) {
-            int most = 0;
-            cudaError_t error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-            if (error == cudaSuccess)
-                error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
+            const cudaError_t error =
+                cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, on.most_shared);
             if (error != cudaSuccess) return failed(error);
             allowed |= bit;
         }
     }
-    kernel<<<dim3(grid.x, grid.y, grid.z), threads, shared_bytes, stream>>>(parameters);
-    const cudaError_t error = cudaGetLastError();
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    cudaLaunchAttribute early{};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(grid.x, grid.y, grid.z);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &early;
+    config.numAttrs = on.overlaps;
+    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, parameters);
+    return error == cudaSuccess ? nullptr : failed(error);
 }
 
 }  // namespace ptq::cuda

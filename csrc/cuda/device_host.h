@@ -46,8 +46,9 @@ inline uint8_t* shared() {
     return machine.shared;
 }
 
-inline void wait_for_previous() {}
-inline void let_next_begin() {}
+inline void follow_previous() {
+    machine.follows = true;
+}
 inline void prefetch(const void* from, int bytes) {
     if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a misaligned prefetch");
 }

@@ -66,6 +66,7 @@ struct Machine {
     std::vector<Fiber> fibers;
     std::vector<Exchange> warps;
     std::vector<BulkCopy> bulk;  // on their way
+    bool follows = false;        // the kernel has waited for the ones before it
     int threads = 0, current = 0, at_barrier = 0;
     unsigned block[3] = {};
     uint8_t* shared = nullptr;
@@ -176,6 +177,7 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Pa
     m.parameters = &parameters;
     m.body = [](const void* p) { kernel(*static_cast<const Parameters*>(p)); };
     m.error[0] = 0;
+    m.follows = false;
     const Guarded memory = guarded(shared_bytes);
     m.shared = memory.data;
     struct sigaction action = {}, before_segv, before_bus;
@@ -197,6 +199,7 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Pa
     sigaction(SIGSEGV, &before_segv, nullptr);
     sigaction(SIGBUS, &before_bus, nullptr);
     release(memory);
+    if (!m.error[0] && !m.follows) return "a kernel must begin with follow_previous";
     return m.error[0] ? m.error : nullptr;
 }
 

@@ -38,6 +38,7 @@ PTQ_DEVICE int point_of(uint32_t word, uint32_t second, int bit) {
 template <class Out, int bits>
 PTQ_KERNEL(dequantize_threads, 2)
 void dequantize_kernel(const Dequantize p) {
+    follow_previous();
     const int blocks = (p.w.k + block_columns - 1) / block_columns;
     const int block = block_y() * (dequantize_threads / codes_of_block) + thread() / codes_of_block;
     const int code = thread() % codes_of_block, at = code / 8, byte = code % 8;

@@ -164,10 +164,11 @@ void linear_kernel(const Linear p) {
     const int count = p.tokens - first_token < p.rows ? p.tokens - first_token : p.rows;
     const TokenRows<X> tokens{static_cast<const X*>(p.x) + static_cast<int64_t>(first_token) * p.w.k, count,
                               S::token_tiles == 1 ? p.rows : S::tokens, p.aligned};
+    fill_tables<X, S::bits, S::threads>(p.log_copies);  // of constants: no kernel need have ended
+    follow_previous();
     for (int group = block_x(); group < p.groups; group += p.grid) {
         const int tile = group * S::across + warp() % S::across;
         Feed<S, X> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile, warp() / S::across, memory);
-        if (group == block_x()) fill_tables<X, S::bits, S::threads>(p.log_copies);
         Product<X, S> product(p);
         feed.run(product);
         finish<S>(p, product, tile, first_token, memory);
@@ -189,6 +190,7 @@ struct Scaled {
 constexpr int scale_threads = 256;
 PTQ_KERNEL(scale_threads, 2)
 static void scale_kernel(const Scaled p) {
+    follow_previous();
     const int64_t i = static_cast<int64_t>(block_x()) * scale_threads + thread();
     if (i >= p.count) return;
     float y = multiply(multiply(*p.scale, static_cast<float>(p.sums[i])), p.q_scale[i / p.n]);

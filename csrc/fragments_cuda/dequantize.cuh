@@ -21,6 +21,7 @@ PTQ_DEVICE int group_of(const Weights& w, int half) {
 template <class T, class Code>
 PTQ_KERNEL(32 * dequantize_warps, 2)
 void dequantize_kernel(const Dequantize p) {
+    follow_previous();
     const int blocks = (p.w.k + block_columns - 1) / block_columns, tile = block_x();
     const int block = block_y() * dequantize_warps + warp();
     if (block >= blocks) return;

@@ -92,8 +92,7 @@ void linear_kernel(const Linear p) {
     const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(place.first_token) * p.w.k;
     const Range range = range_of<S>(p.w.k, block_y() * S::along + along, p.splits * S::along);
     prefetch_weights<S>(p.w, range, tile);
-    wait_for_previous();
-    let_next_begin();
+    follow_previous();
     Sums<T, S> sums{Scales<S>(p.w, 2 * range.first, tile)};
     PTQ_UNROLL
     for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
@@ -117,8 +116,7 @@ PTQ_KERNEL(threads, 2)
 void reduce_kernel(const Linear p) {
     const int64_t i = static_cast<int64_t>(block_x()) * threads + thread(),
                   count = static_cast<int64_t>(p.tokens) * p.w.n;
-    wait_for_previous();
-    let_next_begin();
+    follow_previous();
     if (i >= count) return;
     float y = p.partial[i];
     for (int s = 1; s < p.splits; s++) y += p.partial[s * count + i];

@@ -36,6 +36,7 @@ constexpr int pack_threads = 256;
 // A thread makes one word.
 PTQ_KERNEL(pack_threads, 4)
 static void pack_tokens_kernel(const PackTokens p) {
+    follow_previous();
     const int blocks = (p.k + block_columns - 1) / block_columns;
     const int64_t i = static_cast<int64_t>(block_x()) * pack_threads + thread();
     if (i >= static_cast<int64_t>(p.tokens) * blocks * 8) return;
@@ -110,6 +111,7 @@ struct NarrowSums {
 template <class S>
 PTQ_KERNEL(S::threads, 1)
 void narrow_kernel(const Quantized p) {
+    follow_previous();
     const Place place = place_of<S>(p.tokens);
     const int k = (p.w.k + block_columns - 1) / block_columns * packed_columns,
               tile = (place.rows * S::across + warp()) * S::tiles;

@@ -114,8 +114,7 @@ void quantized_kernel(const Quantized p) {
     const int tile = (place.rows * S::across + across) * S::tiles;
     const Range range = range_of<S>(p.w.k, along, S::along);
     prefetch_weights<S>(p.w, range, tile);
-    wait_for_previous();
-    let_next_begin();
+    follow_previous();
     IntegerSums<S> sums{Scales<S>(p.w, 2 * range.first, tile)};
     const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * p.w.k, place.count,
                                    kept_rows<S>(p.tokens), p.aligned};

@@ -81,6 +81,7 @@ PTQ_DEVICE void wgmma_linear(const Linear& p) {
 template <class S>
 PTQ_KERNEL(S::threads, 1)
 void wgmma_linear_kernel(const Linear p) {
+    follow_previous();
     if constexpr (has_wgmma) wgmma_linear<S>(p);
 }
 

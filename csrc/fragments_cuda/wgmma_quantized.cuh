@@ -88,6 +88,7 @@ PTQ_DEVICE void wgmma_quantized(const Quantized& p) {
 template <class S>
 PTQ_KERNEL(S::threads, 1)
 void wgmma_quantized_kernel(const Quantized p) {
+    follow_previous();
     if constexpr (has_wgmma) wgmma_quantized<S>(p);
 }
 

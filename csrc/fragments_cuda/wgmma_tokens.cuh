@@ -49,6 +49,7 @@ PTQ_DEVICE uint32_t word_of(const X* from, int left, int i) {
 template <class X>
 PTQ_KERNEL(arrange_threads, 4)
 void arrange_kernel(const Arrange p) {
+    follow_previous();
     constexpr int units = stage_columns<X> / half_columns, words = half_columns * sizeof(X) / 4, chunks = words / 4;
     const int stages = stages_of<X>(p.k);
     const int64_t i = static_cast<int64_t>(block_x()) * arrange_threads + thread();

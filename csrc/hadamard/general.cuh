@@ -32,6 +32,7 @@ PTQ_DEVICE auto number_of(T x) {
 template <class In, class Out, class Number>
 PTQ_KERNEL(general_threads, 2)
 void copy_kernel(const Copied p) {
+    follow_previous();
     const int64_t i = static_cast<int64_t>(block_x()) * general_threads + thread();
     if (i >= p.count) return;
     Number x = static_cast<Number>(number_of(static_cast<const In*>(p.in)[i])) * static_cast<Number>(p.scale);
@@ -55,6 +56,7 @@ struct Step {
 template <class Number>
 PTQ_KERNEL(general_threads, 2)
 void step_kernel(const Step p) {
+    follow_previous();
     const int64_t i = static_cast<int64_t>(block_x()) * general_threads + thread();
     if (i >= p.count) return;
     const int row = static_cast<int>(i / p.inner % p.order);

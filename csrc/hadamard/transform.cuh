@@ -259,6 +259,7 @@ PTQ_DEVICE float* transform_chunk(const Transform& p, Sink<Out> sink, Out* out, 
 template <class In, class Out, bool dense>
 PTQ_KERNEL(dense ? 512 : 320, dense ? 1 : 2)
 void transform_kernel(const Transform p) {
+    follow_previous();
     float* buffer = reinterpret_cast<float*>(shared());
     const int most = p.per_block * p.order;
     uint8_t* signs_of_factors = shared() + static_cast<size_t>(padded_size(most, p.log2)) * (p.wide ? 8 : 4);

@@ -34,6 +34,7 @@ PTQ_DEVICE void store_plane(const Side& to, uint32_t* words, const uint8_t* code
 // A warp quantises one token of one head.
 PTQ_KERNEL(32 * append_warps, 4)
 static void append_kernel(const Append p) {
+    follow_previous();
     const Side& to = p.to;
     const int unit = block_x() * append_warps + warp();
     if (unit >= to.heads * p.count) return;
@@ -95,6 +96,7 @@ constexpr int dequantize_threads = 256;
 // A thread makes one number; block_y counts the heads.
 PTQ_KERNEL(dequantize_threads, 4)
 static void dequantize_kernel(const Dequantize p) {
+    follow_previous();
     const Side& from = p.from;
     const int64_t i = static_cast<int64_t>(block_x()) * dequantize_threads + thread();
     if (i >= static_cast<int64_t>(p.length) * from.d) return;

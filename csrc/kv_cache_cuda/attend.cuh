@@ -82,6 +82,7 @@ struct Values {
 template <int v_bits>
 PTQ_KERNEL(32 * attend_warps, v_bits == 3 ? 1 : 2)
 void attend_kernel(const Attend p) {
+    follow_previous();
     const Rows rows(p);
     const Rooms rooms(p);
     const Sinks sinks(p, rows);
@@ -129,6 +130,7 @@ void attend_kernel(const Attend p) {
 constexpr int merge_threads = 128;
 PTQ_KERNEL(merge_threads, 8)
 static void merge_kernel(const Attend p) {
+    follow_previous();
     const int row = block_x(), head = block_y(), d = p.v.d;
     const float* first = p.partial + (static_cast<int64_t>(head) * p.chunks() * p.rows() + row) * (d + 2);
     const int64_t next = static_cast<int64_t>(p.rows()) * (d + 2);

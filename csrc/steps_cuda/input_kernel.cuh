@@ -23,6 +23,7 @@ constexpr int most_threads = 512;
 template <class T, bool quantised>
 PTQ_KERNEL(most_threads, 2)
 void input_kernel(const Tokens p) {
+    follow_previous();
     const int worker = p.by_warp ? lane() : thread(), workers = p.by_warp ? 32 : p.threads;
     const int64_t token = p.by_warp ? static_cast<int64_t>(block_x()) * (p.threads / 32) + warp() : block_x();
     if (token >= p.tokens) return;
@@ -92,6 +93,7 @@ constexpr int gate_threads = 256;
 template <class T>
 PTQ_KERNEL(gate_threads, 4)
 void gate_kernel(const Gate p) {
+    follow_previous();
     const int64_t i = (static_cast<int64_t>(block_x()) * gate_threads + thread()) * unit, rest = p.size - i;
     if (rest <= 0) return;
     const int left = rest < unit ? static_cast<int>(rest) : unit;

@@ -46,6 +46,7 @@ PTQ_DEVICE void turn(const T* x, const T* cos, const T* sin, T* out, int half) {
 template <class T>
 PTQ_KERNEL(rotary_threads, 8)
 void rotary_kernel(const Rotary p) {
+    follow_previous();
     const int half = p.d / 2, units = p.aligned ? half / turned_at_once : half;
     int64_t at = static_cast<int64_t>(block_x()) * rotary_threads + thread();
     const int64_t first = static_cast<int64_t>(p.batch) * p.side[0].heads * p.tokens * units;
