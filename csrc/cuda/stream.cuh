@@ -4,10 +4,11 @@
 // bits: planes of 4, 2 and 1 words, the widest first, lane after lane. In memory: [row tiles, blocks, 128 words].
 //
 // A block of threads has `across` x `along` warps: each computes `tiles` tiles of 16 rows, and each of the `along`
-// warps a stretch of the columns, in blocks, four of them ("steps") for each chunk of the tokens.
+// warps a stretch of the columns, in blocks, four of them ("steps") for each chunk of the tokens. When it is done with
+// its rows, it goes on with others, and the weights of those are already on their way.
 //   weights  no two warps read the same, so a lane loads its words straight into registers, four blocks ahead
-//   tokens   two buffers of a chunk, shared by the block; the next chunk is copied while this one is used: the block's
-//            only barrier, every fourth step
+//   tokens   all of them in shared memory, where there is room; else two buffers of a chunk: the next chunk is copied
+//            while this one is used
 #pragma once
 
 #include "cuda/device.h"
@@ -59,22 +60,27 @@ struct StreamShape {
     static constexpr int steps = 4;               // also how many blocks a lane has in registers
     static constexpr int prefetched = 2 * steps;  // blocks
     static constexpr int tokens = 8 * token_tiles, threads = 32 * across * along;
+    // Blocks of threads on a processor, for which registers must do: sums and totals, words that are ahead, the rest.
+    static constexpr int registers = 8 * tiles * token_tiles + 4 * tiles * words + 64;
+    static constexpr int resident = 65536 / registers < 2 * threads ? 1 : 65536 / registers / threads;
     static constexpr int step_columns = steps * columns, chunk_columns = along * step_columns;
     static constexpr int rows = tile_rows * tiles * across;
     static constexpr int block_bytes = 128 * words;
+    static constexpr int sums = across * tiles * token_tiles * 128;  // of a warp along the columns
 };
 
 // Tokens x[t, k] of `element` bytes; a row in shared memory is padded so that 8 rows reach different banks. With one
 // tile of 8 tokens only as many rows are kept as there are: lanes of the other tokens multiply the first one, and
-// nothing of theirs is written.
+// nothing of theirs is written. Behind the buffers sums change hands, in two rooms by turns where a block of threads
+// may have many rows.
 template <class S, int element>
 struct Buffers {
     static constexpr int row_bytes = S::chunk_columns * element + (element == 1 ? 32 : 64);
+    static constexpr int sums_bytes = S::along > 1 ? 4 * S::along * S::sums : 0;
+    static constexpr int rooms = S::token_tiles > 2 ? 1 : 2;
     PTQ_BOTH static constexpr int token_bytes(int rows) { return rows * row_bytes; }
-    // At the end sums change hands there (`add_along`).
-    PTQ_BOTH static constexpr int bytes(int rows = S::tokens) {
-        constexpr int sums = (S::along - 1) * S::across * S::tiles * S::token_tiles * 4 * 32 * 4;
-        return 2 * token_bytes(rows) > sums ? 2 * token_bytes(rows) : sums;
+    PTQ_BOTH static constexpr int bytes(int rows = S::tokens, int buffers = 2) {
+        return buffers * token_bytes(rows) + rooms * sums_bytes;
     }
 };
 
@@ -87,9 +93,11 @@ PTQ_DEVICE Range range_of(int k, int part, int parts) {
     const int blocks = (k + S::columns - 1) / S::columns;
     return {blocks * part / parts, blocks * (part + 1) / parts};  // at most 2^14 blocks and 2^8 parts
 }
+// Chunks of the tokens that every warp goes through.
 template <class S>
-PTQ_DEVICE int longest_range(int k, int parts) {
-    return ((k + S::columns - 1) / S::columns + parts - 1) / parts;
+PTQ_BOTH int chunks_of(int k, int splits) {
+    const int blocks = (k + S::columns - 1) / S::columns, parts = splits * S::along;
+    return ((blocks + parts - 1) / parts + S::steps - 1) / S::steps;
 }
 
 // `count` tokens of k numbers, of which `rows` are kept (S::tokens, or for one tile of 8 as many as there are in any
@@ -99,19 +107,19 @@ struct TokenRows {
     const X* x;
     int count, rows;
     bool aligned;
+    int buffers;  // 2, or as many as there are chunks: then all of them stay
     int split = 0, splits = 1;
 };
 
-// Copies chunk c into its buffer: for each warp along the columns its next four blocks; zeros beyond column k.
+// Copies a chunk into a buffer: for each warp along the columns its next four blocks; zeros beyond column k.
 template <class S, class X>
-PTQ_DEVICE void copy_tokens(const TokenRows<X>& t, int k, int chunk, uint8_t* buffers) {
+PTQ_DEVICE void copy_tokens(const TokenRows<X>& t, int k, int chunk, uint8_t* to) {
     using B = Buffers<S, sizeof(X)>;
     constexpr int each = 16 / sizeof(X), units = S::step_columns / each, row_units = S::along * units;
     static_assert(S::threads % row_units == 0);  // a thread copies the same columns of several tokens
     const int along = thread() / units % S::along, unit = thread() % units;
     const Range range = range_of<S>(k, t.split * S::along + along, t.splits * S::along);
     const int column = range.first * S::columns + chunk * S::step_columns + unit * each;
-    uint8_t* to = buffers + (chunk % 2) * B::token_bytes(t.rows);
     for (int row = thread() / row_units; row < t.count; row += S::threads / row_units) {
         X* at = reinterpret_cast<X*>(to + row * B::row_bytes) + along * S::step_columns + unit * each;
         const X* from = t.x + static_cast<int64_t>(row) * k + column;
@@ -124,82 +132,137 @@ PTQ_DEVICE void copy_tokens(const TokenRows<X>& t, int k, int chunk, uint8_t* bu
     }
 }
 
-// One warp's way through its blocks. Row tiles beyond the last one are read as the last one; nothing of them is
-// written.
+// What one warp asks for: the blocks of a chunk. Row tiles beyond the last one are read as the last one; nothing of
+// them is written.
 template <class S>
 struct Walk {
-    const uint8_t* from[S::tiles];  // of the next block, this lane's part
-    int block, last;                // the next to multiply, the end
+    const uint8_t* from[S::tiles];  // of the first block, this lane's part
+    int left = 0;                   // blocks from it on
     uint32_t words[S::steps][S::tiles][S::words];
 
-    PTQ_DEVICE Walk(const uint8_t* weights, int n, int k, Range range, int tile) {
-        block = range.first;
-        last = range.last;
+    PTQ_DEVICE void begin(const uint8_t* weights, int n, int k, Range range, int tile) {
+        left = range.last - range.first;
         const int64_t blocks = (k + S::columns - 1) / S::columns;
         const int row_tiles = (n + tile_rows - 1) / tile_rows;
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) {
             const int64_t t = tile + r < row_tiles ? tile + r : row_tiles - 1;
-            from[r] = weights + (t * blocks + block) * S::block_bytes + lane_part<S::words>();
+            from[r] = weights + (t * blocks + range.first) * S::block_bytes + lane_part<S::words>();
         }
-        PTQ_UNROLL
-        for (int i = 0; i < S::steps; i++) fetch(i, i);
     }
-    // The block that is `ahead` blocks after the next one, as words of step `step`.
-    PTQ_DEVICE void fetch(int step, int ahead) {
-        if (block + ahead >= last) return;
+    PTQ_DEVICE void fetch(int step) {
+        if (step >= left) return;
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++) load_block<S::words, true>(from[r] + ahead * S::block_bytes, words[step][r]);
+        for (int r = 0; r < S::tiles; r++) load_block<S::words, true>(from[r] + step * S::block_bytes, words[step][r]);
     }
     PTQ_DEVICE void advance() {
-        block++;
+        left -= S::steps;
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++) from[r] += S::block_bytes;
+        for (int r = 0; r < S::tiles; r++) from[r] += S::steps * S::block_bytes;
     }
 };
 
-// The whole walk. Made, it has asked for the first weights and tokens; then product.step(block, words, tokens) runs for
-// every block of this warp's columns. `tokens` is the lane's part of the first 8 tokens: row g, columns 8 t.
+// The whole way. Made, it has asked for the first weights, `begin` for tokens. run(product, next): product.step(block,
+// words, tokens) for every block of this warp's columns, where `tokens` is the lane's part of the first 8 tokens: row
+// g, columns 8 t; meanwhile it asks for the weights of row tile `next`, and calls product.prepare(next), unless that is
+// negative.
 template <class S, class X>
 struct Feed {
     using B = Buffers<S, sizeof(X)>;
     Walk<S> walk;
     const TokenRows<X>& tokens;
-    const int k, along;
-    uint8_t* memory;
+    const uint8_t* const weights;
+    const int n, k, chunks;
+    const Range range;
+    uint8_t* const memory;
+    int part, turn = 0;  // this lane's part of the tokens; buffers that were used
 
-    PTQ_DEVICE Feed(const uint8_t* weights, int n, int k_, const TokenRows<X>& tokens_, int tile, int along_,
+    PTQ_DEVICE Feed(const uint8_t* weights_, int n_, int k_, const TokenRows<X>& tokens_, int tile, int along,
                     uint8_t* memory_)
-        : walk(weights, n, k_, range_of<S>(k_, tokens_.split * S::along + along_, tokens_.splits * S::along), tile),
-          tokens(tokens_),
+        : tokens(tokens_),
+          weights(weights_),
+          n(n_),
           k(k_),
-          along(along_),
+          chunks(chunks_of<S>(k_, tokens_.splits)),
+          range(range_of<S>(k_, tokens_.split * S::along + along, tokens_.splits * S::along)),
           memory(memory_) {
-        copy_tokens<S>(tokens, k, 0, memory);
+        walk.begin(weights, n, k, range, tile);
+        PTQ_UNROLL
+        for (int s = 0; s < S::steps; s++) walk.fetch(s);
+        const int row = S::token_tiles > 1 || lane() / 4 < tokens.rows ? lane() / 4 : 0;
+        part = row * B::row_bytes + static_cast<int>(sizeof(X)) * (along * S::step_columns + 8 * (lane() % 4));
+        keep(part);
+    }
+    PTQ_DEVICE void begin() {
+        for (int i = 0; i < (stays() ? chunks : 1); i++) copy_tokens<S>(tokens, k, i, buffer(i));
         copy_commit();
     }
+    PTQ_DEVICE bool stays() const { return tokens.buffers >= chunks; }
+    PTQ_DEVICE uint8_t* buffer(int i) const { return memory + i * B::token_bytes(tokens.rows); }
+    // Where the tokens of a chunk are, once they are there for all; the chunk after it is on its way.
+    PTQ_DEVICE const uint8_t* arrived(int chunk, bool more) {
+        if (stays() && turn >= 1) return buffer(chunk);
+        copy_wait<0>();
+        block_barrier();
+        turn++;
+        if (stays()) return buffer(chunk);
+        if (more) copy_tokens<S>(tokens, k, chunk + 1 < chunks ? chunk + 1 : 0, buffer(turn % 2));
+        copy_commit();
+        return buffer((turn - 1) % 2);
+    }
     template <class Product>
-    PTQ_DEVICE void run(Product& product) {
-        const int chunks = (longest_range<S>(k, tokens.splits * S::along) + S::steps - 1) / S::steps;
-        const int row = S::token_tiles > 1 || lane() / 4 < tokens.rows ? lane() / 4 : 0;
-        int part = row * B::row_bytes + static_cast<int>(sizeof(X)) * (along * S::step_columns + 8 * (lane() % 4));
-        keep(part);
+    PTQ_DEVICE void run(Product& product, int next) {
+        int block = range.first;
         for (int chunk = 0; chunk < chunks; chunk++) {
-            const uint8_t* at = memory + part + chunk % 2 * B::token_bytes(tokens.rows);
-            copy_wait<0>();
-            block_barrier();  // this chunk is there for all; the one before it is not used any more
-            if (chunk + 1 < chunks) copy_tokens<S>(tokens, k, chunk + 1, memory);
-            copy_commit();
+            const bool last = chunk + 1 == chunks;
+            const uint8_t* at = arrived(chunk, !last || next >= 0) + part;
+            if (!last) {
+                walk.advance();
+            } else if (next >= 0) {
+                walk.begin(weights, n, k, range, next);
+                product.prepare(next);
+            } else {
+                walk.left = 0;
+            }
             PTQ_UNROLL
             for (int s = 0; s < S::steps; s++) {
-                if (walk.block < walk.last) {
-                    product.step(walk.block, walk.words[s], at + s * S::columns * static_cast<int>(sizeof(X)));
-                    walk.fetch(s, S::steps);  // behind it: into the same registers
-                }
-                walk.advance();
+                if (block < range.last)
+                    product.step(block, walk.words[s], at + s * S::columns * static_cast<int>(sizeof(X)));
+                walk.fetch(s);  // behind it: into the same registers
+                block++;
             }
         }
     }
 };
+
+// Adds up what the warps along the columns have, in their order, and gives every sum to write(across, r, row, token,
+// sum): of row `row` of tile r. `rooms` are those behind the tokens, `turn` says which.
+template <class S, int element, class N, class Write>
+PTQ_DEVICE void hand_over(const N (&numbers)[S::tiles][S::token_tiles][4], uint8_t* rooms, int turn, Write write) {
+    const auto row_of = [](int i, int lane) { return lane / 4 + 8 * (i / 2); };
+    const auto token_of = [](int m, int i, int lane) { return 8 * m + 2 * (lane % 4) + i % 2; };
+    if constexpr (S::along == 1) {
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++)
+            write(warp() % S::across, r, row_of(i, lane()), token_of(m, i, lane()), numbers[r][m][i]);
+        return;
+    }
+    N* room = reinterpret_cast<N*>(rooms + turn % Buffers<S, element>::rooms * Buffers<S, element>::sums_bytes);
+    N* mine = room + warp() / S::across * S::sums + warp() % S::across * (S::sums / S::across) + lane();
+    PTQ_UNROLL
+    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+    for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+    for (int i = 0; i < 4; i++) mine[32 * ((r * S::token_tiles + m) * 4 + i)] = numbers[r][m][i];
+    block_barrier();
+    for (int u = thread(); u < S::sums; u += S::threads) {
+        N sum = room[u];
+        PTQ_UNROLL
+        for (int other = 1; other < S::along; other++) sum += room[other * S::sums + u];
+        const int i = u / 32 % 4, m = u / 128 % S::token_tiles, r = u / 128 / S::token_tiles % S::tiles;
+        write(u / 128 / S::token_tiles / S::tiles, r, row_of(i, u % 32), token_of(m, i, u % 32), sum);
+    }
+}
 
 }  // namespace ptq::cuda

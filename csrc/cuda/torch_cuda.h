@@ -40,14 +40,8 @@ inline cudaStream_t current_stream(int device) {
 struct Properties {
     int processors, shared_per_block, shared_per_processor;
     bool multiplies_nibbles;  // compute capability 8.x has tensor cores for four bits, 9.0 has none
-    bool takes_wgmma;         // 9.0; and asked for, see below
+    bool takes_wgmma;         // 9.0
 };
-
-// The products by wgmma have been compiled and emulated, but never run: until they have, who wants them says so.
-inline bool wants_wgmma() {
-    const char* value = std::getenv("PTQ_WGMMA");
-    return value && std::strcmp(value, "1") == 0;
-}
 
 // Asked for once per device. Fails in a sentence where the kernels are not made for it.
 inline const Properties& properties(int device) {
@@ -69,8 +63,7 @@ inline const Properties& properties(int device) {
                         "ptq: the CUDA kernels are built for compute capability ", "8.x (not 8.7) and 9.0, device ",
                         device, " has ", major, ".", minor, "; build them for it (CMakeLists.txt), or run on the CPU");
         known[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                         attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor), major == 8,
-                         major == 9 && wants_wgmma()};
+                         attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor), major == 8, major == 9};
     });
     return known[device];
 }

@@ -34,21 +34,26 @@ auto with_bits(int bits, Run run) {
 // at once where even one does not. Returns the shared memory, or 0 where the device has too little.
 template <class X, class S>
 int plan(Linear& p, const Device& device) {
-    const auto bytes = [&](int rows, int log) {
-        return Buffers<S, sizeof(X)>::bytes(S::token_tiles == 1 ? rows : S::tokens) + tables_bytes(S::bits, log);
+    const auto bytes = [&](int rows, int log, int buffers = 2) {
+        return Buffers<S, sizeof(X)>::bytes(S::token_tiles == 1 ? rows : S::tokens, buffers) +
+               tables_bytes(S::bits, log);
     };
     p.rows = std::min(p.tokens, S::tokens);
     p.log_copies = most_copies;
     while (p.log_copies > 3 && bytes(p.rows, p.log_copies) > device.shared_per_block) p.log_copies--;
     while (S::token_tiles == 1 && p.rows > 1 && bytes(p.rows, p.log_copies) > device.shared_per_block) p.rows--;
     while (p.log_copies > 0 && bytes(p.rows, p.log_copies) > device.shared_per_block) p.log_copies--;
-    const int shared = bytes(p.rows, p.log_copies);
+    const int chunks = chunks_of<S>(p.w.k, 1);
+    p.buffers = bytes(p.rows, p.log_copies, chunks) <= device.shared_per_block ? chunks : 2;
+    const int shared = bytes(p.rows, p.log_copies, p.buffers);
     if (shared > device.shared_per_block) return 0;
     p.groups = (p.w.n + S::rows - 1) / S::rows;
     const int passes = (p.tokens + p.rows - 1) / p.rows;
     const int resident =
         std::clamp(device.shared_per_processor / (shared + 1024), 1, 512 / S::threads);  // by registers
-    p.grid = std::clamp(device.processors * resident / passes, 1, p.groups);
+    const int most = std::clamp(device.processors * resident / passes, 1, p.groups),
+              each = (p.groups + most - 1) / most;
+    p.grid = (p.groups + each - 1) / each;  // as many as finish together
     return shared;
 }
 

@@ -23,7 +23,7 @@ struct Linear {
     Number bias_kind;
     int tokens, rows;  // in all, and in a pass
     int groups, grid;  // of S::across row tiles; blocks of threads that share them
-    int log_copies;
+    int log_copies, buffers;
     bool aligned;  // x and its rows are multiples of 16 bytes
 };
 
@@ -37,6 +37,16 @@ struct Product {
             ones[S::token_tiles][4] = {};
 
     PTQ_DEVICE explicit Product(const Linear& p) : tables(p.log_copies) {}
+    PTQ_DEVICE void prepare(int) {}
+    PTQ_DEVICE void begin() {
+        PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) {
+            ones[m][i] = 0;
+            PTQ_UNROLL
+            for (int stage = 0; stage < S::stages_of_code; stage++) low[stage][m][i] = high[stage][m][i] = 0;
+        }
+    }
     PTQ_DEVICE void step(int, const uint32_t (&words)[1][S::words], const uint8_t* tokens) {
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) {
@@ -92,6 +102,12 @@ struct Product<T, S> {
     float scale;
 
     PTQ_DEVICE explicit Product(const Linear& p) : tables(p.log_copies), scale(2 * *p.w.scale) {}
+    PTQ_DEVICE void prepare(int) {}
+    PTQ_DEVICE void begin() {
+        PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) total[m][i] = 0;
+    }
     PTQ_DEVICE void step(int, const uint32_t (&words)[1][S::words], const uint8_t* tokens) {
         PTQ_UNROLL
         for (int h = 0; h < 2; h++) PTQ_UNROLL
@@ -122,38 +138,21 @@ struct Product<T, S> {
     PTQ_DEVICE static float result(const Linear&, float sum, int) { return sum; }
 };
 
-// Adds up the warps along the columns, and writes.
-template <class S, class P>
-PTQ_DEVICE void finish(const Linear& p, const P& product, int tile, int first_token, uint8_t* memory) {
+// Adds up the warps along the columns, and writes rows from `first_row` on.
+template <class S, class X, class P>
+PTQ_DEVICE void finish(const Linear& p, const P& product, int first_row, int first_token, uint8_t* rooms, int turn) {
     using Sum = typename P::Sum;
-    constexpr int numbers = S::token_tiles * 4;
-    const int across = warp() % S::across, along = warp() / S::across;
-    Sum sum[numbers];
-    PTQ_UNROLL
-    for (int i = 0; i < numbers; i++) sum[i] = product.sum(i / 4, i % 4);
-    if constexpr (S::along > 1) {
-        Sum* exchange = reinterpret_cast<Sum*>(memory) + across * numbers * 32 + lane();
-        block_barrier();  // nobody needs the tokens any more
-        if (along > 0) {
-            PTQ_UNROLL
-            for (int i = 0; i < numbers; i++) exchange[((along - 1) * S::across * numbers + i) * 32] = sum[i];
-        }
-        block_barrier();
-        if (along > 0) return;
-        PTQ_UNROLL
-        for (int other = 0; other < S::along - 1; other++) PTQ_UNROLL
-        for (int i = 0; i < numbers; i++) sum[i] += exchange[(other * S::across * numbers + i) * 32];
-    }
+    Sum sums[1][S::token_tiles][4];
     PTQ_UNROLL
     for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-    for (int i = 0; i < 4; i++) {
-        const int row = tile_rows * tile + lane() / 4 + 8 * (i / 2);
-        const int token = 8 * m + 2 * (lane() % 4) + i % 2;
-        if (row >= p.w.n || token >= p.rows || first_token + token >= p.tokens) continue;
-        float y = P::result(p, sum[4 * m + i], first_token + token);
+    for (int i = 0; i < 4; i++) sums[0][m][i] = product.sum(m, i);
+    hand_over<S, sizeof(X)>(sums, rooms, turn, [&](int across, int, int in_tile, int token, Sum sum) {
+        const int row = first_row + tile_rows * across + in_tile;
+        if (row >= p.w.n || token >= p.rows || first_token + token >= p.tokens) return;
+        float y = P::result(p, sum, first_token + token);
         if (p.bias_kind != Number::none) y = add(y, number_at(p.bias, p.bias_kind, row));
         store_number(p.out, p.out_kind, static_cast<int64_t>(first_token + token) * p.w.n + row, y);
-    }
+    });
 }
 
 template <class X, class S>
@@ -163,16 +162,19 @@ void linear_kernel(const Linear p) {
     const int first_token = block_y() * p.rows;
     const int count = p.tokens - first_token < p.rows ? p.tokens - first_token : p.rows;
     const TokenRows<X> tokens{static_cast<const X*>(p.x) + static_cast<int64_t>(first_token) * p.w.k, count,
-                              S::token_tiles == 1 ? p.rows : S::tokens, p.aligned};
-    fill_tables<X, S::bits, S::threads>(p.log_copies);  // of constants: no kernel need have ended
+                              S::token_tiles == 1 ? p.rows : S::tokens, p.aligned, p.buffers};
+    const auto tile_of = [&](int group) { return group * S::across + warp() % S::across; };
+    Product<X, S> product(p);
+    Feed<S, X> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile_of(block_x()), warp() / S::across, memory);
+    fill_tables<X, S::bits, S::threads>(p.log_copies);
     follow_previous();
+    feed.begin();
+    uint8_t* rooms = memory + p.buffers * Buffers<S, sizeof(X)>::token_bytes(tokens.rows);
+    int turn = 0;
     for (int group = block_x(); group < p.groups; group += p.grid) {
-        const int tile = group * S::across + warp() % S::across;
-        Feed<S, X> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile, warp() / S::across, memory);
-        Product<X, S> product(p);
-        feed.run(product);
-        finish<S>(p, product, tile, first_token, memory);
-        block_barrier();
+        feed.run(product, group + p.grid < p.groups ? tile_of(group + p.grid) : -1);
+        finish<S, X>(p, product, tile_rows * S::across * group, first_token, rooms, turn++);
+        product.begin();
     }
 }
 

@@ -14,29 +14,44 @@ struct Device {
     int processors, shared_per_processor, shared_per_block;
 };
 
-// Whether a block of this shape has room for so many tokens.
-template <class S>
+// Whether a block of this shape has room for so many tokens of `element` bytes.
+template <class S, int element>
 bool has_room(int tokens, const Device& device) {
-    return Buffers<S, 2>::bytes(kept_rows<S>(tokens)) <= device.shared_per_block;
+    return Buffers<S, element>::bytes(kept_rows<S>(tokens)) <= device.shared_per_block;
 }
 
-// The fewest splits of the columns with which four fifths of the device are busy, or the best there are. Busy: 32 KiB
-// of weights are on their way to every processor, which is the bandwidth of an H200 times 0.8 microseconds.
+// How a product of few tokens is spread over the device: `buffers` of tokens, all of them where that leaves room for as
+// many blocks of threads as registers do, and as many `blocks` for all rows as finish together.
+struct Spread {
+    int buffers, blocks;
+    size_t shared_bytes;
+};
+template <class S, int element>
+Spread spread_of(const Weights& w, int tokens, int splits, const Device& device) {
+    const int rows = kept_rows<S>(tokens), chunks = chunks_of<S>(w.k, splits), groups = groups_of_rows<S>(w);
+    const auto bytes = [&](int buffers) { return Buffers<S, element>::bytes(rows, buffers); };
+    const int room = std::min(device.shared_per_block, device.shared_per_processor / S::resident - 1024);
+    const int buffers = bytes(chunks) <= room ? chunks : 2;
+    if (S::token_tiles > 2) return {buffers, groups, static_cast<size_t>(bytes(buffers))};
+    const int resident = std::clamp(device.shared_per_processor / (bytes(buffers) + 1024), 1, S::resident);
+    const int at_once = std::max(1, device.processors * resident / splits), each = (groups + at_once - 1) / at_once;
+    return {buffers, (groups + each - 1) / each, static_cast<size_t>(bytes(buffers))};
+}
+
+// Splits of the columns, where the rows alone would leave most of the device idle: with few of them, or, of products of
+// many tokens, as many as keep four fifths of it busy, or the best there are.
 template <class S>
 int splits_of(const Weights& w, int tokens, const Device& device) {
-    constexpr int most = 16, in_flight = S::threads / 32 * S::steps * S::tiles * S::block_bytes;
-    const int blocks = static_cast<int>(grid_of<S>(w, tokens, 1).x);
-    const int shared_bytes = Buffers<S, 2>::bytes(kept_rows<S>(tokens)) + 1024;
-    const int resident = std::clamp(device.shared_per_processor / shared_bytes, 1, 2048 / S::threads);
-    const int at_once = device.processors * std::min(resident, (32 * 1024 + in_flight - 1) / in_flight);
-    const int columns = (w.k + block_columns - 1) / block_columns;
+    constexpr int most = 16;
+    const int blocks = static_cast<int>(grid_of<S>(w, tokens, 1).x),
+              columns = (w.k + block_columns - 1) / block_columns;
     int best = 1;
     double best_share = 0;
     for (int s = 1; s <= std::min(most, columns / (S::along * S::steps)); s++) {
-        const int count = blocks * s, waves = (count + at_once - 1) / at_once;
-        const double share = static_cast<double>(count) / (static_cast<double>(waves) * at_once);
+        const int count = blocks * s, waves = (count + device.processors - 1) / device.processors;
+        const double share = static_cast<double>(count) / (static_cast<double>(waves) * device.processors);
         if (share > best_share + 1e-9) best = s, best_share = share;
-        if (share >= 0.8) break;
+        if (S::token_tiles > 2 ? share >= 0.8 : 2 * count >= device.processors) break;
     }
     return best;
 }
@@ -49,18 +64,22 @@ inline const char* launch_reduce(const Linear& p, Stream stream) {
 }
 // p.splits is what `splits_of` says, or any smaller number.
 template <class T, class S>
-const char* launch_linear(const Linear& p, Stream stream) {
-    // Others are for devices that have more (`has_room`), with one tile of tokens.
-    static_assert(S::token_tiles == 1 || Buffers<S, 2>::bytes() <= least_shared);
-    const char* error = launch<linear_kernel<T, S>>(grid_of<S>(p.w, p.tokens, p.splits), S::threads,
-                                                    Buffers<S, 2>::bytes(kept_rows<S>(p.tokens)), stream, p);
+const char* launch_linear(Linear p, const Device& device, Stream stream) {
+    // Others are for devices that have more (`has_room`).
+    static_assert(S::token_tiles <= 2 || Buffers<S, 2>::bytes() <= least_shared);
+    const Spread spread = spread_of<S, 2>(p.w, p.tokens, p.splits, device);
+    p.blocks = spread.blocks, p.buffers = spread.buffers;
+    const char* error = launch<linear_kernel<T, S>>(grid_of<S>(p.w, p.tokens, p.splits, p.blocks), S::threads,
+                                                    spread.shared_bytes, stream, p);
     return error || p.splits == 1 ? error : launch_reduce(p, stream);
 }
 template <class S>
-const char* launch_quantized(const Quantized& p, Stream stream) {
-    static_assert(Buffers<S, 1>::bytes() <= least_shared);
-    return launch<quantized_kernel<S>>(grid_of<S>(p.w, p.tokens, 1), S::threads,
-                                       Buffers<S, 1>::bytes(kept_rows<S>(p.tokens)), stream, p);
+const char* launch_quantized(Quantized p, const Device& device, Stream stream) {
+    static_assert(S::token_tiles <= 2 || Buffers<S, 1>::bytes() <= least_shared);
+    const Spread spread = spread_of<S, 1>(p.w, p.tokens, 1, device);
+    p.blocks = spread.blocks, p.buffers = spread.buffers;
+    return launch<quantized_kernel<S>>(grid_of<S>(p.w, p.tokens, 1, p.blocks), S::threads, spread.shared_bytes, stream,
+                                       p);
 }
 template <class T, class Code>
 const char* launch_dequantize(const Dequantize& p, Stream stream) {

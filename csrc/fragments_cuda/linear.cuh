@@ -17,18 +17,38 @@ struct Linear {
     Number out_kind, bias_kind;
     const float* token_scale;  // [tokens], of the result before the bias; or null
     int tokens, splits;
-    bool aligned;  // x is a multiple of 16 and k of 8
+    bool aligned;         // x is a multiple of 16 and k of 8
+    int blocks, buffers;  // said by `launch_linear`: blocks of threads for all rows, buffers of tokens
 };
 
 // What a warp adds up: `sum` in the group that it is in, `total` over the groups before.
 template <class T, class S>
 struct Sums {
     using Code = typename S::Code;
-    Scales<S> scales;
+    const Weights& w;
+    const int first_half;
+    Scales<S> scales, next;
     float sum[S::tiles][S::token_tiles][4] = {}, total[S::tiles][S::token_tiles][4] = {};
     float scale[S::tiles][2] = {};
     typename Code::template Offset<T> offset[S::tiles][2] = {};
 
+    PTQ_DEVICE Sums(const Weights& w_, Range range, int tile)
+        : w(w_), first_half(2 * range.first), scales(w_, first_half, tile), next(scales) {
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int second = 0; second < 2; second++) offset[r][second].set(Code::zero);
+    }
+    PTQ_DEVICE void prepare(int tile) { next = Scales<S>(w, first_half, tile); }
+    // The rows that were prepared for.
+    PTQ_DEVICE void begin() {
+        scales = next;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) total[r][m][i] = 0;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) scale[r][0] = scale[r][1] = 0;  // one that is no number stays behind
+    }
     PTQ_DEVICE void flush() {
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
@@ -84,30 +104,30 @@ PTQ_DEVICE void write_out(const Linear& p, float y, int row, int token) {
 }
 
 template <class T, class S>
-PTQ_KERNEL(S::threads, 1)
+PTQ_KERNEL(S::threads, S::resident)
 void linear_kernel(const Linear p) {
-    const int across = warp() % S::across, along = warp() / S::across;
+    const int across = warp() % S::across, along = warp() / S::across, groups = groups_of_rows<S>(p.w);
     const Place place = place_of<S>(p.tokens);
-    const int tile = (place.rows * S::across + across) * S::tiles;
+    const auto tile_of = [&](int rows) { return (rows * S::across + across) * S::tiles; };
     const T* x = static_cast<const T*>(p.x) + static_cast<int64_t>(place.first_token) * p.w.k;
     const Range range = range_of<S>(p.w.k, block_y() * S::along + along, p.splits * S::along);
-    prefetch_weights<S>(p.w, range, tile);
+    prefetch_weights<S>(p.w, range, tile_of(place.rows));
+    Sums<T, S> sums(p.w, range, tile_of(place.rows));
+    const TokenRows<T> tokens{x, place.count, kept_rows<S>(p.tokens), p.aligned, p.buffers, block_y(), p.splits};
+    Feed<S, T> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile_of(place.rows), along, shared());
     follow_previous();
-    Sums<T, S> sums{Scales<S>(p.w, 2 * range.first, tile)};
-    PTQ_UNROLL
-    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-    for (int second = 0; second < 2; second++) sums.offset[r][second].set(S::Code::zero);
-    const TokenRows<T> tokens{x, place.count, kept_rows<S>(p.tokens), p.aligned, block_y(), p.splits};
-    Feed<S, T>(p.w.fragments, p.w.n, p.w.k, tokens, tile, along, shared()).run(sums);
-    sums.flush();
-    if (!add_along<S>(sums.total, across, along)) return;
-    PTQ_UNROLL
-    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-    for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-    for (int i = 0; i < 4; i++)
-        write_out(p, sums.total[r][m][i] * S::Code::template factor<T>,
-                  tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2),
-                  place.first_token + 8 * m + 2 * (lane() % 4) + i % 2);
+    feed.begin();
+    uint8_t* rooms = shared() + p.buffers * Buffers<S, 2>::token_bytes(tokens.rows);
+    int turn = 0;
+    for (int rows = place.rows; rows < groups; rows += p.blocks) {
+        feed.run(sums, rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
+        sums.flush();
+        hand_over<S, 2>(sums.total, rooms, turn++, [&](int a, int r, int row, int token, float sum) {
+            write_out(p, sum * S::Code::template factor<T>, tile_rows * ((rows * S::across + a) * S::tiles + r) + row,
+                      place.first_token + token);
+        });
+        sums.begin();
+    }
 }
 
 // The sum over the splits, in their order, and what remains to do.

@@ -87,6 +87,7 @@ struct NarrowSums {
         for (int second = 0; second < 2; second++) scale[r][second] = scales.number(r, second);
         scales.advance();
     }
+    PTQ_DEVICE void prepare(int) {}
     // `tokens` is the lane's part: row g, bytes 8 t.
     PTQ_DEVICE void step(int block, const uint32_t (&stored)[S::tiles][S::words], const uint8_t* tokens) {
         if (scales.enters(2 * block)) enter();
@@ -116,8 +117,10 @@ void narrow_kernel(const Quantized p) {
     const int k = (p.w.k + block_columns - 1) / block_columns * packed_columns,
               tile = (place.rows * S::across + warp()) * S::tiles;
     NarrowSums<S> sums{Scales<S>(p.w, 0, tile)};
-    const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * k, place.count, S::tokens, true};
-    Feed<S, int8_t>(p.w.fragments, p.w.n, k, tokens, tile, 0, shared()).run(sums);
+    const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * k, place.count, S::tokens, true, 2};
+    Feed<S, int8_t> feed(p.w.fragments, p.w.n, k, tokens, tile, 0, shared());
+    feed.begin();
+    feed.run(sums, -1);
     sums.flush();
     PTQ_UNROLL
     for (int r = 0; r < S::tiles; r++) PTQ_UNROLL

@@ -1,7 +1,8 @@
-// Quantised tokens times fragments, to the bit as quarot/tiled_ops.py and fp6/tiled_ops.py define it: per group an
-// exact integer sum on the tensor cores (unsigned bytes times signed ones, minus the zero times the sum of the signed
-// ones); in float32, each operation rounded, group after group: acc = acc + scale * sum; y = acc * (q_scale 2^-shift)
-// (+ bias). No torch here.
+// Quantised tokens times fragments, as quarot/tiled_ops.py and fp6/tiled_ops.py define it: per group an exact integer
+// sum on the tensor cores (unsigned bytes times signed ones, minus the zero times the sum of the signed ones); in
+// float32, each operation rounded, group after group: acc = acc + scale * sum; y = acc * (q_scale 2^-shift) (+ bias).
+// To the bit where a row is one group: else each of the warps that share the columns adds up groups of its own. No
+// torch here.
 #pragma once
 
 #include "fragments_cuda/weights.cuh"
@@ -16,21 +17,38 @@ struct Quantized {
     const void* bias;
     Number out_kind, bias_kind;
     int tokens;
-    bool aligned;  // q and k are multiples of 16
+    bool aligned;         // q and k are multiples of 16
+    int blocks, buffers;  // said by `launch_quantized`: blocks of threads for all rows, buffers of tokens
 };
 
-// Groups must be added in their order, so one warp has all columns of its rows. Only where a row is one group may warps
-// share the columns, since integers can be added in any order.
 template <class S>
 struct IntegerSums {
     using Code = typename S::Code;
-    Scales<S> scales;
+    const Weights& w;
+    const int first_half;
+    Scales<S> scales, next;
     int32_t sum[S::tiles][S::token_tiles][4] = {};
     int32_t bytes[S::token_tiles] = {};  // this lane's part of the sum of the group's bytes of token 8 m + g
     float total[S::tiles][S::token_tiles][4] = {};
     float scale[S::tiles][2] = {};
     int zero[S::tiles][2] = {};
 
+    PTQ_DEVICE IntegerSums(const Weights& w_, Range range, int tile)
+        : w(w_), first_half(2 * range.first), scales(w_, first_half, tile), next(scales) {}
+    PTQ_DEVICE void prepare(int tile) { next = Scales<S>(w, first_half, tile); }
+    // The rows that were prepared for.
+    PTQ_DEVICE void begin() {
+        scales = next;
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) {
+            sum[r][m][i] = 0;
+            total[r][m][i] = 0;
+        }
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) scale[r][0] = scale[r][1] = 0;  // one that is no number stays behind
+    }
     // The sum of the group, without the zeros.
     PTQ_DEVICE void settle() {
         PTQ_UNROLL
@@ -58,17 +76,14 @@ struct IntegerSums {
             sum[r][m][i] = 0;
         }
     }
-    PTQ_DEVICE void take_scales() {
+    PTQ_DEVICE void enter() {
+        flush();
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
             scale[r][second] = scales.number(r, second);
             zero[r][second] = scales.zero[r][second];
         }
-    }
-    PTQ_DEVICE void enter() {
-        flush();
-        take_scales();
         scales.advance();
     }
     PTQ_DEVICE void step(int block, const uint32_t (&stored)[S::tiles][S::words], const uint8_t* tokens) {
@@ -106,37 +121,48 @@ PTQ_DEVICE void write_quantized(const Quantized& p, float total, float of_values
     store_number(p.out, p.out_kind, static_cast<int64_t>(token) * p.w.n + row, y);
 }
 
+// The scale of a row that is one group.
+PTQ_DEVICE float row_scale(const Weights& w, int row) {
+    return row < w.n ? widen(Bfloat16{w.scale[row]}) : 0;
+}
+
 template <class S>
-PTQ_KERNEL(S::threads, 1)
+PTQ_KERNEL(S::threads, S::resident)
 void quantized_kernel(const Quantized p) {
-    const int across = warp() % S::across, along = warp() / S::across;
+    const int across = warp() % S::across, along = warp() / S::across, groups = groups_of_rows<S>(p.w);
     const Place place = place_of<S>(p.tokens);
-    const int tile = (place.rows * S::across + across) * S::tiles;
+    const auto tile_of = [&](int rows) { return (rows * S::across + across) * S::tiles; };
     const Range range = range_of<S>(p.w.k, along, S::along);
-    prefetch_weights<S>(p.w, range, tile);
-    follow_previous();
-    IntegerSums<S> sums{Scales<S>(p.w, 2 * range.first, tile)};
+    prefetch_weights<S>(p.w, range, tile_of(place.rows));
+    IntegerSums<S> sums(p.w, range, tile_of(place.rows));
     const TokenRows<int8_t> tokens{p.q + static_cast<int64_t>(place.first_token) * p.w.k, place.count,
-                                   kept_rows<S>(p.tokens), p.aligned};
-    Feed<S, int8_t>(p.w.fragments, p.w.n, p.w.k, tokens, tile, along, shared()).run(sums);
-    if (S::along > 1 && p.w.groups == 1) {  // the scale is still the one that was loaded, also without columns
-        sums.settle();
-        if (!add_along<S>(sums.sum, across, along)) return;
-        sums.take_scales();
-        PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++) sums.zero[r][0] = sums.zero[r][1] = 0;
-        sums.flush();
-    } else {
-        sums.flush();
-        if (!add_along<S>(sums.total, across, along)) return;
+                                   kept_rows<S>(p.tokens), p.aligned, p.buffers};
+    Feed<S, int8_t> feed(p.w.fragments, p.w.n, p.w.k, tokens, tile_of(place.rows), along, shared());
+    follow_previous();
+    feed.begin();
+    uint8_t* rooms = shared() + p.buffers * Buffers<S, 1>::token_bytes(tokens.rows);
+    constexpr float of_values = 1.0f / (1 << S::Code::shift);
+    int turn = 0;
+    for (int rows = place.rows; rows < groups; rows += p.blocks) {
+        feed.run(sums, rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
+        const auto row_of = [&](int a, int r, int row) {
+            return tile_rows * ((rows * S::across + a) * S::tiles + r) + row;
+        };
+        if (p.w.groups == 1) {  // integers can be added in any order
+            sums.settle();
+            hand_over<S, 1>(sums.sum, rooms, turn++, [&](int a, int r, int row, int token, int32_t sum) {
+                row = row_of(a, r, row);
+                const float total = cuda::multiply(row_scale(p.w, row), static_cast<float>(sum));
+                write_quantized(p, total, of_values, row, place.first_token + token);
+            });
+        } else {
+            sums.flush();
+            hand_over<S, 1>(sums.total, rooms, turn++, [&](int a, int r, int row, int token, float sum) {
+                write_quantized(p, sum, of_values, row_of(a, r, row), place.first_token + token);
+            });
+        }
+        sums.begin();
     }
-    PTQ_UNROLL
-    for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-    for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-    for (int i = 0; i < 4; i++)
-        write_quantized(p, sums.total[r][m][i], 1.0f / (1 << S::Code::shift),
-                        tile_rows * (tile + r) + lane() / 4 + 8 * (i / 2),
-                        place.first_token + 8 * m + 2 * (lane() % 4) + i % 2);
 }
 
 }  // namespace ptq::fragments

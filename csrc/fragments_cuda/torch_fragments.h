@@ -109,10 +109,12 @@ Tensor arranged(const char* op, const Tensor& x, int k, Stream stream) {
     check_launch(op, launch_arrange<X>(p, stream));
     return to;
 }
-// Whether there are tokens enough for wgmma, and not too many; X is as large as one of their numbers.
+// Whether there are tokens enough for wgmma, and not too many: of two bytes, it is faster for more to decode the weight
+// for torch's own product, where that `will_do`. X is as large as one of their numbers.
 template <class X>
-bool takes_wgmma(const Properties& device, const Weights& w, int64_t tokens) {
-    return device.takes_wgmma && tokens > few_wgmma_tokens && tokens < int64_t{1} << 21 && suits_wgmma<X>(w);
+bool takes_wgmma(const Properties& device, const Weights& w, int64_t tokens, bool will_do = sizeof(X) == 2) {
+    const int64_t most = !will_do ? int64_t{1} << 21 : w.groups == 1 ? 256 : 128;
+    return device.takes_wgmma && tokens > few_wgmma_tokens && tokens <= most && suits_wgmma<X>(w);
 }
 // The product by wgmma of float16 or bfloat16 tokens x, or of int8 ones: run(Linear or Quantized, WgmmaPlan).
 template <class Run>

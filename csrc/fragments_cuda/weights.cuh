@@ -131,7 +131,7 @@ struct Scales {
 };
 
 // Blocks of threads follow each other along the tokens first, so that those which read the same weights run at the same
-// time, and all but the first find them in the L2 cache.
+// time, and all but the first find them in the L2 cache. `rows`: the first group of rows.
 struct Place {
     int rows, first_token, count;
 };
@@ -140,37 +140,14 @@ PTQ_DEVICE Place place_of(int tokens, int block = block_x()) {
     const int blocks = (tokens + S::tokens - 1) / S::tokens, first = block % blocks * S::tokens;
     return {block / blocks, first, tokens - first < S::tokens ? tokens - first : S::tokens};
 }
-// Adds up what the warps that share columns have, in their order, through shared memory. Whether this warp has the sum.
-template <class S, class N>
-PTQ_DEVICE bool add_along(N (&numbers)[S::tiles][S::token_tiles][4], int across, int along) {
-    if constexpr (S::along > 1) {
-        constexpr int count = S::tiles * S::token_tiles * 4;
-        N* exchange = reinterpret_cast<N*>(shared());
-        block_barrier();
-        if (along > 0) {
-            N* to = exchange + ((along - 1) * S::across + across) * count * 32 + lane();
-            PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-            for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-            for (int i = 0; i < 4; i++) to[32 * ((r * S::token_tiles + m) * 4 + i)] = numbers[r][m][i];
-        }
-        block_barrier();
-        if (along > 0) return false;
-        PTQ_UNROLL
-        for (int other = 1; other < S::along; other++) {
-            const N* from = exchange + ((other - 1) * S::across + across) * count * 32 + lane();
-            PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
-            for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
-            for (int i = 0; i < 4; i++) numbers[r][m][i] += from[32 * ((r * S::token_tiles + m) * 4 + i)];
-        }
-    }
-    return true;
-}
-
 template <class S>
-Grid grid_of(const Weights& w, int tokens, int splits) {
-    const int64_t rows = (w.n + S::rows - 1) / S::rows, each = (tokens + S::tokens - 1) / S::tokens;
+PTQ_BOTH int groups_of_rows(const Weights& w) {
+    return (w.n + S::rows - 1) / S::rows;
+}
+// Blocks of threads: `blocks` of them share the groups of rows (all where it is 0).
+template <class S>
+Grid grid_of(const Weights& w, int tokens, int splits, int blocks = 0) {
+    const int64_t rows = blocks ? blocks : groups_of_rows<S>(w), each = (tokens + S::tokens - 1) / S::tokens;
     return {static_cast<unsigned>(rows * each), static_cast<unsigned>(splits)};
 }
 

@@ -44,10 +44,11 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
         });
         return out;
     }
-    const int splits = linear_splits(w, bits, static_cast<int>(tokens), device_of(device));
+    const Device of = device_of(device);
+    const int splits = linear_splits(w, bits, static_cast<int>(tokens), of);
     const Linear p = linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial);
-    check_launch(op,
-                 type == ScalarType::Half ? run_linear<Half>(p, bits, stream) : run_linear<Bfloat16>(p, bits, stream));
+    check_launch(op, type == ScalarType::Half ? run_linear<Half>(p, bits, of, stream)
+                                              : run_linear<Bfloat16>(p, bits, of, stream));
     return out;
 }
 
@@ -77,7 +78,7 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
                             return run_wgmma_quantized(arranged, bits, plan, stream);
                         });
     } else {
-        check_launch(op, run_quantized(p, bits, stream));
+        check_launch(op, run_quantized(p, bits, device_of(device), stream));
     }
     return out;
 }

@@ -13,26 +13,22 @@ using namespace ptq::fragments;
 // longer.
 constexpr int most_tokens = 256;
 
-// Calls run.operator()<Shape>() with the shape for this many tokens. Six bits have all of them, other widths two: that
-// keeps the time to compile short. Few tokens: many warps along the columns, so that a matrix of 4096 rows needs no
-// splits, and nothing has to be added up by a second kernel; half of them where a device has no room for their tokens.
+// Calls run.operator()<Shape>() with the shape for this many tokens: as measured on an H200. Six bits have all of them,
+// other widths two: that keeps the time to compile short.
 template <class Code, class Run>
 auto with_linear_shape(int tokens, const Device& device, Run run) {
-    using Few = Shape<Code, 1, 2, 1, 8>;
-    if (tokens <= 8 && has_room<Few>(tokens, device)) return run.template operator()<Few>();
-    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 2, 2, 4>>();
-    if constexpr (Code::bits == 6) {
-        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 1, 2, 4>>();
-    }
+    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 1, 1, 10>>();
+    if constexpr (Code::bits == 6)
+        if (tokens <= 16 && has_room<Shape<Code, 2, 2, 2, 6>, 2>(tokens, device))
+            return run.template operator()<Shape<Code, 2, 2, 2, 6>>();
     constexpr int most = Code::bits < 7 ? 8 : 4;
     return run.template operator()<Shape<Code, most, 2, 4, 1>>();
 }
 template <class Code, class Run>
 auto with_quantized_shape(int tokens, Run run) {
-    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 2, 1, 8>>();
-    if constexpr (Code::bits == 6) {
-        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 2, 1, 8>>();
-    }
+    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 1, 1, 10>>();
+    if constexpr (Code::bits == 6)
+        if (tokens <= 16) return run.template operator()<Shape<Code, 2, 2, 2, 6>>();
     return run.template operator()<Shape<Code, 8, 1, 4, 1>>();
 }
 
@@ -74,14 +70,16 @@ inline int linear_splits(const Weights& w, Element e, int tokens, const Device& 
 template <class T>
 const char* run_linear(const Linear& p, Element e, const Device& device, Stream stream) {
     return with_code(e, [&]<class Code>() {
-        return with_linear_shape<Code>(p.tokens, device, [&]<class S>() { return launch_linear<T, S>(p, stream); });
+        return with_linear_shape<Code>(p.tokens, device,
+                                       [&]<class S>() { return launch_linear<T, S>(p, device, stream); });
     });
 }
 // Where `has_bytes`.
-inline const char* run_quantized(const Quantized& p, Element e, Stream stream) {
+inline const char* run_quantized(const Quantized& p, Element e, const Device& device, Stream stream) {
     return with_code(e, [&]<class Code>() -> const char* {
         if constexpr (Code::has_bytes)
-            return with_quantized_shape<Code>(p.tokens, [&]<class S>() { return launch_quantized<S>(p, stream); });
+            return with_quantized_shape<Code>(p.tokens,
+                                              [&]<class S>() { return launch_quantized<S>(p, device, stream); });
         else
             return "this element has no bytes";
     });

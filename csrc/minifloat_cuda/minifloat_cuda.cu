@@ -65,7 +65,7 @@ const char* run_as_numbers(const char* op, const Weights& w, const Tensor& q, co
                            Number out_kind, const std::optional<Tensor>& bias, Number bias_kind, Element e,
                            const Properties& device, Stream stream) {
     const Tensor x = torch::stable::to(q, ScalarType::BFloat16);
-    const bool by_wgmma = takes_wgmma<Bfloat16>(device, w, tokens_of(q));
+    const bool by_wgmma = takes_wgmma<Bfloat16>(device, w, tokens_of(q), false);
     const Device of = device_of(device);
     const int splits = by_wgmma ? 1 : linear_splits(w, e, static_cast<int>(tokens_of(q)), of);
     std::optional<Tensor> partial;
@@ -107,7 +107,7 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
                             return run_wgmma_quantized(arranged, e, plan, stream);
                         });
     } else {
-        check_launch(op, run_quantized(p, e, stream));
+        check_launch(op, run_quantized(p, e, device_of(device), stream));
     }
     return out;
 }

@@ -31,16 +31,19 @@ extern "C" const char* test_integer(int mode, int backwards, int type, const voi
     const Number out_kind = type == 0 ? Number::float32 : type == 2 ? Number::float16 : Number::bfloat16;
     const float* of_tokens = static_cast<const float*>(scales.data());
     const bool aligned = !misalign && k * x_width % 16 == 0;
+    // One processor: a block of threads has many rows, and little room for tokens.
+    const Device device = backwards ? Device{1, least_shared, least_shared} : Device{132, hopper_shared, hopper_shared};
+    machine.most_shared = device.shared_per_block;
     const char* error = nullptr;
     if (mode == 0) {
         const Linear p{w,        xs.data(), y.data(), static_cast<float*>(partial.data()),
                        b.data(), out_kind,  kind,     nullptr,
                        tokens,   splits,    aligned};
-        error = type == 2 ? run_linear<Half>(p, bits, nullptr) : run_linear<Bfloat16>(p, bits, nullptr);
+        error = type == 2 ? run_linear<Half>(p, bits, device, nullptr) : run_linear<Bfloat16>(p, bits, device, nullptr);
     } else if (mode % 2) {
         const Quantized p{
             w, static_cast<const int8_t*>(xs.data()), of_tokens, y.data(), b.data(), out_kind, kind, tokens, aligned};
-        error = mode == 1      ? run_quantized(p, bits, nullptr)
+        error = mode == 1      ? run_quantized(p, bits, device, nullptr)
                 : is_narrow(w) ? run_narrow(p, packed.data(), nullptr)
                                : "this is not narrow";
     } else {
@@ -49,6 +52,7 @@ extern "C" const char* test_integer(int mode, int backwards, int type, const voi
                 : type == 2 ? run_dequantize<Half>(p, bits, nullptr)
                             : run_dequantize<Bfloat16>(p, bits, nullptr);
     }
+    machine.most_shared = least_shared;
     y.give(out);
     return error ? error : y.damaged() || xs.damaged() || f.damaged() ? "written in front of a buffer" : nullptr;
 }

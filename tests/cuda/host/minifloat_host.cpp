@@ -13,6 +13,8 @@ extern "C" const char* test_minifloat(int mode, int backwards, int type, const v
                                       int misalign, int shared) {
     machine.backwards = backwards;
     machine.most_shared = shared;
+    // One processor: a block of threads has many rows.
+    const Device device{backwards ? 1 : 132, hopper_shared, shared};
     const Element e{exponent, mantissa};
     const int64_t tiles = (n + 15) / 16, blocks = (k + 63) / 64;
     const int width = type == 0 ? 4 : 2, x_width = mode == 1 ? 1 : 2;
@@ -37,12 +39,11 @@ extern "C" const char* test_minifloat(int mode, int backwards, int type, const v
         const Linear p{w,        xs.data(), y.data(), static_cast<float*>(partial.data()),
                        b.data(), out_kind,  kind,     of_tokens,
                        tokens,   splits,    aligned};
-        const Device device{1, hopper_shared, shared};
         error = type == 2 ? run_linear<Half>(p, e, device, nullptr) : run_linear<Bfloat16>(p, e, device, nullptr);
     } else if (mode == 1) {
         const Quantized p{
             w, static_cast<const int8_t*>(xs.data()), of_tokens, y.data(), b.data(), out_kind, kind, tokens, aligned};
-        error = run_quantized(p, e, nullptr);
+        error = run_quantized(p, e, device, nullptr);
     } else {
         const Dequantize p{w, y.data(), k * width % 16 == 0};
         error = type == 0   ? run_dequantize<float>(p, e, nullptr)
