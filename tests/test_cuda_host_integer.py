@@ -136,6 +136,8 @@ def test_large_weights_are_launched(compiled, n: int, k: int) -> None:
 
 def test_splits_fill_the_device(compiled) -> None:
     library = compiled("integer_host")
-    assert library.test_splits(1, 4096, 4096, 4, 132) > 1
+    assert library.test_splits(1, 512, 28672, 4, 132) > 1
+    assert library.test_splits(1, 4096, 4096, 4, 132) == 1  # 32 rows for each processor
+    assert library.test_splits(64, 4096, 4096, 4, 132) > 1
     assert library.test_splits(1, 128256, 4096, 4, 132) == 1
     assert library.test_splits(1, 64, 64, 4, 132) == 1  # one chunk of columns is not split

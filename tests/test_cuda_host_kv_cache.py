@@ -47,7 +47,7 @@ def filled(x: Tensor, bits: int, channel_major: bool) -> tuple[Tensor, Tensor]:
 
 
 @SCHEDULES
-@pytest.mark.parametrize("d", [1, 20, 64, 128])
+@pytest.mark.parametrize("d", [1, 20, 64, 128, 260])
 @pytest.mark.parametrize("bits", BITS)
 def test_append_and_dequantize_to_the_bit(compiled, bits: int, d: int, backwards: bool) -> None:
     library = compiled("kv_cache_host")
@@ -79,16 +79,16 @@ def test_append_and_dequantize_to_the_bit(compiled, bits: int, d: int, backwards
 def attend(
     library: ctypes.CDLL, q: Tensor, k: tuple[Tensor, Tensor], v: tuple[Tensor, Tensor], length: int, k_bits: int,
     v_bits: int, mask: Tensor | None = None, sinks: tuple[Tensor, Tensor, Tensor] | None = None,
-    backwards: bool = False,
+    backwards: bool = False, splits: int = 0,
 ) -> Tensor:  # fmt: skip
     library.test_attend.restype = ctypes.c_char_p
     batch, q_heads, tokens, d = q.shape
     kv_heads = k[0].shape[2]
     out = torch.empty(batch, tokens, q_heads, d, dtype=q.dtype)
     starts, keys, values = sinks or (None, None, None)
-    sizes = (ctypes.c_int * 9)(
+    sizes = (ctypes.c_int * 10)(
         batch, kv_heads, q_heads // kv_heads, tokens, d, length, k[0].shape[0], 0 if keys is None else keys.shape[2],
-        0 if mask is None else mask.shape[0],
+        0 if mask is None else mask.shape[0], splits,
     )  # fmt: skip
     check(
         library.test_attend(
@@ -126,6 +126,81 @@ def test_attend(compiled, k_bits: int, v_bits: int, backwards: bool) -> None:
         right = wanted(q, k, v, length, k_bits, v_bits)
         error = (found.float() - right).norm() / right.norm()
         assert error < TOLERANCE[dtype], (CASES[i], dtype, error)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("bits", BITS)
+def test_attend_with_the_same_bits(compiled, bits: int, backwards: bool) -> None:
+    """Also with more stages than are on their way at once, and rows that do not fill their blocks."""
+    library = compiled("kv_cache_host")
+    cases = [(1, 1, 5, 2, 80, 300, 1), (2, 1, 2, 1, 256, 150, 2), (1, 1, 4, 1, 128, 777, 2), (1, 2, 1, 3, 16, 70, 0)]
+    for i, (batch, heads, groups, tokens, d, length, splits) in enumerate(cases):
+        dtype = (torch.bfloat16, torch.float16)[(i + bits) % 2]
+        q = random(batch, heads * groups, tokens, d, seed=i).to(dtype)
+        k = filled(numbers(batch, heads, length, d, seed=10 + i), bits, False)
+        v = filled(numbers(batch, heads, length, d, seed=20 + i), bits, True)
+        mask = torch.rand(batch, 1, tokens, length, generator=torch.Generator().manual_seed(i)) < 0.7
+        mask[..., 20:200] = False
+        for m in (None, mask[:1]):
+            found = attend(library, q, k, v, length, bits, bits, m, None, backwards, splits)
+            right = wanted(q, k, v, length, bits, bits, m)
+            error = (found.float() - right).norm() / right.norm()
+            assert error < TOLERANCE[dtype], (cases[i], dtype, m is None, error)
+
+
+@SCHEDULES
+def test_many_splits_are_merged(compiled, backwards: bool) -> None:
+    """Two rounds of loads of either kind, and rows of numbers that fill no vector."""
+    for k_bits, d, length, splits in ((4, 16, 4500, 71), (4, 16, 1300, 0), (2, 20, 600, 0)):
+        q = random(1, 3, 1, d, seed=1)
+        q = q if splits == 0 else q.to(torch.bfloat16)
+        k = filled(numbers(1, 1, length, d, seed=2), k_bits, False)
+        v = filled(numbers(1, 1, length, d, seed=3), 4, True)
+        found = attend(compiled("kv_cache_host"), q, k, v, length, k_bits, 4, None, None, backwards, splits)
+        right = wanted(q, k, v, length, k_bits, 4)
+        assert (found.float() - right).norm() / right.norm() < TOLERANCE[q.dtype], (length, splits)
+
+
+def test_a_long_split_does_not_drift(compiled) -> None:
+    """Tensor cores cut off what they add up."""
+    d, length = 16, 6000
+    q = random(1, 4, 1, d, seed=1).half()
+    k = filled(numbers(1, 1, length, d, seed=2), 6, False)
+    v = filled(numbers(1, 1, length, d, seed=3), 6, True)
+    right = wanted(q, k, v, length, 6, 6)
+    error = (attend(compiled("kv_cache_host"), q, k, v, length, 6, 6, splits=1).float() - right).norm()
+    assert error < 1.05 * (right.half().float() - right).norm()
+
+
+@SCHEDULES
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_not_finite_shows_only_where_it_is_seen(compiled, splits: int, backwards: bool) -> None:
+    library = compiled("kv_cache_host")
+    batch, heads, groups, tokens, d, length = 2, 1, 2, 3, 32, 270
+    q = random(batch, heads * groups, tokens, d, seed=1).to(torch.float16)
+    x, y = (numbers(batch, heads, length, d, seed=s) for s in (2, 3))
+    x[0, 0, 5], y[1, 0, 7], y[0, 0, 260] = torch.nan, torch.inf, torch.nan
+    finite = filled(x.nan_to_num(posinf=0), 4, False), filled(y.nan_to_num(posinf=0), 4, True)
+    k, v = filled(x, 4, False), filled(y, 4, True)
+    mask = torch.rand(batch, 1, tokens, length, generator=torch.Generator().manual_seed(4)) < 0.7
+    mask[..., 5] = mask[..., 7] = mask[..., 260] = False
+    mask[1, 0, 1] = False  # sees nothing
+    mask[0, 0, 2, 260] = True
+    found = attend(library, q, k, v, length, 4, 4, mask, None, backwards, splits)
+    right = wanted(q, *finite, length, 4, 4, mask)
+    assert wanted(q, k, v, length, 4, 4, mask)[0, 2].isnan().all()
+    right[0, 2] = torch.nan
+    assert torch.allclose(found.float(), right, atol=2e-3, rtol=2e-3, equal_nan=True)
+    assert (found[1, 1] == 0).all()
+    mask[0, 0, 0, 5] = True
+    assert attend(library, q, k, v, length, 4, 4, mask, None, backwards, splits)[0, 0].isnan().all()
+
+
+def test_the_context_is_split_by_the_shape(compiled) -> None:
+    splits = compiled("kv_cache_host").test_attend_splits
+    assert splits(4, 8, 4, 1) == 1 and splits(4, 8, 4, 256) == 1  # without a merge
+    assert splits(4, 8, 4, 1024) == 16 and splits(4, 8, 4, 32768) == 47
+    assert splits(4, 8, 12, 32768) == 24 and splits(4, 1000, 4, 32768) == 1
 
 
 @SCHEDULES

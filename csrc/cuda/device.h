@@ -19,12 +19,13 @@
 //   mma<T>(c, a, b0, b1)          m16n8k16, T = Half or Bfloat16, float32 sums
 //   mma_u8s8(c, a, b0, b1)        m16n8k32, A unsigned, B signed bytes, int32 sums
 //   mma_s4(c, a, b0, b1)          m16n8k64, four signed bits, int32 sums; on compute capability 8.x alone
+//   transpose(word)               a matrix of 8 x 8 halves: lane i has numbers 2 (i % 4) and the next of row i / 4
 //   dp4a(a, b, c), byte_permute(a, b, selector), and_or(a, mask, bits), xor_and(a, b, mask)
 //   rotate_left(x, by), keep(x)
 //   fma2<T>(a, b, c)              two packed halves, each rounded once
 //   widen(T), narrow<T>(float), pack<T>(low, high), float_of(bits), bits_of(float)
 //   multiply, add, divide, root, round_to_int: rounded to the nearest, never contracted; exponential: e^x, nearly so,
-//   accurate_exponential: to two units in the last place
+//   accurate_exponential: to two units in the last place; maximum: of two, and a NaN wins
 //   launch<kernel>(grid, threads, shared_bytes, stream, parameters) -> error text or nullptr
 //
 // All 32 lanes of a warp take part in every shuffle, mma and warp barrier, all threads of a block in every block

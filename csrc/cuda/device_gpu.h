@@ -95,6 +95,10 @@ PTQ_DEVICE Words2 load<Words2>(const void* from) {
     return {v.x, v.y};
 }
 template <>
+PTQ_DEVICE void store<Words2>(void* to, Words2 v) {
+    *static_cast<uint2*>(to) = {v.word[0], v.word[1]};
+}
+template <>
 PTQ_DEVICE Floats4 load<Floats4>(const void* from) {
     const float4 v = *static_cast<const float4*>(from);
     return {v.x, v.y, v.z, v.w};
@@ -171,6 +175,12 @@ PTQ_DEVICE void mma_s4(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
 #endif
 }
 
+PTQ_DEVICE uint32_t transpose(uint32_t word) {
+    uint32_t d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(word));
+    return d;
+}
+
 PTQ_DEVICE int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {
     return __dp4a(static_cast<int>(a), static_cast<int>(b), c);
 }
@@ -209,6 +219,10 @@ PTQ_DEVICE void keep(int& x) {
 }
 PTQ_DEVICE void keep(uint32_t& x) {
     asm volatile("" : "+r"(x));
+}
+template <class T>
+PTQ_DEVICE void keep(T*& x) {
+    asm volatile("" : "+l"(x));
 }
 
 PTQ_DEVICE float float_of(uint32_t bits) {
@@ -253,7 +267,14 @@ PTQ_DEVICE float root(float x) {
     return __fsqrt_rn(x);
 }
 PTQ_DEVICE float exponential(float x) {
-    return exp2f(x * 1.44269504f);
+    float d;  // exp2f would keep results below 2^-126, with four instructions more
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x * 1.44269504f));
+    return d;
+}
+PTQ_DEVICE float maximum(float a, float b) {
+    float d;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
 }
 PTQ_DEVICE float accurate_exponential(float x) {
     return expf(x);

@@ -205,6 +205,14 @@ inline void mma_s4(int32_t (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
         c, a, b0, b1, [](uint32_t word, int shift, bool) { return static_cast<int32_t>(word << (28 - shift)) >> 28; });
 }
 
+inline uint32_t transpose(uint32_t word) {
+    const Exchange& e = exchange(6, &word, 1, [](Exchange& x) {
+        const auto number = [&x](int row, int i) { return x.in[4 * row + i / 2][0] >> (16 * (i % 2)) & 0xffff; };
+        for (int l = 0; l < 32; l++) x.out[l][0] = number(2 * (l % 4), l / 4) | number(2 * (l % 4) + 1, l / 4) << 16;
+    });
+    return e.out[lane()][0];
+}
+
 inline int32_t dp4a(uint32_t a, uint32_t b, int32_t c) {
     for (int i = 0; i < 32; i += 8) c += static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i);
     return c;
@@ -223,6 +231,8 @@ inline uint32_t xor_and(uint32_t a, uint32_t b, uint32_t mask) {
 }
 inline void keep(int&) {}
 inline void keep(uint32_t&) {}
+template <class T>
+void keep(T*&) {}
 inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {
     return (a & mask) | bits;
 }

@@ -78,6 +78,9 @@ inline float root(float x) {
 inline float exponential(float x) {
     return std::exp(x);
 }
+inline float maximum(float a, float b) {
+    return a >= b || a != a ? a : b;
+}
 inline float accurate_exponential(float x) {
     return std::exp(x);
 }

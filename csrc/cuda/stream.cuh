@@ -60,8 +60,9 @@ struct StreamShape {
     static constexpr int steps = 4;               // also how many blocks a lane has in registers
     static constexpr int prefetched = 2 * steps;  // blocks
     static constexpr int tokens = 8 * token_tiles, threads = 32 * across * along;
+    static constexpr bool roams = token_tiles <= 2;  // goes on with other rows
     // Blocks of threads on a processor, for which registers must do: sums and totals, words that are ahead, the rest.
-    static constexpr int registers = 8 * tiles * token_tiles + 4 * tiles * words + 64;
+    static constexpr int registers = 8 * tiles * token_tiles + 5 * tiles * words + 64;
     static constexpr int resident = 65536 / registers < 2 * threads ? 1 : 65536 / registers / threads;
     static constexpr int step_columns = steps * columns, chunk_columns = along * step_columns;
     static constexpr int rows = tile_rows * tiles * across;
@@ -77,7 +78,7 @@ template <class S, int element>
 struct Buffers {
     static constexpr int row_bytes = S::chunk_columns * element + (element == 1 ? 32 : 64);
     static constexpr int sums_bytes = S::along > 1 ? 4 * S::along * S::sums : 0;
-    static constexpr int rooms = S::token_tiles > 2 ? 1 : 2;
+    static constexpr int rooms = S::roams ? 2 : 1;
     PTQ_BOTH static constexpr int token_bytes(int rows) { return rows * row_bytes; }
     PTQ_BOTH static constexpr int bytes(int rows = S::tokens, int buffers = 2) {
         return buffers * token_bytes(rows) + rooms * sums_bytes;
@@ -218,7 +219,7 @@ struct Feed {
             const uint8_t* at = arrived(chunk, !last || next >= 0) + part;
             if (!last) {
                 walk.advance();
-            } else if (next >= 0) {
+            } else if (S::roams && next >= 0) {
                 walk.begin(weights, n, k, range, next);
                 product.prepare(next);
             } else {

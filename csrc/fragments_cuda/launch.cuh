@@ -32,7 +32,7 @@ Spread spread_of(const Weights& w, int tokens, int splits, const Device& device)
     const auto bytes = [&](int buffers) { return Buffers<S, element>::bytes(rows, buffers); };
     const int room = std::min(device.shared_per_block, device.shared_per_processor / S::resident - 1024);
     const int buffers = bytes(chunks) <= room ? chunks : 2;
-    if (S::token_tiles > 2) return {buffers, groups, static_cast<size_t>(bytes(buffers))};
+    if (!S::roams) return {buffers, groups, static_cast<size_t>(bytes(buffers))};
     const int resident = std::clamp(device.shared_per_processor / (bytes(buffers) + 1024), 1, S::resident);
     const int at_once = std::max(1, device.processors * resident / splits), each = (groups + at_once - 1) / at_once;
     return {buffers, (groups + each - 1) / each, static_cast<size_t>(bytes(buffers))};
@@ -51,7 +51,7 @@ int splits_of(const Weights& w, int tokens, const Device& device) {
         const int count = blocks * s, waves = (count + device.processors - 1) / device.processors;
         const double share = static_cast<double>(count) / (static_cast<double>(waves) * device.processors);
         if (share > best_share + 1e-9) best = s, best_share = share;
-        if (S::token_tiles > 2 ? share >= 0.8 : 2 * count >= device.processors) break;
+        if (!S::roams ? share >= 0.8 : 2 * count >= device.processors) break;
     }
     return best;
 }
@@ -66,7 +66,7 @@ inline const char* launch_reduce(const Linear& p, Stream stream) {
 template <class T, class S>
 const char* launch_linear(Linear p, const Device& device, Stream stream) {
     // Others are for devices that have more (`has_room`).
-    static_assert(S::token_tiles <= 2 || Buffers<S, 2>::bytes() <= least_shared);
+    static_assert(S::roams || Buffers<S, 2>::bytes() <= least_shared);
     const Spread spread = spread_of<S, 2>(p.w, p.tokens, p.splits, device);
     p.blocks = spread.blocks, p.buffers = spread.buffers;
     const char* error = launch<linear_kernel<T, S>>(grid_of<S>(p.w, p.tokens, p.splits, p.blocks), S::threads,
@@ -75,7 +75,7 @@ const char* launch_linear(Linear p, const Device& device, Stream stream) {
 }
 template <class S>
 const char* launch_quantized(Quantized p, const Device& device, Stream stream) {
-    static_assert(S::token_tiles <= 2 || Buffers<S, 1>::bytes() <= least_shared);
+    static_assert(S::roams || Buffers<S, 1>::bytes() <= least_shared);
     const Spread spread = spread_of<S, 1>(p.w, p.tokens, 1, device);
     p.blocks = spread.blocks, p.buffers = spread.buffers;
     return launch<quantized_kernel<S>>(grid_of<S>(p.w, p.tokens, 1, p.blocks), S::threads, spread.shared_bytes, stream,

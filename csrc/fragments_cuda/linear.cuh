@@ -120,12 +120,13 @@ void linear_kernel(const Linear p) {
     uint8_t* rooms = shared() + p.buffers * Buffers<S, 2>::token_bytes(tokens.rows);
     int turn = 0;
     for (int rows = place.rows; rows < groups; rows += p.blocks) {
-        feed.run(sums, rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
+        feed.run(sums, S::roams && rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
         sums.flush();
         hand_over<S, 2>(sums.total, rooms, turn++, [&](int a, int r, int row, int token, float sum) {
             write_out(p, sum * S::Code::template factor<T>, tile_rows * ((rows * S::across + a) * S::tiles + r) + row,
                       place.first_token + token);
         });
+        if constexpr (!S::roams) return;
         sums.begin();
     }
 }

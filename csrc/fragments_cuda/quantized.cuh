@@ -144,7 +144,7 @@ void quantized_kernel(const Quantized p) {
     constexpr float of_values = 1.0f / (1 << S::Code::shift);
     int turn = 0;
     for (int rows = place.rows; rows < groups; rows += p.blocks) {
-        feed.run(sums, rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
+        feed.run(sums, S::roams && rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
         const auto row_of = [&](int a, int r, int row) {
             return tile_rows * ((rows * S::across + a) * S::tiles + r) + row;
         };
@@ -161,6 +161,7 @@ void quantized_kernel(const Quantized p) {
                 write_quantized(p, sum, of_values, row_of(a, r, row), place.first_token + token);
             });
         }
+        if constexpr (!S::roams) return;
         sums.begin();
     }
 }

@@ -34,8 +34,8 @@ auto with_linear_shape(const Weights& w, int tokens, const Device& device, Run r
     constexpr int bits = Code::bits;
     if (tokens <= 8) return with_few_shape<Code, 2>(w, tokens, device, run);
     if constexpr (bits == 4) {
-        if (tokens <= 16 && has_room<Shape<Code, 2, 2, 2, 8>, 2>(tokens, device))
-            return run.template operator()<Shape<Code, 2, 2, 2, 8>>();
+        using Some = Shape<Code, 2, 2, 2, Code::has_zeros ? 6 : 8>;  // as many warps as registers do for
+        if (tokens <= 16 && has_room<Some, 2>(tokens, device)) return run.template operator()<Some>();
         if (tokens <= 32) return run.template operator()<Shape<Code, 4, 1, 4, 2>>();
     }
     constexpr int most = bits < 7 ? 8 : 4;
@@ -44,9 +44,10 @@ auto with_linear_shape(const Weights& w, int tokens, const Device& device, Run r
 template <class Code, class Run>
 auto with_quantized_shape(const Weights& w, int tokens, const Device& device, Run run) {
     if (tokens <= 8) return with_few_shape<Code, 1>(w, tokens, device, run);
-    if constexpr (Code::bits == 4)
-        if (tokens <= 16 && has_room<Shape<Code, 2, 2, 2, 8>, 1>(tokens, device))
-            return run.template operator()<Shape<Code, 2, 2, 2, 8>>();
+    if constexpr (Code::bits == 4) {
+        using Some = Shape<Code, 2, 2, 2, Code::has_zeros ? 6 : 8>;
+        if (tokens <= 16 && has_room<Some, 1>(tokens, device)) return run.template operator()<Some>();
+    }
     return run.template operator()<Shape<Code, 8, 1, 4, 1>>();
 }
 template <class Run>

@@ -20,67 +20,88 @@ struct Append {
 };
 constexpr int append_warps = 4;
 
+// A warp's numbers: each lane has four neighbours of every 128.
+template <class T, int rounds>
+struct Numbers {
+    float x[rounds][4], low = 0, high = 0;
+    int bad = 0;
+
+    PTQ_DEVICE Numbers(const T* from, int d) {
+        PTQ_UNROLL
+        for (int r = 0; r < rounds; r++) PTQ_UNROLL
+        for (int j = 0; j < 4; j++) {
+            const int c = 128 * r + 4 * lane() + j;
+            x[r][j] = c < d ? widen(from[c]) : 0;
+        }
+        PTQ_UNROLL
+        for (int r = 0; r < rounds; r++) PTQ_UNROLL
+        for (int j = 0; j < 4; j++) {
+            low = x[r][j] < low ? x[r][j] : low;
+            high = x[r][j] > high ? x[r][j] : high;
+            bad |= (bits_of(x[r][j]) & 0x7fffffffu) >= 0x7f800000u;
+        }
+        PTQ_UNROLL
+        for (int mask = 16; mask; mask /= 2) {
+            const float l = shuffle_xor(low, mask), h = shuffle_xor(high, mask);
+            low = l < low ? l : low;
+            high = h > high ? h : high;
+            bad |= shuffle_xor(bad, mask);
+        }
+    }
+};
+
+// Bits `below` and on of this lane's four codes, channels `c` and on: 32 / width lanes fill a word together.
 template <int width>
-PTQ_DEVICE void store_plane(const Side& to, uint32_t* words, const uint8_t* codes, int below, int first_word,
+PTQ_DEVICE void store_plane(const Side& to, uint32_t* words, const int (&codes)[4], int below, int first_word, int c,
                             int token) {
     constexpr int fields = 32 / width;
-    for (int w = lane(); w < plane_words(to.d, width); w += 32) {
-        uint32_t word = 0;
-        for (int i = 0; i < fields; i++) word |= (codes[w * fields + i] >> below & ((1u << width) - 1)) << (i * width);
-        words[to.at(first_word + w, token)] = word;
-    }
+    uint32_t word = 0;
+    PTQ_UNROLL
+    for (int j = 0; j < 4; j++) word |= (codes[j] >> below & ((1u << width) - 1)) << ((c + j) % fields * width);
+    PTQ_UNROLL
+    for (int mask = 1; mask < fields / 4; mask *= 2) word |= shuffle_xor(word, mask);
+    if (c % fields == 0 && c < to.d) words[to.at(first_word + c / fields, token)] = word;
 }
 
 // A warp quantises one token of one head.
+template <class T, int rounds>
 PTQ_KERNEL(32 * append_warps, 4)
-static void append_kernel(const Append p) {
+void append_kernel(const Append p) {
     follow_previous();
     const Side& to = p.to;
     const int unit = block_x() * append_warps + warp();
     if (unit >= to.heads * p.count) return;
     const int head = unit / p.count, index = unit % p.count;
     const int64_t wanted = (p.start_at ? *p.start_at : p.start) + index;
+    const Numbers<T, rounds> numbers(static_cast<const T*>(p.x) + head / p.kv_heads * p.batch_stride +
+                                         head % p.kv_heads * p.head_stride + index * p.token_stride,
+                                     to.d);
     if (wanted < 0 || wanted >= p.room) return;
     const int token = static_cast<int>(wanted);
-    const int64_t from =
-        head / p.kv_heads * p.batch_stride + head % p.kv_heads * p.head_stride + index * p.token_stride;
-    float low = 0, high = 0;
-    int bad = 0;
-    for (int c = lane(); c < to.d; c += 32) {
-        const float x = number_at(p.x, p.kind, from + c);
-        low = x < low ? x : low;
-        high = x > high ? x : high;
-        bad |= (bits_of(x) & 0x7fffffffu) >= 0x7f800000u;
-    }
-    PTQ_UNROLL
-    for (int mask = 16; mask; mask /= 2) {
-        const float l = shuffle_xor(low, mask), h = shuffle_xor(high, mask);
-        low = l < low ? l : low;
-        high = h > high ? h : high;
-        bad |= shuffle_xor(bad, mask);
-    }
-    low = multiply(low, p.clip);
-    high = multiply(high, p.clip);
+    const float low = multiply(numbers.low, p.clip), high = multiply(numbers.high, p.clip);
     const float top = static_cast<float>((1 << to.bits) - 1);
     const Bfloat16 scale = narrow<Bfloat16>(add(high, -low) < 1e-30f ? 1 : add(divide(high, top), -divide(low, top)));
     const Bfloat16 minimum = narrow<Bfloat16>(low);
-    const bool finite = !bad && (scale.bits & 0x7fff) < 0x7f80 && (minimum.bits & 0x7fff) < 0x7f80;
+    const bool finite = !numbers.bad && (scale.bits & 0x7fff) < 0x7f80 && (minimum.bits & 0x7fff) < 0x7f80;
     const float inverse = divide(1, widen(scale));
-    uint8_t* codes = shared() + warp() * (most_channels + 32);
-    for (int c = lane(); c < (to.d + 31) / 32 * 32; c += 32) {
-        float x = 0;
-        if (finite && c < to.d) x = multiply(add(number_at(p.x, p.kind, from + c), -widen(minimum)), inverse);
-        x = x < 0 ? 0 : x > top ? top : x;
-        codes[c] = static_cast<uint8_t>(round_to_int(x));
-    }
-    warp_barrier();
     const int in_chunk = token % chunk, second = plane_words(to.d, wide_plane(to.bits));
     uint32_t* words = to.codes_of(token / chunk, head);
-    if (to.bits == 8) store_plane<8>(to, words, codes, 0, 0, in_chunk);
-    if (to.bits == 4 || to.bits == 6) store_plane<4>(to, words, codes, 0, 0, in_chunk);
-    if (to.bits < 4) store_plane<2>(to, words, codes, 0, 0, in_chunk);
-    if (to.bits == 6) store_plane<2>(to, words, codes, 4, second, in_chunk);
-    if (to.bits == 3) store_plane<1>(to, words, codes, 2, second, in_chunk);
+    PTQ_UNROLL
+    for (int r = 0; r < rounds; r++) {
+        if (128 * r >= to.d) break;
+        const int c = 128 * r + 4 * lane();
+        int codes[4];
+        PTQ_UNROLL
+        for (int j = 0; j < 4; j++) {
+            const float x = multiply(add(numbers.x[r][j], -widen(minimum)), inverse);
+            codes[j] = finite && c + j < to.d ? round_to_int(x < 0 ? 0 : x > top ? top : x) : 0;
+        }
+        if (to.bits == 8) store_plane<8>(to, words, codes, 0, 0, c, in_chunk);
+        if (to.bits == 4 || to.bits == 6) store_plane<4>(to, words, codes, 0, 0, c, in_chunk);
+        if (to.bits < 4) store_plane<2>(to, words, codes, 0, 0, c, in_chunk);
+        if (to.bits == 6) store_plane<2>(to, words, codes, 4, second, c, in_chunk);
+        if (to.bits == 3) store_plane<1>(to, words, codes, 2, second, c, in_chunk);
+    }
     if (lane() < 2)
         to.scales_of(token / chunk, head)[lane() * chunk + in_chunk] =
             finite ? (lane() ? minimum.bits : scale.bits) : 0x7fc0;

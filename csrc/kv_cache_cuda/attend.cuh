@@ -1,7 +1,8 @@
-// Decode attention over the packed KV cache: a block of threads has one chunk of 256 tokens of one key-value head, and
-// eight query rows (query heads of the group, and query tokens). Codes are multiplied on the tensor cores as bfloat16
-// numbers, exact; scales and minima come in as float32 afterwards. Chunks are merged in their order: no atomics, the
-// same bits every time. (Flash attention, arXiv 2205.14135, split over the context.) No torch here.
+// Decode attention over the packed KV cache where decode.cuh cannot do it: a block of threads has one chunk of 256
+// tokens of one key-value head, and eight query rows (query heads of the group, and query tokens). Codes are multiplied
+// on the tensor cores as bfloat16 numbers, exact; scales and minima come in as float32 afterwards. Chunks are merged in
+// their order: no atomics, the same bits every time. (Flash attention, arXiv 2205.14135, split over the context.) No
+// torch here.
 //
 //   keys    operand A: 16 tokens x 16 channels. A lane's words of tokens g and g + 8 have the channels that it needs;
 //           queries lie in shared memory in the same order. Two blocks of 16 tokens for each of the 8 warps
@@ -99,8 +100,7 @@ void attend_kernel(const Attend p) {
     soften(p, rows, rooms, sinks);
     block_barrier();
     const int d = p.v.d, width = p.width();
-    float* out =
-        p.partial + ((static_cast<int64_t>(rows.head) * p.chunks() + rows.index) * p.rows() + rows.first) * (d + 2);
+    float* out = p.sums_of(rows.head, rows.first, rows.index);
     for (int first = 0; first < d; first += segment_of(v_bits)) {
         Values<v_bits> values;
         values.add(p, rows, rooms, first / Values<v_bits>::fields);
@@ -120,37 +120,9 @@ void attend_kernel(const Attend p) {
                 if (weight != 0)
                     total += weight * p.sink_values[(static_cast<int64_t>(rows.head) * p.sinks + s) * d + first + c];
             }
-            out[row * (d + 2) + first + c] = total;
+            out[row * p.sum_row() + first + c] = total;
         }
         block_barrier();
-    }
-}
-
-// The chunks of one row, in their order. block_x counts rows of a head, block_y heads.
-constexpr int merge_threads = 128;
-PTQ_KERNEL(merge_threads, 8)
-static void merge_kernel(const Attend p) {
-    follow_previous();
-    const int row = block_x(), head = block_y(), d = p.v.d;
-    const float* first = p.partial + (static_cast<int64_t>(head) * p.chunks() * p.rows() + row) * (d + 2);
-    const int64_t next = static_cast<int64_t>(p.rows()) * (d + 2);
-    float largest = none, weights = 0;
-    for (int i = 0; i < p.chunks(); i++) {
-        const float high = first[i * next + d];
-        largest = largest != largest ? largest : larger(largest, high);
-    }
-    for (int i = 0; i < p.chunks() && largest != none; i++)
-        weights += exponential(first[i * next + d] - largest) * first[i * next + d + 1];
-    const float inverse = weights == 0 ? 0 : 1 / weights;
-    const int b = head / p.kv_heads, q_head = head % p.kv_heads * p.groups + row / p.tokens;
-    const int64_t out = ((static_cast<int64_t>(b) * p.tokens + row % p.tokens) * p.kv_heads * p.groups + q_head) * d;
-    for (int c = thread(); c < d; c += merge_threads) {
-        float total = 0;
-        for (int i = 0; i < p.chunks() && largest != none; i++) {
-            const float factor = exponential(first[i * next + d] - largest);
-            if (factor != 0) total += factor * first[i * next + c];
-        }
-        store_number(p.out, p.out_kind, out + c, total * inverse);
     }
 }
 

@@ -23,7 +23,8 @@ Side side(const char* op, const Tensor& codes, const Tensor& scales, int64_t d, 
                     op, ": scales have a wrong shape");
     STD_TORCH_CHECK(length >= 0 && length <= codes.size(0) * chunk && length < int64_t{1} << 30, op, ": ", length,
                     " tokens do not fit");
-    STD_TORCH_CHECK(cuda::is_aligned(codes.const_data_ptr()), op, ": codes must begin at a multiple of 16");
+    STD_TORCH_CHECK(cuda::is_aligned(codes.const_data_ptr()) && cuda::is_aligned(scales.const_data_ptr()), op,
+                    ": codes and scales must begin at a multiple of 16");
     return {static_cast<uint32_t*>(const_cast<void*>(codes.const_data_ptr())),
             static_cast<uint16_t*>(const_cast<void*>(scales.const_data_ptr())),
             static_cast<int>(codes.size(1) * codes.size(2)),
@@ -170,7 +171,8 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
         p.mask_batch = mask->size(0) == 1 ? 0 : tokens * length;
     }
     if (starts && sink_keys && sink_values) add_sinks(op, p, q, *starts, *sink_keys, *sink_values, batch, held);
-    held.push_back(cuda::work_buffer(int64_t{p.k.heads} * p.chunks() * p.rows() * (d + 2) * 4, q));
+    p.splits = splits_of(p);
+    held.push_back(cuda::work_buffer(p.work_numbers() * 4, q));
     p.partial = static_cast<float*>(held.back().mutable_data_ptr());
     cuda::check_launch(op, run_attend(p, cuda::current_stream(q.get_device_index())));
     return same ? out : torch::stable::to(out, q.scalar_type());

@@ -30,11 +30,12 @@ struct Side {
     int heads, d, bits;
     bool channel_major;
 
+    // There are fewer than 2^31 chunks of heads: each takes a KiB and more.
     PTQ_DEVICE uint32_t* codes_of(int index, int head) const {
-        return codes + (static_cast<int64_t>(index) * heads + head) * chunk * words_of(d, bits);
+        return codes + static_cast<int64_t>(index * heads + head) * (chunk * words_of(d, bits));
     }
     PTQ_DEVICE uint16_t* scales_of(int index, int head) const {
-        return scales + (static_cast<int64_t>(index) * heads + head) * 2 * chunk;
+        return scales + static_cast<int64_t>(index * heads + head) * (2 * chunk);
     }
     // Word `word` of token `token` of the chunk, in words behind codes_of.
     PTQ_DEVICE int at(int word, int token) const {
@@ -57,6 +58,22 @@ PTQ_DEVICE uint32_t code_numbers(uint32_t wide, uint32_t narrow, int bits) {
     uint32_t codes = and_or(wide, mask, base);
     if (width < bits) codes |= (narrow & ((1u << (bits - width)) - 1) * 0x00010001u) << width;
     return fma2<Bfloat16>(codes, one, minus_128);
+}
+
+// The same and raised_by(bits) more, which takes an instruction less: a code's first bit is the number's last but one.
+PTQ_BOTH constexpr float raised_by(int bits) {
+    return bits == 8 ? 0.0f : static_cast<float>(1 << bits);
+}
+// Fields are at bits `shift` and `narrow_shift` of either half.
+PTQ_DEVICE uint32_t raised_numbers(uint32_t wide, int shift, uint32_t narrow, int narrow_shift, int bits) {
+    if (bits == 8) return code_numbers(wide >> shift, narrow, bits);
+    const int width = wide_plane(bits), left = 7 - bits;  // of a fraction of seven bits
+    const uint32_t base = (0x4300u - 0x80u * left) * 0x00010001u, mask = (((1u << width) - 1) << left) * 0x00010001u;
+    const auto move = [](uint32_t x, int by) { return by < 0 ? x << -by : x >> by; };
+    const uint32_t numbers = and_or(move(wide, shift - left), mask, base);
+    if (width == bits) return numbers;
+    const uint32_t narrow_mask = (((1u << (bits - width)) - 1) << (left + width)) * 0x00010001u;
+    return and_or(move(narrow, narrow_shift - left - width), narrow_mask, numbers);
 }
 
 // x as a sum of bfloat16 numbers: one if it is bfloat16, two for float16, three for float32.

@@ -23,14 +23,32 @@ struct Attend {
     int64_t mask_batch;                    // 0 where all rows of the batch share one mask
     const int64_t* starts;                 // [batch], or null: no sinks
     const float *sink_keys, *sink_values;  // [heads, sinks, d]
-    float* partial;                        // [heads, chunks, rows, d + 2]
+    float* partial;                        // what softmax_of and sums_of say, work_numbers() in all
     void* out;                             // [batch, tokens, q heads, d]
     Number out_kind;
     int kv_heads, groups, tokens, sinks, length;
+    int splits;  // of the context: as many blocks of threads share it, and merge_kernel adds up what they find
     float scaling;
 
     PTQ_BOTH int rows() const { return groups * tokens; }
+    PTQ_BOTH int row_blocks() const { return (rows() + rows_at_once - 1) / rows_at_once; }
     PTQ_BOTH int chunks() const { return (length + chunk - 1) / chunk; }
+    PTQ_BOTH int sum_row() const { return (v.d + 3) / 4 * 4; }
+    PTQ_BOTH int64_t work_numbers() const { return int64_t{k.heads} * splits * rows() * (sum_row() + 2); }
+    // The largest score of a row in one split, and the sum of its weights.
+    PTQ_BOTH float* softmax_of(int head, int row, int split) const {
+        const int64_t sums = int64_t{k.heads} * splits * rows() * sum_row();
+        return partial + sums + ((static_cast<int64_t>(head) * rows() + row) * splits + split) * 2;
+    }
+    // Weighted sum of the values [d]; anything where the row sees nothing.
+    PTQ_BOTH float* sums_of(int head, int row, int split) const {
+        return partial + ((static_cast<int64_t>(head) * splits + split) * rows() + row) * sum_row();
+    }
+    // Where a row's result begins in `out`.
+    PTQ_BOTH int64_t out_of(int head, int row) const {
+        const int q_head = head % kv_heads * groups + row / tokens;
+        return ((static_cast<int64_t>(head / kv_heads) * tokens + row % tokens) * kv_heads * groups + q_head) * v.d;
+    }
     // Pairs of channels of a query in shared memory: whole steps of four words of the wide plane.
     PTQ_BOTH int query_pairs() const {
         const int fields = 32 / wide_plane(k.bits);
@@ -81,6 +99,10 @@ struct Rows {
     }
 };
 
+// e^(x - largest), and 0 for what is not seen.
+PTQ_DEVICE float softmax_weight(float x, float largest) {
+    return exponential(x - (largest == none ? 0 : largest));
+}
 PTQ_DEVICE float sum_of_warp(float x) {
     PTQ_UNROLL
     for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);

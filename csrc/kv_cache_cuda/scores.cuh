@@ -91,18 +91,14 @@ PTQ_DEVICE void score_sinks(const Attend& p, const Rows& rows, const Rooms& room
     }
 }
 
-PTQ_DEVICE float larger(float a, float b) {
-    return b <= a ? a : b;  // a NaN wins over what is before it, so that it shows
-}
-
 PTQ_DEVICE const uint8_t* mask_of(const Attend& p, const Rows& rows, int row) {
     return p.mask + rows.head / p.kv_heads * p.mask_batch + (rows.first + row) % p.tokens * int64_t{p.length} +
            rows.index * chunk;
 }
 PTQ_DEVICE void summarise(const Attend& p, const Rows& rows, int row, float largest, float total) {
-    const int64_t at = (static_cast<int64_t>(rows.head) * p.chunks() + rows.index) * p.rows() + rows.first + row;
-    p.partial[at * (p.v.d + 2) + p.v.d] = largest;
-    p.partial[at * (p.v.d + 2) + p.v.d + 1] = total;
+    float* at = p.softmax_of(rows.head, rows.first + row, rows.index);
+    at[0] = largest;
+    at[1] = total;
 }
 
 // Whether any of the rows sees any token of this chunk: a cache with room for more tokens is mostly empty.
@@ -133,18 +129,17 @@ PTQ_DEVICE void soften(const Attend& p, const Rows& rows, const Rooms& rooms, co
         const int token = lane() + 32 * i;
         const bool seen = row < rows.count && token < rows.tokens && (!mask || mask[token]);
         weight[i] = seen ? rooms.scores[row * chunk + token] : none;
-        largest = larger(largest, weight[i]);
+        largest = maximum(largest, weight[i]);
     }
     PTQ_UNROLL
     for (int shift = 16; shift; shift /= 2) {
-        const float other = shuffle_xor(largest, shift);
-        largest = largest != largest ? largest : larger(largest, other);
+        largest = maximum(largest, shuffle_xor(largest, shift));
     }
     const uint16_t* scales = p.v.scales_of(rows.index, rows.head);
     PTQ_UNROLL
     for (int i = 0; i < each; i++) {
         const int token = lane() + 32 * i;
-        const float w = largest == none || weight[i] == none ? 0 : exponential(weight[i] - largest);
+        const float w = softmax_weight(weight[i], largest);
         total += w;
         rooms.scores[row * chunk + token] = w;
         const bool stored = w != 0 && (token < sinks.at || token >= sinks.at + sinks.last - sinks.first);

@@ -22,11 +22,11 @@ auto with_linear_shape(int tokens, const Device& device, Run run) {
         if (tokens <= 16 && has_room<Shape<Code, 2, 2, 2, 6>, 2>(tokens, device))
             return run.template operator()<Shape<Code, 2, 2, 2, 6>>();
     constexpr int most = Code::bits < 7 ? 8 : 4;
-    return run.template operator()<Shape<Code, most, 2, 4, 1>>();
+    return run.template operator()<Shape<Code, most, 1, 8, 1>>();
 }
 template <class Code, class Run>
 auto with_quantized_shape(int tokens, Run run) {
-    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 1, 1, 10>>();
+    if (tokens <= 8) return run.template operator()<Shape<Code, 1, 1, 1, Code::bits == 6 ? 10 : 8>>();
     if constexpr (Code::bits == 6)
         if (tokens <= 16) return run.template operator()<Shape<Code, 2, 2, 2, 6>>();
     return run.template operator()<Shape<Code, 8, 1, 4, 1>>();

@@ -58,7 +58,7 @@ CASES = [  # batch, heads, groups, tokens, head_dim, length
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("k_bits, v_bits", [(2, 8), (3, 3), (4, 4), (6, 2), (8, 6)])
+@pytest.mark.parametrize("k_bits, v_bits", [(b, b) for b in BITS] + [(2, 8), (6, 2), (8, 6)])
 def test_attend(k_bits: int, v_bits: int, dtype: torch.dtype) -> None:
     for i, (batch, heads, groups, tokens, d, length) in enumerate(CASES):
         q = random(batch, heads * groups, tokens, d, seed=i).to(dtype)

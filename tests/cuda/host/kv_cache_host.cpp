@@ -52,7 +52,7 @@ extern "C" const char* test_kv_dequantize(int backwards, const uint8_t* codes, c
     return error ? error : y.damaged() ? "written beside a buffer" : nullptr;
 }
 
-// sizes: batch, kv heads, groups, tokens, d, length, chunks, sinks, rows of the mask's batch.
+// sizes: batch, kv heads, groups, tokens, d, length, chunks, sinks, rows of the mask's batch, splits (0: as always).
 extern "C" const char* test_attend(int backwards, int type, const void* q, const uint8_t* k_codes,
                                    const uint16_t* k_scales, const uint8_t* v_codes, const uint16_t* v_scales,
                                    int k_bits, int v_bits, float scaling, const uint8_t* mask, const int64_t* starts,
@@ -76,12 +76,21 @@ extern "C" const char* test_attend(int backwards, int type, const void* q, const
     p.sink_keys = static_cast<const float*>(sk.data()), p.sink_values = static_cast<const float*>(sv.data());
     p.kv_heads = kv_heads, p.groups = groups, p.tokens = tokens, p.sinks = sinks, p.length = length;
     p.scaling = scaling;
-    Buffer partial(nullptr, int64_t{heads} * p.chunks() * p.rows() * (d + 2) * 4);
+    p.splits = sizes[9] ? sizes[9] : splits_of(p);
+    Buffer partial(nullptr, p.work_numbers() * 4);
     p.partial = static_cast<float*>(partial.data());
     p.out = y.data(), p.out_kind = p.q_kind;
     const char* error = run_attend(p, nullptr);
     y.give(out);
     return error ? error : y.damaged() || partial.damaged() ? "written beside a buffer" : nullptr;
+}
+
+extern "C" int test_attend_splits(int bits, int heads, int rows, int length) {
+    Attend p{};
+    p.parts = 1;
+    p.k = p.v = {nullptr, nullptr, heads, 128, bits, false};
+    p.groups = rows, p.tokens = 1, p.length = length;
+    return splits_of(p);
 }
 
 extern "C" int test_attend_shared(int parts, int d, int k_bits, int v_bits) {
