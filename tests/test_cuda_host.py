@@ -146,6 +146,29 @@ def test_hadamard_long_vectors_are_fetched_ahead(compiled, order: int) -> None:
     assert close(found, torch.ops.ptq.hadamard(x.double(), None, factors, order, -1, False))
 
 
+# What split.cuh takes: powers of two, 12, 20 and 28 rows, every number of steps between lanes, several vectors.
+SPLIT = [(1024, 3), (2048, 1), (4096, 2), (8192, 1), (16384, 1), (3072, 2), (6144, 1), (12288, 1), (5120, 2),
+         (7168, 1), (10240, 1), (14336, 2), (28672, 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("order, blocks", SPLIT)
+def test_common_orders_sum_alike_whatever_the_types(compiled, order: int, blocks: int) -> None:
+    """Of bfloat16 numbers as they are, as float32, times signs, not aligned, quantised: from the same float32 numbers.
+    One processor: numbers are fetched ahead, and shared memory is used again."""
+    library, k = compiled("hadamard_host"), blocks * order
+    x = random(12 if k < 4096 else 4, k, dtype=torch.bfloat16, seed=k)
+    signs = random(k, seed=1).sign().float()
+    y, _ = run_hadamard(library, FAST, x.float(), order, signs, processors=1, backwards=True)
+    assert close(y, expected(x, order, signs, False))
+    turned = (x * signs).to(torch.bfloat16)
+    for numbers, s, misalign in ((x, signs, False), (turned, None, False), (turned, None, True)):
+        found, _ = run_hadamard(library, FAST, numbers, order, s, processors=1, misalign=misalign)
+        assert torch.equal(found, y.to(torch.bfloat16))
+    last, _ = run_hadamard(library, FAST, turned, order, signs, transpose=True, processors=1)
+    assert close(last, expected(turned, order, signs, True))
+    assert same(run_hadamard(library, QUANTISE, turned, order, processors=1), activations.reference(y, 8, 1.0))
+
+
 @pytest.mark.parametrize("dtype", ELEMENTS, ids=str)
 @pytest.mark.parametrize("order, dim", [(1, 0), (12, 0), (128, 1), (24, -1), (240, 0), (444, 1), (1024, -1)])
 def test_hadamard_general(compiled, order: int, dim: int, dtype: torch.dtype) -> None:
@@ -183,7 +206,7 @@ def same(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> bool:
 def test_quantize_tokens_to_the_bit(compiled, dtype: torch.dtype, bits: int, clip: float, backwards: bool) -> None:
     library = compiled("hadamard_host")
     library.test_quantize.restype = ctypes.c_char_p
-    for k, misalign in ((5, False), (37, False), (64, True), (512, False), (2080, False), (0, False)):
+    for k, misalign in ((5, False), (37, False), (64, True), (512, False), (4104, False), (16400, False), (0, False)):
         x = random(7, k, dtype=dtype, seed=k)
         x = damage(x) if k else x
         q, scale = torch.empty_like(x, dtype=torch.int8), torch.full((7,), -7.0)

@@ -1,7 +1,7 @@
 // Integers and one scale per token on a GPU, to the bit as ptq/ops/activations.py defines them. No torch here.
 #pragma once
 
-#include "cuda/device.h"
+#include "cuda/lines.cuh"
 
 namespace ptq::activations {
 
@@ -43,12 +43,18 @@ PTQ_DEVICE Scale scale_of(const Grid8& grid, uint32_t top) {
     const float scale = !finite ? float_of(0x7fc00000u) : magnitude < 1e-30f ? 1.0f : multiply(magnitude, grid.share);
     return {scale, finite ? divide(1.0f, scale) : 0.0f, finite};
 }
+// The integer in the lowest byte, where all numbers of the token are finite: what is added leaves it there, rounded.
+PTQ_DEVICE uint32_t integer_bits(const Grid8& grid, const Scale& s, float x) {
+    return bits_of(add(lesser(greater(multiply(x, s.inverse), grid.low), grid.high), 12582912.0f));
+}
 PTQ_DEVICE int8_t integer(const Grid8& grid, const Scale& s, float x) {
-    if (!s.finite) return 0;
-    float y = multiply(x, s.inverse);
-    y = y < grid.low ? grid.low : y;
-    y = y > grid.high ? grid.high : y;
-    return static_cast<int8_t>(round_to_int(y));
+    return s.finite ? static_cast<int8_t>(integer_bits(grid, s, x)) : 0;
+}
+// Four of them.
+PTQ_DEVICE uint32_t integers(const Grid8& grid, const Scale& s, float a, float b, float c, float d) {
+    const uint32_t low = byte_permute(integer_bits(grid, s, a), integer_bits(grid, s, b), 0x40);
+    const uint32_t high = byte_permute(integer_bits(grid, s, c), integer_bits(grid, s, d), 0x40);
+    return s.finite ? byte_permute(low, high, 0x5410) : 0;
 }
 
 // A token of k numbers by `workers` threads, of which this is `worker`.
@@ -63,11 +69,7 @@ PTQ_DEVICE void write_integers(const Grid8& grid, const Scale& s, const Number& 
                                bool vectorised, int worker, int workers) {
     if (vectorised && k % 4 == 0) {
         for (int i = 4 * worker; i < k; i += 4 * workers) {
-            uint32_t word = 0;
-            PTQ_UNROLL
-            for (int j = 0; j < 4; j++)
-                word |= static_cast<uint32_t>(static_cast<uint8_t>(integer(grid, s, number(i + j)))) << (8 * j);
-            store<uint32_t>(q + i, word);
+            store<uint32_t>(q + i, integers(grid, s, number(i), number(i + 1), number(i + 2), number(i + 3)));
         }
         return;
     }
@@ -92,7 +94,43 @@ PTQ_DEVICE void quantize_tokens_in_block(const Grid8& grid, const Number& number
     }
 }
 
-// Tokens of any length straight from global memory, read twice; one block per token.
+// A thread holds up to 4 lines of a token: `worker`, then `workers` further.
+constexpr int unit = 8, held = 4, most_threads = 512;
+inline int threads_for(int k) {
+    const int units = (k + unit - 1) / unit;
+    return units >= most_threads ? most_threads : (units + 31) / 32 * 32;
+}
+
+// A token of k numbers by the block, or with `by_warp` by a warp; beyond k are zeros.
+template <class T>
+PTQ_DEVICE void quantize_lines(const Grid8& grid, const Line<T> (&lines)[held], int k, bool by_warp, int8_t* q,
+                               float* scale, bool aligned, uint32_t* reduce, int threads) {
+    const int worker = by_warp ? lane() : thread(), workers = by_warp ? 32 : threads;
+    float v[unit];
+    uint32_t top = 0;
+    PTQ_UNROLL
+    for (int n = 0; n < held; n++) {
+        lines[n].get(v);
+        PTQ_UNROLL
+        for (int j = 0; j < unit; j++) top = larger(top, bits_of(v[j]) & 0x7fffffffu);
+    }
+    const Scale s = scale_of(grid, by_warp ? largest_in_warp(top) : largest_in_block(top, reduce, threads));
+    if (worker == 0) *scale = s.scale;
+    PTQ_UNROLL
+    for (int n = 0; n < held; n++) {
+        const int i = unit * (worker + n * workers);
+        if (i >= k) break;
+        lines[n].get(v);
+        const uint32_t words[2] = {integers(grid, s, v[0], v[1], v[2], v[3]),
+                                   integers(grid, s, v[4], v[5], v[6], v[7])};
+        if (aligned && k - i >= unit)
+            store<Words2>(q + i, {{words[0], words[1]}});
+        else
+            for (int j = 0; j < unit && i + j < k; j++) q[i + j] = static_cast<int8_t>(words[j / 4] >> (8 * (j % 4)));
+    }
+}
+
+// Tokens straight from global memory, one block per token. Long ones are read twice.
 struct Tokens {
     const void* in;  // [tokens, k]
     int8_t* q;
@@ -104,38 +142,45 @@ struct Tokens {
 };
 
 template <class In>
-PTQ_KERNEL(256, 4)
+PTQ_KERNEL(most_threads, sizeof(In) == 4 ? 1 : 2)
 void quantize_kernel(const Tokens p) {
+    follow_previous();
+    const int64_t token = block_x();
+    const In* in = static_cast<const In*>(p.in) + token * p.k;
+    const bool aligned = p.vectorised && p.k % unit == 0;
+    Line<In> lines[held];
+    load_lines(in, unit * thread(), unit * p.threads, p.k, aligned, lines);
+    quantize_lines(p.grid, lines, p.k, false, p.q + token * p.k, p.scale + token, aligned,
+                   reinterpret_cast<uint32_t*>(shared()), p.threads);
+}
+
+template <class In>
+PTQ_KERNEL(256, 4)
+void quantize_long_kernel(const Tokens p) {
     follow_previous();
     uint32_t* reduce = reinterpret_cast<uint32_t*>(shared());
     const int64_t token = block_x();
     const In* in = static_cast<const In*>(p.in) + token * p.k;
     const auto number = [&](int i) { return widen(in[i]); };
-    uint32_t top = 0;
-    if (p.vectorised && p.k % 8 == 0) {
-        constexpr int each = 8;
-        for (int i = each * thread(); i < p.k; i += each * p.threads) {
-            float x[each];
-            load_numbers(in + i, each, true, x);
-            PTQ_UNROLL
-            for (int j = 0; j < each; j++) top = larger(top, bits_of(x[j]) & 0x7fffffffu);
-        }
-    } else {
-        top = largest_of(number, p.k, thread(), p.threads);
-    }
+    const uint32_t top = largest_of(number, p.k, thread(), p.threads);
     const Scale s = scale_of(p.grid, largest_in_block(top, reduce, p.threads));
     write_integers(p.grid, s, number, p.k, p.q + token * p.k, p.vectorised, thread(), p.threads);
     if (thread() == 0) p.scale[token] = s.scale;
 }
 
-inline const char* quantize(const Tokens& tokens, int element, bool half, Stream stream) {
+template <class In>
+const char* run_quantize(const Tokens& tokens, Stream stream) {
     Tokens p = tokens;
-    p.threads = p.k >= 2048 ? 256 : 64;
-    if (p.tokens == 0) return nullptr;
     const Grid grid{static_cast<unsigned>(p.tokens)};
-    if (element == 4) return launch<quantize_kernel<float>>(grid, p.threads, reduce_bytes, stream, p);
-    if (half) return launch<quantize_kernel<Half>>(grid, p.threads, reduce_bytes, stream, p);
-    return launch<quantize_kernel<Bfloat16>>(grid, p.threads, reduce_bytes, stream, p);
+    const bool is_long = p.k > unit * held * most_threads;
+    p.threads = is_long ? 256 : p.k ? threads_for(p.k) : 32;
+    return is_long ? launch<quantize_long_kernel<In>>(grid, p.threads, reduce_bytes, stream, p)
+                   : launch<quantize_kernel<In>>(grid, p.threads, reduce_bytes, stream, p);
+}
+inline const char* quantize(const Tokens& tokens, int element, bool half, Stream stream) {
+    if (tokens.tokens == 0) return nullptr;
+    if (element == 4) return run_quantize<float>(tokens, stream);
+    return half ? run_quantize<Half>(tokens, stream) : run_quantize<Bfloat16>(tokens, stream);
 }
 
 }  // namespace ptq::activations

@@ -24,8 +24,10 @@
 //   rotate_left(x, by), keep(x)
 //   fma2<T>(a, b, c)              two packed halves, each rounded once
 //   widen(T), narrow<T>(float), pack<T>(low, high), float_of(bits), bits_of(float)
+//   lesser(a, b), greater(a, b)   of two float32 numbers
 //   multiply, add, divide, root, round_to_int: rounded to the nearest, never contracted; exponential: e^x, nearly so,
-//   accurate_exponential: to two units in the last place; maximum: of two, and a NaN wins
+//   accurate_exponential: to two units in the last place; divide_nearly: likewise, and 0 for divisors above 2^126;
+//   maximum: of two, and a NaN wins
 //   launch<kernel>(grid, threads, shared_bytes, stream, parameters) -> error text or nullptr
 //
 // All 32 lanes of a warp take part in every shuffle, mma and warp barrier, all threads of a block in every block

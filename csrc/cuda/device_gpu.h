@@ -254,6 +254,12 @@ PTQ_DEVICE uint32_t pack(float low, float high) {
     return d;
 }
 
+PTQ_DEVICE float lesser(float a, float b) {
+    return fminf(a, b);
+}
+PTQ_DEVICE float greater(float a, float b) {
+    return fmaxf(a, b);
+}
 PTQ_DEVICE float multiply(float a, float b) {
     return __fmul_rn(a, b);
 }
@@ -262,6 +268,9 @@ PTQ_DEVICE float add(float a, float b) {
 }
 PTQ_DEVICE float divide(float a, float b) {
     return __fdiv_rn(a, b);
+}
+PTQ_DEVICE float divide_nearly(float a, float b) {
+    return __fdividef(a, b);
 }
 PTQ_DEVICE float root(float x) {
     return __fsqrt_rn(x);

@@ -62,6 +62,12 @@ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
     return out;
 }
 
+inline float lesser(float a, float b) {
+    return std::fmin(a, b);
+}
+inline float greater(float a, float b) {
+    return std::fmax(a, b);
+}
 // The compiler is told not to contract.
 inline float multiply(float a, float b) {
     return a * b;
@@ -70,6 +76,9 @@ inline float add(float a, float b) {
     return a + b;
 }
 inline float divide(float a, float b) {
+    return a / b;
+}
+inline float divide_nearly(float a, float b) {
     return a / b;
 }
 inline float root(float x) {

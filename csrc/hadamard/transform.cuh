@@ -1,4 +1,5 @@
-// The Hadamard transform on a GPU: one block of threads keeps whole vectors in shared memory as float32. No torch here.
+// The Hadamard transform on a GPU of what split.cuh does not take: a block of threads keeps whole vectors in shared
+// memory as float32. No torch here.
 //
 // A chunk is `per_block` vectors, one after the other in memory; its element i lies at `padded(i)` in shared memory.
 //   1. load      16 neighbouring elements per thread: norm or gate (steps_cuda/input.cuh), signs, scale, the steps of
@@ -13,6 +14,7 @@
 
 #include "activations/quantize.cuh"
 #include "hadamard/dense.cuh"
+#include "hadamard/split_layout.cuh"
 #include "steps_cuda/input.cuh"
 
 namespace ptq::hadamard {
@@ -33,14 +35,16 @@ struct Transform {
     int per_block;      // vectors of a chunk; for quantised tokens whole tokens
     int chunks, grid, threads;
     float scale;
-    bool signs_last;                 // signs multiply the output (the transposed transform)
-    bool vectorised;                 // all pointers are multiples of 16
+    bool signs_last;  // signs multiply the output (the transposed transform)
+    bool vectorised;  // all pointers are multiples of 16
+    bool aligned_signs;
     bool wide;                       // a dense factor is too large to be applied in place: there are two buffers
     bool prefetch;                   // the next chunk is fetched while this one is transformed
     int log2;                        // m
     int first, later[later_passes];  // log2 of the radix of each pass, 0: none
     Factors factors;
     activations::Grid8 grid8;
+    Split split;
 };
 
 // Bytes of shared memory: the chunk, the signs of the dense factors, the next chunk as it is or the norms of tokens.
@@ -52,18 +56,16 @@ inline size_t shared_bytes(const Transform& p, int element) {
            (p.input.gain ? 4 * static_cast<size_t>(p.per_block / p.blocks) : 0);
 }
 
-template <int log>
-PTQ_DEVICE void butterfly(float (&v)[1 << log]) {
+// One step of Sylvester's matrix, on neighbours `step` apart.
+template <int count>
+PTQ_DEVICE void level(float (&v)[count], int step) {
     PTQ_UNROLL
-    for (int step = 0; step < log; step++) {
-        PTQ_UNROLL
-        for (int i = 0; i < 1 << log; i++)
-            if (!(i >> step & 1)) {
-                const float a = v[i], b = v[i | 1 << step];
-                v[i] = a + b;
-                v[i | 1 << step] = a - b;
-            }
-    }
+    for (int i = 0; i < count; i++)
+        if (!(i & step)) {
+            const float a = v[i], b = v[i | step];
+            v[i] = a + b;
+            v[i | step] = a - b;
+        }
 }
 
 // Where the result of a pass goes: back to shared memory, or out. What does not change is read from the parameters.
@@ -96,7 +98,8 @@ PTQ_DEVICE void sylvester_pass(const Sink<Out>& sink, int elements, int stride_l
         float v[1 << log];
         PTQ_UNROLL
         for (int e = 0; e < 1 << log; e++) v[e] = at[first ? 16 * e + 4 * (e >> 1) + 16 * (e >> 4) : e * step];
-        butterfly<log>(v);
+        PTQ_UNROLL
+        for (int l = 0; l < log; l++) level(v, 1 << l);
         if (sink.out) {
             PTQ_UNROLL
             for (int e = 0; e < 1 << log; e++) sink.emit(base + (e << stride_log), v[e]);
@@ -182,16 +185,8 @@ PTQ_DEVICE void load_pass(const Transform& p, const Sink<Out>& sink, const In* i
             v[i] = multiply(v[i], p.scale);  // not contracted with the sums: the same bits in every instance
         }
         PTQ_UNROLL
-        for (int step = 0; step < 4; step++)
-            if (p.log2 > step) {
-                PTQ_UNROLL
-                for (int i = 0; i < line; i++)
-                    if (!(i >> step & 1)) {
-                        const float a = v[i], b = v[i | 1 << step];
-                        v[i] = a + b;
-                        v[i | 1 << step] = a - b;
-                    }
-            }
+        for (int l = 0; l < 4; l++)
+            if (p.log2 > l) level(v, 1 << l);
         if (sink.out || p.log2 < 4) {
             PTQ_UNROLL
             for (int i = 0; i < line; i++)

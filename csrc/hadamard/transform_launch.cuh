@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "hadamard/general.cuh"
-#include "hadamard/transform.cuh"
+#include "hadamard/split.cuh"
 
 namespace ptq::hadamard {
 
@@ -44,6 +44,43 @@ inline int log2_of(int64_t n) {
     return log;
 }
 
+// Fills in `p.split`, threads and grid where split.cuh takes the transform, whatever the types.
+inline void plan_split(const Task& t, const Device& device, Transform& p) {
+    const bool dense = p.factors.count == 1;
+    const int rows = dense ? p.factors.order[0] : 16;
+    if (p.factors.count > 1 || rows > most_rows || rows % 4) return;
+    const int rows_log = dense ? 0 : 4, log = p.log2 - rows_log, tiles = tiles_of(rows);
+    if (log < (dense ? 8 : 6) || log > 10 || p.blocks << (log - 1) > most_split_threads) return;
+    Split s{rows, log};
+    s.row_log = dense ? log : 3;
+    s.group_log = dense ? 3 : 3 + rows_log;
+    s.top = p.log2;
+    s.shuffles = std::max(0, log - 7 - tiles);
+    s.skipped = std::max(0, 7 + tiles - log);
+    s.pad[0] = dense ? 5 : s.group_log + 1;
+    s.pad[1] = dense ? log : s.group_log + 2;
+    s.stage_log = dense ? log : s.group_log;
+    s.stage_pad = dense ? 4 : 5;
+    s.rows_apart = spread(s, 8 << s.row_log);
+    s.groups_apart = spread(s, 1 << s.group_log);
+    for (int l = 0; l < 3 + tiles; l++) s.apart[l] = spread(s, 1 << (s.top - 3 - tiles + l));
+    Transform q = p;
+    q.split = s;
+    q.per_block = p.blocks;
+    q.chunks = static_cast<int>(t.outer);
+    q.vectorised = t.aligned;
+    q.aligned_signs = reinterpret_cast<uintptr_t>(t.signs) % 16 == 0;
+    q.threads = p.blocks << (log - 1);
+    const size_t bytes = split_bytes(q);
+    if (bytes > static_cast<size_t>(device.shared_per_block)) return;
+    const int registers = 512 * (tiles == 1 ? 160 : 128) / 128;
+    const int resident = std::max(
+        1, std::min({static_cast<int>(device.shared_per_processor / (bytes + 1024)), registers / q.threads, 16}));
+    const int rounds = (q.chunks + device.processors * resident - 1) / (device.processors * resident);
+    q.grid = (q.chunks + rounds - 1) / rounds;
+    p = q;
+}
+
 // Fills `p`; false where the fast kernel does not do it.
 inline bool plan(const Task& t, const Device& device, Transform& p) {
     constexpr int64_t chunk = 4096, most = 1 << 15;  // elements
@@ -80,6 +117,8 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     p.scale = static_cast<float>(t.scale);
     p.grid8 = t.grid8;
     p.log2 = log2_of(t.doublings);
+    plan_split(t, device, p);
+    if (p.split.rows) return true;
     int left = std::max(0, p.log2 - 4);
     p.first = left <= 5 ? left : left == 9 ? 5 : left >= 10 ? (left == 10 ? 5 : 4) : 4;
     left -= p.first;
@@ -97,8 +136,21 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     return true;
 }
 
+template <class In, class Out, int tiles>
+const char* run_split(const Transform& p, Stream stream) {
+    const Grid grid{static_cast<unsigned>(p.grid)};
+    const size_t bytes = split_bytes(p);
+    if constexpr (sizeof(In) == 2)
+        if (!p.signs || p.signs_last)
+            return p.input.gain || p.input.up || !p.vectorised
+                       ? launch<split_kernel<In, Out, tiles, Source::treated>>(grid, p.threads, bytes, stream, p)
+                       : launch<split_kernel<In, Out, tiles, Source::plain>>(grid, p.threads, bytes, stream, p);
+    return launch<split_kernel<In, Out, tiles, Source::split>>(grid, p.threads, bytes, stream, p);
+}
 template <class In, class Out>
 const char* run_fast(const Transform& p, Stream stream) {
+    if (p.split.rows)
+        return tiles_of(p.split.rows) == 1 ? run_split<In, Out, 1>(p, stream) : run_split<In, Out, 2>(p, stream);
     const Grid grid{static_cast<unsigned>(p.grid)};
     const size_t bytes = shared_bytes(p, sizeof(In));
     return p.factors.count ? launch<transform_kernel<In, Out, true>>(grid, p.threads, bytes, stream, p)

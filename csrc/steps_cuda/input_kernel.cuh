@@ -17,12 +17,10 @@ struct Tokens {
     bool aligned;  // all pointers and rows are multiples of 16 bytes
     activations::Grid8 grid;
 };
-constexpr int most_threads = 512;
-
 // The token is read again in every pass: it is in the L1 cache.
 template <class T, bool quantised>
-PTQ_KERNEL(most_threads, 2)
-void input_kernel(const Tokens p) {
+PTQ_KERNEL(activations::most_threads, 2)
+void long_input_kernel(const Tokens p) {
     follow_previous();
     const int worker = p.by_warp ? lane() : thread(), workers = p.by_warp ? 32 : p.threads;
     const int64_t token = p.by_warp ? static_cast<int64_t>(block_x()) * (p.threads / 32) + warp() : block_x();
@@ -66,11 +64,8 @@ void input_kernel(const Tokens p) {
         int8_t* q = static_cast<int8_t*>(p.out) + start;
         for (int i = unit * worker; i < p.k; i += unit * workers) {
             make(i, v);
-            uint32_t words[2] = {};
-            PTQ_UNROLL
-            for (int j = 0; j < unit; j++)
-                words[j / 4] |= static_cast<uint32_t>(static_cast<uint8_t>(activations::integer(p.grid, s, v[j])))
-                                << (8 * (j % 4));
+            const uint32_t words[2] = {activations::integers(p.grid, s, v[0], v[1], v[2], v[3]),
+                                       activations::integers(p.grid, s, v[4], v[5], v[6], v[7])};
             if (p.aligned && p.k - i >= unit)
                 store<Words2>(q + i, {{words[0], words[1]}});
             else
@@ -79,6 +74,77 @@ void input_kernel(const Tokens p) {
         }
         if (worker == 0) p.scale[token] = s.scale;
     }
+}
+
+// The same of tokens that the threads can hold: a thread has its part of one stretch of the sum of squares.
+template <class T, bool quantised>
+PTQ_KERNEL(activations::most_threads, sizeof(T) == 4 ? 1 : 2)
+void input_kernel(const Tokens p) {
+    follow_previous();
+    constexpr int held = activations::held;
+    const int worker = p.by_warp ? lane() : thread(), workers = p.by_warp ? 32 : p.threads;
+    const int64_t token = p.by_warp ? static_cast<int64_t>(block_x()) * (p.threads / 32) + warp() : block_x();
+    if (token >= p.tokens) return;
+    const int64_t start = token * p.k;
+    float* reduce = reinterpret_cast<float*>(shared());
+    Line<T> lines[held], beside[held];
+    const auto fetch = [&](const void* from, int64_t at, Line<T>(&to)[held]) {
+        load_lines(static_cast<const T*>(from) + at, unit * worker, unit * workers, p.k, p.aligned, to);
+    };
+    const auto give = [&](void* out, int n, const float (&v)[unit]) {
+        const int i = unit * (worker + n * workers);
+        if (i < p.k) store_numbers(static_cast<T*>(out) + start + i, p.k - i, p.aligned, v);
+    };
+    float v[unit], other[unit], inverse = 0;
+    fetch(p.x, start, lines);
+    if (p.in.added) {
+        fetch(p.in.added, start, beside);
+        PTQ_UNROLL
+        for (int n = 0; n < held; n++) {
+            lines[n].get(v);
+            beside[n].get(other);
+            PTQ_UNROLL
+            for (int j = 0; j < unit; j++) v[j] = rounded<T>(add(v[j], other[j]));
+            give(p.in.sum, n, v);
+            lines[n].set(v);
+        }
+    }
+    fetch(p.in.gain ? p.in.gain : p.in.up, p.in.gain ? 0 : start, beside);
+    if (p.in.gain) {
+        float total = 0;
+        PTQ_UNROLL
+        for (int n = 0; n < held; n++) {
+            lines[n].get(v);
+            total = with_squares(total, v);
+        }
+        total = sum_in_warp(total);
+        if (!p.by_warp) {
+            for (int s = thread(); s < stretches; s += p.threads)
+                if (s >= p.threads / 32) reduce[s] = 0;
+            if (lane() == 0) reduce[warp()] = total;
+            total = sum_of_stretches(reduce);
+        }
+        inverse = inverse_norm(p.in, total, p.k);
+    }
+    PTQ_UNROLL
+    for (int n = 0; n < held; n++) {
+        lines[n].get(v);
+        beside[n].get(other);
+        if (p.in.gain) {
+            PTQ_UNROLL
+            for (int j = 0; j < unit; j++) v[j] = normed<T>(p.in, v[j], other[j], inverse);
+        } else {
+            PTQ_UNROLL
+            for (int j = 0; j < unit; j++) v[j] = gated<T>(v[j], other[j]);
+        }
+        if constexpr (quantised)
+            lines[n].set(v);
+        else
+            give(p.out, n, v);
+    }
+    if constexpr (quantised)
+        activations::quantize_lines(p.grid, lines, p.k, p.by_warp, static_cast<int8_t*>(p.out) + start, p.scale + token,
+                                    p.aligned, reinterpret_cast<uint32_t*>(reduce), p.threads);
 }
 
 // silu(x) * up of any number of numbers, without regard to tokens.
@@ -109,13 +175,16 @@ template <class T>
 const char* run_input(const Tokens& tokens, Stream stream) {
     Tokens p = tokens;
     if (p.tokens == 0) return nullptr;
-    const int units = (p.k + unit - 1) / unit;
-    p.by_warp = units <= 32;
-    p.threads = p.by_warp ? 128 : units >= most_threads ? most_threads : (units + 31) / 32 * 32;
+    p.by_warp = p.k <= 32 * unit;
+    p.threads = p.by_warp ? 128 : activations::threads_for(p.k);
     const int each = p.by_warp ? p.threads / 32 : 1;
     const Grid grid{static_cast<unsigned>((p.tokens + each - 1) / each)};
-    return p.scale ? launch<input_kernel<T, true>>(grid, p.threads, activations::reduce_bytes, stream, p)
-                   : launch<input_kernel<T, false>>(grid, p.threads, activations::reduce_bytes, stream, p);
+    constexpr size_t bytes = activations::reduce_bytes;
+    if (p.k > unit * activations::held * activations::most_threads)
+        return p.scale ? launch<long_input_kernel<T, true>>(grid, p.threads, bytes, stream, p)
+                       : launch<long_input_kernel<T, false>>(grid, p.threads, bytes, stream, p);
+    return p.scale ? launch<input_kernel<T, true>>(grid, p.threads, bytes, stream, p)
+                   : launch<input_kernel<T, false>>(grid, p.threads, bytes, stream, p);
 }
 template <class T>
 const char* run_gate(const Gate& p, Stream stream) {
