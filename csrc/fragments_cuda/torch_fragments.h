@@ -114,7 +114,7 @@ Tensor arranged(const char* op, const Tensor& x, int k, Stream stream) {
 template <class X>
 bool takes_wgmma(const Properties& device, const Weights& w, int64_t tokens, bool will_do = sizeof(X) == 2) {
     const int64_t most = !will_do ? int64_t{1} << 21 : w.groups == 1 ? 256 : 128;
-    return device.takes_wgmma && tokens > few_wgmma_tokens && tokens <= most && suits_wgmma<X>(w);
+    return device.takes_wgmma && tokens > few_wgmma_tokens<X>(w) && tokens <= most && suits_wgmma<X>(w);
 }
 // The product by wgmma of float16 or bfloat16 tokens x, or of int8 ones: run(Linear or Quantized, WgmmaPlan).
 template <class Run>

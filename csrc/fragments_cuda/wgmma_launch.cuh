@@ -7,7 +7,12 @@
 
 namespace ptq::fragments {
 
-constexpr int few_wgmma_tokens = 64;  // up to these, linear.cuh and quantized.cuh: a product waits for its weights
+// Up to these, linear.cuh and quantized.cuh: a product waits for its weights. They hold out longer with numbers of two
+// bytes, and longest with weights of few rows, of which wgmma takes 128 at a time.
+template <class X>
+int few_wgmma_tokens(const Weights& w) {
+    return sizeof(X) == 1 ? 16 : w.n >= 8192 ? 32 : 64;
+}
 
 // Row tiles of a warp, and splits of the columns.
 struct WgmmaPlan {

@@ -77,7 +77,12 @@ class LaidOut(Format):
         if layout in parts:
             return parts
         stored = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
-        return self.lay_out(stored, layout) if layout is not None and applies(self.group_size) else stored
+        if layout is None or not applies(self.group_size):
+            return stored
+        packed = self.lay_out(stored, layout)
+        if torch.device(device).type == "cuda":  # kernels read weights while the one ahead ends (csrc/cuda/device.h)
+            torch.cuda.synchronize(device)
+        return packed
 
     def weight(self, parts: Parts, layout: str, bias: Tensor | None) -> tuple[Any, ...]:
         """A weight in a layout as the ops take it: codes, scales, bias, n and numbers."""
