@@ -7,7 +7,7 @@
 
 The products are those of `fp6.tiled_ops`: `minifloat_linear_fragments` is W6A16, whose kernels differ from the
 reference in the last bits; `minifloat_quantized_fragments` is W6A8, the same to the bit where the element's numbers fit
-int8.
+int8 and a row has one scale.
 """
 
 import torch

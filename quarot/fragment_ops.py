@@ -6,7 +6,8 @@
 - `scale` int16 [row tiles, g, 16]: bits of bfloat16; `zero` uint8 likewise, or None where it is 2^(bits - 1)
 
 The products are those of `quarot.tiled_ops`: `integer_linear_fragments` for floats, whose kernels differ from the
-reference in the last bits, and `integer_quantized_fragments` for quantised tokens, the same to the bit.
+reference in the last bits, and `integer_quantized_fragments` for quantised tokens, the same to the bit where a row has
+one scale; the float32 sums of several groups are added in another order.
 """
 
 import torch

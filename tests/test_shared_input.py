@@ -12,7 +12,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ptq.layers import shared_input
 from ptq.layers.linear import Online, QuantLinear
-from ptq.layers.packed_weight import frozen, stored_signs
+from ptq.layers.packed_weight import INPUT_SIGNS, frozen, stored_signs
 from ptq.ops.activations import Activation
 from quarot.integer import IntegerFormat
 
@@ -285,3 +285,12 @@ def test_lists_of_weights(level: str) -> None:
     for bad in ([], zero[:2]):
         with pytest.raises(RuntimeError):
             torch.ops.ptq.integer_linears_tiled(q.float(), tiles if bad else [], scale, bad, bias, list(N), 4, 32)
+
+
+def test_kept_signs_move_with_their_layer() -> None:
+    """Signs that a forward kept are those of the device that the layer is on; `Module.to` keeps parameter and version."""
+    linear = QuantLinear(K, 64, False, IntegerFormat(4), Online("sylvester:7", "sylvester:6", True, Activation(8, 1.0)))
+    kept = linear.signs(INPUT_SIGNS)
+    assert kept is not None and kept.device.type == "cpu" and linear.signs(INPUT_SIGNS) is kept
+    moved = linear.to("meta").signs(INPUT_SIGNS)
+    assert moved is not None and moved.device.type == "meta"

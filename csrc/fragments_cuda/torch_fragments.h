@@ -113,7 +113,7 @@ Tensor arranged(const char* op, const Tensor& x, int k, Stream stream) {
 // for torch's own product, where that `will_do`. X is as large as one of their numbers.
 template <class X>
 bool takes_wgmma(const Properties& device, const Weights& w, int64_t tokens, bool will_do = sizeof(X) == 2) {
-    const int64_t most = !will_do ? int64_t{1} << 21 : w.groups == 1 ? 256 : 128;
+    const int64_t most = !will_do ? int64_t{1} << 21 : w.groups == 1 && w.n >= 8192 ? 256 : 128;
     return device.takes_wgmma && tokens > few_wgmma_tokens<X>(w) && tokens <= most && suits_wgmma<X>(w);
 }
 // The product by wgmma of float16 or bfloat16 tokens x, or of int8 ones: run(Linear or Quantized, WgmmaPlan).
