@@ -103,7 +103,20 @@ def test_gate(compiled, dtype: torch.dtype, backwards: bool) -> None:
 @SCHEDULES
 @pytest.mark.parametrize(
     "order, blocks",
-    [(0, 200), (0, 4104), (0, 8200), (0, 16400), (64, 3), (64, 40), (128, 1), (12, 7), (448, 1), (2048, 2), (7168, 1), (6144, 1)],
+    [
+        (0, 200),
+        (0, 4104),
+        (0, 8200),
+        (0, 16400),
+        (64, 3),
+        (64, 40),
+        (128, 1),
+        (12, 7),
+        (448, 1),
+        (2048, 2),
+        (7168, 1),
+        (6144, 1),
+    ],  # fmt: skip
 )
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_treated_inputs_are_the_single_kernels_to_the_bit(
