@@ -24,7 +24,7 @@ compile() {
         -Xcompiler -fPIC -Xptxas -v -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_90a,code=sm_90a \
         -c "$1" -o /dev/null >"$log" 2>&1 || { cat "$log"; exit 1; }
     kernels=$(grep -c 'bytes spill stores' "$log" || true)
-    if grep -B1 'bytes spill stores' "$log" | grep -v '^--' | paste - - | grep -Ev ' ([048]|12|16) bytes spill stores'; then
+    if grep -B1 'bytes spill stores' "$log" | grep -v '^--' | paste - - | grep -Ev ' ([048]|1[26]) bytes spill stores, ([048]|1[26]|2[048]) bytes spill loads'; then
         echo "CUDA: $1: the kernels above spill registers" >&2
         exit 1
     fi
@@ -33,7 +33,7 @@ compile() {
         exit 1
     fi
     rm "$log"
-    echo "CUDA: $1 compiles for sm_80 and sm_90a, $kernels kernels, at most 16 bytes of spills"
+    echo "CUDA: $1 compiles for sm_80 and sm_90a, $kernels kernels, next to no spills"
 }
 export -f compile
 printf '%s\n' "${sources[@]}" | xargs -P "${PTQ_NVCC_JOBS:-$(nproc)}" -I{} bash -euo pipefail -c 'compile {}'

@@ -125,6 +125,17 @@ def test_quantised_tokens_to_the_bit(compiled, tokens: int, dtype: torch.dtype, 
         assert torch.equal(found, tiled_ops.product(q, q_scale, w["codes"], w["scale"], bias, dtype)), (n, k)
 
 
+@SCHEDULES
+@pytest.mark.parametrize("tokens", [5, 13, 20, 40])
+def test_a_block_of_threads_goes_on_with_other_rows(compiled, tokens: int, backwards: bool) -> None:
+    for bits in (2, 3, 4):
+        w = weight(700, 304, bits)
+        q = torch.randint(-128, 128, (tokens, 304), generator=torch.Generator().manual_seed(bits), dtype=torch.int8)
+        q_scale = torch.rand(tokens) + 0.1
+        found = run_e8p(compiled("e8p_host"), QUANTISED, q, w, torch.float32, q_scale, None, backwards, processors=1)
+        assert torch.equal(found, tiled_ops.product(q, q_scale, w["codes"], w["scale"], None, torch.float32)), bits
+
+
 def test_the_longest_rows_do_not_overflow(compiled) -> None:
     """All sums as large as they can be: 65536 columns."""
     k = 65536

@@ -10,7 +10,8 @@
 //   block_barrier(), warp_barrier(), shuffle(value, from lane), shuffle_xor(value, mask)
 //   follow_previous()             what earlier kernels wrote is there, and what they read may be overwritten: every
 //                                 kernel begins with it, and lets the next one begin, which will wait likewise. Packed
-//                                 weights alone may be read before: no kernel of a model writes them
+//                                 weights and their scales alone may be read before: no kernel of a model writes
+//                                 them
 //   prefetch(from, bytes)         into the L2 cache; multiples of 16
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory
 //   load_once<V>(from)            of global memory that is not written meanwhile nor read again; in its place in the

@@ -300,8 +300,8 @@ struct Launching {
 inline cudaError_t launching_of(int& device, Launching& found) {
     static std::array<std::atomic<int>, 64> known{};  // most_shared, with the sign of `overlaps`
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-    device &= 63;
-    if (int value = known[device].load(); value != 0) {
+    if (device >= static_cast<int>(known.size())) return cudaErrorInvalidDevice;
+    if (const int value = known[device].load(); value != 0) {
         found = {value < 0, value < 0 ? -value : value};
         return cudaSuccess;
     }

@@ -47,7 +47,7 @@ inline uint8_t* shared() {
 }
 
 inline void follow_previous() {
-    machine.follows = true;
+    machine.fibers[machine.current].follows = true;
 }
 inline void prefetch(const void* from, int bytes) {
     if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a misaligned prefetch");

@@ -35,7 +35,7 @@ struct Fiber {
     std::vector<std::byte> stack;
     ucontext_t context;
     jmp_buf point;
-    bool started, done, waiting;
+    bool started, done, waiting, follows;   // the last: it has waited for earlier kernels
     const void* awaits;                     // a barrier of wgmma_host.h, or null
     std::vector<std::vector<Copy>> copies;  // groups; the last one is not committed yet
 };
@@ -114,7 +114,7 @@ inline void run_block() {
     m.bulk.clear();
     for (Exchange& e : m.warps) e.arrived = 0, e.products.assign(1, {});
     for (Fiber& f : m.fibers) {
-        f.started = f.done = f.waiting = false;
+        f.started = f.done = f.waiting = f.follows = false;
         f.awaits = nullptr;
         f.copies.assign(1, {});
         getcontext(&f.context);
@@ -134,6 +134,8 @@ inline void run_block() {
         }
         if (!moved) fail("some threads wait at a barrier, shuffle or mma that others do not reach");
     }
+    for (const Fiber& f : m.fibers)
+        if (!f.follows) fail("a thread has not waited for the kernels before this one (follow_previous)");
     if (!m.bulk.empty()) fail("a block ends before its bulk copies");
     for (const Exchange& e : m.warps)
         if (e.products.size() > 1 || !e.products[0].empty()) fail("a warp ends before its products");
@@ -177,7 +179,6 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Pa
     m.parameters = &parameters;
     m.body = [](const void* p) { kernel(*static_cast<const Parameters*>(p)); };
     m.error[0] = 0;
-    m.follows = false;
     const Guarded memory = guarded(shared_bytes);
     m.shared = memory.data;
     struct sigaction action = {}, before_segv, before_bus;
@@ -199,7 +200,6 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Pa
     sigaction(SIGSEGV, &before_segv, nullptr);
     sigaction(SIGBUS, &before_bus, nullptr);
     release(memory);
-    if (!m.error[0] && !m.follows) return "a kernel must begin with follow_previous";
     return m.error[0] ? m.error : nullptr;
 }
 

@@ -5,7 +5,7 @@
 //
 // A block of threads has `across` x `along` warps: each computes `tiles` tiles of 16 rows, and each of the `along`
 // warps a stretch of the columns, in blocks, four of them ("steps") for each chunk of the tokens. When it is done with
-// its rows, it goes on with others, and the weights of those are already on their way.
+// its rows, it may go on with others, and the weights of those are already on their way.
 //   weights  no two warps read the same, so a lane loads its words straight into registers, four blocks ahead
 //   tokens   all of them in shared memory, where there is room; else two buffers of a chunk: the next chunk is copied
 //            while this one is used
@@ -60,7 +60,7 @@ struct StreamShape {
     static constexpr int steps = 4;               // also how many blocks a lane has in registers
     static constexpr int prefetched = 2 * steps;  // blocks
     static constexpr int tokens = 8 * token_tiles, threads = 32 * across * along;
-    static constexpr bool roams = token_tiles <= 2;  // goes on with other rows
+    static constexpr bool roams = token_tiles <= 2;  // whether products of fragments go on with other rows
     // Blocks of threads on a processor, for which registers must do: sums and totals, words that are ahead, the rest.
     static constexpr int registers = 8 * tiles * token_tiles + 5 * tiles * words + 64;
     static constexpr int resident = 65536 / registers < 2 * threads ? 1 : 65536 / registers / threads;
@@ -219,7 +219,7 @@ struct Feed {
             const uint8_t* at = arrived(chunk, !last || next >= 0) + part;
             if (!last) {
                 walk.advance();
-            } else if (S::roams && next >= 0) {
+            } else if (next >= 0) {
                 walk.begin(weights, n, k, range, next);
                 product.prepare(next);
             } else {

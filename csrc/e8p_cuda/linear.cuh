@@ -31,7 +31,6 @@ struct Linear {
 // each weight would take more instructions than it saves. `ones`: of the tokens alone, for the offset of the nibbles.
 template <class X, class S>
 struct Product {
-    static constexpr bool exact = true;
     Tables<S::bits> tables;
     int32_t low[S::stages_of_code][S::token_tiles][4] = {}, high[S::stages_of_code][S::token_tiles][4] = {},
             ones[S::token_tiles][4] = {};
@@ -95,7 +94,6 @@ struct Product {
 template <class T, class S>
     requires(sizeof(T) == 2)
 struct Product<T, S> {
-    static constexpr bool exact = false;
     Tables<S::bits> tables;
     HalfPoints<T, S::bits> points;
     float total[S::token_tiles][4] = {};

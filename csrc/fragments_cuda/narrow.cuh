@@ -1,7 +1,7 @@
 // Tokens of 4 bits times fragments of 4 bits, for the tensor cores of compute capability 8.x, which multiply such
 // numbers directly (mma.m16n8k64, signed; twice the rate of bytes). Symmetric weights, whole blocks of 64 columns in a
-// group: otherwise, and on Hopper, which has no such unit, quantized.cuh does it. The numbers are the same. No torch
-// here.
+// group: otherwise, and on Hopper, which has no such unit, quantized.cuh does it. The numbers are the same but for the
+// order in which groups are added. No torch here.
 //
 // Tokens are packed first: q[tokens, k] to [tokens, blocks of 64 columns, 32 bytes]. The 8 bytes of t are the words of
 // h = 0 and h = 1, each with the columns that lane t multiplies (weights.cuh), as nibbles come together from two words

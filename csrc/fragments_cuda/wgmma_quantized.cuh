@@ -1,5 +1,6 @@
-// The product of quantized.cuh for more than a few tokens, on compute capability 9.0: the same numbers. Codes minus
-// their zeros must be signed bytes, so eight bits with zeros of their own are left to quantized.cuh. No torch here.
+// The product of quantized.cuh for more than a few tokens, on compute capability 9.0: the same numbers, but for the
+// order in which groups are added. Codes minus their zeros must be signed bytes, so eight bits with zeros of their own
+// are left to quantized.cuh. No torch here.
 #pragma once
 
 #include "fragments_cuda/quantized.cuh"

@@ -1,4 +1,5 @@
-// What decode attention (attend.cuh) is given, and what a block of threads keeps in shared memory. No torch here.
+// What decode attention (attend.cuh, decode.cuh, merge.cuh) is given, and what a block of threads of attend.cuh keeps
+// in shared memory. No torch here.
 #pragma once
 
 #include "kv_cache_cuda/layout.cuh"
@@ -66,7 +67,7 @@ struct Attend {
     PTQ_BOTH int shared_bytes() const { return first_bytes() + weight_bytes() + rows_at_once * (chunk + 2) * 4; }
 };
 
-// What the kernel keeps in shared memory.
+// What attend_kernel keeps in shared memory.
 struct Rooms {
     uint32_t* queries;  // [parts, row, pairs]
     uint16_t* weights;  // [parts, row, token]: weight * scale of the value

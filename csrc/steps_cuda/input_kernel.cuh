@@ -22,16 +22,13 @@ template <class T, bool quantised>
 PTQ_KERNEL(activations::most_threads, 2)
 void reading_input_kernel(const Tokens p) {
     follow_previous();
-    const int worker = p.by_warp ? lane() : thread(), workers = p.by_warp ? 32 : p.threads;
-    const int64_t token = p.by_warp ? static_cast<int64_t>(block_x()) * (p.threads / 32) + warp() : block_x();
-    if (token >= p.tokens) return;
-    const int64_t start = token * p.k;
+    const int worker = thread(), workers = p.threads;
+    const int64_t token = block_x(), start = token * p.k;
     float* reduce = reinterpret_cast<float*>(shared());
     const T* x = static_cast<const T*>(p.x);
     float inverse = 0;
     if (p.in.gain) {
-        const float total = p.by_warp ? squares_by_warp(p.in, x, start, p.k, p.aligned)
-                                      : squares_by_block(p.in, x, start, p.k, p.aligned, reduce, p.threads);
+        const float total = squares_by_block(p.in, x, start, p.k, p.aligned, reduce, p.threads);
         inverse = inverse_norm(p.in, total, p.k);
         if (p.in.added) x = static_cast<const T*>(p.in.sum);
     }
@@ -59,8 +56,7 @@ void reading_input_kernel(const Tokens p) {
                 top = activations::larger(top, i + j < p.k ? bits_of(v[j]) & 0x7fffffffu : 0);
         }
         uint32_t* tops = reinterpret_cast<uint32_t*>(reduce);
-        top = p.by_warp ? activations::largest_in_warp(top) : activations::largest_in_block(top, tops, p.threads);
-        const activations::Scale s = activations::scale_of(p.grid, top);
+        const activations::Scale s = activations::scale_of(p.grid, activations::largest_in_block(top, tops, p.threads));
         int8_t* q = static_cast<int8_t*>(p.out) + start;
         for (int i = unit * worker; i < p.k; i += unit * workers) {
             make(i, v);
@@ -124,7 +120,7 @@ void input_kernel(const Tokens p) {
             if (lane() == 0) reduce[warp()] = total;
             total = sum_of_stretches(reduce);
         }
-        inverse = inverse_norm(p.in, total, p.k);
+        inverse = p.k ? inverse_norm(p.in, total, p.k) : 0;
     }
     PTQ_UNROLL
     for (int n = 0; n < held; n++) {

@@ -60,6 +60,7 @@ class PackedWeight(nn.Module):
             packed = self.file_format.prepack(parts, next(iter(parts.values())).device)
             if packed.keys() != parts.keys():
                 self._hold(packed)
+                settle(packed)
 
     def _hold(self, parts: dict[str, Tensor]) -> None:
         bias = self._parameters.pop("bias")
@@ -110,6 +111,14 @@ def stored_signs(vector: Num[Tensor, " size"]) -> Int16[Tensor, " size"]:
 def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
     """Inverse of `stored_signs`."""
     return stored.view(torch.float16).float()
+
+
+def settle(parts: dict[str, Tensor]) -> None:
+    """Wait until what was written to packed weights is there: on a GPU, kernels read them while the kernel ahead of
+    them still ends (csrc/cuda/device.h). Not while a graph is captured, which cannot wait."""
+    for device in {tensor.device for tensor in parts.values() if tensor.is_cuda}:
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize(device)
 
 
 def version(x: Tensor) -> int:

@@ -79,10 +79,7 @@ class LaidOut(Format):
         stored = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
         if layout is None or not applies(self.group_size):
             return stored
-        packed = self.lay_out(stored, layout)
-        if torch.device(device).type == "cuda":  # kernels read weights while the one ahead ends (csrc/cuda/device.h)
-            torch.cuda.synchronize(device)
-        return packed
+        return self.lay_out(stored, layout)
 
     def weight(self, parts: Parts, layout: str, bias: Tensor | None) -> tuple[Any, ...]:
         """A weight in a layout as the ops take it: codes, scales, bias, n and numbers."""
@@ -110,7 +107,9 @@ class LaidOut(Format):
         input_bits: int = 8,
     ) -> Float[Tensor, "*t n"]:
         """(q_scale * q) Wᵀ + bias, in `dtype`. Made for weights in a layout; others go a slow way."""
-        parts = parts if "shape" in parts else self.prepack(parts, q.device)
+        if "shape" not in parts:
+            parts = self.prepack(parts, q.device)
+            q = q.clone()  # a kernel in between: those of products read weights while the one ahead of them ends
         if (layout := of(parts)) is None:
             return self.quantized_stored(q, q_scale, parts, bias).to(dtype)
         told = (input_bits,) if layout in self.ops.told_bits else ()

@@ -15,7 +15,7 @@ from quip_sharp.e8p_format import E8PFormat
 
 __all__ = ["poison"]  # the fixture
 
-SHAPES = [(16, 128), (33, 256), (70, 608), (5, 96), (17, 37), (4096, 4096), (1000, 11008), (40, 4224)]
+SHAPES = [(16, 128), (33, 256), (70, 608), (5, 96), (17, 37), (4096, 4096), (1000, 11008), (40, 4224), (28672, 256)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -52,7 +52,7 @@ def test_linear(bits: int, tokens: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 17, 64, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 9, 16, 17, 40, 64, 65, 200])
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_quantised_tokens_to_the_bit(bits: int, tokens: int, dtype: torch.dtype) -> None:
     for i, (n, k) in enumerate(SHAPES):

@@ -14,7 +14,8 @@ from ptq.ops import bitstream
 
 __all__ = ["poison"]  # the fixture
 
-SHAPES = [(16, 64, 0), (33, 128, 128), (70, 608, 32), (5, 96, 96), (4096, 4096, 128), (1000, 11008, 0), (17, 37, 0)]
+SHAPES = [(16, 64, 0), (33, 128, 128), (70, 608, 32), (5, 96, 96), (4096, 4096, 128), (1000, 11008, 0), (17, 37, 0),
+          (28672, 512, 128), (20000, 2112, 0)]  # fmt: skip
 NAMES = pytest.mark.parametrize("name", ELEMENTS)
 
 
@@ -77,7 +78,7 @@ def test_linear_of_float32_and_strides() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 8, 16, 65, 300])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 16, 17, 64, 65, 300])
 @NAMES
 def test_quantised_tokens(name: str, tokens: int, dtype: torch.dtype) -> None:
     """To the bit where the element's numbers fit int8 and a row has one scale."""

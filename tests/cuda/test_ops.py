@@ -137,7 +137,8 @@ def weight(n: int, k: int, form: IntegerFormat) -> tuple[dict[str, Tensor], dict
     return parts, packed, form.dequantize(parts, n, k).double()
 
 
-SHAPES = [(16, 64, 0), (33, 128, 128), (70, 608, 32), (5, 96, 96), (4096, 4096, 128), (1000, 11008, 0), (17, 37, 0)]
+SHAPES = [(16, 64, 0), (33, 128, 128), (70, 608, 32), (5, 96, 96), (4096, 4096, 128), (1000, 11008, 0), (17, 37, 0),
+          (28672, 512, 128), (20000, 2112, 0)]  # fmt: skip
 
 
 @HALVES
@@ -167,7 +168,7 @@ def test_linear_of_float32_and_strides() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("tokens", [1, 7, 8, 16, 65, 200])
+@pytest.mark.parametrize("tokens", [1, 7, 8, 16, 17, 64, 65, 200])
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_quantised_tokens(bits: int, tokens: int, dtype: torch.dtype) -> None:
     for i, (n, k, group_size) in enumerate(SHAPES):
