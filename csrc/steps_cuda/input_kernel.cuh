@@ -120,7 +120,7 @@ void input_kernel(const Tokens p) {
             if (lane() == 0) reduce[warp()] = total;
             total = sum_of_stretches(reduce);
         }
-        inverse = p.k ? inverse_norm(p.in, total, p.k) : 0;
+        inverse = inverse_norm(p.in, total, p.k);
     }
     PTQ_UNROLL
     for (int n = 0; n < held; n++) {
