@@ -32,8 +32,10 @@ done
 echo "== tests ($(date +%T))"
 # The types in signatures are checked where beartype is installed; here they need not be. Warnings (-W) of a torch and
 # packages that were never met with a GPU are shown, and no errors: they would hide what the kernels do.
-tests=0
-limited 210 "$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider tests/cuda >"$output/tests.log" 2>&1 || tests=$?
+tests=0 together=()
+if "$python" -c 'import xdist' 2>/dev/null; then together=(-n "$(($(nproc) < 12 ? $(nproc) : 12))"); fi
+limited 210 "$python" -m pytest -q -W default -o addopts="" -p no:cacheprovider "${together[@]}" tests/cuda \
+    >"$output/tests.log" 2>&1 || tests=$?
 tail -25 "$output/tests.log"
 
 echo "== kernels ($(date +%T))"
