@@ -81,6 +81,22 @@ def test_linear_for_every_number_of_tokens(compiled, bits: int, tokens: int) -> 
     assert torch.allclose(found, wanted, rtol=2e-3, atol=2e-2)
 
 
+@pytest.mark.parametrize("tokens", [8, 16])
+@pytest.mark.parametrize("bits", [4, 6])
+def test_more_columns_than_tokens_stay_for(compiled, bits: int, tokens: int) -> None:
+    """A block of threads that goes on with other rows fetches its tokens again where they have no room."""
+    n, k, library = 140, 10304, compiled("integer_host")
+    w = weight(n, k, bits, 64, symmetric=True)
+    x, arguments = random(tokens, k, dtype=torch.bfloat16), (w["codes"], w["flat_scale"], None)
+    found = run_integer(library, LINEAR, x, w, bits, torch.bfloat16, backwards=True)
+    wanted = fragment_ops.linear(x.float(), w["fragments"], w["scale"], None, None, n, bits, 64)
+    assert (found.double() - wanted.double()).norm() < 3e-3 * wanted.double().norm()
+    q = torch.randint(-128, 128, (tokens, k), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    q_scale = torch.rand(tokens)
+    found = run_integer(library, QUANTISED, q, w, bits, torch.float32, q_scale, backwards=True)
+    assert agrees(found, tiled_ops.product(q, q_scale, *arguments, None, bits, 64, torch.float32), k, 64)
+
+
 @SCHEDULES
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize(

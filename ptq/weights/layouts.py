@@ -109,7 +109,8 @@ class LaidOut(Format):
         """(q_scale * q) Wᵀ + bias, in `dtype`. Made for weights in a layout; others go a slow way."""
         if "shape" not in parts:
             parts = self.prepack(parts, q.device)
-            q = q.clone()  # a kernel in between: those of products read weights while the one ahead of them ends
+            if q.is_cuda:  # one more kernel in between: products read weights while the one ahead of them ends
+                q = q.clone()
         if (layout := of(parts)) is None:
             return self.quantized_stored(q, q_scale, parts, bias).to(dtype)
         told = (input_bits,) if layout in self.ops.told_bits else ()
