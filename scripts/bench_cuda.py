@@ -141,20 +141,20 @@ def linear_lines(copy: float, all_rows: tuple[int, ...], e8p_bits: tuple[int, ..
 
 
 def cache_lines(copy: float) -> Iterator[Line]:
-    """Decode attention and appending, for one row of a model of 8B shape; beside it torch's attention in bfloat16."""
+    """Attention of a decoded token, for one row of a model of 8B shape; beside it torch's in bfloat16."""
     for length in cases.LENGTHS:
-        shape, moved = f"{length} tokens", 4 * cases.HEADS * length * cases.HEAD_DIM
-        make, call = cases.plain_attention(length)
-        pool = [make() for _ in range(copies_for(moved))]
-        plain = microseconds([lambda c=c, call=call: call(c) for c in pool])
-        yield Line("SDPA bf16", shape, 1, plain, moved / plain / 1e3, moved / plain / 1e3 / copy, 1.0)
-        for bits in (4, 2, 8):
-            packed = 2 * cases.HEADS * length * (cases.HEAD_DIM * bits // 8 + 4)
-            pool = [cases.cache(bits, length) for _ in range(copies_for(packed))]
-            for title, call in cases.cache_calls(bits, length).items():
+        reference = 0.0
+        for bits in (16, 4, 2, 8):
+            packed = bits < 16
+            moved = 2 * cases.HEADS * length * (cases.HEAD_DIM * bits // 8 + 4 * packed)
+            count = copies_for(moved)
+            pool = [cases.cache(bits, length) if packed else cases.plain_cache(length) for _ in range(count)]
+            calls = cases.cache_calls(bits, length) if packed else cases.plain_calls(length)
+            for title, call in calls.items():
                 time = microseconds([lambda c=c, call=call: call(c) for c in pool])
-                rate = packed / time / 1e3 if "attend" in title else 0.0
-                yield Line(title, shape, 1, time, rate, rate / copy, plain / time if rate else None)
+                reference = reference or time  # torch's is the first
+                rate = moved / time / 1e3
+                yield Line(title, f"{length} tokens", 1, time, rate, rate / copy, reference / time)
 
 
 def _calls(

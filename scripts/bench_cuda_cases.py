@@ -45,33 +45,37 @@ def cache(bits: int, length: int) -> dict[str, Tensor]:
     return sides
 
 
+def _decoded() -> tuple[Tensor, ...]:
+    """Queries, keys and values of one token, and its turns."""
+    widths = (HEADS * GROUPS * HEAD_DIM, HEADS * HEAD_DIM, HEADS * HEAD_DIM, HEAD_DIM, HEAD_DIM)
+    return tuple(torch.randn(1, 1, width, device="cuda", dtype=torch.bfloat16) for width in widths)
+
+
 def cache_calls(bits: int, length: int) -> dict[str, Call]:
-    """Attention of one token over `length` cached ones, and appending one."""
+    """Attention of one token over `length` cached ones, and that with all that stands before it: rotary embedding, R3
+    and appending."""
     q = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(1, HEADS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-    none = (None,) * 4
-
-    def append(c: dict[str, Tensor]) -> None:
-        torch.ops.ptq.kv_append(c["k_codes"], c["k_scales"], x, length - 1, bits, 0.95, False)
-        torch.ops.ptq.kv_append(c["v_codes"], c["v_scales"], x, length - 1, bits, 0.95, True)
-
+    given, none = _decoded(), (None,) * 4
+    numbers = (length - 1, bits, bits, 0.95, [], HEAD_DIM, 0.09)
     return {
         f"KV{bits} attend": lambda c: torch.ops.ptq.kv_attend(q, *c.values(), length, bits, bits, 0.09, *none),
-        f"KV{bits} append": append,
+        f"KV{bits} decode": lambda c: torch.ops.ptq.kv_decode_attention(*given, *c.values(), *numbers, *none),
     }
 
 
-def plain_attention(length: int) -> tuple[Callable[[], dict[str, Tensor]], Call]:
-    """torch's own attention over bfloat16 keys and values of the same size."""
+def plain_cache(length: int) -> dict[str, Tensor]:
+    """The same in bfloat16."""
+    return {s: torch.randn(1, HEADS, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for s in "kv"}
+
+
+def plain_calls(length: int) -> dict[str, Call]:
+    """torch's own attention, and ours with rotary embedding and appending."""
     q = torch.randn(1, HEADS * GROUPS, 1, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
-
-    def make() -> dict[str, Tensor]:
-        return {s: torch.randn(1, HEADS, length, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for s in "kv"}
-
-    def call(c: dict[str, Tensor]) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, c["k"], c["v"], enable_gqa=True)
-
-    return make, call
+    given, sdpa = _decoded(), torch.nn.functional.scaled_dot_product_attention
+    return {
+        "SDPA bf16": lambda c: sdpa(q, c["k"], c["v"], enable_gqa=True),
+        "bf16 decode": lambda c: torch.ops.ptq.decode_attention(*given, c["k"], c["v"], length - 1, 0.09, None),
+    }
 
 
 def step_calls(k: int) -> dict[str, tuple[int, Callable[[Tensor], Any]]]:

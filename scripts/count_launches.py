@@ -38,7 +38,7 @@ VARIANTS: dict[str, Recipe | None] = {
     "FP6 W6A16": Fp6Recipe(),
     "E8P W2A8": QuipSharpRecipe(rounding="nearest"),
 }
-OWN = {"kv_attend": 2}
+OWN = {"kv_attend": 2, "decode_attention_at": 3, "kv_decode_attention_at": 3}
 """Launches of our ops where they are not one."""
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view",
         "_local_scalar_dense"}  # fmt: skip

@@ -42,7 +42,7 @@ def test_kernels_override_the_reference(op: str):
 CUDA_ONLY = {
     "integer_linear_fragments", "integer_quantized_fragments", "minifloat_linear_fragments",
     "minifloat_quantized_fragments", "e8p_linear_fragments", "e8p_quantized_fragments", "e8p_dequantize_fragments",
-    "hadamard_to", "norm_input", "gate_input", "kv_append_at",
+    "hadamard_to", "norm_input", "gate_input", "kv_append_at", "decode_attention_at", "kv_decode_attention_at",
 }  # fmt: skip
 """Ops whose reference is what a CPU runs."""
 

@@ -20,19 +20,34 @@ struct Append {
 };
 constexpr int append_warps = 4;
 
-// A warp's numbers: each lane has four neighbours of every 128.
+// A row of d channels in a warp: each lane has four neighbours of every 128, and zeros beyond.
 template <class T, int rounds>
-struct Numbers {
-    float x[rounds][4], low = 0, high = 0;
+PTQ_DEVICE void load_row(const T* from, int d, float (&x)[rounds][4]) {
+    PTQ_UNROLL
+    for (int r = 0; r < rounds; r++) PTQ_UNROLL
+    for (int j = 0; j < 4; j++) {
+        const int c = 128 * r + 4 * lane() + j;
+        x[r][j] = c < d ? widen(from[c]) : 0;
+    }
+}
+
+template <class T, int rounds>
+PTQ_DEVICE void store_row(T* to, int d, const float (&x)[rounds][4]) {
+    PTQ_UNROLL
+    for (int r = 0; r < rounds; r++) PTQ_UNROLL
+    for (int j = 0; j < 4; j++) {
+        const int c = 128 * r + 4 * lane() + j;
+        if (c < d) to[c] = convert<T>(x[r][j]);
+    }
+}
+
+// What a token's codes depend on.
+struct Extremes {
+    float low = 0, high = 0;
     int bad = 0;
 
-    PTQ_DEVICE Numbers(const T* from, int d) {
-        PTQ_UNROLL
-        for (int r = 0; r < rounds; r++) PTQ_UNROLL
-        for (int j = 0; j < 4; j++) {
-            const int c = 128 * r + 4 * lane() + j;
-            x[r][j] = c < d ? widen(from[c]) : 0;
-        }
+    template <int rounds>
+    PTQ_DEVICE explicit Extremes(const float (&x)[rounds][4]) {
         PTQ_UNROLL
         for (int r = 0; r < rounds; r++) PTQ_UNROLL
         for (int j = 0; j < 4; j++) {
@@ -64,25 +79,14 @@ PTQ_DEVICE void store_plane(const Side& to, uint32_t* words, const int (&codes)[
 }
 
 // A warp quantises one token of one head.
-template <class T, int rounds>
-PTQ_KERNEL(32 * append_warps, 4)
-void append_kernel(const Append p) {
-    follow_previous();
-    const Side& to = p.to;
-    const int unit = block_x() * append_warps + warp();
-    if (unit >= to.heads * p.count) return;
-    const int head = unit / p.count, index = unit % p.count;
-    const int64_t wanted = (p.start_at ? *p.start_at : p.start) + index;
-    const Numbers<T, rounds> numbers(static_cast<const T*>(p.x) + head / p.kv_heads * p.batch_stride +
-                                         head % p.kv_heads * p.head_stride + index * p.token_stride,
-                                     to.d);
-    if (wanted < 0 || wanted >= p.room) return;
-    const int token = static_cast<int>(wanted);
-    const float low = multiply(numbers.low, p.clip), high = multiply(numbers.high, p.clip);
+template <int rounds>
+PTQ_DEVICE void store_token(const Side& to, const float (&numbers)[rounds][4], int head, int token, float clip) {
+    const Extremes extremes(numbers);
+    const float low = multiply(extremes.low, clip), high = multiply(extremes.high, clip);
     const float top = static_cast<float>((1 << to.bits) - 1);
     const Bfloat16 scale = narrow<Bfloat16>(add(high, -low) < 1e-30f ? 1 : add(divide(high, top), -divide(low, top)));
     const Bfloat16 minimum = narrow<Bfloat16>(low);
-    const bool finite = !numbers.bad && (scale.bits & 0x7fff) < 0x7f80 && (minimum.bits & 0x7fff) < 0x7f80;
+    const bool finite = !extremes.bad && (scale.bits & 0x7fff) < 0x7f80 && (minimum.bits & 0x7fff) < 0x7f80;
     const float inverse = divide(1, widen(scale));
     const int in_chunk = token % chunk, second = plane_words(to.d, wide_plane(to.bits));
     uint32_t* words = to.codes_of(token / chunk, head);
@@ -93,7 +97,7 @@ void append_kernel(const Append p) {
         int codes[4];
         PTQ_UNROLL
         for (int j = 0; j < 4; j++) {
-            const float x = multiply(add(numbers.x[r][j], -widen(minimum)), inverse);
+            const float x = multiply(add(numbers[r][j], -widen(minimum)), inverse);
             codes[j] = finite && c + j < to.d ? round_to_int(x < 0 ? 0 : x > top ? top : x) : 0;
         }
         if (to.bits == 8) store_plane<8>(to, words, codes, 0, 0, c, in_chunk);
@@ -105,6 +109,21 @@ void append_kernel(const Append p) {
     if (lane() < 2)
         to.scales_of(token / chunk, head)[lane() * chunk + in_chunk] =
             finite ? (lane() ? minimum.bits : scale.bits) : 0x7fc0;
+}
+
+template <class T, int rounds>
+PTQ_KERNEL(32 * append_warps, 4)
+void append_kernel(const Append p) {
+    follow_previous();
+    const int unit = block_x() * append_warps + warp();
+    if (unit >= p.to.heads * p.count) return;
+    const int head = unit / p.count, index = unit % p.count;
+    const int64_t token = (p.start_at ? *p.start_at : p.start) + index;
+    float x[rounds][4];
+    load_row(static_cast<const T*>(p.x) + head / p.kv_heads * p.batch_stride + head % p.kv_heads * p.head_stride +
+                 index * p.token_stride,
+             p.to.d, x);
+    if (token >= 0 && token < p.room) store_token(p.to, x, head, static_cast<int>(token), p.clip);
 }
 
 struct Dequantize {

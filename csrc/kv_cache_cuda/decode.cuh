@@ -14,16 +14,15 @@
 
 namespace ptq::kv_cache_cuda {
 
-// What a warp has found so far. Of rows 2 t and 2 t + 1: the largest score, and this lane's share of the sum of the
-// weights and of what the minima of the values add to every channel. sum[set][f][i]: row 2 t + i % 2, field f of the
-// lower (i < 2) or upper half of word 8 set + g.
+// What a warp has found so far; of rows 2 t and 2 t + 1 also this lane's share of what the minima of the values add to
+// every channel. sum[set][f][i]: row 2 t + i % 2, field f of the lower (i < 2) or upper half of word 8 set + g.
 template <int k_bits, int v_bits, int most_d, int parts>
-struct Found {
+struct Found : Softmax {
     using S = Stage<k_bits, v_bits, most_d>;
     using Q = Queries<k_bits, most_d, parts>;
     static constexpr int fields = 16 / S::v_width;  // of half a word
     static constexpr int row_numbers = most_d + 2;  // in shared memory: rows begin in different banks
-    float largest[2] = {none, none}, weights[2] = {}, offset[2] = {}, sum[S::sets][fields][4] = {};
+    float offset[2] = {}, sum[S::sets][fields][4] = {};
     float query_sum[4] = {};  // of row 2 t + i % 2
 
     PTQ_DEVICE void add_up(const uint32_t* queries) {
@@ -66,23 +65,6 @@ struct Found {
         }
         PTQ_UNROLL
         for (int i = 0; i < 4; i++) products[i] = two[0][i] + two[1][i];
-    }
-
-    // Scores to weights; earlier sums are to be multiplied by `factor`, as the largest score is another one.
-    PTQ_DEVICE void soften(float (&score)[4], float (&factor)[2]) {
-        PTQ_UNROLL
-        for (int j = 0; j < 2; j++) {
-            float high = maximum(score[j], score[j + 2]);
-            PTQ_UNROLL
-            for (int mask = 4; mask < 32; mask *= 2) high = maximum(high, shuffle_xor(high, mask));
-            high = maximum(largest[j], high);
-            factor[j] = softmax_weight(largest[j], high);
-            largest[j] = high;
-            score[j] = softmax_weight(score[j], high);
-            score[j + 2] = softmax_weight(score[j + 2], high);
-            weights[j] = weights[j] * factor[j] + (score[j] + score[j + 2]);
-            offset[j] *= factor[j];
-        }
     }
 
     // The tensor cores cut sums off, so that long ones of theirs would drift: those of a stage are added here.
@@ -131,6 +113,8 @@ struct Found {
         }
         soften(weight, factor);
         PTQ_UNROLL
+        for (int j = 0; j < 2; j++) offset[j] *= factor[j];
+        PTQ_UNROLL
         for (int i = 0; i < 4; i++) {
             if (weight[i] == 0) continue;  // what is not seen may be anything
             offset[i % 2] += weight[i] * scale(3, i / 2);
@@ -164,16 +148,7 @@ struct Found {
                 store(room + (2 * t + i % 2) * row_numbers + channel,
                       Words2{bits_of(sum[set][f][i]), bits_of(sum[set][f + 1][i])});
         }
-        PTQ_UNROLL
-        for (int j = 0; j < 2; j++) {
-            PTQ_UNROLL
-            for (int mask = 4; mask < 32; mask *= 2) {
-                weights[j] += shuffle_xor(weights[j], mask);
-                offset[j] += shuffle_xor(offset[j], mask);
-            }
-            float* to = room + rows_at_once * row_numbers + (2 * t + j) * 3;
-            if (g == 0) to[0] = largest[j], to[1] = weights[j], to[2] = offset[j];
-        }
+        Softmax::give(room + rows_at_once * row_numbers, offset);
     }
 };
 

@@ -104,6 +104,44 @@ struct Rows {
 PTQ_DEVICE float softmax_weight(float x, float largest) {
     return exponential(x - (largest == none ? 0 : largest));
 }
+
+// The softmax of a warp as it goes along. Of rows 2 t and 2 t + 1: the largest score, and this lane's share of the sum
+// of the weights.
+struct Softmax {
+    float largest[2] = {none, none}, weights[2] = {};
+
+    // Scores to weights: score[i] is of token 2 g + i / 2 and row 2 t + i % 2. Earlier sums are to be multiplied by
+    // `factor`, as the largest score is another one.
+    PTQ_DEVICE void soften(float (&score)[4], float (&factor)[2]) {
+        PTQ_UNROLL
+        for (int j = 0; j < 2; j++) {
+            float high = maximum(score[j], score[j + 2]);
+            PTQ_UNROLL
+            for (int mask = 4; mask < 32; mask *= 2) high = maximum(high, shuffle_xor(high, mask));
+            high = maximum(largest[j], high);
+            factor[j] = softmax_weight(largest[j], high);
+            largest[j] = high;
+            score[j] = softmax_weight(score[j], high);
+            score[j + 2] = softmax_weight(score[j + 2], high);
+            weights[j] = weights[j] * factor[j] + (score[j] + score[j + 2]);
+        }
+    }
+    // To `to` [row, 3]: largest, weights, and the sum of what lanes have of `offset`, which belongs to every channel.
+    PTQ_DEVICE void give(float* to, const float (&offset)[2]) const {
+        PTQ_UNROLL
+        for (int j = 0; j < 2; j++) {
+            float weight = weights[j], more = offset[j];
+            PTQ_UNROLL
+            for (int mask = 4; mask < 32; mask *= 2) {
+                weight += shuffle_xor(weight, mask);
+                more += shuffle_xor(more, mask);
+            }
+            float* at = to + (2 * (lane() % 4) + j) * 3;
+            if (lane() / 4 == 0) at[0] = largest[j], at[1] = weight, at[2] = more;
+        }
+    }
+};
+
 PTQ_DEVICE float sum_of_warp(float x) {
     PTQ_UNROLL
     for (int mask = 16; mask; mask /= 2) x += shuffle_xor(x, mask);

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_steps
 from ptq.kv.growing_cache import GrowingLayer
+from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.layers.shared_input import is_alike, is_here
@@ -109,7 +110,7 @@ def run(
         shape = len(x), layer.heads[0], tokens, layer.heads[1]
         *room, before = states.reserve(shape, shape, x)
         cache = room, before, [0, 0], 1.0, [], 0
-    elif states.decodes and states.key.batch == len(x):
+    elif isinstance(states, PackedLayer) and states.decodes and states.key.batch == len(x):
         cache = states.room(tokens), states.length, *states.numbers()
     else:
         return None

@@ -2,7 +2,7 @@
 
 No family is named. `kind_of` tries an attention module on random numbers first: only where the steps below give what
 its own forward gives, up to rounding, does `decoded` take the place of that, and only for tokens behind others in a
-plain or packed cache. Everything else goes through the module's own code.
+plain or packed cache; on a GPU also in a static one. Everything else goes through the module's own code.
 """
 
 import copy
@@ -11,21 +11,27 @@ from typing import Any, NamedTuple, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
 from ptq.fast.trials import hollow, numbers_of, trial
 from ptq.kv.attention import CACHE, MAX_DECODE, forward, implementation
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
+from ptq.kv.static_cache import StaticPackedCache
 from ptq.layers.shared_input import products
-from ptq.ops.matmul import is_plain
+from ptq.ops.matmul import is_gpu, is_plain
 
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa" (`ptq.fast.fast_decode`)."""
 
 INPUTS, FUSED, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", "o_proj", ("q_norm", "k_norm")
 NORMED = ("", "heads", "whole")
+
+CacheLayer = GrowingLayer | PackedLayer | StaticLayer
+
+MOST_GPU_CHANNELS = 256
+"""Of a head."""
 
 MOST_TOKENS = 16
 """Of a row, such as those that assisted generation has guessed; over a packed cache at most `MAX_DECODE`."""
@@ -76,7 +82,7 @@ def cache_layer(
     attention_mask: Tensor | None = None,
     floats: tuple[Tensor, ...] = (),
     **others: Any,
-) -> GrowingLayer | PackedLayer | None:
+) -> CacheLayer | None:
     """The layer of the cache that decoded tokens go to; None where this is something else than decoding, a cache or a
     mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
     cache = others.get(CACHE)
@@ -88,19 +94,54 @@ def cache_layer(
     turned = position_embeddings[0].shape[2]
     if turned != module.head_dim and not (kind.in_part and turned < module.head_dim):
         return None
-    if not is_plain(hidden_states, *position_embeddings, *floats):
+    given = hidden_states, *position_embeddings, *floats
+    if is_plain(*given):
+        layer, wanted = _layer_on_cpu(module, cache, tokens)
+    elif is_gpu(*given):
+        layer, wanted = _layer_on_gpu(module, cache, hidden_states)
+    else:
         return None
+    if layer is None or _implementation(module.config) != wanted:
+        return None
+    return layer if _fits(attention_mask, hidden_states, layer) else None
+
+
+def _layer_on_cpu(module: Any, cache: Any, tokens: int) -> tuple[CacheLayer | None, str]:
+    """The layer of a cache that the ops serve, behind whose tokens so many come, and the attention it belongs to."""
     if type(cache) is PackedCache:
-        layer = cache.layers[module.layer_idx]
-        assert isinstance(layer, PackedLayer)
-        if tokens > MAX_DECODE:
-            return None
-        wanted = implementation(cache.settings)
+        layer, wanted = _packed_layer(module, cache, tokens), implementation(cache.settings)
     else:
         layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
-    if layer is None or not layer.get_seq_length() or _implementation(module.config) != wanted:
+    return layer if layer is not None and layer.get_seq_length() else None, wanted
+
+
+def _layer_on_gpu(module: Any, cache: Any, x: Float[Tensor, "b t k"]) -> tuple[CacheLayer | None, str]:
+    """The same on a GPU, which is not asked how many tokens a static cache has."""
+    batch, tokens, d = *x.shape[:2], cast(int, module.head_dim)
+    if type(cache) in (PackedCache, StaticPackedCache):
+        layer, wanted = _packed_layer(module, cache, tokens), implementation(cache.settings)
+        serves = layer is not None and layer.decodes and layer.key.batch == batch and not layer.numbers()[2]
+    else:
+        growing, static = growing_layer(cache, module.layer_idx), _static_layer(cache, module.layer_idx, x)
+        layer, wanted = growing or static, ATTENTION
+        serves = x.dtype.itemsize == 2 and d % 8 == 0 and (growing is None or growing.get_seq_length() > 0)
+    return layer if serves and d <= MOST_GPU_CHANNELS else None, wanted
+
+
+def _static_layer(cache: Any, index: int, x: Float[Tensor, "b t k"]) -> StaticLayer | None:
+    """A layer of a static cache that holds all tokens, and as many rows as x."""
+    if type(cache) is not StaticCache or cache.offloading or not 0 <= index < len(cache.layers):
         return None
-    return layer if _fits(attention_mask, batch, tokens, layer) else None
+    layer = cache.layers[index]
+    if type(layer) is not StaticLayer or layer.keys is None:
+        return None
+    return layer if layer.keys.dtype == x.dtype and layer.keys.shape[0] == x.shape[0] else None
+
+
+def _packed_layer(module: Any, cache: PackedCache, tokens: int) -> PackedLayer | None:
+    layer = cache.layers[module.layer_idx]
+    assert isinstance(layer, PackedLayer)
+    return layer if tokens <= MAX_DECODE else None
 
 
 def are_decoded(tokens: int, mask: Any) -> bool:
@@ -108,13 +149,14 @@ def are_decoded(tokens: int, mask: Any) -> bool:
     return tokens == 1 or (1 < tokens <= MOST_TOKENS and mask is not None)
 
 
-def _fits(mask: Any, batch: int, tokens: int, layer: GrowingLayer | PackedLayer) -> bool:
+def _fits(mask: Any, x: Float[Tensor, "b t k"], layer: CacheLayer) -> bool:
     """Whether the ops take a mask, which may be None: of bools, for tokens behind those that the layer has."""
+    batch, tokens = x.shape[:2]
     if mask is None:
-        return True
+        return not isinstance(layer, StaticLayer)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, batch):
         return False
-    return mask.is_cpu and mask.shape[1:] == (1, tokens, layer.get_mask_sizes(tokens)[0])
+    return mask.device == x.device and mask.shape[1:] == (1, tokens, layer.get_mask_sizes(tokens)[0])
 
 
 def _implementation(config: Any) -> str | None:
@@ -129,7 +171,7 @@ def attend(
     k: Float[Tensor, "b t width"],
     v: Float[Tensor, "b t width"],
     turns: tuple[Tensor, Tensor],
-    layer: GrowingLayer | PackedLayer,
+    layer: CacheLayer,
     mask: Tensor | None = None,
 ) -> Float[Tensor, "b t q_width"]:
     """Attention of the products of decoded tokens, whose keys and values go to the cache. `turns`: cos and sin."""
@@ -138,10 +180,11 @@ def attend(
         norms = (module._modules[name] for name in NORMS)
         q, k = (_normed(norm, y, d if normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
     if isinstance(layer, GrowingLayer):
-        shape = k.shape[0], k.shape[2] // d, k.shape[1], d
-        keys, values, before = layer.reserve(shape, shape, k)
-        y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, module.scaling, mask)
-        layer.advance(k.shape[1])
+        return layer.decode(q, k, v, turns, d, module.scaling, mask)
+    if isinstance(layer, StaticLayer):
+        start, room = layer.cumulative_length, (layer.keys, layer.values)
+        y = torch.ops.ptq.decode_attention_at.default(q, k, v, *turns, *room, start, module.scaling, mask)
+        layer.cumulative_length.add_(k.shape[1])
         return y
     if layer.decodes and layer.key.batch == k.shape[0]:
         return layer.decode(q, k, v, turns, module.scaling, mask)

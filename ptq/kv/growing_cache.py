@@ -8,7 +8,7 @@ done to a layer (crop, reorder, select) works as it is; what it puts in their pl
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -45,6 +45,24 @@ class GrowingLayer(DynamicLayer):
         ]
         self._held = {"keys": (rooms[0], before), "values": (rooms[1], before)}
         return rooms[0], rooms[1], before
+
+    def decode(
+        self,
+        q: Float[Tensor, "b t q_width"],
+        k: Float[Tensor, "b t width"],
+        v: Float[Tensor, "b t width"],
+        turns: tuple[Tensor, Tensor],
+        d: int,
+        scaling: float,
+        mask: Bool[Tensor, "_ 1 t length"] | None,
+    ) -> Float[Tensor, "b t q_width"]:
+        """Attention of t more tokens, before rotary embedding, whose keys and values are appended. `turns`: cos and
+        sin; `d`: channels of a head."""
+        shape = k.shape[0], k.shape[2] // d, k.shape[1], d
+        keys, values, before = self.reserve(shape, shape, k)
+        y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, scaling, mask)
+        self.advance(k.shape[1])
+        return y
 
     def advance(self, tokens: int) -> None:
         """So many tokens have been written into the room."""

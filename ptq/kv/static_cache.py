@@ -58,6 +58,27 @@ class StaticPackedLayer(PackedLayer):
             mask = (torch.arange(self.length, device=self.device) < self.position).view(1, 1, 1, -1)
         return super().attend(query, mask, scaling)
 
+    def decode(
+        self,
+        q: Float[Tensor, "b t q_width"],
+        k: Tensor,
+        v: Tensor,
+        turns: tuple[Tensor, Tensor],
+        scaling: float,
+        mask: Bool[Tensor, "_ 1 t length"] | None,
+    ) -> Float[Tensor, "b t q_width"]:
+        start, (bits, *others) = self._room_for(q.shape[1]), self.numbers()
+        if mask is None:  # one query token, which sees itself and all before it
+            mask = (torch.arange(self.length, device=self.device) <= start).view(1, 1, 1, -1)
+        op = torch.ops.ptq.kv_decode_attention_at.default
+        y = op(q, k, v, *turns, *self.key.tensors, *self.value.tensors, start, *bits, *others, scaling, mask)
+        self.advance(q.shape[1])
+        return y
+
+    @property
+    def decodes(self) -> bool:
+        return self.is_initialized and self.packed and not self.owner.settings.sinks
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length, 0
 

@@ -5,7 +5,11 @@ Hadamard transform of `order` (0: none), of queries and keys; keys and values st
 the cache (`ptq.ops.kv_ops`); attention to all of them that `mask` does not hide, and to the sinks, which are there
 already. Several tokens need a mask, which says what each of them sees. Everything is done by the functions of the
 ops that do one step, in their order: the numbers are theirs to the bit. (Calling eight ops takes three times as long as
-what they do.)
+what they do.) On a GPU all that stands before attention is one launch, R3 must have no dense factors, and heads at most
+256 channels.
+
+`ptq::kv_decode_attention_at` is the same behind `start` tokens, a number in a tensor, so that one graph serves every
+step; without sinks, to what the mask shows of the first tokens that it has.
 """
 
 import torch
@@ -13,14 +17,18 @@ from jaxtyping import BFloat16, Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from ptq.ops import kv_ops as _kv_ops  # noqa: F401 (registers the ops)
-from ptq.ops.op_declarations import declare
+from ptq.ops.op_declarations import declare_all
 
-SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_codes, Tensor(b!) k_scales, "
-    "Tensor(c!) v_codes, Tensor(d!) v_scales, int before, int k_bits, int v_bits, float clip, Tensor[] factors, "
-    "int order, float scaling, Tensor? starts, Tensor? sink_keys, Tensor? sink_values, "
-    "Tensor? mask=None) -> Tensor"
+GIVEN = (
+    "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_codes, Tensor(b!) k_scales, "
+    "Tensor(c!) v_codes, Tensor(d!) v_scales"
 )
+NUMBERS = "int k_bits, int v_bits, float clip, Tensor[] factors, int order, float scaling"
+SCHEMAS = {
+    "kv_decode_attention": f"({GIVEN}, int before, {NUMBERS}, Tensor? starts, Tensor? sink_keys, Tensor? sink_values, "
+    "Tensor? mask=None) -> Tensor",
+    "kv_decode_attention_at": f"({GIVEN}, Tensor start, {NUMBERS}, Tensor mask) -> Tensor",
+}
 
 
 def decode_attention(
@@ -46,15 +54,54 @@ def decode_attention(
     mask: Bool[Tensor, "_ 1 t length"] | None = None,
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::kv_decode_attention` step by step."""
-    ops, d = torch.ops.ptq, k.shape[2] // k_codes.shape[2]
-    query, key, value = (x.unflatten(2, (-1, d)).transpose(1, 2) for x in (q, k, v))
-    query, key = ops.rotary(query, key, cos, sin)
-    if order:
-        query, key = (ops.hadamard(x, None, factors, order, -1, False) for x in (query, key))
+    ops, cache = torch.ops.ptq, (k_codes, k_scales, v_codes, v_scales)
+    query, key, value = _turned(q, k, v, cos, sin, k_codes.shape[2], factors, order)
     ops.kv_append(k_codes, k_scales, key, before, k_bits, clip, False)
     ops.kv_append(v_codes, v_scales, value, before, v_bits, clip, True)
-    sides, sinks = (k_codes, k_scales, v_codes, v_scales), (starts, sink_keys, sink_values)
-    return ops.kv_attend(query, *sides, before + q.shape[1], k_bits, v_bits, scaling, mask, *sinks).flatten(2)
+    sinks = starts, sink_keys, sink_values
+    return ops.kv_attend(query, *cache, before + q.shape[1], k_bits, v_bits, scaling, mask, *sinks).flatten(2)
 
 
-declare("kv_decode_attention", SCHEMA, decode_attention, lambda q, *rest: q.new_empty(q.shape))
+def decode_attention_at(
+    q: Float[Tensor, "b t q_width"],
+    k: Float[Tensor, "b t width"],
+    v: Float[Tensor, "b t width"],
+    cos: Float[Tensor, "_ t r"],
+    sin: Float[Tensor, "_ t r"],
+    k_codes: UInt8[Tensor, "chunks b h k_bytes"],
+    k_scales: BFloat16[Tensor, "chunks b h 2 256"],
+    v_codes: UInt8[Tensor, "chunks b h v_bytes"],
+    v_scales: BFloat16[Tensor, "chunks b h 2 256"],
+    start: Int64[Tensor, ""],
+    k_bits: int,
+    v_bits: int,
+    clip: float,
+    factors: list[Tensor],
+    order: int,
+    scaling: float,
+    mask: Bool[Tensor, "_ 1 t length"],
+) -> Float[Tensor, "b t q_width"]:
+    """`ptq::kv_decode_attention_at` step by step."""
+    ops, cache = torch.ops.ptq, (k_codes, k_scales, v_codes, v_scales)
+    query, key, value = _turned(q, k, v, cos, sin, k_codes.shape[2], factors, order)
+    ops.kv_append_at(k_codes, k_scales, key, start, k_bits, clip, False)
+    ops.kv_append_at(v_codes, v_scales, value, start, v_bits, clip, True)
+    y = ops.kv_attend(query, *cache, mask.shape[3], k_bits, v_bits, scaling, mask, None, None, None)
+    return y.flatten(2)
+
+
+def _turned(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, heads: int, factors: list[Tensor], order: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys behind rotary embedding and R3, and values: [b, heads, t, d]."""
+    d = k.shape[2] // heads
+    query, key, value = (x.unflatten(2, (-1, d)).transpose(1, 2) for x in (q, k, v))
+    query, key = torch.ops.ptq.rotary(query, key, cos, sin)
+    if order:
+        query, key = (torch.ops.ptq.hadamard(x, None, factors, order, -1, False) for x in (query, key))
+    return query, key, value
+
+
+REFERENCES = {"kv_decode_attention": decode_attention, "kv_decode_attention_at": decode_attention_at}
+
+declare_all(SCHEMAS, REFERENCES, {op: lambda q, *rest: q.new_empty(q.shape) for op in SCHEMAS})

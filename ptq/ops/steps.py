@@ -12,7 +12,11 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
 - `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys, and
   values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
   its own token and all before it, or, where there is a `mask` [b or 1, 1, t, before + t], to what it says (True), if to
-  nothing, with zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once.
+  nothing, with zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once. (On a GPU:
+  float16 or bfloat16, whole eights of channels, at most 256; weights of the softmax are rounded, too.)
+- `ptq::decode_attention_at`: the same behind `start` tokens, a number in a tensor, so that one graph serves every step.
+  Attention is to all of the room that the mask [b or 1, 1, t, room] shows. The CUDA kernel drops tokens that find no
+  room, as it cannot say so.
 - `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
   tanh (Hendrycks and Gimpel, arXiv 1606.08415).
 - `ptq::clamped_swiglu`: (u + 1) (g sigmoid(alpha g)), where g is the gate, at most `limit`, and u is up, within
@@ -20,7 +24,7 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
 """
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from ptq.ops.op_declarations import declare_all
@@ -30,6 +34,8 @@ SCHEMAS = {
     "rotary": "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
     "decode_attention": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
     "int before, float scaling, Tensor? mask=None) -> Tensor",
+    "decode_attention_at": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor start, float scaling, Tensor mask) -> Tensor",
     "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
     "gelu_mul": "(Tensor gate, Tensor up) -> Tensor",
     "clamped_swiglu": "(Tensor gate, Tensor up, float alpha, float limit) -> Tensor",
@@ -76,17 +82,50 @@ def decode_attention(
     mask: Bool[Tensor, "_ 1 t length"] | None = None,
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::decode_attention` in plain torch."""
+    t, after = q.shape[1], before + q.shape[1]
+    query = _entered(q, k, v, cos, sin, keys, values, before)
+    if mask is None:
+        mask = torch.ones(1, 1, t, after, dtype=torch.bool, device=q.device).tril(before)
+    return _attended(query, keys[:, :, :after], values[:, :, :after], scaling, mask)
+
+
+def decode_attention_at(
+    q: Float[Tensor, "b t q_width"],
+    k: Float[Tensor, "b t width"],
+    v: Float[Tensor, "b t width"],
+    cos: Float[Tensor, "_ t r"],
+    sin: Float[Tensor, "_ t r"],
+    keys: Float[Tensor, "b h room d"],
+    values: Float[Tensor, "b h room d"],
+    start: Int64[Tensor, ""],
+    scaling: float,
+    mask: Bool[Tensor, "_ 1 t room"],
+) -> Float[Tensor, "b t q_width"]:
+    """`ptq::decode_attention_at` in plain torch."""
+    query = _entered(q, k, v, cos, sin, keys, values, int(start))
+    return _attended(query, keys, values, scaling, mask)
+
+
+def _entered(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, before: int
+) -> Float[Tensor, "b q_heads t d"]:
+    """Queries, turned; keys and values are behind the first `before` tokens now."""
     (b, h, _, d), t = keys.shape, q.shape[1]
     query, key = rotary(q.view(b, t, -1, d).transpose(1, 2), k.view(b, t, h, d).transpose(1, 2), cos, sin)
     keys[:, :, before : before + t] = key
     values[:, :, before : before + t] = v.view(b, t, h, d).transpose(1, 2)
-    groups = query.shape[1] // h
-    seen = [x[:, :, : before + t].float().repeat_interleave(groups, 1) for x in (keys, values)]
+    return query
+
+
+def _attended(
+    query: Float[Tensor, "b q_heads t d"], keys: Tensor, values: Tensor, scaling: float, mask: Bool[Tensor, "_ 1 t s"]
+) -> Float[Tensor, "b t q_width"]:
+    groups = query.shape[1] // keys.shape[1]
+    seen = [x.float().repeat_interleave(groups, 1) for x in (keys, values)]
     score = query.float() * scaling @ seen[0].transpose(-1, -2)
-    seen_by = torch.ones(t, before + t, dtype=torch.bool, device=q.device).tril(before) if mask is None else mask
-    y = score.masked_fill(~seen_by, -torch.inf).softmax(-1) @ seen[1]
-    y = y.masked_fill(~seen_by.any(-1, keepdim=True), 0)
-    return y.transpose(1, 2).reshape(q.shape).to(q.dtype)
+    y = score.masked_fill(~mask, -torch.inf).softmax(-1) @ seen[1]
+    y = y.masked_fill(~mask.any(-1, keepdim=True), 0)
+    return y.transpose(1, 2).flatten(2).to(query.dtype)
 
 
 def silu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
@@ -111,6 +150,7 @@ REFERENCES = {
     "rms_norm": rms_norm,
     "rotary": rotary,
     "decode_attention": decode_attention,
+    "decode_attention_at": decode_attention_at,
     "silu_mul": silu_mul,
     "gelu_mul": gelu_mul,
     "clamped_swiglu": clamped_swiglu,
@@ -119,6 +159,7 @@ FAKES = {
     "rms_norm": lambda x, gain, eps, offset, round_first: x.new_empty(x.shape),
     "rotary": lambda q, k, cos, sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
     "decode_attention": lambda q, *rest: q.new_empty(q.shape),
+    "decode_attention_at": lambda q, *rest: q.new_empty(q.shape),
     "silu_mul": lambda gate, up: gate.new_empty(gate.shape),
     "gelu_mul": lambda gate, up: gate.new_empty(gate.shape),
     "clamped_swiglu": lambda gate, up, alpha, limit: gate.new_empty(gate.shape),

@@ -100,3 +100,82 @@ extern "C" int test_attend_shared(int parts, int d, int k_bits, int v_bits) {
     p.k.bits = k_bits, p.v.bits = v_bits;
     return p.shared_bytes();
 }
+
+// q, k and v of type 0, 2 or 3, [batch, tokens, heads * d + spread], to queries [batch, q heads, tokens, d] and into
+// the cache: keys and values [batch, kv heads, room, d], or, with bits, their codes and scales. sizes: batch, tokens, q
+// heads, kv heads, d, turned channels, order, start, whether that is read on the device, room, bits of keys and of
+// values (0: none), spread, rows of cos and sin.
+extern "C" const char* test_kv_input(int backwards, int type, const void* const* given, const void* cos,
+                                     const void* sin, void* queries, void* const* cache, float clip, const int* sizes) {
+    machine.backwards = backwards;
+    const int batch = sizes[0], tokens = sizes[1], d = sizes[4], room = sizes[9], spread = sizes[12];
+    const int heads[3] = {sizes[2], sizes[3], sizes[3]}, all = batch * heads[1], width = type ? 2 : 4;
+    std::vector<Buffer> x, held;
+    for (int i = 0; i < 3; i++) x.emplace_back(given[i], int64_t{batch} * tokens * (heads[i] * d + spread) * width);
+    const int64_t turns = int64_t{sizes[13]} * tokens * sizes[5] * width, start = sizes[7];
+    Buffer c(cos, turns), s(sin, turns), at(&start, 8), out(nullptr, int64_t{batch} * tokens * heads[0] * d * width);
+    const auto fill = [&]<class Room>(Room to) {
+        Input<Room> p{};
+        for (int i = 0; i < 3; i++)
+            p.given[i] = {x[i].data(), int64_t{tokens} * (heads[i] * d + spread), heads[i] * d + spread};
+        p.cos = c.data(), p.sin = s.data(), p.turn_stride = sizes[13] > 1 ? int64_t{tokens} * sizes[5] : 0;
+        p.queries = out.data(), p.room = to;
+        p.batch = batch, p.tokens = tokens, p.q_heads = heads[0], p.kv_heads = heads[1], p.d = d;
+        p.turned = sizes[5], p.order = sizes[6], p.room_tokens = room;
+        p.start = sizes[8] ? 0 : sizes[7], p.start_at = sizes[8] ? static_cast<const int64_t*>(at.data()) : nullptr;
+        return run_input(p, number_of(type), nullptr);
+    };
+    const char* error;
+    if (sizes[10]) {
+        PackedRoom to{{}, clip};
+        for (int side = 0; side < 2; side++) {
+            const int bits = sizes[10 + side];
+            held.emplace_back(cache[2 * side], code_bytes(room / chunk, all, d, bits));
+            held.emplace_back(cache[2 * side + 1], scale_bytes(room / chunk, all));
+            to.sides[side] = {static_cast<uint32_t*>(held[2 * side].data()),
+                              static_cast<uint16_t*>(held[2 * side + 1].data()),
+                              all,
+                              d,
+                              bits,
+                              side == 1};
+        }
+        error = fill(to);
+    } else {
+        for (int side = 0; side < 2; side++) held.emplace_back(cache[side], int64_t{all} * room * d * width);
+        error = fill(
+            PlainRoom{{held[0].data(), held[1].data()}, int64_t{heads[1]} * room * d, int64_t{room} * d, heads[1], d});
+    }
+    out.give(queries);
+    for (size_t i = 0; i < held.size(); i++) {
+        held[i].give(cache[i]);
+        if (held[i].damaged()) error = "written beside a buffer";
+    }
+    return error ? error : out.damaged() ? "written beside a buffer" : nullptr;
+}
+
+// q [batch, kv heads * groups, tokens, d] of type 2 or 3 over keys and values [batch, kv heads, room, d]. sizes: batch,
+// kv heads, groups, tokens, d, length, room, rows of the mask's batch, splits (0: as always).
+extern "C" const char* test_plain(int backwards, int type, const void* q, const void* keys, const void* values,
+                                  float scaling, const uint8_t* mask, void* out, const int* sizes) {
+    machine.backwards = backwards;
+    const int batch = sizes[0], kv_heads = sizes[1], groups = sizes[2], tokens = sizes[3], d = sizes[4];
+    const int length = sizes[5], room = sizes[6], heads = batch * kv_heads;
+    const int64_t count = int64_t{heads} * groups * tokens * d * 2, held = int64_t{heads} * room * d * 2;
+    // Of the last head nothing is there but its tokens.
+    const int64_t there = held - int64_t{room - length} * d * 2;
+    Buffer ks(keys, there), vs(values, there), qs(q, count), y(nullptr, count);
+    Buffer m(mask, mask ? int64_t{sizes[7]} * tokens * length : 0);
+    Plain p{{}, ks.data(), vs.data(), int64_t{kv_heads} * room * d, int64_t{room} * d};
+    Attend& a = p.attend;
+    a.q = qs.data(), a.q_kind = a.out_kind = number_of(type), a.out = y.data();
+    a.k.heads = a.v.heads = heads, a.k.d = a.v.d = d;
+    a.mask = mask ? static_cast<const uint8_t*>(m.data()) : nullptr;
+    a.mask_batch = sizes[7] > 1 ? int64_t{tokens} * length : 0;
+    a.kv_heads = kv_heads, a.groups = groups, a.tokens = tokens, a.length = length, a.scaling = scaling;
+    a.splits = sizes[8] ? sizes[8] : shares_of(a);
+    Buffer partial(nullptr, a.work_numbers() * 4);
+    a.partial = static_cast<float*>(partial.data());
+    const char* error = run_plain(p, nullptr);
+    y.give(out);
+    return error ? error : y.damaged() || partial.damaged() ? "written beside a buffer" : nullptr;
+}
