@@ -116,9 +116,11 @@ def test_ops_behind_a_number_in_a_tensor() -> None:
     at, short = torch.tensor(start), mask[..., : start + t]
     mine, theirs = ([draw(b, h, room, d, seed=seed) for seed in (4, 5)] for _ in range(2))
     found = torch.ops.ptq.decode_attention_at(q, k, v, cos, sin, *mine, at, 0.2, mask)
+    assert int(at) == start + t
     wanted = steps.decode_attention(q, k, v, cos, sin, *theirs, start, 0.2, short)
     torch.testing.assert_close(found, wanted)
     assert all(map(torch.equal, mine, theirs))
+    at = torch.tensor(start)
     given = (q, k, v, cos, sin, *mine, at, 0.2, mask)
     torch.library.opcheck(torch.ops.ptq.decode_attention_at.default, given, test_utils=CHECKS)
     settings = CacheQuantization(4, 3, hadamard="sylvester:5")
@@ -133,8 +135,10 @@ def test_ops_behind_a_number_in_a_tensor() -> None:
     sides = [[*layer.key.tensors, *layer.value.tensors] for layer in caches]
     more = (mask, torch.zeros(1, 1, t, 256 - room, dtype=torch.bool))
     wide = torch.cat(more, -1)
+    at.fill_(start)
     given = (q, k, v, cos, sin, *sides[0], at, *bits, *numbers, 0.2, wide)
     found = torch.ops.ptq.kv_decode_attention_at(*given)
+    assert int(at) == start + t
     rest = (start, *bits, *numbers, 0.2, None, None, None, short)
     wanted = kv_step.decode_attention(q, k, v, cos, sin, *sides[1], *rest)
     torch.testing.assert_close(found, wanted)

@@ -84,6 +84,7 @@ template <int v_bits>
 PTQ_KERNEL(32 * attend_warps, v_bits == 3 ? 1 : 2)
 void attend_kernel(const Attend p) {
     follow_previous();
+    count_stored(p);
     const Rows rows(p);
     const Rooms rooms(p);
     const Sinks sinks(p, rows);

@@ -204,6 +204,7 @@ void decode_kernel(const Attend p) {
     using S = Stage<k_bits, v_bits, most_d>;
     using F = Found<k_bits, v_bits, most_d, parts>;
     static_assert((rows_at_once * (F::row_numbers + 3)) * 4 <= S::stages * S::bytes);
+    count_stored(p);
     const Rows rows(p);
     uint8_t* ring = shared() + warp() * S::stages * S::bytes;
     uint32_t* queries = reinterpret_cast<uint32_t*>(shared() + decode_warps * S::stages * S::bytes);

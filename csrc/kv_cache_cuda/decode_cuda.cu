@@ -10,7 +10,7 @@ struct Decoded {
     const char* op;
     Tensor q, k, v, cos, sin, queries;
     int64_t kv_heads, d;
-    const int64_t* start_at = nullptr;
+    int64_t* start_at = nullptr;
 
     Decoded(const char* op_, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& cos_,
             const Tensor& sin_, int64_t kv_heads_)
@@ -44,11 +44,11 @@ struct Decoded {
         queries = cuda::empty_like_device({sizes.data(), sizes.size()}, q.scalar_type(), q);
     }
     int64_t tokens() const { return q.size(1); }
-    // `start` is on the device: the tokens are behind so many.
+    // `start` is on the device: the tokens are behind so many, and count there afterwards.
     void begin_at(const Tensor& start) {
         cuda::check_tensor(op, "start", start, q, ScalarType::Long);
         STD_TORCH_CHECK(start.numel() == 1, op, ": start must be one number, found ", start.numel());
-        start_at = static_cast<const int64_t*>(start.const_data_ptr());
+        start_at = static_cast<int64_t*>(start.mutable_data_ptr());
     }
     template <class Room>
     void run(const Room& room, int64_t start, int64_t room_tokens, int64_t order) const {
@@ -102,6 +102,7 @@ Tensor over_plain(Decoded& rows, const Tensor& keys, const Tensor& values, int64
     a.k.heads = a.v.heads = static_cast<int>(batch * rows.kv_heads), a.k.d = a.v.d = static_cast<int>(d);
     std::vector<Tensor> held;
     describe(op, a, rows.queries, out, rows.kv_heads, length, scaling, mask, held);
+    a.stored = rows.start_at;
     a.splits = shares_of(a);
     held.push_back(cuda::work_buffer(a.work_numbers() * 4, rows.q));
     a.partial = static_cast<float*>(held.back().mutable_data_ptr());
@@ -153,7 +154,7 @@ Tensor over_packed(Decoded& rows, const Packed& cache, int64_t before, double cl
                         ": the cache is on another device than q; move it there");
     rows.run(to, rows.start_at ? 0 : before, room, order);
     const Tensor out = cuda::empty_like_device(rows.q.sizes(), rows.q.scalar_type(), rows.q);
-    attend_into(op, rows.queries, out, cache, length, scaling, mask, sinks);
+    attend_into(op, rows.queries, out, cache, length, scaling, mask, sinks, rows.start_at);
     return out;
 }
 

@@ -104,7 +104,7 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
 }  // namespace
 
 void attend_into(const char* op, const Tensor& q, const Tensor& out, const Packed& cache, int64_t length,
-                 double scaling, const std::optional<Tensor>& mask, const KeptSinks& sinks) {
+                 double scaling, const std::optional<Tensor>& mask, const KeptSinks& sinks, int64_t* stored) {
     const int64_t batch = q.size(0), q_heads = q.size(1), tokens = q.size(2), d = q.size(3);
     const int64_t kv_heads = cache.k_codes.size(2);
     cuda::check_tensor(op, "the keys' codes", cache.k_codes, q, ScalarType::Byte);
@@ -123,6 +123,7 @@ void attend_into(const char* op, const Tensor& q, const Tensor& out, const Packe
     describe(op, p, q, out, kv_heads, length, scaling, mask, held);
     if (sinks.starts && sinks.keys && sinks.values)
         add_sinks(op, p, q, *sinks.starts, *sinks.keys, *sinks.values, batch, held);
+    p.stored = stored;
     p.splits = splits_of(p);
     held.push_back(cuda::work_buffer(p.work_numbers() * 4, q));
     p.partial = static_cast<float*>(held.back().mutable_data_ptr());

@@ -121,6 +121,7 @@ void plain_kernel(const Plain all) {
     follow_previous();
     using F = PlainFound<T, most_d>;
     const Attend& p = all.attend;
+    count_stored(p);
     const Rows rows(p);
     const int64_t head = rows.head / p.kv_heads * all.batch_stride + rows.head % p.kv_heads * all.head_stride;
     const T *keys = static_cast<const T*>(all.keys) + head, *values = static_cast<const T*>(all.values) + head;

@@ -30,6 +30,7 @@ struct Attend {
     int kv_heads, groups, tokens, sinks, length;
     int splits;  // of the context: as many blocks of threads share it, and merge_kernel adds up what they find
     float scaling;
+    int64_t* stored;  // or null; that number counts what the cache holds, and `tokens` more are there now
 
     PTQ_BOTH int rows() const { return groups * tokens; }
     PTQ_BOTH int row_blocks() const { return (rows() + rows_at_once - 1) / rows_at_once; }
@@ -84,6 +85,11 @@ struct Rooms {
         sums = scores + rows_at_once * chunk;
     }
 };
+
+// By one thread of all, in a kernel that does not ask for the number.
+PTQ_DEVICE void count_stored(const Attend& p) {
+    if (p.stored && (block_x() | block_y() | block_z() | thread()) == 0) *p.stored += p.tokens;
+}
 
 // The rows of this block, from `first` on, `count` of them.
 struct Rows {

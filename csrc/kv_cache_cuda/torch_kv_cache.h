@@ -77,8 +77,8 @@ struct KeptSinks {
     const std::optional<Tensor>&starts, &keys, &values;
 };
 
-// ptq::kv_attend of q, contiguous and of a type that kernels read, into out.
+// ptq::kv_attend of q, contiguous and of a type that kernels read, into out. `stored`: as in Attend.
 void attend_into(const char* op, const Tensor& q, const Tensor& out, const Packed& cache, int64_t length,
-                 double scaling, const std::optional<Tensor>& mask, const KeptSinks& sinks);
+                 double scaling, const std::optional<Tensor>& mask, const KeptSinks& sinks, int64_t* stored = nullptr);
 
 }  // namespace ptq::kv_cache_cuda

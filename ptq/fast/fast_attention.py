@@ -182,10 +182,8 @@ def attend(
     if isinstance(layer, GrowingLayer):
         return layer.decode(q, k, v, turns, d, module.scaling, mask)
     if isinstance(layer, StaticLayer):
-        start, room = layer.cumulative_length, (layer.keys, layer.values)
-        y = torch.ops.ptq.decode_attention_at.default(q, k, v, *turns, *room, start, module.scaling, mask)
-        layer.cumulative_length.add_(k.shape[1])
-        return y
+        room, start = (layer.keys, layer.values), layer.cumulative_length
+        return torch.ops.ptq.decode_attention_at.default(q, k, v, *turns, *room, start, module.scaling, mask)
     if layer.decodes and layer.key.batch == k.shape[0]:
         return layer.decode(q, k, v, turns, module.scaling, mask)
     q, k, v = (y.unflatten(2, (-1, d)).transpose(1, 2) for y in (q, k, v))

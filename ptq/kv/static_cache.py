@@ -71,9 +71,7 @@ class StaticPackedLayer(PackedLayer):
         if mask is None:  # one query token, which sees itself and all before it
             mask = (torch.arange(self.length, device=self.device) <= start).view(1, 1, 1, -1)
         op = torch.ops.ptq.kv_decode_attention_at.default
-        y = op(q, k, v, *turns, *self.key.tensors, *self.value.tensors, start, *bits, *others, scaling, mask)
-        self.advance(q.shape[1])
-        return y
+        return op(q, k, v, *turns, *self.key.tensors, *self.value.tensors, start, *bits, *others, scaling, mask)
 
     @property
     def decodes(self) -> bool:

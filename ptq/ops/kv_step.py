@@ -9,7 +9,7 @@ what they do.) On a GPU all that stands before attention is one launch, R3 must 
 256 channels.
 
 `ptq::kv_decode_attention_at` is the same behind `start` tokens, a number in a tensor, so that one graph serves every
-step; without sinks, to what the mask shows of the first tokens that it has.
+step, and is t more afterwards; without sinks, to what the mask shows of the first tokens that it has.
 """
 
 import torch
@@ -27,7 +27,7 @@ NUMBERS = "int k_bits, int v_bits, float clip, Tensor[] factors, int order, floa
 SCHEMAS = {
     "kv_decode_attention": f"({GIVEN}, int before, {NUMBERS}, Tensor? starts, Tensor? sink_keys, Tensor? sink_values, "
     "Tensor? mask=None) -> Tensor",
-    "kv_decode_attention_at": f"({GIVEN}, Tensor start, {NUMBERS}, Tensor mask) -> Tensor",
+    "kv_decode_attention_at": f"({GIVEN}, Tensor(e!) start, {NUMBERS}, Tensor mask) -> Tensor",
 }
 
 
@@ -86,6 +86,7 @@ def decode_attention_at(
     query, key, value = _turned(q, k, v, cos, sin, k_codes.shape[2], factors, order)
     ops.kv_append_at(k_codes, k_scales, key, start, k_bits, clip, False)
     ops.kv_append_at(v_codes, v_scales, value, start, v_bits, clip, True)
+    start.add_(q.shape[1])
     y = ops.kv_attend(query, *cache, mask.shape[3], k_bits, v_bits, scaling, mask, None, None, None)
     return y.flatten(2)
 

@@ -14,9 +14,9 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
   its own token and all before it, or, where there is a `mask` [b or 1, 1, t, before + t], to what it says (True), if to
   nothing, with zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once. (On a GPU:
   float16 or bfloat16, whole eights of channels, at most 256; weights of the softmax are rounded, too.)
-- `ptq::decode_attention_at`: the same behind `start` tokens, a number in a tensor, so that one graph serves every step.
-  Attention is to all of the room that the mask [b or 1, 1, t, room] shows. The CUDA kernel drops tokens that find no
-  room, as it cannot say so.
+- `ptq::decode_attention_at`: the same behind `start` tokens, a number in a tensor, so that one graph serves every step,
+  and is t more afterwards. Attention is to all of the room that the mask [b or 1, 1, t, room] shows. The CUDA kernel
+  drops tokens that find no room, as it cannot say so.
 - `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
   tanh (Hendrycks and Gimpel, arXiv 1606.08415).
 - `ptq::clamped_swiglu`: (u + 1) (g sigmoid(alpha g)), where g is the gate, at most `limit`, and u is up, within
@@ -35,7 +35,7 @@ SCHEMAS = {
     "decode_attention": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
     "int before, float scaling, Tensor? mask=None) -> Tensor",
     "decode_attention_at": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor start, float scaling, Tensor mask) -> Tensor",
+    "Tensor(c!) start, float scaling, Tensor mask) -> Tensor",
     "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
     "gelu_mul": "(Tensor gate, Tensor up) -> Tensor",
     "clamped_swiglu": "(Tensor gate, Tensor up, float alpha, float limit) -> Tensor",
@@ -103,6 +103,7 @@ def decode_attention_at(
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::decode_attention_at` in plain torch."""
     query = _entered(q, k, v, cos, sin, keys, values, int(start))
+    start.add_(q.shape[1])
     return _attended(query, keys, values, scaling, mask)
 
 

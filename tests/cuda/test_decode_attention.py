@@ -59,7 +59,7 @@ def test_plain_keys_and_values(case: tuple[int, ...], dtype: torch.dtype) -> Non
         assert all(torch.equal(a.cpu(), b) for a, b in zip(mine, held, strict=True))
     start = torch.tensor(before, device=GPU)
     also = OPS.decode_attention_at(*on_gpu(given), *mine, start, scaling, mask.to(GPU))
-    assert error(also, wanted) < TOLERANCE[dtype]
+    assert error(also, wanted) < TOLERANCE[dtype] and int(start) == after
     if t == 1 and batch == 1:
         assert error(OPS.decode_attention(*on_gpu(given), *mine, before, scaling, None), wanted) < TOLERANCE[dtype]
 
@@ -88,7 +88,7 @@ def test_packed_keys_and_values(case: tuple[int, ...], bits: tuple[int, int], dt
         assert (x - y).norm() < 0.02 * x.norm() and (side == 0 or torch.equal(x, y))
     start = torch.tensor(before, device=GPU)
     again = OPS.kv_decode_attention_at(*on_gpu(given), *mine, start, *rest, mask.to(GPU))
-    assert torch.equal(again, found)
+    assert torch.equal(again, found) and int(start) == length
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -122,9 +122,7 @@ def test_a_graph_serves_every_step() -> None:
     columns = torch.arange(room, device=GPU)
 
     def step() -> Tensor:
-        y = OPS.decode_attention_at(*given, *held[0], at, 0.125, (columns <= at)[None, None, None])
-        at.add_(1)
-        return y
+        return OPS.decode_attention_at(*given, *held[0], at, 0.125, (columns <= at)[None, None, None])
 
     step()
     at.zero_()

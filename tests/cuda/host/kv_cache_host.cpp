@@ -77,10 +77,13 @@ extern "C" const char* test_attend(int backwards, int type, const void* q, const
     p.kv_heads = kv_heads, p.groups = groups, p.tokens = tokens, p.sinks = sinks, p.length = length;
     p.scaling = scaling;
     p.splits = sizes[9] ? sizes[9] : splits_of(p);
-    Buffer partial(nullptr, p.work_numbers() * 4);
+    const int64_t before = 7;
+    Buffer partial(nullptr, p.work_numbers() * 4), stored(&before, 8);
     p.partial = static_cast<float*>(partial.data());
+    p.stored = static_cast<int64_t*>(stored.data());
     p.out = y.data(), p.out_kind = p.q_kind;
     const char* error = run_attend(p, nullptr);
+    if (!error && *p.stored != before + tokens) error = "tokens are counted wrong";
     y.give(out);
     return error ? error : y.damaged() || partial.damaged() ? "written beside a buffer" : nullptr;
 }
@@ -173,9 +176,12 @@ extern "C" const char* test_plain(int backwards, int type, const void* q, const 
     a.mask_batch = sizes[7] > 1 ? int64_t{tokens} * length : 0;
     a.kv_heads = kv_heads, a.groups = groups, a.tokens = tokens, a.length = length, a.scaling = scaling;
     a.splits = sizes[8] ? sizes[8] : shares_of(a);
-    Buffer partial(nullptr, a.work_numbers() * 4);
+    const int64_t before = 7;
+    Buffer partial(nullptr, a.work_numbers() * 4), stored(&before, 8);
     a.partial = static_cast<float*>(partial.data());
+    a.stored = static_cast<int64_t*>(stored.data());
     const char* error = run_plain(p, nullptr);
+    if (!error && *a.stored != before + tokens) error = "tokens are counted wrong";
     y.give(out);
     return error ? error : y.damaged() || partial.damaged() ? "written beside a buffer" : nullptr;
 }
