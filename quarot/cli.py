@@ -85,7 +85,7 @@ def quarot(
         rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=_clip(activation_clip),
         key_bits=keys, value_bits=values, cache_clip=kv_clip, cache_sinks=kv_sinks,
     )  # fmt: skip
-    _refuse_idle(recipe)
+    _refuse_idle(recipe, model)
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
 
 
@@ -104,11 +104,13 @@ def _clip(text: str | None) -> Any:
         return text
 
 
-def _refuse_idle(recipe: Any) -> None:
+def _refuse_idle(recipe: Any, model: str) -> None:
     """Refuse every option that changes nothing in this `QuarotRecipe` (a type that would have to be imported here)."""
     if recipe.weight_bits == 16:
         names = {"group_size": "--group-size", "symmetric": "--asymmetric", "damping": "--damping"}
         idle = {**names, "gptaq_alpha": "--gptaq-alpha"}
+        if recipe.calibration is None and model != "demo":
+            idle |= {"samples": "--samples", "sequence_length": "--sequence-length"}
         cli.refuse_idle(recipe, "with --weight-bits 16", **idle)
     if recipe.rounding == "nearest":
         cli.refuse_idle(recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping")

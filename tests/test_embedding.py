@@ -20,7 +20,9 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.layers.embedding import PackedEmbedding, TiedHead
 from ptq.layers.linear import QuantLinear, swap
 from ptq.models.families import FAMILIES
-from ptq.pipeline import preflight
+from ptq.pipeline import finetune_blocks, preflight
+from ptq.pipeline.ends import plain
+from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import RECORD
 from ptq.recipe import Recipe
 from ptq.reporting import contents, report_schema
@@ -191,7 +193,7 @@ def test_the_plan(tmp_path: Path) -> None:
 def test_what_a_run_says_of_them(tmp_path: Path, calibration_text: Path) -> None:
     source = save_model(tmp_path / "model", vocab_size=2000, tie_word_embeddings=False)
     plain = quantize("fp6", source, tmp_path / "plain")
-    assert "embedding and head are " in plain.stderr and "see --embedding-bits" in plain.stderr
+    assert "embeddings and head are " in plain.stderr and "see --embedding-bits" in plain.stderr
     done = quantize("fp6", source, tmp_path / "out", "--embedding-bits", 8, "--calibration", calibration_text,
                     "--sequence-length", 32, "--samples", 4)  # fmt: skip
     assert done.exit_code == 0 and "--embedding-bits" not in done.stderr
@@ -222,6 +224,28 @@ def test_fine_tuning_around_a_packed_head(tied: bool, tmp_path: Path) -> None:
     losses = json.loads((tmp_path / "full" / RECORD).read_text())["finetuning"]["whole model"]
     assert min(losses) <= losses[0]
     assert logits(load(tmp_path / "full")).isfinite().all()
+
+
+def test_the_teacher_reads_the_original_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block is trained on is what the original block makes of the original's input, not of the packed one."""
+    source, embed, teach = save_model(tmp_path / "model", **TINY), Tasks.embed, finetune_blocks.teach
+    rows: list[Tensor] = []
+    checked: list[bool] = []
+
+    @torch.no_grad()
+    def taught(tasks: Tasks, index: int, part: Any) -> None:
+        teach(tasks, index, part)
+        if index == 0:
+            weight = plain(tasks.job.tensor(f"{EMBEDDING}.weight"))
+            entered = tasks.job.embed([weight], tasks.chunks_of(rows[0])[0], "original")
+            left = tasks.teacher.read(tasks.teacher.files(1)[0])
+            packed = tasks.hidden.read(tasks.hidden.files(0)[0])
+            checked.append(torch.equal(left, part.run(entered)) and not torch.equal(entered, packed))
+
+    monkeypatch.setattr(Tasks, "embed", lambda tasks, given: rows.append(given) or embed(tasks, given))
+    monkeypatch.setattr(finetune_blocks, "teach", taught)
+    ptq.quantize(source, tmp_path / "out", recipe(source, finetune="blocks", embedding_bits=4), QUIET)
+    assert checked == [True]
 
 
 @pytest.mark.parametrize("bits", [0, 3, 5, 7, 32, -8])

@@ -104,6 +104,7 @@ def test_wrong_usage(arguments: list[str]) -> None:
             ["quarot", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--sequence-length", "9"],
             "--sequence-length does",
         ),
+        (["quarot", "{tiny}", "{tmp}/out", "--weight-bits", "16", "--samples", "9"], "--samples does nothing with"),
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
         (["quip-sharp", "demo", "{tmp}/out", "--finetune", "full", "--gptaq-alpha", "0.25"], "leave one of them out"),

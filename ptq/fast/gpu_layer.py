@@ -1,9 +1,9 @@
 """A decoder layer on a GPU in few launches: what stands before its products is one op each (`ptq.ops.input_steps`).
 
-No family is named: `ptq.fast.fast_layer` tries first whether a layer computes y = x + attention(norm(x)), and then
-y + mlp(norm(y)). Attention is the module's own forward (of decoded tokens: `ptq.fast.fast_attention`), in which its
-linears find their products ready; the numbers are those of the single ops. Any number of tokens, any cache and mask: what a GPU saves at one token in launches, it saves
-at many in memory.
+No family is named: `ptq.fast.fast_layer` tries first whether a layer computes y = x + attention(norm(x)), and then y +
+mlp(norm(y)). Attention is the module's own forward (of decoded tokens: `ptq.fast.fast_attention`), in which its linears
+find their products ready; the numbers are those of the single ops. Any number of tokens, any cache and mask: what a GPU
+saves at one token in launches, it saves at many in memory.
 """
 
 from collections.abc import Sequence

@@ -64,7 +64,7 @@ class _Turn:
 
 def teach(tasks: Tasks, index: int, part: Part) -> None:
     """Send the calibration rows through an original block: what leaves it is what its packed one is trained on."""
-    tasks.teacher.through(index, part.run, before=None if index else tasks.hidden)
+    tasks.teacher.through(index, part.run)
 
 
 def tune(tasks: Tasks, index: int, progress: Progress) -> None:

@@ -52,12 +52,12 @@ class Estimate:
     out: int
     """Bytes of the result."""
     ends: int = 0
-    """Bytes of the result that embedding and head take, where they stay as they are and the rest does not."""
+    """Bytes of the result that embeddings and head take, where they stay as they are and the rest does not."""
     remedy: str = "close other programs or use a machine with more"
     """What to do where the memory is not enough: the end of a sentence."""
 
     def __str__(self) -> str:
-        most = f"; embedding and head are {_size(self.ends)} of that: see --embedding-bits"
+        most = f"; embeddings and head are {_size(self.ends)} of that: see --embedding-bits"
         return (
             f"estimate: {_duration(self.seconds)}, {_size(self.memory)} of memory, {_size(self.work)} of disk while it "
             f"works, {_size(self.out)} for the result{most if self.ends > ENDS_SHARE * self.out else ''}"
@@ -246,7 +246,7 @@ def _used(folder: Path) -> int:
 
 
 def _plain_ends(plan: Plan, sizes: dict[str, int]) -> int:
-    """Bytes of embedding and head, where they are not packed beside linears that are."""
+    """Bytes of embeddings and head, where they are not packed beside linears that are."""
     rounded = any(linear.format is not None and linear.format.codebook is not None for linear in plan.linears)
     return rounded * sum(sizes[linear.source] for linear in plan.ends() if linear.format is None)
 

@@ -83,7 +83,9 @@ class Progress:
         )
         passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
         passes += crossed
-        weights = passes * sum(linear.n * linear.k for linear in plan.packed_linears())
+        every, ends = (sum(linear.n * linear.k for linear in some) for some in (plan.linears, plan.ends()))
+        packed_ends = sum(linear.n * linear.k for linear in plan.ends() if linear.format is not None)
+        weights = passes * (every - ends) + packed_ends
         self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.weights(plan) or None)
 
     def __enter__(self) -> "Progress":

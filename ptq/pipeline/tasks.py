@@ -230,9 +230,10 @@ class Tasks:
         if self.first_block(calibrated=True) > 0 or self.hidden.complete(0):
             return
         matrices, chunks = [self.matrix(linear) for linear in self.job.embeddings], self.chunks_of(rows)
-        if self.job.recipe.gptaq_alpha:
+        if self.job.recipe.gptaq_alpha or self.job.plan.finetune != "none":
             source = [plain(self.job.tensor(linear.source)) for linear in self.job.embeddings]
-            self.teacher.write(0, len(chunks), lambda number: self.job.embed(source, chunks[number], "rotated"))
+            model = "rotated" if self.job.recipe.gptaq_alpha else "original"
+            self.teacher.write(0, len(chunks), lambda number: self.job.embed(source, chunks[number], model))
         self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrices, chunks[number]))
 
     def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:

@@ -36,17 +36,15 @@ class Chunks:
             self._mark(index).touch()
         self.workers.wait()
 
-    def through(self, index: int, run: Callable[[Tensor], Tensor], before: "Chunks | None" = None) -> None:
-        """The chunks behind block `index`, which `run` sends them through; `before`: whose chunks enter it, if others'
-        do."""
-        before = before or self
+    def through(self, index: int, run: Callable[[Tensor], Tensor]) -> None:
+        """The chunks behind block `index`, which `run` sends them through."""
         if not self.complete(index + 1):
-            chunks = before.files(index)
-            self.write(index + 1, len(chunks), lambda number: run(before.read(chunks[number])))
+            chunks = self.files(index)
+            self.write(index + 1, len(chunks), lambda number: run(self.read(chunks[number])))
 
     def files(self, index: int) -> list[Path]:
         """The chunks as they enter a block."""
-        return sorted((self.folder / str(index)).glob("*.safetensors"))
+        return sorted((self.folder / str(index)).glob("*.safetensors"), key=lambda path: int(path.stem))
 
     def read(self, path: Path) -> Float[Tensor, "batch t k"]:
         """One chunk."""
