@@ -27,6 +27,7 @@ app = typer.Typer(
     help="Make a trained language model small: one command, a packed checkpoint that transformers loads.",
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 

@@ -26,11 +26,14 @@ import torch
 from jaxtyping import Int8
 from torch import Tensor
 
+from ptq.ops.op_declarations import lasting
+
 MULTIPLIERS = {2: (1,), 3: (7, 8), 4: (7, 2)}
 """How many times the point of each stage counts. csrc/e8p/multipliers.h has them again."""
 
 
 @functools.cache
+@lasting()
 def table() -> Int8[Tensor, "256 8"]:
     """T0: four times the absolute vectors S, coordinate 7 negated where the sum of the vector is odd. In order:
 
@@ -49,6 +52,7 @@ def table() -> Int8[Tensor, "256 8"]:
 
 
 @functools.cache
+@lasting()
 def residual_table() -> Int8[Tensor, "256 8"]:
     """T1: twice the points of the residual codebook. In order: 0; the 240 roots of E8, lexicographically; +2 e_i and
     -2 e_i for i = 0 .. 7, without the last. Do not write to it: it is cached."""

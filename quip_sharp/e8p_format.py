@@ -124,7 +124,8 @@ class E8PFormat(LaidOut):
             planes = OPS.e8p_unprepack(parts["tiles"], n, self.bits, k)
         else:
             planes = fragment_ops.unpack(parts["fragments"], n, self.bits, k)
-        return {**dict(zip(PLANES[self.bits], planes.unbind(), strict=True)), "scale": parts["scale"]}
+        apart = (plane.clone() for plane in planes.unbind())  # who saves a model looks for tensors that share memory
+        return {**dict(zip(PLANES[self.bits], apart, strict=True)), "scale": parts["scale"]}
 
     def _planes(self, parts: Parts) -> UInt8[Tensor, "bits n c"]:
         return torch.stack([parts[plane] for plane in PLANES[self.bits]])

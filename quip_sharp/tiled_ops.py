@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear
+from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear, lasting
 from quip_sharp import e8p
 
 ROWS, COLUMNS = 16, 32
@@ -43,6 +43,7 @@ SCHEMAS = {
 
 
 @functools.cache
+@lasting()
 def _tile_signs() -> UInt8[Tensor, "256"]:
     """The byte in a tile of each sign byte m."""
     m = torch.arange(256)
@@ -52,6 +53,7 @@ def _tile_signs() -> UInt8[Tensor, "256"]:
 
 
 @functools.cache
+@lasting()
 def _tile_residual() -> UInt8[Tensor, "256"]:
     """The byte in a tile of each entry of the residual book."""
     odd = e8p.residual_table()[:, 0] % 2 != 0

@@ -7,12 +7,13 @@ op that is given tensors of both is refused, as CUDA refuses it. What is tested 
 import re
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import backend_registration
+from torch.utils import _python_dispatch, backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -104,6 +105,7 @@ def _inner(x: Any) -> Any:
 def set_up() -> None:
     """Once in a process, before this package is imported: references are noted as they are declared."""
     own_impl, own_tensor = torch.library.impl, torch.tensor
+    _python_dispatch._disable_current_modes = nullcontext  # it is a mode that simulates
 
     def impl(op: Any, key: str, *args: Any, **kwargs: Any) -> Any:
         register = own_impl(op, key, *args, **kwargs)

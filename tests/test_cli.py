@@ -48,8 +48,8 @@ def test_an_output_folder_that_holds_something_else(tiny: Path, tmp_path: Path) 
 
 def test_an_empty_output_folder_is_used(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").mkdir()
-    monkeypatch.chdir(tmp_path / "out")
-    assert quantize("rotate", tiny, ".").exit_code == 0
+    monkeypatch.chdir(tmp_path)
+    assert quantize("rotate", tiny, "./out/").exit_code == 0
     assert os.listdir(tmp_path) == ["out"]
     assert "config.json" in os.listdir(tmp_path / "out")
 

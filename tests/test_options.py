@@ -121,6 +121,21 @@ def test_what_changes_nothing_or_misses_text_is_refused(
     assert listing(tmp_path) == {}
 
 
+def test_the_current_folder_is_not_replaced(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever stood in it would stand in a folder that is gone."""
+    (inside := tmp_path / "a" / "b").mkdir(parents=True)
+    monkeypatch.chdir(inside)
+    for out in (".", "", inside, inside.parent):
+        check_refused(quantize("fp6", tiny, out), "the current folder is in there")
+    check_refused(quantize("fp6", "", inside / "out"), "the name of the model is empty")
+    assert listing(tmp_path).keys() == {"a", "a/b"}
+
+
+def test_help_by_its_short_name() -> None:
+    for command in ((), ("fp6",)):
+        assert quantize(*command, "-h").stdout == quantize(*command, "--help").stdout != ""
+
+
 # --- options that stay ----------------------------------------------------------------------------------------------
 
 SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]

@@ -47,7 +47,7 @@ def install(model: nn.Module) -> None:
         elif with_fast_rotary(type(module).forward) is not None:
             module.forward = functools.partial(_attention_forward, module, fast_attention.kind_of(module))
         elif (act := gate_of(module)) is not None:
-            module.forward = functools.partial(_gated_forward, module, act)
+            module.forward = functools.partial(_gated_forward, module, act, activation_of(module))
         elif is_router(module):
             module.forward = functools.partial(_router_forward, module)
         elif (forward := fast_mixers.forward_of(module)) is not None:
@@ -113,8 +113,9 @@ SILU, GELU = "silu", "gelu_tanh"
 GATES = {SILU: steps.silu_mul, GELU: steps.gelu_mul}
 
 
-def _gated_forward(module: nn.Module, act: str, *args: Any, **kwargs: Any) -> Tensor:
-    if len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
+def _gated_forward(module: nn.Module, act: str, activation: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    same = activation_of(module) is activation and not is_heard(activation)
+    if same and len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
         x, fused = args[0], FUSED in module._modules
         # halves of many tokens would be copied
         served = is_few(x.numel() // max(1, x.shape[-1]), x) if fused else has_steps(x)
@@ -141,8 +142,15 @@ def gate_of(module: nn.Module) -> str | None:
     the same class may have another gate."""
     for act_fn in ACTIVATIONS:
         if module._modules.keys() in ({*GATED, DOWN, act_fn}, {FUSED, DOWN, act_fn}):
-            return _gate_that_it_gives(module, act_fn)
+            act = module._modules[act_fn]
+            plain = act is not None and not act._parameters and not act._modules
+            return _gate_that_it_gives(module, act_fn) if plain else None
     return None
+
+
+def activation_of(module: nn.Module) -> Any:
+    """What act is in a gated MLP."""
+    return next((found for act_fn in ACTIVATIONS if (found := module._modules.get(act_fn)) is not None), None)
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -161,7 +169,7 @@ def _gate_that_it_gives(module: nn.Module, act_fn: str) -> str | None:
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
         for parameter in alone.get_submodule(name).parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    setattr(alone, act_fn, module._modules[act_fn])
+    setattr(alone, act_fn, hollow(module.get_submodule(act_fn)))  # nobody who listens hears of the trial
     x = torch.randn(1, 3, 8, generator=generator)
     *gated, down = linears_of(alone)
     gate, up = (linear(x) for linear in gated) if len(gated) == 2 else gated[0](x).chunk(2, -1)

@@ -36,6 +36,8 @@ def local_folder(model: str) -> Path | None:
         from ptq.demo import demo_path
 
         return Path(demo_path())
+    if not model:
+        raise InputError("the name of the model is empty; pass a folder, or a name on the hub")
     path = Path(model).expanduser()
     if path.is_dir():
         return path

@@ -34,8 +34,10 @@ class Side:
         """Make room for so many tokens. What is stored stays."""
         chunks, held = -(-tokens // CHUNK), len(self.tensors[0])
         if chunks > held:
-            chunks += 0 if exactly else chunks // 32
-            self.tensors = [torch.cat(pair) for pair in zip(self.tensors, self._empty(chunks - held), strict=True)]
+            room = self._empty(chunks + (0 if exactly else chunks // 32))
+            for x, old in zip(room, self.tensors, strict=True):
+                x[:held] = old
+            self.tensors = room
 
     def append(self, x: Float[Tensor, "b h t d"], start: int | Tensor) -> None:
         """Store t tokens behind the first `start`; where that is a tensor, there is room for them already."""

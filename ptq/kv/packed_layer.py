@@ -52,7 +52,9 @@ class PackedLayer(CacheLayerMixin):
         self.key = Side(key_states, settings.key_bits, settings.clip, False)
         self.value = Side(value_states, settings.value_bits, settings.clip, True)
         shape = (key_states.shape[0], heads, settings.sinks, head_dim)
-        self.key_sinks, self.value_sinks = (torch.zeros(shape, device=self.device) for _ in range(2))
+        self.key_sinks, self.value_sinks = (
+            torch.zeros(shape, dtype=torch.float32, device=self.device) for _ in range(2)
+        )
         if owner.max_length is not None:
             for side in (self.key, self.value):
                 side.reserve(owner.max_length, exactly=True)

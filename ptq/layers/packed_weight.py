@@ -7,6 +7,7 @@ from jaxtyping import Float32, Int16, Num
 from torch import Tensor, nn
 
 from ptq.errors import InputError
+from ptq.ops.op_declarations import lasting
 from ptq.weights import formats
 from ptq.weights.formats import Format
 from ptq.weights.prepacked import PrepackedFormat
@@ -57,8 +58,10 @@ class PackedWeight(nn.Module):
         """
         parts = self.parts()
         if not any(tensor.is_meta for tensor in parts.values()):
-            packed = self.file_format.prepack(parts, next(iter(parts.values())).device)
-            if packed.keys() != parts.keys():
+            with lasting():  # also where a model is loaded in inference mode
+                own = {part: tensor.clone() if tensor.is_inference() else tensor for part, tensor in parts.items()}
+                packed = self.file_format.prepack(own, next(iter(own.values())).device)
+            if packed.keys() != parts.keys() or any(tensor.is_inference() for tensor in parts.values()):
                 self._hold(packed)
                 settle(packed)
 
@@ -141,7 +144,8 @@ def kept_signs(kept: KeptSigns, name: str, stored: Int16[Tensor, " size"]) -> Fl
     known = kept.get(name)
     now = version(stored)  # `load_state_dict` writes into the same tensor, `module.to` moves it
     if known is None or known[0] is not stored or known[1] != now or known[2].device != stored.device:
-        known = kept[name] = stored, now, loaded_signs(stored)
+        with lasting():
+            known = kept[name] = stored, now, loaded_signs(stored)
     return known[2]
 
 

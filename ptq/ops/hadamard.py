@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64, Num
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.ops.op_declarations import call, declare
+from ptq.ops.op_declarations import call, declare, lasting
 from ptq.ops.paley import paley, paley1, paley2, prime_power
 
 MAX_ORDER = 1 << 24  # far beyond any layer; bounds what a hostile checkpoint can ask for
@@ -162,7 +162,8 @@ def _pack(h: np.ndarray) -> np.ndarray:
 def _cached_factors(order: int | str, device: torch.device) -> tuple[list[Tensor], int]:
     name = construction(order) if isinstance(order, int) else order
     dense = [part for part in parse(name) if part[0] != "sylvester"]
-    return [torch.from_numpy(_pack(_part_matrix(part))).to(device) for part in dense], order_of(name)
+    with lasting():
+        return [torch.from_numpy(_pack(_part_matrix(part))).to(device) for part in dense], order_of(name)
 
 
 @torch.compiler.assume_constant_result

@@ -3,12 +3,14 @@
 The reference serves every device for which no native kernel is registered (`ptq.ops.native`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 from ptq.ops import native
 
@@ -26,6 +28,14 @@ def call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
         return op(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return op(*arguments)
+
+
+@contextmanager
+def lasting() -> Iterator[None]:
+    """Around the making of tensors that are kept for later calls: those of inference mode could not be used outside of
+    it, and those of a mode that traces stand for no numbers."""
+    with torch.inference_mode(False), torch.no_grad(), _python_dispatch._disable_current_modes():
+        yield
 
 
 def takes_forward_derivatives() -> bool:

@@ -49,6 +49,8 @@ def check_folders(out: Path, work: Path, source: Path) -> None:
 
 def check_out(out: Path) -> None:
     """Raise InputError where a finished folder could not be renamed to `out`."""
+    if out.resolve() in (here := Path.cwd(), *here.parents):
+        raise InputError(f"{out}: the current folder is in there, and a new one takes its place; name another folder")
     if out.is_symlink():
         raise InputError(f"{out}: is a link, and a folder takes its place at the end; name {out.resolve()}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
