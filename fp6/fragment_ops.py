@@ -10,50 +10,15 @@ reference in the last bits; `minifloat_quantized_fragments` is W6A8, the same to
 int8 and a row has one scale.
 """
 
-import torch
-from jaxtyping import Float, Float32, Int8, Int16, UInt8
-from torch import Tensor
+import functools
 
-from fp6 import tiled_ops
-from fp6.element import Element
-from fp6.fragments import unpack
+from fp6 import fragments, tiled_ops
 from ptq.ops.op_declarations import declare_linear, declare_quantized_linear
-from ptq.ops.tiles import untile_scales
 
 WEIGHT, NUMBERS = "Tensor fragments, Tensor scale", "int n, int exponent, int mantissa, int group_size"
 
-
-def dequantize(
-    fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    n: int,
-    exponent: int,
-    mantissa: int,
-    group_size: int,
-    k: int | torch.SymInt,
-) -> Float32[Tensor, "n k"]:
-    """The weight that fragments stand for."""
-    element = Element(exponent, mantissa)
-    return tiled_ops.scaled(unpack(fragments, n, element, k), untile_scales(scale, n), element, group_size)
-
-
-def quantized(
-    q: Int8[Tensor, "*t k"],
-    q_scale: Float32[Tensor, "*t"],
-    fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    bias: Float[Tensor, " n"] | None,
-    n: int,
-    exponent: int,
-    mantissa: int,
-    group_size: int,
-    dtype: torch.dtype,
-) -> Float[Tensor, "*t n"]:
-    """`tiled_ops.product` with a weight in fragments."""
-    element = Element(exponent, mantissa)
-    codes = unpack(fragments, n, element, q.shape[-1])
-    return tiled_ops.product(q, q_scale, codes, untile_scales(scale, n), bias, element, group_size, dtype)
-
+dequantize = functools.partial(tiled_ops.dequantize_packed, fragments.unpack)
+quantized = functools.partial(tiled_ops.quantized_packed, fragments.unpack)
 
 linear = declare_linear("minifloat_linear_fragments", WEIGHT, NUMBERS, dequantize)
 declare_quantized_linear("minifloat_quantized_fragments", WEIGHT, NUMBERS, quantized)

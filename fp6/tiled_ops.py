@@ -16,20 +16,30 @@ exactly, and summed as in W6A16; then * q_scale, + bias. `minifloat_linear_token
 `ptq.ops.activations` does: the same bits in one call.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
 from fp6.element import Element, decode
 from ptq.ops import activations as _activations  # noqa: F401 (its ops)
+from ptq.ops import tiles
 from ptq.ops.op_declarations import declare_linear, declare_quantized_linear, declare_tokens_linear
-from ptq.ops.tiles import unpack, untile_scales
+from ptq.ops.tiles import untile_scales
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale", "int n, int exponent, int mantissa, int group_size"
 
 
-def dequantize(
-    tiles: UInt8[Tensor, "tiles blocks size"],
+Unpack = Callable[[Tensor, int, Element, Any], Tensor]
+"""Codes [n, k] of a weight in the order of some kernels, n, the element and k."""
+
+
+def dequantize_packed(
+    unpack: Unpack,
+    codes: UInt8[Tensor, "tiles blocks size"],
     scale: Int16[Tensor, "tiles g 16"],
     n: int,
     exponent: int,
@@ -37,9 +47,9 @@ def dequantize(
     group_size: int,
     k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
-    """The weight that tiles stand for."""
+    """The weight that tiles or fragments stand for."""
     element = Element(exponent, mantissa)
-    return scaled(unpack(tiles, n, element.bits, k), untile_scales(scale, n), element, group_size)
+    return scaled(unpack(codes, n, element, k), untile_scales(scale, n), element, group_size)
 
 
 def scaled(
@@ -52,10 +62,11 @@ def scaled(
     return decode(codes, element) * number
 
 
-def linear_quantized(
+def quantized_packed(
+    unpack: Unpack,
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
-    tiles: UInt8[Tensor, "tiles blocks size"],
+    codes: UInt8[Tensor, "tiles blocks size"],
     scale: Int16[Tensor, "tiles g 16"],
     bias: Float[Tensor, " n"] | None,
     n: int,
@@ -64,10 +75,10 @@ def linear_quantized(
     group_size: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
-    """`product` with a weight in tiles."""
+    """`product` with a weight in tiles or fragments."""
     element = Element(exponent, mantissa)
-    codes = unpack(tiles, n, element.bits, q.shape[-1])
-    return product(q, q_scale, codes, untile_scales(scale, n), bias, element, group_size, dtype)
+    stored = unpack(codes, n, element, q.shape[-1]), untile_scales(scale, n)
+    return product(q, q_scale, *stored, bias, element, group_size, dtype)
 
 
 def product(
@@ -94,6 +105,13 @@ def product(
     y = acc * factor
     return (y if bias is None else y + bias.float()).to(dtype).view(*q.shape[:-1], codes.shape[0])
 
+
+def _unpack(codes: UInt8[Tensor, "tiles blocks size"], n: int, element: Element, k: Any) -> UInt8[Tensor, "n k"]:
+    return tiles.unpack(codes, n, element.bits, k)
+
+
+dequantize = functools.partial(dequantize_packed, _unpack)
+linear_quantized = functools.partial(quantized_packed, _unpack)
 
 REFERENCES = {
     "minifloat_linear_tiled": declare_linear("minifloat_linear_tiled", WEIGHT, NUMBERS, dequantize),

@@ -10,37 +10,25 @@ reference in the last bits, and `integer_quantized_fragments` for quantised toke
 one scale; the float32 sums of several groups are added in another order.
 """
 
+import functools
+
 import torch
 from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
-from ptq.ops.fragments import unpack
+from ptq.ops import fragments
 from ptq.ops.op_declarations import declare_linear, declare_quantized_linear
-from ptq.ops.tiles import untile_scales
 from quarot import tiled_ops
-from quarot.integer_ops import scaled
 
 WEIGHT, NUMBERS = "Tensor fragments, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
 
-
-def dequantize(
-    fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
-    zero: UInt8[Tensor, "tiles g 16"] | None,
-    n: int,
-    bits: int,
-    group_size: int,
-    k: int | torch.SymInt,
-) -> Float32[Tensor, "n k"]:
-    """The weight that fragments stand for."""
-    zero = None if zero is None else untile_scales(zero, n)
-    return scaled(unpack(fragments, n, bits, k), untile_scales(scale, n), zero, bits, group_size)
+dequantize = functools.partial(tiled_ops.dequantize_packed, fragments.unpack)
 
 
 def quantized(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
-    fragments: UInt8[Tensor, "tiles blocks size"],
+    codes: UInt8[Tensor, "tiles blocks size"],
     scale: Int16[Tensor, "tiles g 16"],
     zero: UInt8[Tensor, "tiles g 16"] | None,
     bias: Float[Tensor, " n"] | None,
@@ -50,11 +38,11 @@ def quantized(
     input_bits: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
-    """`tiled_ops.product` with a weight in fragments. `input_bits`: of the integers, which nobody looks at; where they
-    are four, some GPUs multiply faster."""
-    codes = unpack(fragments, n, bits, q.shape[-1])
-    flat = None if zero is None else untile_scales(zero, n)
-    return tiled_ops.product(q, q_scale, codes, untile_scales(scale, n), flat, bias, bits, group_size, dtype)
+    """`tiled_ops.quantized_packed` with a weight in fragments. `input_bits`: of the integers, which nobody looks at;
+    where they are four, some GPUs multiply faster."""
+    return tiled_ops.quantized_packed(
+        fragments.unpack, q, q_scale, codes, scale, zero, bias, n, bits, group_size, dtype
+    )
 
 
 linear = declare_linear("integer_linear_fragments", WEIGHT, NUMBERS, dequantize)

@@ -15,7 +15,8 @@ once. The lists `zero` and `bias` are empty, or have one tensor for each weight;
 gradients.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,10 @@ from jaxtyping import Float, Float32, Int8, Int16, UInt8
 from torch import Tensor
 
 from ptq.ops import activations as _activations  # noqa: F401 (its ops)
+from ptq.ops import tiles
 from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear, declare_tokens_linear
 from ptq.ops.tiles import REFERENCES as TILE_REFERENCES
-from ptq.ops.tiles import unpack, untile_scales
+from ptq.ops.tiles import untile_scales
 from quarot.integer_ops import scaled
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
@@ -37,8 +39,13 @@ SCHEMAS = {
 }
 
 
-def dequantize(
-    tiles: UInt8[Tensor, "tiles blocks size"],
+Unpack = Callable[[Tensor, int, int, Any], Tensor]
+"""Codes [n, k] of a weight in the order of some kernels, n, bits and k."""
+
+
+def dequantize_packed(
+    unpack: Unpack,
+    codes: UInt8[Tensor, "tiles blocks size"],
     scale: Int16[Tensor, "tiles g 16"],
     zero: UInt8[Tensor, "tiles g 16"] | None,
     n: int,
@@ -46,9 +53,9 @@ def dequantize(
     group_size: int,
     k: int | torch.SymInt,
 ) -> Float32[Tensor, "n k"]:
-    """The weight that tiles stand for."""
+    """The weight that tiles or fragments stand for."""
     zero = None if zero is None else untile_scales(zero, n)
-    return scaled(unpack(tiles, n, bits, k), untile_scales(scale, n), zero, bits, group_size)
+    return scaled(unpack(codes, n, bits, k), untile_scales(scale, n), zero, bits, group_size)
 
 
 def product(
@@ -77,10 +84,11 @@ def product(
     return y.to(dtype).view(*q.shape[:-1], n)
 
 
-def linear_quantized(
+def quantized_packed(
+    unpack: Unpack,
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
-    tiles: UInt8[Tensor, "tiles blocks size"],
+    codes: UInt8[Tensor, "tiles blocks size"],
     scale: Int16[Tensor, "tiles g 16"],
     zero: UInt8[Tensor, "tiles g 16"] | None,
     bias: Float[Tensor, " n"] | None,
@@ -89,16 +97,20 @@ def linear_quantized(
     group_size: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
-    """`product` with a tiled weight."""
-    codes = unpack(tiles, n, bits, q.shape[-1])
-    flat = None if zero is None else untile_scales(zero, n)
-    return product(q, q_scale, codes, untile_scales(scale, n), flat, bias, bits, group_size, dtype)
+    """`product` with a weight in tiles or fragments."""
+    zero = None if zero is None else untile_scales(zero, n)
+    stored = unpack(codes, n, bits, q.shape[-1]), untile_scales(scale, n), zero
+    return product(q, q_scale, *stored, bias, bits, group_size, dtype)
+
+
+dequantize = functools.partial(dequantize_packed, tiles.unpack)
+linear_quantized = functools.partial(quantized_packed, tiles.unpack)
 
 
 def linears(one: str, inputs: tuple[Tensor, ...], weights: Sequence[Sequence[Any]], *rest: Any) -> list[Tensor]:
     """One call of the op `one` for every weight: `weights` are the lists of tiles, scales, zeros, biases and n."""
-    tiles, scale, zero, bias, n = weights
-    weights, count = (tiles, scale, zero, [x if x.numel() else None for x in bias], n), len(tiles)
+    codes, scale, zero, bias, n = weights
+    weights, count = (codes, scale, zero, [x if x.numel() else None for x in bias], n), len(codes)
     each = zip(*(column or [None] * count for column in weights), strict=True)
     return [getattr(torch.ops.ptq, one)(*inputs, *weight, *rest) for weight in each]
 

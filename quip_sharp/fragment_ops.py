@@ -13,8 +13,10 @@ The products are those of `tiled_ops`: `e8p_linear_fragments` for floats, whose 
 last bits, and `e8p_quantized_fragments` for quantised tokens, the same to the bit.
 """
 
+import functools
+
 import torch
-from jaxtyping import Float, Float32, Int8, Int32, UInt8
+from jaxtyping import UInt8
 from torch import Tensor
 
 from ptq.ops.op_declarations import declare, declare_linear, declare_quantized_linear
@@ -46,30 +48,8 @@ def unpack(
     return codes[:, :n, : -(-k // 8)].contiguous()
 
 
-def dequantize(
-    fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int32[Tensor, "1"],
-    n: int,
-    bits: int,
-    k: int | torch.SymInt,
-) -> Float32[Tensor, "n k"]:
-    """The weight that fragments stand for."""
-    return tiled_ops.weight_of(unpack(fragments, n, bits, k), scale, k)
-
-
-def quantized(
-    q: Int8[Tensor, "*t k"],
-    q_scale: Float32[Tensor, "*t"],
-    fragments: UInt8[Tensor, "tiles blocks size"],
-    scale: Int32[Tensor, "1"],
-    bias: Float[Tensor, " n"] | None,
-    n: int,
-    bits: int,
-    dtype: torch.dtype,
-) -> Float[Tensor, "*t n"]:
-    """`tiled_ops.product` with a weight in fragments."""
-    return tiled_ops.product(q, q_scale, unpack(fragments, n, bits, q.shape[-1]), scale, bias, dtype)
-
+dequantize = functools.partial(tiled_ops.dequantize_packed, unpack)
+quantized = functools.partial(tiled_ops.quantized_packed, unpack)
 
 declare(
     "e8p_dequantize_fragments",
@@ -77,7 +57,5 @@ declare(
     dequantize,
     lambda fragments, scale, n, bits, k: fragments.new_empty(n, k, dtype=torch.float32),
 )
-linear = declare_linear(
-    "e8p_linear_fragments", WEIGHT, NUMBERS, lambda *parts: torch.ops.ptq.e8p_dequantize_fragments(*parts)
-)
+declare_linear("e8p_linear_fragments", WEIGHT, NUMBERS, lambda *parts: torch.ops.ptq.e8p_dequantize_fragments(*parts))
 declare_quantized_linear("e8p_quantized_fragments", WEIGHT, NUMBERS, quantized)

@@ -22,6 +22,8 @@ to the bit: I = sum of q P, an exact integer; in float32, each operation rounded
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
@@ -110,15 +112,15 @@ def _e8p_points(entry: UInt8[Tensor, "n c"], signs: UInt8[Tensor, "n c"]) -> Int
     return e8p.table().to(entry.device)[entry.long()] * (1 - 2 * bit.to(torch.int8)) + (1 - 2 * p.to(torch.int8))
 
 
-def dequantize(
-    tiles: UInt8[Tensor, "tiles vectors 64"],
-    scale: Int32[Tensor, "1"],
-    n: int,
-    bits: int,
-    k: int | torch.SymInt,
+Unpack = Callable[[Tensor, int, int, Any], Tensor]
+"""Codes [bits, n, c] of a weight in the order of some kernels, n, bits and k."""
+
+
+def dequantize_packed(
+    unpack: Unpack, codes: UInt8[Tensor, "..."], scale: Int32[Tensor, "1"], n: int, bits: int, k: int | torch.SymInt
 ) -> Float32[Tensor, "n k"]:
-    """The weight that tiles stand for."""
-    return weight_of(unprepack(tiles, n, bits, k), scale, k)
+    """The weight that tiles or fragments stand for."""
+    return weight_of(unpack(codes, n, bits, k), scale, k)
 
 
 def weight_of(
@@ -144,19 +146,23 @@ def product(
     return y.to(dtype).view(*q.shape[:-1], n)
 
 
-def linear_quantized(
+def quantized_packed(
+    unpack: Unpack,
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
-    tiles: UInt8[Tensor, "tiles vectors 64"],
+    codes: UInt8[Tensor, "..."],
     scale: Int32[Tensor, "1"],
     bias: Float[Tensor, " n"] | None,
     n: int,
     bits: int,
     dtype: torch.dtype,
 ) -> Float[Tensor, "*t n"]:
-    """`product` with a tiled weight."""
-    return product(q, q_scale, unprepack(tiles, n, bits, q.shape[-1]), scale, bias, dtype)
+    """`product` with a weight in tiles or fragments."""
+    return product(q, q_scale, unpack(codes, n, bits, q.shape[-1]), scale, bias, dtype)
 
+
+dequantize = functools.partial(dequantize_packed, unprepack)
+linear_quantized = functools.partial(quantized_packed, unprepack)
 
 REFERENCES = {
     "e8p_prepack": prepack,
