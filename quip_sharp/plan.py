@@ -14,7 +14,7 @@ from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
-from ptq.planning.outline import Tensors, block_of, chosen, outline
+from ptq.planning.outline import Tensors, chosen, outline
 from ptq.planning.plan import Finetune, LinearPlan, Plan, Rotation
 from ptq.planning.rotations import block_notes, mlp_widths
 from ptq.recipe import Recipe, Rounding
@@ -74,7 +74,7 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Te
         if not recipe.rotate:
             return replace(linear, activation=activation, format=format)
         experts = linear.expert is not None and linear.role != "down"  # they read some tokens of one input
-        shared = f"{block_of(linear, made)}.experts" if experts else linear.statistics
+        shared = f"{linear.block}.experts" if experts else linear.statistics
         sides = {
             "input": Rotation(linear.k, hadamard.largest_block(linear.k), f"SU.{shared}"),
             "output": Rotation(linear.n, hadamard.largest_block(linear.n), f"SV.{linear.name}"),

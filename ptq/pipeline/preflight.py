@@ -66,10 +66,10 @@ class Estimate:
 
 def largest_block(plan: Plan) -> list[LinearPlan]:
     """The linears of the block with most weights: blocks with experts may stand beside others."""
-    blocks: dict[str, list[LinearPlan]] = {}
+    blocks: dict[int, list[LinearPlan]] = {}
     for linear in plan.linears:
-        if linear.name.startswith(f"{plan.layers}."):
-            blocks.setdefault(linear.name[len(plan.layers) + 1 :].partition(".")[0], []).append(linear)
+        if linear.block is not None:
+            blocks.setdefault(linear.block, []).append(linear)
     return max(blocks.values(), key=lambda block: sum(linear.n * linear.k for linear in block))
 
 

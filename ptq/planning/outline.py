@@ -66,11 +66,10 @@ def outline(method: str, shape: ModelShape, family: Family, tensors: Tensors) ->
         )
     for index, block in enumerate(blocks):
         mixer = mixers.get(block)
-        if mixer is not None:
-            linears += _mixing(block, mixer, tensors)
-        linears += _block(index, shape, family, attention=mixer is None or mixer.beside)
-        if inputs is not None:
-            linears += _layer_input(block, inputs, shape)
+        inside = [] if mixer is None else [*_mixing(block, mixer, tensors)]
+        inside += _block(index, shape, family, attention=mixer is None or mixer.beside)
+        inside += [] if inputs is None else _layer_input(block, inputs, shape)
+        linears += (replace(linear, block=index) for linear in inside)
     if not shape.tied:
         linears.append(_linear("head", family.head, shape.vocab, shape.hidden))
     others = family.experts.kept if family.experts else ()
@@ -224,7 +223,7 @@ def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
     of the same tokens. Empty for other linears: the input of a down is that of its expert alone."""
     if linear.expert is None or linear.role == "down":
         return ()
-    block = (other for other in plan.block(block_of(linear, plan)) if other.expert is not None and other.role != "down")
+    block = (x for x in plan.linears if x.block == linear.block and x.expert is not None and x.role != "down")
     return tuple(dict.fromkeys(other.statistics for other in block if other.statistics))
 
 
@@ -237,11 +236,6 @@ def input_name(linear: LinearPlan) -> str | None:
 def of_any_expert(text: str) -> str:
     """A text with names of linears in it, with * for the numbers of experts."""
     return re.sub(r"(?<=\.experts\.)\d+(?=\.)", "*", text)
-
-
-def block_of(linear: LinearPlan, plan: Plan) -> int:
-    """Index of the decoder block that a linear belongs to."""
-    return int(linear.name.removeprefix(f"{plan.layers}.").partition(".")[0])
 
 
 def chosen(

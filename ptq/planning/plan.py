@@ -112,6 +112,8 @@ class LinearPlan:
     `activation` says."""
     role: str = ""
     """What it is in the model: see `ptq.planning.outline`."""
+    block: int | None = None
+    """Number of the decoder block that it is in; None for embeddings and head."""
     parts: tuple["LinearPlan", ...] = ()
     """Of a fused linear whose rows are not all treated alike: what happens to them, range after range. Each part has an
     `output`, `balance` and `role` of its own, and the whole has no output and balance."""
@@ -178,11 +180,11 @@ class Plan:
 
     def block(self, index: int) -> Iterator[LinearPlan]:
         """The linears of one decoder block."""
-        return (linear for linear in self.linears if linear.name.startswith(f"{self.layers}.{index}."))
+        return (linear for linear in self.linears if linear.block == index)
 
     def ends(self) -> Iterator[LinearPlan]:
         """The embedding, and the head where it has a weight of its own."""
-        return (linear for linear in self.linears if not linear.name.startswith(f"{self.layers}."))
+        return (linear for linear in self.linears if linear.block is None)
 
     def packed_linears(self) -> Iterator[LinearPlan]:
         """The linears that are stored in a format: each has an entry in config.json."""

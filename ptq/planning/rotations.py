@@ -19,7 +19,7 @@ from dataclasses import replace
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
-from ptq.planning.outline import block_of, first_row
+from ptq.planning.outline import first_row
 from ptq.planning.plan import Balance, KeyBalance, LinearPlan, Plan, Rotation
 
 READERS = {
@@ -45,9 +45,9 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
     if family.rotate_residual:
         residual = Rotation(shape.hidden, hadamard.largest_block(shape.hidden), "R1")
     ends = {linear.role: linear for linear in plan.ends()}
-    linears = [_r2(linear, block_of(linear, plan), shape) for linear in plan.linears if linear.role not in ends]
+    linears = [_r2(linear, shape) for linear in plan.linears if linear.role not in ends]
     if online:
-        linears = list(_r4(linears, plan, shape, family))
+        linears = list(_r4(linears, shape, family))
     tied = shape.tied and residual is not None and family.norm_tensors  # without a gain the ends are rotated alike
     untied, kept_tied = tied and not keep_tied, tied and keep_tied
     if untied:
@@ -55,7 +55,7 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
         ends["head"] = replace(embedding, name=family.head, role="head")
     if residual is not None:
         inside = {linear.name for linear in linears if shape.latent and linear.expert is not None}
-        linears = [x if x.name in inside else _r1(x, plan, family, residual) for x in linears]
+        linears = [x if x.name in inside else _r1(x, family, residual) for x in linears]
     if residual is not None and not kept_tied:
         # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
         ends["embedding"] = replace(ends["embedding"], input=residual)
@@ -71,31 +71,31 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
         kept=tuple(name for name in plan.kept if name not in rewritten),
         untied=untied,
         online_residual=residual if kept_tied else None,
-        signs=_sign_lengths(linears, plan, shape, residual),
+        signs=_sign_lengths(linears, shape, residual),
         notes=(*plan.notes, *_notes(shape, family, online, untied)),
     )
 
 
-def _r1(linear: LinearPlan, plan: Plan, family: Family, residual: Rotation) -> LinearPlan:
+def _r1(linear: LinearPlan, family: Family, residual: Rotation) -> LinearPlan:
     if linear.role in WRITERS:
         return replace(linear, output=residual)
     if linear.role not in READERS:
         return linear
     norm = getattr(family, READERS[linear.role])
-    gain = f"{plan.layers}.{block_of(linear, plan)}.{norm}.weight" if norm and family.norm_tensors else None
+    gain = f"{family.layers}.{linear.block}.{norm}.weight" if norm and family.norm_tensors else None
     return replace(linear, input=residual, norm=gain)
 
 
-def _r2(linear: LinearPlan, index: int, shape: ModelShape) -> LinearPlan:
+def _r2(linear: LinearPlan, shape: ModelShape) -> LinearPlan:
     order = hadamard.largest_block(shape.head_dim)
     if linear.role == "value":
-        return replace(linear, output=Rotation(shape.kv_heads * shape.head_dim, order, f"R2.{index}"))
+        return replace(linear, output=Rotation(shape.kv_heads * shape.head_dim, order, f"R2.{linear.block}"))
     if linear.role == "attention_output":
-        return replace(linear, input=Rotation(shape.heads * shape.head_dim, order, f"R2.{index}"))
+        return replace(linear, input=Rotation(shape.heads * shape.head_dim, order, f"R2.{linear.block}"))
     return linear
 
 
-def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
+def _r4(linears: list[LinearPlan], shape: ModelShape, family: Family) -> Iterator[LinearPlan]:
     """Every up with signs, and every down with R4. The experts of a block have the same: nothing mixes them. The MLP
     beside them, of another width, has signs of its own. Without signs: outputs of mixers, and MLPs and experts that
     would not pass them on."""
@@ -110,7 +110,8 @@ def _r4(linears: list[LinearPlan], plan: Plan, shape: ModelShape, family: Family
         if linear.role not in ("up", "down") or without_signs:
             yield linear
             continue
-        index = block_of(linear, plan)
+        index = linear.block
+        assert index is not None
         shared = linear.expert is None and shape.has_experts(index)
         size, signs = linear.n if linear.role == "up" else linear.k, f"R4.{index}.shared" if shared else f"R4.{index}"
         order = hadamard.largest_block(size)
@@ -138,7 +139,7 @@ def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
     def balanced(linear: LinearPlan) -> LinearPlan:
         if linear.role not in ("query", "key"):
             return linear
-        block = f"{plan.layers}.{block_of(linear, plan)}"
+        block = f"{plan.layers}.{linear.block}"
         query, key = f"{block}.{family.query}", f"{block}.{family.key}"
         gain, first = f"{block}.{norm}.weight", first_row("key", shape, family)
         return replace(linear, balance=KeyBalance(query, key, gain, shape, family.rope_interleaved, first))
@@ -146,13 +147,11 @@ def keys_balanced(plan: Plan, shape: ModelShape, family: Family) -> Plan:
     return replace(plan, linears=tuple(balanced(linear) for linear in plan.linears))
 
 
-def _sign_lengths(
-    linears: list[LinearPlan], plan: Plan, shape: ModelShape, residual: Rotation | None
-) -> dict[str, int]:
+def _sign_lengths(linears: list[LinearPlan], shape: ModelShape, residual: Rotation | None) -> dict[str, int]:
     lengths = {"R1": shape.hidden} if residual else {}
-    online = [(block_of(linear, plan), linear.input) for linear in linears if linear.online is not None]
+    online = [(linear.block, linear.input) for linear in linears if linear.online is not None]
     for index in range(shape.blocks):
-        if any(linear.role == "value" and block_of(linear, plan) == index for linear in linears):
+        if any(linear.role == "value" and linear.block == index for linear in linears):
             lengths[f"R2.{index}"] = shape.head_dim
         inside = (rotation for block, rotation in online if block == index)
         lengths |= {rotation.signs: rotation.size for rotation in inside if rotation and rotation.signs}

@@ -26,12 +26,11 @@ def plan_table(plan: Plan) -> str:
         norm = (linear.norm or "").removesuffix(".weight").rpartition(".")[2]
         names = (linear.name, f"{linear.n} x {linear.k}", norm, *_rotations(linear))
         names = tuple(map(of_any_expert, names))
-        number = re.match(rf"{re.escape(plan.layers)}\.(\d+)\.", linear.name)
-        if number:  # of the block; sign vectors bear it too: R2.0
-            name, *cells = (re.sub(rf"(?<=\.){number[1]}(?=[. ]|$)", "*", name) for name in names)
+        if linear.block is not None:  # sign vectors bear its number too: R2.0
+            name, *cells = (re.sub(rf"(?<=\.){linear.block}(?=[. ]|$)", "*", name) for name in names)
             names = name, *(cell.replace(f".{plan.layers}.*.", ".") for cell in cells)  # of QuIP#'s sign vectors
         blocks, experts = rows.setdefault((*names, _format(linear)), ({}, set()))
-        blocks.update({int(number[1]): None} if number else {})
+        blocks.update({} if linear.block is None else {linear.block: None})
         experts.update(() if linear.expert is None else (linear.expert,))
     lines = [["linear", "blocks", "n x k", "norm", "input", "output", "online", "format"]]
     for (name, *cells), (blocks, experts) in rows.items():

@@ -81,11 +81,6 @@ def write(report: Report, folder: Path) -> None:
     write_bytes(folder / PAGE, page(report).encode(errors="replace"))  # file names can be no Unicode
 
 
-def _block(plan: Plan, name: str) -> int | None:
-    inside = name.removeprefix(f"{plan.layers}.")
-    return None if inside == name else int(inside.partition(".")[0])
-
-
 def _drawn(plan: Plan) -> set[str]:
     """The linears whose channels are drawn: attention and MLP inputs of the first, the middle and the last block."""
     blocks = {0, plan.blocks // 2, plan.blocks - 1}
@@ -100,10 +95,10 @@ def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, 
         nbytes[owner] += info.nbytes if leaf.startswith("weight") else 0
     for linear in plan.linears:
         dtype = written[f"{linear.name}.weight"].dtype
-        yield _layer(plan, linear, lines.get(linear.name, {}), dtype, nbytes[linear.name])
+        yield _layer(linear, lines.get(linear.name, {}), dtype, nbytes[linear.name])
 
 
-def _layer(plan: Plan, linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> Layer:
+def _layer(linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> Layer:
     if linear.format is None:
         storage = str(dtype).removeprefix("torch.")
     else:
@@ -114,7 +109,7 @@ def _layer(plan: Plan, linear: LinearPlan, line: Mapping[str, Any], dtype: torch
     rotations = (f"{side}: {found.signs or ''} H{found.order}" for side, found in sides.items() if found)
     return Layer(
         name=linear.name,
-        block=_block(plan, linear.name),
+        block=linear.block,
         n=linear.n,
         k=linear.k,
         storage=storage,
@@ -155,9 +150,7 @@ def _shares(plan: Plan, source: Mapping[str, TensorInfo], written: Mapping[str, 
 
 
 def _observed(plan: Plan, name: str, before: Input, after: Input, drawn: bool) -> Observed:
-    block = _block(plan, name)
-    assert block is not None, name
-    linear = plan.linear(name)
+    block, linear = int(name.removeprefix(f"{plan.layers}.").partition(".")[0]), plan.linear(name)
     alike = [] if linear is None else [other for other in plan.block(block) if other.role == linear.role]  # experts too
     rounded = any(other.activation is not None for other in alike)
     kind = of_any_expert(name.removeprefix(f"{plan.layers}.{block}."))
