@@ -198,17 +198,17 @@ def search(rounds: int = 5, threads: Threads = 1) -> None:
     """Speed of rounding to the nearest points: M weights/s of every instruction set that there is."""
     torch.set_num_threads(threads)
     w = torch.randn(64, WIDTH)
-    levels = ("portable", "avx2", "avx512") if native.available() else ("reference",)
+    levels = ("portable", "avx2", "avx512") if native.load() else ("reference",)
     head("M weights/s", "candidates", *levels)
     for bits in (2, 3, 4):
         codebook = E8Codebook(bits)
         scales, speeds = codebook.fit(w), []
         for level in levels:
-            if native.available():
+            if native.load():
                 native.set_cpu_level(level)
             speeds.append(w.numel() / seconds(lambda c=codebook, s=scales: c.round(w, s), rounds) / 1e6)
         row(f"E8, {bits} bits", CANDIDATES[bits], *(f"{speed:.1f}" for speed in speeds))
-    if native.available():
+    if native.load():
         native.set_cpu_level(None)
 
 

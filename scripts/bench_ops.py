@@ -46,7 +46,7 @@ def main(
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     torch.manual_seed(0)
-    kernels = native.set_cpu_level(level) if native.available() else "not built, slow references"
+    kernels = native.set_cpu_level(level) if native.load() else "not built, slow references"
     if level not in (None, kernels):
         raise typer.BadParameter(f"--level {level}: not here; the best here is {native.set_cpu_level(None)}")
     if not as_json:

@@ -121,7 +121,7 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
 
 def at_level(level: str) -> Iterator[str]:
     """What a fixture yields from: the native kernels of this level; skips where there are none."""
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     try:
         if native.set_cpu_level(level) != level:
@@ -153,5 +153,5 @@ def level(request: pytest.FixtureRequest) -> Iterator[str]:
 def set_level() -> Iterator[Callable[[str | None], str]]:
     """Sets a CPU level for one test."""
     yield native.set_cpu_level
-    if native.available():
+    if native.load():
         native.set_cpu_level(None)

@@ -14,7 +14,7 @@ from ptq.ops import activations, hadamard, native
 from ptq.ops.activations import Activation
 from ptq.weights.formats import DenseFormat
 
-LEVELS = ("portable", "avx2", "avx512") if native.available() else ()
+LEVELS = ("portable", "avx2", "avx512") if native.load() else ()
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -169,7 +169,7 @@ def test_values_out_of_range(bits: Any, clip: Any) -> None:
         activations.parse({"bits": bits, "clip": clip})
 
 
-@pytest.mark.skipif(not native.available(), reason="checks of the kernel")
+@pytest.mark.skipif(not native.load(), reason="checks of the kernel")
 @pytest.mark.parametrize("bits, clip", [(1, 0.9), (9, 0.9), (8, 0.0), (8, 1.5), (8, float("nan"))])
 def test_the_kernel_checks_too(bits: int, clip: float) -> None:
     with pytest.raises(RuntimeError, match="bits|clip"):

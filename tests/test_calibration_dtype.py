@@ -115,7 +115,7 @@ def test_models_in_bfloat16_are_calibrated_so(
 
 
 def test_only_where_the_cpu_has_them(set_level: Callable[[str | None], str]) -> None:
-    if not native.available():
+    if not native.load():
         assert not matmul.has_bfloat16()
         return
     best = set_level(None)

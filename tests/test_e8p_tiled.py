@@ -293,7 +293,7 @@ def test_ops_are_well_formed(bits):
 
 
 def test_what_does_not_fit_is_refused():
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     tiles, (q, q_scale) = tiled_ops.prepack(random_codes(4, 18, 64)), random_tokens(2, 64)
     good: list[Any] = [q, q_scale, tiles, SCALE, None, 18, 4, torch.float32]

@@ -307,7 +307,7 @@ def test_opcheck() -> None:
 
 
 def test_kernels_ignore_strides_threads_and_take_nothing() -> None:
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     w, threads = randn(300, 200)[:, ::2], torch.get_num_threads()
     expected = torch.ops.ptq.minifloat_nearest(w.contiguous(), 3, 2, 20, False, True)
@@ -358,7 +358,7 @@ def test_parts_that_do_not_fit(spoil) -> None:
 
 
 def test_elements_outside_the_kernels_are_refused() -> None:
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     for exponent, mantissa in ((1, 2), (6, 2), (3, 5), (2, 0)):
         with pytest.raises(RuntimeError, match="no element of"):

@@ -147,3 +147,44 @@ def test_ops_behind_a_number_in_a_tensor() -> None:
 
 
 CHECKS = ("test_schema", "test_faketensor")
+
+
+@pytest.mark.parametrize("kind", ["packed", "static packed"])
+def test_sinks_are_kept_anew_behind_a_reset(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short prompt looks like decoded tokens."""
+    settings = CacheQuantization(2, 2, sinks=2, hadamard="sylvester:5")
+    model = model_of(settings)
+    made = (
+        (lambda: PackedCache(model.config, settings))
+        if kind == "packed"
+        else (lambda: StaticPackedCache(model.config, settings, LENGTH))
+    )
+    monkeypatch.setattr(matmul, "on_gpu", lambda x: True)
+    monkeypatch.setattr(fast_attention, "is_plain", lambda *tensors: False)
+    wanted, cache = run(model, made(), False), made()
+    model(torch.arange(2 * 7).view(2, 7) + 20, position_ids=torch.arange(7)[None], **{CACHE: cache})
+    cache.reset()
+    for a, b in zip(run(model, cache, False), wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("wanted_of", ["product", "cache"])
+def test_gradients_of_what_others_bring(wanted_of: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of the module wants a gradient, but a tensor that a hook adds, or the tokens before."""
+    model = model_of(None).requires_grad_(False)
+    cache = DynamicCache()
+    model(torch.arange(4)[None], **{CACHE: cache})
+    if on_gpu:
+        monkeypatch.setattr(matmul, "on_gpu", lambda x: True)
+        monkeypatch.setattr(fast_attention, "is_plain", lambda *tensors: False)
+    layer, learned = cache.layers[0], torch.zeros(1, requires_grad=True, dtype=torch.bfloat16)
+    if wanted_of == "product":
+        projection = model.model.layers[0].self_attn.k_proj
+        projection.register_forward_hook(lambda module, given, y: y + learned)
+    else:
+        layer.keys = layer.keys + learned.detach()
+        learned = layer.keys.requires_grad_()
+    with torch.enable_grad():
+        model(torch.tensor([[7]]), **{CACHE: cache}).logits.float().sum().backward()
+    assert learned.grad is not None and learned.grad.abs().sum() > 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ptq.errors import InputError
 from ptq.ops import hadamard, native
 
-LEVELS = native.CPU_LEVELS if native.available() else ()
+LEVELS = native.CPU_LEVELS if native.load() else ()
 # no power of two beyond Sylvester's, each dense kind, a prime power, dense times dense, and a transform beyond a line
 ORDERS = (1, 2, 4, 8, 12, 20, 28, 36, 44, 48, 72, 76, 144, 256, 344, 448)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 4e-2, torch.float16: 4e-3}

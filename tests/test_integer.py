@@ -214,7 +214,7 @@ def random_parts(format: IntegerFormat, n: int, k: int) -> formats.Parts:
 @pytest.mark.parametrize("bits", BITS)
 def test_native_linear_is_exact_and_ignores_batch_position_level_and_threads(bits, symmetric):
     """Whole blocks of 128 codes and rests; one scale per block, per lane of eight codes, per code; every batch path."""
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     threads = torch.get_num_threads()
     try:

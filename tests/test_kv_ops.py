@@ -149,7 +149,7 @@ def test_attend_against_float64(level: str | None, case: tuple[int, ...], bits: 
 
 @pytest.mark.parametrize("bits", [(3, 4), (6, 6)])
 def test_levels_and_threads_do_not_change_a_bit(bits: tuple[int, int], set_level: Callable[..., str]) -> None:
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     k, v, q = random(1, 2, 1100, 80), random(1, 2, 1100, 80, seed=1), random(1, 14, 3, 80)
     results = []
@@ -201,7 +201,7 @@ def test_opcheck() -> None:
 
 @pytest.mark.parametrize("change", ["length", "bits", "mask", "heads", "scales"])
 def test_what_does_not_fit_is_refused(change: str) -> None:
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     x, q = random(1, 2, 30, 20), random(1, 4, 1, 20)
     sides = [*fill(x, 4, False), *fill(x, 4, True)]
@@ -217,7 +217,7 @@ def test_what_does_not_fit_is_refused(change: str) -> None:
 
 @pytest.mark.parametrize("start", [227, -1, 2**63 - 1, -(2**63)])
 def test_a_place_without_room_is_refused(start: int) -> None:
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     x = random(1, 2, 30, 20)
     codes, scales = fill(x, 4, False)

@@ -169,7 +169,7 @@ def test_floats_against_float64(name, dtype, level):
 
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_sums_of_floats_are_the_same_at_every_level_without_pairs(name):
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     element = ELEMENTS[name]
     tiles, x = weight(element, 50, 384, 128), torch.randn(18, 384, generator=draw(1))
@@ -325,7 +325,7 @@ def test_opcheck_and_gradients():
 
 
 def test_what_does_not_fit_is_refused():
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     tiles, (q, q_scale) = weight(ELEMENTS["e2m3"], 18, 64, 32), tokens(2, 64)
     good: list[Any] = [q, q_scale, *tiles, None, 18, 2, 3, 32, torch.float32]

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_load_is_idempotent():
-    assert native.load() == native.load() == native.available()
+    assert native.load() == native.load()
 
 
 def cpu_kernels() -> list[str]:
@@ -30,7 +30,7 @@ def cpu_kernels() -> list[str]:
 AVX2_ONLY = ("prefill_attention", "add_gram_", "add_cross_")
 
 
-@pytest.mark.skipif(not native.available(), reason="native kernels are not built")
+@pytest.mark.skipif(not native.load(), reason="native kernels are not built")
 @pytest.mark.parametrize("op", cpu_kernels())
 def test_kernels_override_the_reference(op: str):
     assert op in declared()
@@ -71,7 +71,7 @@ def levels_of(best: str) -> list[str]:
     return [level for level in levels if level != "avxvnni" or native.set_cpu_level(level) == level]
 
 
-@pytest.mark.skipif(not native.available(), reason="native kernels are not built")
+@pytest.mark.skipif(not native.load(), reason="native kernels are not built")
 def test_cpu_levels():
     try:
         levels = levels_of(native.set_cpu_level(None))
@@ -92,7 +92,7 @@ def test_unbuilt_source_runs_and_says_so_once(tmp_path: Path):
         # An editable install finds the package elsewhere, before the path is asked.
         "import sys; sys.meta_path = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
         "import torch, ptq.ops.native as n, ptq.ops.hadamard as h\n"
-        "n.load(); assert not n.available()\n"
+        "n.load(); assert not n.load()\n"
         "x = torch.randn(2, 12); y = h.apply(h.apply(x, None, 12), None, 12, True)\n"
         "assert torch.allclose(x, y, atol=1e-5)\n"
     )

@@ -203,7 +203,7 @@ def test_leading_axes_and_strides(shape, implementation):
 
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_threads_and_batch_position_do_not_change_a_result(bits):
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     format, threads = IntegerFormat(bits, 128, False), torch.get_num_threads()
     tiled = format.prepack(random_parts(format, 1000, 512), "cpu")
@@ -272,7 +272,7 @@ def test_opcheck_and_gradients():
 
 
 def test_what_does_not_fit_is_refused():
-    if not native.available():
+    if not native.load():
         pytest.skip("native kernels are not built")
     format = IntegerFormat(4, 32)
     tiled, (q, q_scale) = format.prepack(random_parts(format, 18, 64), "cpu"), random_tokens(2, 64)

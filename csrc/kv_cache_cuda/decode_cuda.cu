@@ -44,6 +44,10 @@ struct Decoded {
         queries = cuda::empty_like_device({sizes.data(), sizes.size()}, q.scalar_type(), q);
     }
     int64_t tokens() const { return q.size(1); }
+    void check(int64_t length, const std::optional<Tensor>& mask) const {
+        STD_TORCH_CHECK(tokens() <= 1 || mask, op, ": several tokens need a mask");
+        check_attention(op, q, q.size(0), kv_heads, q.size(2) / k.size(2) * tokens(), tokens(), length, mask);
+    }
     // `start` is on the device: the tokens are behind so many, and count there afterwards.
     void begin_at(const Tensor& start) {
         cuda::check_tensor(op, "start", start, q, ScalarType::Long);
@@ -88,7 +92,7 @@ Tensor over_plain(Decoded& rows, const Tensor& keys, const Tensor& values, int64
                             cuda::is_aligned(x->const_data_ptr()) && (x->stride(0) | x->stride(1)) % 8 == 0,
                         op, ": keys and values must be on the device, in the dtype and the batch of q, of one shape, ",
                         "contiguous or the last tokens of what is, and begin at a multiple of 16 bytes");
-    STD_TORCH_CHECK(rows.tokens() <= 1 || mask, op, ": several tokens need a mask");
+    rows.check(length, mask);
     const PlainRoom to{{keys.mutable_data_ptr(), values.mutable_data_ptr()},
                        keys.stride(0),
                        keys.stride(1),
@@ -141,7 +145,7 @@ Tensor over_packed(Decoded& rows, const Packed& cache, int64_t before, double cl
     const char* op = rows.op;
     const int64_t length = before + rows.tokens(), room = cache.k_codes.size(0) * chunk;
     STD_TORCH_CHECK(factors.empty(), op, ": the transform must have no dense factors");
-    STD_TORCH_CHECK(rows.tokens() <= 1 || mask, op, ": several tokens need a mask");
+    rows.check(length, mask);
     STD_TORCH_CHECK(cache.k_codes.size(1) == rows.q.size(0) && cache.v_codes.dim() == 4 &&
                         cache.v_codes.size(0) == cache.k_codes.size(0) && cache.v_codes.size(1) == rows.q.size(0) &&
                         cache.v_codes.size(2) == rows.kv_heads,

@@ -44,14 +44,27 @@ inline Number kind_of(ScalarType type) {
     return type == ScalarType::Float ? Number::float32 : type == ScalarType::Half ? Number::float16 : Number::bfloat16;
 }
 
+// What is refused, before anything is stored.
+inline void check_attention(const char* op, const Tensor& q, int64_t batch, int64_t kv_heads, int64_t rows,
+                            int64_t tokens, int64_t length, const std::optional<Tensor>& mask) {
+    STD_TORCH_CHECK(batch * kv_heads < 65536 && rows < int64_t{1} << 16, op,
+                    ": too many heads or query tokens: at most 65535 key-value heads of all rows together, and as "
+                    "many query heads of a group times query tokens");
+    if (!mask) return;
+    STD_TORCH_CHECK(mask->dim() == 4 && mask->size(1) == 1 && (mask->size(0) == 1 || mask->size(0) == batch) &&
+                        mask->size(2) == tokens && mask->size(3) == length,
+                    op, ": the mask has a wrong shape");
+    STD_TORCH_CHECK(
+        mask->is_cuda() && mask->get_device_index() == q.get_device_index() && mask->scalar_type() == ScalarType::Bool,
+        op, ": the mask must be of bools, on the device of the input");
+}
+
 // What attention of q [batch, heads, tokens, d], contiguous, into out [batch, tokens, heads, d] is whatever the cache.
 // `held` keeps tensors alive.
 inline void describe(const char* op, Attend& p, const Tensor& q, const Tensor& out, int64_t kv_heads, int64_t length,
                      double scaling, const std::optional<Tensor>& mask, std::vector<Tensor>& held) {
     const int64_t batch = q.size(0), groups = q.size(1) / kv_heads, tokens = q.size(2);
-    STD_TORCH_CHECK(batch * kv_heads < 65536 && groups * tokens < int64_t{1} << 16, op,
-                    ": too many heads or query tokens: at most 65535 key-value heads of all rows together, and as "
-                    "many query heads of a group times query tokens");
+    check_attention(op, q, batch, kv_heads, groups * tokens, tokens, length, mask);
     p.kv_heads = static_cast<int>(kv_heads), p.groups = static_cast<int>(groups);
     p.tokens = static_cast<int>(tokens), p.length = static_cast<int>(length);
     p.scaling = static_cast<float>(scaling);
@@ -59,13 +72,12 @@ inline void describe(const char* op, Attend& p, const Tensor& q, const Tensor& o
     p.parts = p.q_kind == Number::bfloat16 ? 1 : p.q_kind == Number::float16 ? 2 : 3;
     p.out = out.mutable_data_ptr();
     if (!mask) return;
-    STD_TORCH_CHECK(mask->dim() == 4 && mask->size(1) == 1 && (mask->size(0) == 1 || mask->size(0) == batch) &&
-                        mask->size(2) == tokens && mask->size(3) == length,
-                    op, ": the mask has a wrong shape");
-    held.push_back(torch::stable::contiguous(*mask));
-    cuda::check_tensor(op, "the mask", held.back(), q, ScalarType::Bool);
+    // One for all rows of the batch may come as an expanded one, which is not copied for each of them.
+    const bool shared = mask->size(0) == 1 || mask->stride(0) == 0;
+    const bool is_flat = mask->stride(3) == 1 && mask->stride(2) == length;
+    held.push_back(shared && is_flat ? *mask : torch::stable::contiguous(*mask));
     p.mask = static_cast<const uint8_t*>(held.back().const_data_ptr());
-    p.mask_batch = mask->size(0) == 1 ? 0 : tokens * length;
+    p.mask_batch = shared ? 0 : tokens * length;
 }
 
 // Both sides of a packed cache, and its sinks, which are all there or none.

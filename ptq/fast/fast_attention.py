@@ -58,6 +58,8 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         q, k, v = products(first, hidden_states)
     if any(y.dtype != hidden_states.dtype for y in (q, k, v)):  # autocast
         return None
+    if torch.is_grad_enabled() and any(y.requires_grad for y in (q, k, v)):  # somebody listens, and has added to them
+        return None
     turns, mask = others["position_embeddings"], others.get("attention_mask")
     return output(attend(module, kind.normed, q, k, v, turns, layer, mask))
 
@@ -103,6 +105,9 @@ def cache_layer(
         return None
     if layer is None or _implementation(module.config) != wanted:
         return None
+    if torch.is_grad_enabled() and not isinstance(layer, PackedLayer):
+        if any(x is not None and x.requires_grad for x in (layer.keys, layer.values)):  # a learned prefix
+            return None
     return layer if _fits(attention_mask, hidden_states, layer) else None
 
 

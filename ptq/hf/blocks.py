@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ptq.hf.spliced import FastLinear, NoPositions, Splice, model_around, put
+from ptq.hf.spliced import FastLinear, NoPositions, Splice, model_around
 from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
@@ -106,7 +106,7 @@ class Part:
 
     def put(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of the one that is called `name` in the whole model."""
-        put(self.block, self._inside(name), module)
+        self.block.set_submodule(self._inside(name), module)
 
     def quantize_input(self, name: str, activation: Activation) -> None:
         """Quantise the input of a packed or dense `QuantLinear` from now on."""
@@ -212,4 +212,4 @@ class Part:
         """Leave out the last norm and the table of positions, where the part has none."""
         for name, stand_in in ((self.family.final_norm, nn.Identity()), (self.family.positions, NoPositions())):
             if name and any(parameter.is_meta for parameter in self.model.get_submodule(name).parameters()):
-                put(self.model, name, stand_in)
+                self.model.set_submodule(name, stand_in)

@@ -154,8 +154,7 @@ def separate(model: nn.Module, names: tuple[str, ...] | None, layout: Layout | N
                 f"{name}: {cls} holds its experts as {kind.layout}, but the family's row says {layout}; "
                 "see docs/add-a-family.md"
             )
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _separated(module, names, kind))
+        model.set_submodule(name, _separated(module, names, kind))
     return bool(found)
 
 

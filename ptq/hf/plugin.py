@@ -68,8 +68,7 @@ class PtqQuantizer(HfQuantizer):
             model.resize_token_embeddings = MethodType(embedding.resize_token_embeddings, model)
         ends, turned = {}, self.quantization_config.residual()
         if turned is not None:
-            ends = residual.make_room(model, turned)
-            residual.install(model, turned)  # already, so that accelerate's hooks come around it
+            ends = residual.install(model, turned)  # already, so that accelerate's hooks come around it
         files = kwargs.get("checkpoint_files")
         if files:
             paths = [Path(file) for file in files]

@@ -92,9 +92,9 @@ def ends_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     return {name: model.get_submodule(name.removeprefix(prefix)) for name in names}
 
 
-def make_room(model: PreTrainedModel, construction: str) -> dict[str, nn.Module]:
-    """Give the ends of a model room for the signs, on the current default device. Raises InputError where the Hadamard
-    matrix does not fit."""
+def install(model: PreTrainedModel, construction: str) -> dict[str, nn.Module]:
+    """Give the ends of a model room for the signs, on the current default device, and let them turn what they give and
+    are given. Raises InputError where the Hadamard matrix does not fit."""
     size, ends = model.config.hidden_size, ends_of(model)
     if size % hadamard.order_of(construction):
         raise InputError(
@@ -103,14 +103,10 @@ def make_room(model: PreTrainedModel, construction: str) -> dict[str, nn.Module]
         )
     for module in ends.values():
         module.register_buffer(SIGNS, stored_signs(torch.ones(size)))
-    return ends
-
-
-def install(model: PreTrainedModel, construction: str) -> None:
-    """Let the ends of a model, which have signs, turn what they give and are given."""
-    embedding, norm = ends_of(model).values()
+    embedding, norm = ends.values()
     embedding.forward = functools.partial(_embed, embedding, construction, KeptSigns())
     norm.forward = functools.partial(_norm, norm, construction, KeptSigns(), fast_steps.norm_kind(norm))
+    return ends
 
 
 def _signs(module: nn.Module, kept: KeptSigns) -> Float32[Tensor, " k"]:

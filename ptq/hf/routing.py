@@ -6,7 +6,7 @@ with the original's number by number, and then it is given the original's choice
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from jaxtyping import Float
@@ -62,9 +62,7 @@ def replayed(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[Non
 
 @contextmanager
 def _hooked(part: Part, routers: Iterable[str], hook: Any) -> Iterator[None]:
-    handles = [part.module(name).register_forward_hook(hook) for name in routers]
-    try:
+    with ExitStack() as hooks:
+        for name in routers:
+            hooks.enter_context(part.module(name).register_forward_hook(hook))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -97,7 +97,7 @@ def model_around(
             module.padding_idx = None
     with refused(UNBUILT):
         for name, module in list(_rotary_tables(model)):
-            put(model, name, type(module)(config=module.config).to(device))  # a table may have one of its own
+            model.set_submodule(name, type(module)(config=module.config).to(device))  # a table may have one of its own
     fast_steps.install(model)  # as it is in a loaded model, so that numbers are the same to the bit
     fast_decode.install_attention(model)
     return model.eval()
@@ -127,12 +127,6 @@ def _whole(settings: Settings) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config)
     transposed.as_linears(model)
     return model
-
-
-def put(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one of that name."""
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -150,7 +150,7 @@ class PackedLayer(CacheLayerMixin):
     @property
     def decodes(self) -> bool:
         """Whether `decode` serves this layer: it has tokens, all of them packed, and all its sinks."""
-        if not self.is_initialized or not self.packed:
+        if not self.is_initialized or not self.packed or (self.owner.settings.sinks and self.starts is None):
             return False
         if self._sinks_end[0] is not self.starts:
             end = 0 if self.starts is None else int(self.starts.max()) + self.key_sinks.shape[2]

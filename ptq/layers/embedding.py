@@ -112,9 +112,8 @@ def tie(model: PreTrainedModel) -> None:
     if isinstance(embedding, PackedEmbedding):
         embedding.multiplies = True
         name = next(name for name, module in model.named_modules() if module is head)
-        parent, _, leaf = name.rpartition(".")
         bias = cast(nn.Parameter | None, getattr(head, "bias", None))
-        setattr(model.get_submodule(parent), leaf, TiedHead(embedding, bias))
+        model.set_submodule(name, TiedHead(embedding, bias))
         if bias is not None:
             setattr(model, "_adjust_bias", _leave)  # noqa: B010
 

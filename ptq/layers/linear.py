@@ -212,7 +212,6 @@ def plain_weight(module: PackedWeight, stored: Mapping[str, Tensor]) -> Float32[
 def swap(root: nn.Module, name: str, entry: Any) -> PackedWeight:
     """Put the module that an entry describes in the place of a linear or an embedding. Raises InputError where there is
     none."""
-    parent, _, leaf = name.rpartition(".")
     try:
         linear = root.get_submodule(name)
     except AttributeError as error:
@@ -226,5 +225,5 @@ def swap(root: nn.Module, name: str, entry: Any) -> PackedWeight:
             module = embedding.build(linear, entry, name)
         else:
             module = build(entry, name, linear.in_features, linear.out_features, linear.bias is not None)
-    setattr(root.get_submodule(parent), leaf, module)
+    root.set_submodule(name, module)
     return module

@@ -72,11 +72,6 @@ def has_cuda() -> bool:
     return load() and _cuda_library() is not None
 
 
-def available() -> bool:
-    """Whether the native CPU kernels are built (loads them)."""
-    return load()
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     return ctypes.CDLL(str(_find(_CPU)))

@@ -13,7 +13,8 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
   values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
   its own token and all before it, or, where there is a `mask` [b or 1, 1, t, before + t], to what it says (True), if to
   nothing, with zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once. (On a GPU:
-  float16 or bfloat16, whole eights of channels, at most 256; weights of the softmax are rounded, too.)
+  float16 or bfloat16, whole eights of channels, at most 256; several tokens need a mask; weights of the softmax are
+  rounded, too.)
 - `ptq::decode_attention_at`: the same behind `start` tokens, a number in a tensor, so that one graph serves every step,
   and is t more afterwards. Attention is to all of the room that the mask [b or 1, 1, t, room] shows. The CUDA kernel
   drops tokens that find no room, as it cannot say so.

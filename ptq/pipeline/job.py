@@ -69,11 +69,11 @@ class Job:
     def rewritten(self, linear: LinearPlan, dtype: torch.dtype) -> Tensor:
         """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""
         w = self.tensor(linear.source).to(self.device)
-        return self._rewrite(linear, w, self._gain(linear.norm) if linear.norm else None, dtype)
+        return self._rewrite(linear, w, self._gain(linear), dtype)
 
     def rewritten_rows(self, linear: LinearPlan) -> Iterator[Float[Tensor, "r k"]]:
         """`rewritten` in float32, some rows at a time: for the embedding and the head, where rows do not mix."""
-        gain = self._gain(linear.norm) if linear.norm else None
+        gain = self._gain(linear)
         for piece in self.tensor(linear.source).split(max(1, PIECE_BYTES // (8 * linear.k))):
             yield self._rewrite(linear, piece.to(self.device), gain, torch.float32)
 
@@ -129,7 +129,7 @@ class Job:
 
     def rotate_weight(self, linear: LinearPlan, part: Part) -> None:
         """Rewrite the weight of a linear that a part holds."""
-        gain = self._gain(linear.norm) if linear.norm else None
+        gain = self._gain(linear)
         weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
         if linear.acts_online:
             exact = replace(linear, format=formats.get("dense"), activation=None)
@@ -244,9 +244,11 @@ class Job:
             self.scales[linear.balance] = balance.scale_of(linear.balance, self._read, self.plan.norm_offset)
         return balance.factor(linear, self.scales[linear.balance])
 
-    def _gain(self, norm: str) -> Float64[Tensor, " k"]:
-        """What a norm of the source multiplies with."""
-        return self.tensor(norm).to(self.device).double() + self.plan.norm_offset
+    def _gain(self, linear: LinearPlan) -> Float64[Tensor, " k"] | None:
+        """What the norm multiplies with that is folded into a linear."""
+        return (
+            None if linear.norm is None else self.tensor(linear.norm).to(self.device).double() + self.plan.norm_offset
+        )
 
     def _read(self, name: str) -> Tensor | None:
         return self.tensor(name).to(self.device) if name in self.checkpoint.tensors else None
@@ -268,7 +270,6 @@ class Job:
         part = self._part(None)
         if model != "original" and self.plan.online_residual is not None:
             construction = hadamard.construction(self.plan.online_residual.order)
-            residual.make_room(part.model, construction)
             residual.install(part.model, construction)
             part.load(self.residual_signs())
         return part

@@ -87,7 +87,6 @@ class Streamed:
         """A part without a block, for the embedding and the head."""
         part = Part(self.config, self.family, None, self.device)
         if self.packed is not None and (turned := self.packed.residual()) is not None:
-            residual.make_room(part.model, turned)
             residual.install(part.model, turned)
             part.load(self._read(residual.tensors(self.family)))
         return part

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,7 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form, with the fingerprint of everything else."""
-        content = {
-            "recipe": self.recipe,
-            "source": self.source,
-            "calibration": self.calibration,
-            "version": self.version,
-            "signs": self.signs,
-        }
+        content = asdict(self)
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         return {**content, "fingerprint": digest}
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float64
 from torch import Tensor
 
+from ptq.files import dtypes
 from ptq.files.header import TensorInfo
 from ptq.files.shards import write_bytes, write_json
 from ptq.hf import residual
@@ -100,7 +101,7 @@ def _layers(plan: Plan, log: Sequence[Mapping[str, Any]], written: Mapping[str, 
 
 def _layer(linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbytes: int) -> Layer:
     if linear.format is None:
-        storage = str(dtype).removeprefix("torch.")
+        storage = dtypes.name_of(dtype)
     else:
         options = (f"{key}={value}" for key, value in linear.format.options().items())
         storage = " ".join([linear.format.name, *options])

@@ -14,6 +14,7 @@ leave.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -142,15 +143,12 @@ def measure(
     """Run a block on hidden states and measure inputs of it, at most so many tokens of each in a chunk, evenly spread
     (and one for each expert). The sums are taken in the order of the chunks."""
     found = {one.name: Errors(torch.zeros(len(GRID), dtype=torch.float64)) for one in inputs}
-    handles = [
-        _watch(part, readers, -(-most // len(one.places)), found[one.name]) for one in inputs for readers in one.places
-    ]
-    try:
+    with ExitStack() as hooks:
+        for one in inputs:
+            for readers in one.places:
+                hooks.enter_context(_watch(part, readers, -(-most // len(one.places)), found[one.name]))
         for hidden in chunks:
             part.run(hidden)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

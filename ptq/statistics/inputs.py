@@ -7,7 +7,7 @@ W + W C (sum x̂ x̂ᵀ)⁻¹, and that is rounded (docs/math.md, section 5).
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import torch
 from jaxtyping import Float, Float32
@@ -42,13 +42,10 @@ def run_until_seen(
 
         return module.register_forward_pre_hook(hook)
 
-    handles = [watch(name, part.module(name)) for name in sorted(missing)]
-    try:
-        with suppress(_Seen):  # what comes after the last input is not needed
-            part.run(state)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with suppress(_Seen), ExitStack() as hooks:  # what comes after the last input is not needed
+        for name in sorted(missing):
+            hooks.enter_context(watch(name, part.module(name)))
+        part.run(state)
 
 
 class CrossMoments:

@@ -6,7 +6,7 @@ The numbers are small: a run keeps them beside its probe, block by block, and it
 import functools
 import operator
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -110,14 +110,11 @@ def watching(
     rounding error, whether the linear quantises its input or not.
     """
     found: dict[str, Input] = {}
-    handles = [
-        _watch(part.module(linear), name, found, activation) for name, linears in names.items() for linear in linears
-    ]
-    try:
+    with ExitStack() as hooks:
+        for name, linears in names.items():
+            for linear in linears:
+                hooks.enter_context(_watch(part.module(linear), name, found, activation))
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _watch(module: nn.Module, name: str, found: dict[str, Input], activation: Activation | None):
