@@ -26,7 +26,7 @@ from ptq.ops import bitstream, fragments
 
 
 @dataclass(frozen=True)
-class Layout:
+class SlotLayout:
     """Where the bits of an element's codes are, as the module docstring says."""
 
     slots: tuple[tuple[int, int], ...]
@@ -39,13 +39,13 @@ class Layout:
         return max(len(self.turns), 1)
 
 
-_SEVEN = Layout(((15, 9), (2, 3)), (14, 12, 10, 8, 6, 4, 2))
+_SEVEN = SlotLayout(((15, 9), (2, 3)), (14, 12, 10, 8, 6, 4, 2))
 LAYOUTS = {
-    "e2m1": Layout(((15, 6), (9, 0), (11, 12), (10, 3))),
-    "e2m2": Layout(((15, 5), (10, 0), (9, 11)), (11, 4, 3, 2, 1)),
-    "e3m1": Layout(((15, 6), (10, 1), (5, 11)), (15, 9, 8, 7, 6)),
-    "e3m2": Layout(((15, 5), (10, 0)), (28, 24, 4)),
-    "e2m3": Layout(((15, 4), (9, 10)), (12, 8, 4)),
+    "e2m1": SlotLayout(((15, 6), (9, 0), (11, 12), (10, 3))),
+    "e2m2": SlotLayout(((15, 5), (10, 0), (9, 11)), (11, 4, 3, 2, 1)),
+    "e3m1": SlotLayout(((15, 6), (10, 1), (5, 11)), (15, 9, 8, 7, 6)),
+    "e3m2": SlotLayout(((15, 5), (10, 0)), (28, 24, 4)),
+    "e2m3": SlotLayout(((15, 4), (9, 10)), (12, 8, 4)),
     "e4m2": _SEVEN,
     "e3m3": _SEVEN,
 }

@@ -11,7 +11,7 @@ import torch
 
 from ptq.methods import METHODS
 from ptq.models.families import FAMILIES
-from ptq.models.family import Experts, Family, Mixer
+from ptq.models.family import ExpertNames, Family, Mixer
 from ptq.weights import formats
 from ptq.weights.formats import Choice, Codebook, Format, IntegerInput, ScaledCodebook
 from ptq.weights.rounding import nearest
@@ -100,7 +100,7 @@ def test_every_module_has_a_room():
 
 
 def test_every_field_of_a_family_is_explained():
-    for field in (*Family.__dataclass_fields__, *Mixer.__dataclass_fields__, *Experts.__dataclass_fields__):
+    for field in (*Family.__dataclass_fields__, *Mixer.__dataclass_fields__, *ExpertNames.__dataclass_fields__):
         assert f"`{field}`" in page("add-a-family"), field
 
 

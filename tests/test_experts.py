@@ -170,7 +170,7 @@ def test_a_gate_of_the_class_itself(kind: type[InTurn]) -> None:
     theirs, x = kind(), torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
     model = nn.Sequential(copy.deepcopy(theirs))
     assert experts.separate(model, experts.NAMES[0])
-    apart = fused.take_apart(dict(theirs.named_parameters()), fused.Layout(True, True), experts.NAMES[0])
+    apart = fused.take_apart(dict(theirs.named_parameters()), fused.FusedLayout(True, True), experts.NAMES[0])
     model[0].load_state_dict(apart, assign=True)
     for ours in (model[0], copy.deepcopy(model[0]), pickle.loads(pickle.dumps(model[0]))):
         for tokens in (1, 5):

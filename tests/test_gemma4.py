@@ -18,7 +18,7 @@ import ptq
 from fp6.plan import Fp6Recipe
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.linear import QuantLinear
-from ptq.models.state import Layout
+from ptq.models.state import StateLayout
 from ptq.pipeline import pipeline
 from ptq.pipeline.ends import plain
 from ptq.pipeline.job import Job
@@ -62,7 +62,7 @@ def test_parts_that_run_alone_make_the_whole_model(model: Path) -> None:
     target = pipeline.plan(str(model), recipe)
     job = Job(recipe=recipe, signs={}, device=torch.device("cpu"), **vars(target))
     state = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
-    layout = Layout.of(target.config)
+    layout = StateLayout.of(target.config)
     assert state.shape[-1] == layout.width
     for index in range(target.plan.blocks):
         state = job.original_block(index).run(state)

@@ -88,7 +88,7 @@ def test_every_matrix_of_an_expert_is_read_by_itself(models: tuple[Path, Path]) 
     wanted = {name: tensor for name, tensor in whole.items() if not fused.is_fused_parameter(name)}
     for name in whole.keys() - wanted.keys():
         owner, _, leaf = name.rpartition(".")
-        parts = fused.take_apart({leaf: whole[name]}, fused.Layout(True, True), names.linears)
+        parts = fused.take_apart({leaf: whole[name]}, fused.FusedLayout(True, True), names.linears)
         wanted |= {f"{owner}.{part}": tensor for part, tensor in parts.items()}
     assert wanted["model.layers.1.mlp.experts.3.up_proj.weight"].shape == (96, 64)
     for folder in models:

@@ -22,7 +22,7 @@ from ptq.pipeline.job import Job
 from ptq.pipeline.work import Record
 from ptq.planning.outline import first_row
 from ptq.statistics import outliers
-from ptq.statistics.outliers import Input
+from ptq.statistics.outliers import MeasuredInput
 from quarot.plan import QuarotRecipe
 
 IDS = torch.arange(3, 67).reshape(2, 32)
@@ -59,7 +59,7 @@ def inputs_of(model: torch.nn.Module, names: dict[str, tuple[str, ...]]) -> dict
     return {name: torch.cat(pieces) for name, pieces in found.items()}
 
 
-def by_hand(x: torch.Tensor, activation: Activation | None = None) -> Input:
+def by_hand(x: torch.Tensor, activation: Activation | None = None) -> MeasuredInput:
     """Token by token, in Python."""
     sums = torch.zeros(5, dtype=torch.float64)
     for token in x.double():
@@ -72,10 +72,10 @@ def by_hand(x: torch.Tensor, activation: Activation | None = None) -> Input:
         sums += torch.tensor(
             [1.0, fourth / mean**2, max(abs(float(v)) for v in token) / mean**0.5, error, mean], dtype=torch.float64
         )
-    return Input(torch.tensor([max(abs(float(v)) for v in column) for column in x.T]).float(), sums)
+    return MeasuredInput(torch.tensor([max(abs(float(v)) for v in column) for column in x.T]).float(), sums)
 
 
-def check_equal(found: Input, expected: Input) -> None:
+def check_equal(found: MeasuredInput, expected: MeasuredInput) -> None:
     torch.testing.assert_close(found.peak, expected.peak, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(found.sums, expected.sums, rtol=1e-4, atol=1e-6)
 

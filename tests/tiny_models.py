@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ptq.hf import experts, fused
 from ptq.models.families import FAMILIES
-from ptq.models.family import Experts as Names
+from ptq.models.family import ExpertNames
 
 ODD = dict(
     hidden_size=72, intermediate_size=152, num_attention_heads=4, num_key_value_heads=2, head_dim=20,
@@ -279,7 +279,7 @@ def stored(model: Any) -> dict[str, torch.Tensor]:
     return apart(state, family.experts)
 
 
-def apart(tensors: Mapping[str, torch.Tensor], names: Names | None) -> dict[str, torch.Tensor]:
+def apart(tensors: Mapping[str, torch.Tensor], names: ExpertNames | None) -> dict[str, torch.Tensor]:
     """Tensors of a model, of fused experts those of the single ones."""
     found = {}
     for name, tensor in tensors.items():
@@ -287,7 +287,7 @@ def apart(tensors: Mapping[str, torch.Tensor], names: Names | None) -> dict[str,
         if names is None or not fused.is_fused_parameter(name):
             found[name] = tensor
             continue
-        inside = fused.take_apart({leaf: tensor}, fused.Layout.of(names), names.linears)
+        inside = fused.take_apart({leaf: tensor}, fused.FusedLayout.of(names), names.linears)
         found |= {f"{owner}.{part}": one for part, one in inside.items()}
     return found
 

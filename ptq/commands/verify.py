@@ -15,7 +15,7 @@ from ptq.errors import InputError
 from ptq.files import source
 from ptq.files.checkpoint import INDEX, Checkpoint, check_finite
 from ptq.hf.loading import load_config, load_model, load_tokenizer
-from ptq.models.state import Layout
+from ptq.models.state import StateLayout
 from ptq.pipeline import writer
 from ptq.pipeline.progress import counting, without_kernel_hints
 from ptq.pipeline.streamed import Streamed
@@ -97,7 +97,7 @@ def _logits(
 ) -> Iterator[tuple[Float[Tensor, "t v"], Float[Tensor, "t v"]]]:
     """Logits of both models that predict all but the first token of every window. As many windows as there is memory
     for pass through a block together."""
-    state_bytes = 4 * windows.context * sum(Layout.of(each.config).width for each in (model, original))
+    state_bytes = 4 * windows.context * sum(StateLayout.of(each.config).width for each in (model, original))
     groups = windows.tokens.split(max(1, STATE_BYTES // state_bytes))
     for number, group in enumerate(groups):
         ours, theirs = model.embed(group), original.embed(group)

@@ -29,9 +29,9 @@ from ptq.kv.attention import CACHE
 from ptq.ops import matmul
 
 ATTENTION, MLP = "self_attn", "mlp"
-Layout = tuple[str | None, str | None, str | None, str | None]
+NormNames = tuple[str | None, str | None, str | None, str | None]
 """The norms before attention, before the MLP, behind attention, behind the MLP, by name; None: there is none."""
-LAYOUTS: tuple[Layout, ...] = (
+LAYOUTS: tuple[NormNames, ...] = (
     ("input_layernorm", "post_attention_layernorm", None, None),
     (None, None, "post_attention_layernorm", "post_feedforward_layernorm"),
     ("input_layernorm", "pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm"),
@@ -45,7 +45,7 @@ OTHERS = ("position_embeddings", "attention_mask", "position_ids", CACHE, "use_c
 class _Known:
     """What is known of a decoder layer, for as long as it holds the very modules and parameters that `find` found."""
 
-    def __init__(self, find: Callable[..., Any], layout: Layout) -> None:
+    def __init__(self, find: Callable[..., Any], layout: NormNames) -> None:
         self.find, self.layout = find, layout
         self.forget()
 
@@ -160,7 +160,7 @@ def _multiplier(module: nn.Module) -> float:
     return vars(module).get(MULTIPLIER, 1.0)
 
 
-def _parts(layout: Layout, module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module | None]]:
+def _parts(layout: NormNames, module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module | None]]:
     held: dict[str, Any] = module._modules
     return held[ATTENTION], held[MLP], [None if name is None else held[name] for name in layout]
 
@@ -180,10 +180,10 @@ class _StandIn(nn.Module):
         return (hidden_states.sin(), None) if self.is_attention else hidden_states.tanh()
 
 
-_LAYOUTS: dict[Any, Layout | None] = {}
+_LAYOUTS: dict[Any, NormNames | None] = {}
 
 
-def _layout_of(module: nn.Module) -> Layout | None:
+def _layout_of(module: nn.Module) -> NormNames | None:
     """Where the norms of a decoder layer are; None for what is none as the docstring of this file has it."""
     names = {name for name, part in module._modules.items() if type(part) is not nn.Dropout}
     layouts = [layout for layout in LAYOUTS if names == {ATTENTION, MLP, *layout} - {None}]
@@ -196,7 +196,7 @@ def _layout_of(module: nn.Module) -> Layout | None:
 
 
 @trial()
-def _gives_its_numbers(module: nn.Module, layout: Layout) -> bool:
+def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)
     attention, mlp = _StandIn(True), _StandIn(False)

@@ -118,7 +118,7 @@ Specs = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Placement:
     """Where every tensor of a checkpoint lies, known before the first of them is."""
 
     headers: dict[str, bytes]
@@ -135,7 +135,7 @@ class Layout:
         return len(self.headers[shard]) + sum(info.nbytes for info in self.tensors.values() if info.shard == shard)
 
 
-def layout(tensors: Specs, max_shard_bytes: int) -> Layout:
+def layout(tensors: Specs, max_shard_bytes: int) -> Placement:
     """Distribute tensors over shards of at most `max_shard_bytes` of tensor bytes.
 
     With the order of the model's `state_dict` the files are those of `save_pretrained` with the same shard size: shards
@@ -152,7 +152,7 @@ def layout(tensors: Specs, max_shard_bytes: int) -> Layout:
             dtype, shape = tensors[name]
             places[name] = TensorInfo(shape, dtype, shard, at, dtype.itemsize * prod(shape))
             at += places[name].nbytes
-    return Layout(headers, places)
+    return Placement(headers, places)
 
 
 def _fill(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[str]]:
@@ -177,7 +177,7 @@ class Shards:
     They are not kept twice, neither on disk nor in time; who fills them has to know what is filled already.
     """
 
-    def __init__(self, layout: Layout, folder: Path) -> None:
+    def __init__(self, layout: Placement, folder: Path) -> None:
         self.layout, self.folder = layout, folder
 
     def begun(self) -> bool:

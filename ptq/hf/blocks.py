@@ -21,7 +21,7 @@ from ptq.kv.kv_cache import CacheQuantization, attach
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
 from ptq.models.family import Family
-from ptq.models.state import Layout, given, recorded
+from ptq.models.state import StateLayout, given, recorded
 from ptq.ops.activations import Activation
 
 UNRUN = "config.json: the model that transformers makes of it does not run"
@@ -36,7 +36,7 @@ class Part:
 
     def __init__(self, config: Any, family: Family, layer: int | None, device: torch.device) -> None:
         self.family, self.layer, self.device = family, layer, device
-        self.layout = Layout.of(config)
+        self.layout = StateLayout.of(config)
         self.splice = Splice(None, family.returns_pair)
         self.model = model_around(config, family, self.splice, layer, device)
         self.prefix = f"{family.layers}.{layer}." if layer is not None else ""

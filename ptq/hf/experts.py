@@ -22,7 +22,7 @@ from ptq.errors import InputError
 from ptq.fast import fast_steps
 from ptq.fast.fast_experts import FewTokens
 from ptq.fast.trials import hollow, numbers_of, trial
-from ptq.hf.fused import BIASES, GATED, UNGATED, Layout, take_apart
+from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
 from ptq.layers.shared_input import products
 from ptq.ops import expert_ops, steps
 from ptq.ops.matmul import has_steps
@@ -135,7 +135,7 @@ def names_in(linears: Iterable[str]) -> tuple[str, ...] | None:
     return next((names for names in NAMES if leaves & set(names)), None)
 
 
-def separate(model: nn.Module, names: tuple[str, ...] | None, layout: Layout | None = None) -> bool:
+def separate(model: nn.Module, names: tuple[str, ...] | None, layout: FusedLayout | None = None) -> bool:
     """Put `Experts` without weights, whose linears have these names (the last two, without gates), in the place of all
     fused experts of a model; nothing with None. Whether there were any. Raises InputError for experts that compute
     something else, or whose layout is not the one by which files were read."""
@@ -187,7 +187,7 @@ def _activation(module: nn.Module) -> nn.Module | None:
 class _Kind:
     """How fused experts are taken apart."""
 
-    layout: Layout
+    layout: FusedLayout
     own_gate: bool
     """Whether their class has a function of its own in the place of act(gate) * up."""
     experts: type[Experts]
@@ -226,7 +226,7 @@ def _kind_of(module: nn.Module) -> _Kind | None:
     """The first kind of `Experts` that compute what fused ones do; None where there is none."""
     there = {False: _activation(module) is not None, True: hasattr(module, OWN_GATE)}
     gates = [own for own in there if there[own]]
-    layouts = [Layout(*flags) for flags in itertools.product((False, True), repeat=2)]
+    layouts = [FusedLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
     kinds = (_Kind(*parts) for parts in itertools.product(layouts, gates, (Experts, SortedExperts)))
     return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
 

@@ -10,27 +10,26 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.files.header import TensorInfo
-from ptq.models.family import Experts as Names
-from ptq.models.family import Family
+from ptq.models.family import ExpertNames, Family
 from ptq.planning.plan import OF_ANOTHER, Plan
 
 PARTS = {"gate_up_proj": slice(-3, -1), "up_proj": slice(-2, -1), "down_proj": slice(-1, None)}
 """Parameters of a module of fused experts: [experts, 2 width, hidden] or, without a gate, [experts, width, hidden], and
-[experts, hidden, width], or `Layout`; and which of gate, up, down of every expert each holds."""
+[experts, hidden, width], or `FusedLayout`; and which of gate, up, down of every expert each holds."""
 GATED, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")
 BIASES = {f"{name}_bias": part for name, part in PARTS.items()}
 """Those that it may have besides: [experts, 2 width] and so on."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How gate, up and down lie in fused tensors: see `ptq.models.family.Experts`."""
+class FusedLayout:
+    """How gate, up and down lie in fused tensors: see `ptq.models.family.ExpertNames`."""
 
     transposed: bool = False
     interleaved: bool = False
 
     @classmethod
-    def of(cls, names: Names) -> "Layout":
+    def of(cls, names: ExpertNames) -> "FusedLayout":
         """That of a family."""
         return cls(names.transposed, names.interleaved)
 
@@ -52,7 +51,7 @@ def check_loadable(plan: Plan, family: Family) -> None:
 
 
 def take_apart(
-    fused: Mapping[str, Float[Tensor, "e ..."]], layout: Layout, names: tuple[str, ...]
+    fused: Mapping[str, Float[Tensor, "e ..."]], layout: FusedLayout, names: tuple[str, ...]
 ) -> dict[str, Tensor]:
     """The tensors of experts 0, 1, ..., whose linears have these names, from the fused ones."""
     found = {}
@@ -99,7 +98,7 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family, experts: int
     return found
 
 
-def _pieces(name: str, info: TensorInfo, names: Names, parts: int) -> Iterator[tuple[int, int, TensorInfo]]:
+def _pieces(name: str, info: TensorInfo, names: ExpertNames, parts: int) -> Iterator[tuple[int, int, TensorInfo]]:
     """Of a fused tensor with outputs of so many linears: number of the expert, which of the linears, and its tensor."""
     transposed = names.transposed and len(info.shape) == 3 and info.scale is None
     outputs = info.shape[2 if transposed else 1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptq.hf.blocks import Part
 
-Choice = tuple[Tensor, ...] | Tensor
+Routing = tuple[Tensor, ...] | Tensor
 """What a router gives: its logits, or these among others, such as weights and numbers of the chosen experts."""
 
 
@@ -23,7 +23,7 @@ class Routes:
 
     def __init__(self, place: int = 0) -> None:
         self.place = place
-        self.made: list[Choice] = []
+        self.made: list[Routing] = []
         self.again: list[Tensor] = []
         """The logits of the other model's routers, in the same calls."""
 
@@ -32,7 +32,7 @@ class Routes:
         where no model has taken them."""
         return ((found[None], self.logits_in(self.made[call])[None]) for call, found in enumerate(self.again))
 
-    def logits_in(self, choice: Choice) -> Float[Tensor, "t experts"]:
+    def logits_in(self, choice: Routing) -> Float[Tensor, "t experts"]:
         """The logits in what a router gives."""
         return choice if isinstance(choice, Tensor) else choice[self.place]
 
@@ -41,7 +41,7 @@ class Routes:
 def recorded(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[None]:
     """Keep what the named routers of a block give."""
 
-    def keep(_: nn.Module, __: Any, choice: Choice) -> None:
+    def keep(_: nn.Module, __: Any, choice: Routing) -> None:
         routes.made.append(choice)
 
     with _hooked(part, routers, keep):
@@ -52,7 +52,7 @@ def recorded(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[Non
 def replayed(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[None]:
     """Give what was kept in the place of what the named routers give, call by call; their own logits are kept too."""
 
-    def replace(_: nn.Module, __: Any, choice: Choice) -> Choice:
+    def replace(_: nn.Module, __: Any, choice: Routing) -> Routing:
         routes.again.append(routes.logits_in(choice))
         return routes.made[len(routes.again) - 1]
 

@@ -89,7 +89,7 @@ def model_around(
         vars(stand_in).update({key: value for key, value in vars(block).items() if isinstance(value, str)})
     setattr(body, name, nn.ModuleList(stand_ins))
     if family.experts is not None:
-        experts.separate(model, family.experts.linears, fused.Layout.of(family.experts))
+        experts.separate(model, family.experts.linears, fused.FusedLayout.of(family.experts))
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FastLinear  # making another one would take longer than all the rest here

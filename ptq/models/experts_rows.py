@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ptq.models.family import Experts, Family
+from ptq.models.family import ExpertNames, Family
 from ptq.models.family_parts import (
     GATED_SHARED_EXPERT,
     GRANITE_EXPERTS,
@@ -15,14 +15,14 @@ from ptq.models.family_parts import (
 )
 
 ROWS = (
-    *(Family(model_type, kept=HEAD_NORMS, experts=Experts()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
+    *(Family(model_type, kept=HEAD_NORMS, experts=ExpertNames()) for model_type in ("qwen3_moe", "olmoe", "mellum")),
     Family(
         "flex_olmo",
         attention_norm=None,
         mlp_norm=None,
         kept=(*HEAD_NORMS, *POST_NORMS),
         rotate_residual=False,
-        experts=Experts(),
+        experts=ExpertNames(),
     ),
     Family("qwen2_moe", experts=GATED_SHARED_EXPERT),
     Family(
@@ -30,7 +30,7 @@ ROWS = (
         kept=(*HEAD_NORMS, "self_attn.softmax_offset"),
         plain_attention=False,
         renamed=(("self_attn.softmax_offset", "self_attn.sinks"),),
-        experts=Experts(shared="mlp.shared_expert"),
+        experts=ExpertNames(shared="mlp.shared_expert"),
     ),
     Family(
         "kolibri1",
@@ -48,12 +48,12 @@ ROWS = (
         "ernie4_5_moe",
         rope_interleaved=True,
         renamed=(("mlp.moe_statics", "mlp.gate.moe_statics"),),
-        experts=Experts(shared="mlp.shared_experts", kept=("mlp.moe_statics.e_score_correction_bias",)),
+        experts=ExpertNames(shared="mlp.shared_experts", kept=("mlp.moe_statics.e_score_correction_bias",)),
     ),
     Family(
         "hunyuan_v1_moe",
         kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight"),
-        experts=Experts("mlp.gate.wg", shared="mlp.shared_mlp"),
+        experts=ExpertNames("mlp.gate.wg", shared="mlp.shared_mlp"),
     ),
     Family("dots1", kept=HEAD_NORMS, experts=SHARED_EXPERTS),
     Family("solar_open", experts=SHARED_EXPERTS),
@@ -62,7 +62,7 @@ ROWS = (
         "gpt_oss",
         kept=("self_attn.sinks",),
         plain_attention=False,
-        experts=Experts("mlp.router", fused=True, transposed=True, interleaved=True, plain_gate=False),
+        experts=ExpertNames("mlp.router", fused=True, transposed=True, interleaved=True, plain_gate=False),
     ),
     Family(
         "llama4_text",
@@ -72,7 +72,7 @@ ROWS = (
         kept_if="use_qk_norm",
         plain_key_norm=True,
         rope_interleaved=True,
-        experts=Experts(
+        experts=ExpertNames(
             "feed_forward.router",
             "feed_forward.experts",
             shared="feed_forward.shared_expert",
@@ -92,13 +92,13 @@ ROWS = (
         mlp_norm="input_layernorm",
         rope_interleaved=True,
         rotate_residual=False,
-        experts=Experts(shared="mlp.shared_experts"),
+        experts=ExpertNames(shared="mlp.shared_experts"),
     ),
     Family(
         "exaone_moe",
         kept=HEAD_NORMS,
         renamed=(("mlp.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),),
-        experts=Experts(shared="mlp.shared_experts", kept=("mlp.e_score_correction_bias",)),
+        experts=ExpertNames(shared="mlp.shared_experts", kept=("mlp.e_score_correction_bias",)),
     ),
     Family(
         "hy_v3",
@@ -108,7 +108,7 @@ ROWS = (
             ("mlp.expert_bias", "mlp.e_score_correction_bias"),
             ("mlp.shared_mlp", "mlp.shared_experts"),
         ),
-        experts=Experts("mlp.router.gate", shared="mlp.shared_mlp", kept=("mlp.expert_bias",)),
+        experts=ExpertNames("mlp.router.gate", shared="mlp.shared_mlp", kept=("mlp.expert_bias",)),
     ),
     Family(
         "phimoe",

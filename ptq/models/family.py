@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-Names = tuple[tuple[str, str], ...]
+Renamings = tuple[tuple[str, str], ...]
 """Pieces of dotted names, and what stands in their place somewhere else."""
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertNames:
     """Names of the parts of a mixture of experts in the files of a checkpoint, relative to the block.
 
     Expert e is the MLP of `<experts>.<e>.<gate>` and so on; the router is a matrix with a row for every expert. How its
@@ -153,14 +153,14 @@ class Family:
     without it: windows of text begin with it when a run is calibrated, and when perplexity is measured."""
     returns_pair: bool = False
     """Whether a block returns a tuple, with the hidden states in front; no block needs the rest."""
-    renamed: Names = ()
+    renamed: Renamings = ()
     """Pieces of names in the files, and what transformers calls them in the model: it renames tensors when it loads
     them, one pair after the other."""
-    published: Names = ()
+    published: Renamings = ()
     """Pieces of names in published files alone, and what they are called in this row and in all that a run writes."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
-    experts: Experts | None = None
+    experts: ExpertNames | None = None
     """What the blocks with experts have in the place of gate, up and down; None where no block has any."""
     mixers: tuple[Mixer, ...] = ()
     """What blocks may have in the place of query, key, value and attention_output, or beside them: it has no R2, and

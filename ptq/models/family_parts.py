@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from ptq.models.family import Experts, Mixer
+from ptq.models.family import ExpertNames, Mixer
 
 HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 POST_NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 
-GATED_SHARED_EXPERT = Experts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
-SHARED_EXPERTS = Experts(shared="mlp.shared_experts", kept=("mlp.gate.e_score_correction_bias",))
+GATED_SHARED_EXPERT = ExpertNames(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate")
+SHARED_EXPERTS = ExpertNames(shared="mlp.shared_experts", kept=("mlp.gate.e_score_correction_bias",))
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATED_ATTENTION = Mixer(QKV, "self_attn.o_proj", kept=HEAD_NORMS)
@@ -87,7 +87,7 @@ MAMBA2 = Mixer(
     kept=tuple(f"mamba.{name}" for name in ("conv1d.weight", "A_log", "D", "dt_bias", "norm.weight")),
     optional=("mamba.conv1d.bias",),
 )
-MIXTRAL_EXPERTS = Experts("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
+MIXTRAL_EXPERTS = ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts", gate="w1", up="w3", down="w2")
 MIXTRAL: dict[str, Any] = dict(renamed=(("block_sparse_moe", "mlp"),), experts=MIXTRAL_EXPERTS)
 """Fields of the rows of Mixtral, and of others with its names."""
 LFM2: dict[str, Any] = dict(
@@ -103,7 +103,7 @@ LFM2: dict[str, Any] = dict(
     ),
 )
 """Fields of both rows of LFM 2."""
-GRANITE_EXPERTS = Experts(
+GRANITE_EXPERTS = ExpertNames(
     "block_sparse_moe.router.layer",
     "block_sparse_moe.experts",
     shared="shared_mlp",

@@ -4,7 +4,7 @@ attention."""
 from dataclasses import replace
 from typing import Any
 
-from ptq.models.family import Experts, Family, LayerInputs, Mixer
+from ptq.models.family import ExpertNames, Family, LayerInputs, Mixer
 from ptq.models.family_parts import (
     DELTA_NET,
     FEED_FORWARD,
@@ -29,7 +29,7 @@ ROWS = (
         "gemma4_text",
         **GEMMA_4,
         layer_inputs=LayerInputs(),
-        experts=Experts(
+        experts=ExpertNames(
             "router.proj",
             "experts",
             shared="mlp",
@@ -50,7 +50,7 @@ ROWS = (
         kept=("post_attention_layernorm.weight", "post_mlp_layernorm.weight"),
         rotate_residual=False,
         mixers=(replace(GATED_ATTENTION, readers=(*QKV, "self_attn.gate_proj")),),
-        experts=Experts("mlp.router.gate", shared="mlp.shared_experts", kept=("mlp.expert_bias",)),
+        experts=ExpertNames("mlp.router.gate", shared="mlp.shared_experts", kept=("mlp.expert_bias",)),
     ),
     Family(
         "qwen3_next",
@@ -74,7 +74,7 @@ ROWS = (
         "jamba",
         **FEED_FORWARD,
         mixers=(MAMBA,),
-        experts=Experts("feed_forward.router", "feed_forward.experts"),
+        experts=ExpertNames("feed_forward.router", "feed_forward.experts"),
     ),
     Family(
         "falcon_h1",
@@ -82,14 +82,14 @@ ROWS = (
         returns_pair=True,
         mixers=(replace(MAMBA2, kept=MAMBA2.kept[:-1], optional=(*MAMBA2.optional, "mamba.norm.weight"), beside=True),),
     ),
-    Family("deepseek_v2", mixers=MLA, experts=Experts(shared="mlp.shared_experts")),
+    Family("deepseek_v2", mixers=MLA, experts=ExpertNames(shared="mlp.shared_experts")),
     Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
     Family("glm_moe_dsa", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS, returns_pair=True),
     Family("lfm2", **LFM2),
     Family(
         "lfm2_moe",
         **LFM2,
-        experts=Experts(
+        experts=ExpertNames(
             "feed_forward.gate",
             "feed_forward.experts",
             gate="w1",
@@ -126,7 +126,7 @@ ROWS = (
                 optional=("mixer.conv1d.bias",),
             ),
         ),
-        experts=Experts(
+        experts=ExpertNames(
             "mixer.gate",
             "mixer.experts",
             gate=None,
@@ -172,7 +172,7 @@ ROWS = (
             ("mlp.experts.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
             ("mlp.shared_expert", "mlp.shared_experts"),
         ),
-        experts=Experts(shared="mlp.shared_expert", kept=("mlp.experts.e_score_correction_bias",)),
+        experts=ExpertNames(shared="mlp.shared_expert", kept=("mlp.experts.e_score_correction_bias",)),
     ),
     Family(
         "lfm3",
@@ -192,6 +192,6 @@ ROWS = (
         "mimo_v2_flash",
         mixers=(Mixer(QKV, "self_attn.o_proj", optional=("self_attn.attention_sink_bias",)),),
         renamed=(("self_attn.attention_sink_bias", "self_attn.sinks"),),
-        experts=Experts(kept=("mlp.gate.e_score_correction_bias",)),
+        experts=ExpertNames(kept=("mlp.gate.e_score_correction_bias",)),
     ),
 )

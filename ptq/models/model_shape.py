@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ptq.errors import InputError, refused
-from ptq.models.state import Layout
+from ptq.models.state import StateLayout
 
 # Keys under which configs of different families say the same.
 UNREAD = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -70,7 +70,7 @@ class ModelShape:
     shared_width: int = 0
     """Width of the MLP beside the experts, which every token passes."""
     latent: int = 0
-    """Channels on which experts work, between two linears (`ptq.models.family.Experts`); 0: on the hidden states."""
+    """Channels on which experts work, between two linears (`ptq.models.family.ExpertNames`); 0: the hidden states."""
     dense: frozenset[int] = frozenset()
     """Blocks without experts, in a model that has some."""
     halves: tuple[bool, ...] = ()
@@ -117,7 +117,7 @@ class ModelShape:
 def shape_of(config: Any) -> ModelShape:
     """Sizes of a model from its transformers config: where blocks differ in the sizes of their attention, those of the
     first. Raises InputError where they make no sense together."""
-    layout, blocks = Layout.of(config), _size(config, "num_hidden_layers")
+    layout, blocks = StateLayout.of(config), _size(config, "num_hidden_layers")
     if getattr(config, "is_heterogeneous", False):
         config = config.per_layer_config[0]
     heads = _size(config, "num_attention_heads")

@@ -23,7 +23,7 @@ table of its own."""
 
 
 @dataclass(frozen=True)
-class Layout:
+class StateLayout:
     """Where in a state which channels are: hidden states, then keys and values that later blocks take over, then the
     inputs that blocks have of their own."""
 
@@ -35,7 +35,7 @@ class Layout:
     """Channels of the input that every block has of its own; 0: blocks have none."""
 
     @classmethod
-    def of(cls, config: Any) -> "Layout":
+    def of(cls, config: Any) -> "StateLayout":
         """The layout of the model of a transformers config."""
         shared = []
         if getattr(config, "num_kv_shared_layers", 0):

@@ -200,7 +200,7 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
 
 def _agreement(
     tasks: Tasks, ids: Int[Tensor, "rows t"]
-) -> tuple[Float[Tensor, "1 t v"], proof.Agreement, Float64[Tensor, "3 rows t-1"]]:
+) -> tuple[Float[Tensor, "1 t v"], proof.RowAgreement, Float64[Tensor, "3 rows t-1"]]:
     """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
     first, last = ({name: read(name) for name in job.last} for read in (job.tensor, tasks.shards.read))

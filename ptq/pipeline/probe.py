@@ -17,7 +17,7 @@ from ptq.pipeline import rewrite
 from ptq.pipeline.ends import Matrix, plain
 from ptq.pipeline.job import Job
 from ptq.pipeline.proof import largest_error
-from ptq.statistics.outliers import Input, from_tensors, observed, to_tensors, watching
+from ptq.statistics.outliers import MeasuredInput, from_tensors, observed, to_tensors, watching
 
 ROTATION_TOLERANCE = 1e-3
 """Relative float32 difference of hidden states above which a rotation is called wrong; right ones stay near 1e-6."""
@@ -48,7 +48,7 @@ class Probe:
 
     def run_original(
         self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
-    ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, Input]]:
+    ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, MeasuredInput]]:
         """The same as `run`, of the original: where that does not run or gives no numbers, its settings and weights
         are to blame. Raises InputError."""
         with refused(f"{UNRUN}: block {index}"):
@@ -62,7 +62,7 @@ class Probe:
 
     def run(
         self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
-    ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, Input]]:
+    ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, MeasuredInput]]:
         """What leaves a block, and the inputs of the linears inside; None and nothing where there is no probe. The
         first model that runs leaves its `routes`, the second one takes them."""
         if state is None:
@@ -90,7 +90,9 @@ class Probe:
                 "have a part that the row of its family does not know; please report it"
             )
 
-    def write(self, index: int, left: dict[str, Tensor], before: dict[str, Input], after: dict[str, Input]) -> None:
+    def write(
+        self, index: int, left: dict[str, Tensor], before: dict[str, MeasuredInput], after: dict[str, MeasuredInput]
+    ) -> None:
         """Keep what has left a block, and what was seen inside; what entered it is needed no more."""
         seen = {f"{side}{k}": v for side, found in zip(SIDES, (before, after), strict=True)
                 for k, v in to_tensors(found).items()}  # fmt: skip
@@ -110,7 +112,7 @@ class Probe:
         """The states as they enter a block, or leave the last one, by model; of the first also the `ids`."""
         return {name: state.clone().to(self.job.device) for name, state in load_file(self._file(index)).items()}
 
-    def outliers(self) -> tuple[dict[str, Input], dict[str, Input]]:
+    def outliers(self) -> tuple[dict[str, MeasuredInput], dict[str, MeasuredInput]]:
         """The inputs of the linears in the original and in the rotated model."""
         found: dict[str, Tensor] = {}
         for index in range(self.job.plan.blocks):

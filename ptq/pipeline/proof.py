@@ -19,7 +19,7 @@ LOGITS_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
-class Agreement:
+class RowAgreement:
     """How tokens of the probe come out of the three models."""
 
     rotation_error: float
@@ -30,11 +30,11 @@ class Agreement:
     """Share of probe tokens whose most likely successor is the same."""
 
 
-def together(rows: Sequence[Agreement]) -> Agreement:
+def together(rows: Sequence[RowAgreement]) -> RowAgreement:
     """The agreement over rows of the same length."""
     count = len(rows)
     kl, top1 = sum(row.kl for row in rows) / count, sum(row.top1 for row in rows) / count
-    return Agreement(max(row.rotation_error for row in rows), kl, top1)
+    return RowAgreement(max(row.rotation_error for row in rows), kl, top1)
 
 
 def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"]) -> float:
@@ -48,7 +48,7 @@ def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"
 
 def compare(
     original: Float[Tensor, "b t v"], rotated: Float[Tensor, "b t v"], packed: Float[Tensor, "b t v"]
-) -> Agreement:
+) -> RowAgreement:
     """Compare logits. Raises RunError where the rotated model is not the original, or the packed one is not finite;
     InputError where the original is not."""
     never = original.isneginf() & rotated.isneginf() & packed.isneginf()  # tokens that the model rules out
@@ -65,7 +65,7 @@ def compare(
     if not (packed.isfinite() | never).all():
         raise RunError("the packed model's logits are not finite, so there is no result; please report it")
     p, q = original.double().log_softmax(-1), packed.double().log_softmax(-1)
-    return Agreement(
+    return RowAgreement(
         error, divergence(p, q).mean().item(), (original.argmax(-1) == packed.argmax(-1)).double().mean().item()
     )
 

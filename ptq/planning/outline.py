@@ -22,7 +22,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ptq.errors import InputError
-from ptq.models.family import Experts, Family, LayerInputs, Mixer
+from ptq.models.family import ExpertNames, Family, LayerInputs, Mixer
 from ptq.models.model_shape import ModelShape
 from ptq.planning.patterns import skipped
 from ptq.planning.plan import LinearPlan, Plan
@@ -185,7 +185,7 @@ def _mixing(block: str, mixer: Mixer, tensors: Tensors) -> Iterator[LinearPlan]:
     yield linear("mixer_output", mixer.output, mixer.output)
 
 
-def _experts(block: str, shape: ModelShape, names: Experts) -> Iterator[LinearPlan]:
+def _experts(block: str, shape: ModelShape, names: ExpertNames) -> Iterator[LinearPlan]:
     """The router, the linears of the experts one after the other, between those of a latent space where there is one,
     those of the shared MLP, and what weighs it. Each MLP has statistics of its own, up those of gate, whose input it
     reads."""

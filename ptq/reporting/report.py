@@ -22,7 +22,7 @@ from ptq.planning.outline import of_any_expert
 from ptq.planning.plan import LinearPlan, Plan
 from ptq.reporting.report_page import page
 from ptq.reporting.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread, Training
-from ptq.statistics.outliers import Input
+from ptq.statistics.outliers import MeasuredInput
 
 CURVE_POINTS = 512
 """Most points of a curve over channels: each is the largest of its run of neighbours, so no peak is lost."""
@@ -38,8 +38,8 @@ def build(
     source: Mapping[str, TensorInfo],
     written: Mapping[str, TensorInfo],
     log: Sequence[Mapping[str, Any]],
-    before: Mapping[str, Input],
-    after: Mapping[str, Input],
+    before: Mapping[str, MeasuredInput],
+    after: Mapping[str, MeasuredInput],
     positions: Float64[Tensor, "3 rows t"] | None = None,
     text: str = "",
     trainings: Mapping[str, Sequence[float | None]] = MappingProxyType({}),
@@ -150,7 +150,7 @@ def _shares(plan: Plan, source: Mapping[str, TensorInfo], written: Mapping[str, 
     return tuple(Share(name, *sizes) for name, sizes in sorted(found.items(), key=lambda item: -max(item[1])))
 
 
-def _observed(plan: Plan, name: str, before: Input, after: Input, drawn: bool) -> Observed:
+def _observed(plan: Plan, name: str, before: MeasuredInput, after: MeasuredInput, drawn: bool) -> Observed:
     block, linear = int(name.removeprefix(f"{plan.layers}.").partition(".")[0]), plan.linear(name)
     alike = [] if linear is None else [other for other in plan.block(block) if other.role == linear.role]  # experts too
     rounded = any(other.activation is not None for other in alike)
@@ -159,7 +159,7 @@ def _observed(plan: Plan, name: str, before: Input, after: Input, drawn: bool) -
     return Observed(name, block, kind, len(before.peak), *spreads)
 
 
-def _spread(found: Input, drawn: bool, rounded: bool) -> Spread:
+def _spread(found: MeasuredInput, drawn: bool, rounded: bool) -> Spread:
     curve = None
     if drawn:
         runs = torch.tensor_split(found.peak, min(CURVE_POINTS, len(found.peak)))

@@ -50,7 +50,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Spread:
-    """How evenly the input of a linear is spread over its channels (see `ptq.statistics.outliers.Input`)."""
+    """How evenly the input of a linear is spread over its channels (see `ptq.statistics.outliers.MeasuredInput`)."""
 
     rms: float | None
     """Root of the mean square over all tokens and channels."""

@@ -44,7 +44,7 @@ CLIP, NOTE = "clip", "clip_note"
 
 
 @dataclass(frozen=True)
-class Input:
+class SearchedInput:
     """An input that linears of a block share; of experts, the inputs of all."""
 
     name: str
@@ -119,7 +119,7 @@ class Clips:
         return self.folder / f"{name}.json"
 
 
-def inputs_of(plan: Plan, index: int) -> list[Input]:
+def inputs_of(plan: Plan, index: int) -> list[SearchedInput]:
     """The inputs of a block whose clips are searched."""
     readers: dict[str, list[LinearPlan]] = {}
     for linear in plan.block(index):
@@ -128,7 +128,7 @@ def inputs_of(plan: Plan, index: int) -> list[Input]:
     found = []
     for name, some in readers.items():
         assert some[0].activation is not None and len({linear.activation for linear in some}) == 1, name
-        found.append(Input(name, some[0].activation, tuple(some)))
+        found.append(SearchedInput(name, some[0].activation, tuple(some)))
     return found
 
 
@@ -138,7 +138,7 @@ def is_searched(plan: Plan) -> bool:
 
 
 def measure(
-    part: Part, inputs: Sequence[Input], chunks: Iterable[Float[Tensor, "batch t k"]], most: int
+    part: Part, inputs: Sequence[SearchedInput], chunks: Iterable[Float[Tensor, "batch t k"]], most: int
 ) -> Mapping[str, Errors]:
     """Run a block on hidden states and measure inputs of it, at most so many tokens of each in a chunk, evenly spread
     (and one for each expert). The sums are taken in the order of the chunks."""

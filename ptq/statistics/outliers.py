@@ -27,7 +27,7 @@ CHUNK = 256
 
 
 @dataclass(frozen=True)
-class Input:
+class MeasuredInput:
     """The input x of one linear layer over some tokens, after the online transform and before it is quantised."""
 
     peak: Float32[Tensor, " k"]
@@ -60,9 +60,9 @@ class Input:
         """Root of the mean square over all tokens and channels."""
         return float(self.sums[4] / self.sums[0]) ** 0.5
 
-    def __add__(self, other: "Input") -> "Input":
+    def __add__(self, other: "MeasuredInput") -> "MeasuredInput":
         """Both sets of tokens together."""
-        return Input(torch.maximum(self.peak, other.peak), self.sums + other.sums)
+        return MeasuredInput(torch.maximum(self.peak, other.peak), self.sums + other.sums)
 
 
 def observed(plan: Plan, index: int) -> dict[str, tuple[str, ...]]:
@@ -79,13 +79,13 @@ def observed(plan: Plan, index: int) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def measure(x: Float[Tensor, "*batch k"], activation: Activation | None = None) -> Input:
+def measure(x: Float[Tensor, "*batch k"], activation: Activation | None = None) -> MeasuredInput:
     """Measure the tokens x; `activation` says how their rounding error is taken. A token of zeros counts as flat."""
     pieces = [_measure(piece.float(), activation) for piece in x.reshape(-1, x.shape[-1]).split(CHUNK)]
     return functools.reduce(operator.add, pieces)
 
 
-def _measure(x: Float32[Tensor, "t k"], activation: Activation | None) -> Input:
+def _measure(x: Float32[Tensor, "t k"], activation: Activation | None) -> MeasuredInput:
     square = x.double().square()
     mean = square.mean(-1).clamp_min(torch.finfo(torch.float64).tiny)
     kurtosis = square.square().mean(-1) / mean.square()
@@ -96,20 +96,20 @@ def _measure(x: Float32[Tensor, "t k"], activation: Activation | None) -> Input:
         error = (activations.dequantize(*activation.quantize(x)) - x).double().square().mean(-1) / mean
     kurtosis, spread = torch.where(flat, 1.0, kurtosis), torch.where(flat, 1.0, spread.sqrt())
     per_token = (torch.ones_like(mean), kurtosis, spread, error, torch.where(flat, 0.0, mean))
-    return Input(x.abs().amax(0).cpu(), torch.stack([values.sum() for values in per_token]).cpu())
+    return MeasuredInput(x.abs().amax(0).cpu(), torch.stack([values.sum() for values in per_token]).cpu())
 
 
 @contextmanager
 def watching(
     part: Part, names: Mapping[str, Iterable[str]], activation: Activation | None = None
-) -> Iterator[dict[str, Input]]:
+) -> Iterator[dict[str, MeasuredInput]]:
     """Measure the inputs of linears of a block in every forward pass inside the `with`: those that a name stands for,
     together.
 
     Where a linear transforms its input online, the input is taken after the transform. `activation`: the grid of the
     rounding error, whether the linear quantises its input or not.
     """
-    found: dict[str, Input] = {}
+    found: dict[str, MeasuredInput] = {}
     with ExitStack() as hooks:
         for name, linears in names.items():
             for linear in linears:
@@ -117,7 +117,7 @@ def watching(
         yield found
 
 
-def _watch(module: nn.Module, name: str, found: dict[str, Input], activation: Activation | None):
+def _watch(module: nn.Module, name: str, found: dict[str, MeasuredInput], activation: Activation | None):
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         x = module.turned(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
         seen = measure(x, activation)
@@ -126,15 +126,15 @@ def _watch(module: nn.Module, name: str, found: dict[str, Input], activation: Ac
     return module.register_forward_pre_hook(add)
 
 
-def to_tensors(inputs: Mapping[str, Input]) -> dict[str, Tensor]:
+def to_tensors(inputs: Mapping[str, MeasuredInput]) -> dict[str, Tensor]:
     """As tensors to store: `<linear>.peak` and `<linear>.sums`."""
     return {f"{name}.{leaf}": value for name, found in inputs.items() for leaf, value in vars(found).items()}
 
 
-def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Input]:
+def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, MeasuredInput]:
     """Inverse of `to_tensors`; other tensors are passed over."""
     names = [name.removesuffix(".peak") for name in tensors if name.endswith(".peak")]
-    return {name: Input(tensors[f"{name}.peak"], tensors[f"{name}.sums"]) for name in names}
+    return {name: MeasuredInput(tensors[f"{name}.peak"], tensors[f"{name}.sums"]) for name in names}
 
 
 def by_position(

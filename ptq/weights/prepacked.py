@@ -23,7 +23,7 @@ from ptq.weights.rounding import Rounded
 
 
 @dataclass(frozen=True)
-class Target:
+class Runtime:
     """What runs the model."""
 
     device: str
@@ -34,9 +34,9 @@ class Target:
 
 
 TARGETS = {
-    "cpu": Target("cpu", "tiles", 1),
-    "sm_80": Target("cuda", "fragments", 1),
-    "sm_90": Target("cuda", "fragments", 1),
+    "cpu": Runtime("cpu", "tiles", 1),
+    "sm_80": Runtime("cuda", "fragments", 1),
+    "sm_90": Runtime("cuda", "fragments", 1),
 }
 """`layout` as in `ptq.weights.layouts`."""
 
@@ -126,7 +126,7 @@ class PrepackedFormat:
         return parts
 
 
-def target_of(name: object) -> Target:
+def target_of(name: object) -> Runtime:
     """The target of that name. Raises InputError where there is none."""
     if not isinstance(name, str) or name not in TARGETS:
         raise InputError(f"unknown target {str(name)[:80]!r}; known targets: {', '.join(TARGETS)}")
