@@ -21,6 +21,7 @@ from ptq.kv.packed_layer import PackedLayer
 from ptq.kv.static_cache import StaticPackedCache
 from ptq.layers.shared_input import products
 from ptq.ops.matmul import is_gpu, is_plain
+from ptq.ops.op_declarations import wants_gradient
 
 ATTENTION = "ptq_sdpa"
 """Name of the attention function of transformers that takes the place of "sdpa" (`ptq.fast.fast_decode`)."""
@@ -49,7 +50,7 @@ class Kind(NamedTuple):
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
     layer = cache_layer(module, kind, hidden_states, **others)
-    if layer is None or (torch.is_grad_enabled() and any(x.requires_grad for x in module.parameters())):
+    if layer is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
         return None
     *first, output = linears_of(module)
     if len(first) == 1:
@@ -58,7 +59,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         q, k, v = products(first, hidden_states)
     if any(y.dtype != hidden_states.dtype for y in (q, k, v)):  # autocast
         return None
-    if torch.is_grad_enabled() and any(y.requires_grad for y in (q, k, v)):  # somebody listens, and has added to them
+    if wants_gradient(q, k, v):  # somebody listens, and has added to them
         return None
     turns, mask = others["position_embeddings"], others.get("attention_mask")
     return output(attend(module, kind.normed, q, k, v, turns, layer, mask))
@@ -105,9 +106,8 @@ def cache_layer(
         return None
     if layer is None or _implementation(module.config) != wanted:
         return None
-    if torch.is_grad_enabled() and not isinstance(layer, PackedLayer):
-        if any(x is not None and x.requires_grad for x in (layer.keys, layer.values)):  # a learned prefix
-            return None
+    if torch.is_grad_enabled() and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
+        return None  # a learned prefix
     return layer if _fits(attention_mask, hidden_states, layer) else None
 
 

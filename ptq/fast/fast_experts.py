@@ -24,6 +24,7 @@ from ptq.layers.shared_input import is_heard, is_here
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
 from ptq.ops.matmul import is_plain
+from ptq.ops.op_declarations import wants_gradient
 from ptq.weights.formats import Rows
 from ptq.weights.layouts import LaidOut
 
@@ -126,7 +127,7 @@ class FewTokens:
     ) -> Float[Tensor, "t k"] | None:
         """What `ptq.hf.experts.Experts` give for few tokens; None where they must go on one by one."""
         few = 0 < len(x) <= MOST_TOKENS and is_plain(x)
-        if not few or (torch.is_grad_enabled() and top_k_weights.requires_grad):
+        if not few or wants_gradient(top_k_weights):
             return None
         if _global_forward_hooks or _global_forward_pre_hooks:
             return None

@@ -30,6 +30,7 @@ from ptq.fast.trials import hollow, innermost, trial, with_globals
 from ptq.layers.shared_input import is_heard, products, stays_on_gpu
 from ptq.ops import steps
 from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_few, is_gpu
+from ptq.ops.op_declarations import wants_gradient
 
 ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
@@ -114,7 +115,8 @@ GATES = {SILU: steps.silu_mul, GELU: steps.gelu_mul}
 
 
 def _gated_forward(module: nn.Module, act: str, activation: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-    same = activation_of(module) is activation and not is_heard(activation)
+    heard = activation._forward_hooks or activation._forward_pre_hooks or "forward" in vars(activation)
+    same = activation_of(module) is activation and not heard  # those on all modules are not looked at
     if same and len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
         x, fused = args[0], FUSED in module._modules
         # halves of many tokens would be copied
@@ -122,7 +124,7 @@ def _gated_forward(module: nn.Module, act: str, activation: nn.Module, *args: An
         if x.numel() and served and (act == SILU or not is_gpu(x)):
             linears = linears_of(module)
             gate, up = linears[0](x).chunk(2, -1) if fused else products(linears[:-1], x)
-            learns = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+            learns = wants_gradient(gate, up)
             if gate.dtype == up.dtype and not learns:  # under autocast a plain linear gives another dtype
                 return down(linears[-1], gate, up, act)
     return type(module).forward(module, *args, **kwargs)

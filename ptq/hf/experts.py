@@ -26,6 +26,7 @@ from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
 from ptq.layers.shared_input import products
 from ptq.ops import expert_ops, steps
 from ptq.ops.matmul import has_steps
+from ptq.ops.op_declarations import wants_gradient
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """What the files of a checkpoint may call gate, up and down of an expert."""
@@ -102,7 +103,7 @@ class Experts(nn.Module):
         [gate_linear] = gates
         if self.clamped is not None and len(x) and has_steps(x):
             gate, up = products([gate_linear, up_linear], x)
-            learns = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+            learns = wants_gradient(gate, up)
             if gate.dtype == up.dtype and not learns:  # under autocast a plain linear gives another dtype
                 if self.clamped:
                     return down_linear(expert_ops.gated(gate, up, self.clamped))

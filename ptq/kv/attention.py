@@ -31,7 +31,7 @@ from ptq.kv.packed_layer import PackedStates
 from ptq.models.families import FAMILIES, row_of
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard, kv_ops, prefill_attention
-from ptq.ops.op_declarations import refuse_forward_derivative, takes_forward_derivatives
+from ptq.ops.op_declarations import refuse_forward_derivative, takes_forward_derivatives, wants_gradient
 
 MAX_DECODE = 8
 """So many query tokens are decoded over the packed cache; for more, it is dequantised once, for attention over
@@ -140,7 +140,7 @@ def forward(
     inputs = (query, *(key.new if isinstance(key, PackedStates) else (key, value)))
     if takes_forward_derivatives():
         refuse_forward_derivative(*inputs)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+    if wants_gradient(*inputs):
         with torch.no_grad():
             found, _ = forward(settings, module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return _NoGradient.apply(found, *inputs), None  # pyright: ignore[reportReturnType]

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ptq.errors import InputError
 from ptq.kv.kv_side import is_frozen
+from ptq.ops.op_declarations import wants_gradient
 
 CHUNK = 256
 """The room is a multiple of so many tokens, and an eighth more than was needed when it was made."""
@@ -73,7 +74,7 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values; returns all of them."""
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if wants_gradient(key_states, value_states):
             return super().update(key_states, value_states, *args, **kwargs)
         keys, values, before = self.reserve(key_states.shape, value_states.shape, key_states)
         after = before + key_states.shape[2]

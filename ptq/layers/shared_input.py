@@ -23,7 +23,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ptq.layers.packed_weight import INPUT_SIGNS, version
 from ptq.ops import matmul
-from ptq.ops.op_declarations import takes_forward_derivatives
+from ptq.ops.op_declarations import takes_forward_derivatives, wants_gradient
 from ptq.weights.formats import IntegerInput
 from ptq.weights.layouts import LaidOut
 
@@ -226,7 +226,7 @@ def stays_on_gpu(linear: Any) -> bool:
 def _is_eligible(x: Tensor) -> bool:
     if not 0 < x.numel() <= matmul.FEW_TOKENS * x.shape[-1] or x.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    derived = takes_forward_derivatives() or (torch.is_grad_enabled() and x.requires_grad)
+    derived = takes_forward_derivatives() or wants_gradient(x)
     return not derived and not torch.is_autocast_enabled("cpu")
 
 
@@ -242,7 +242,7 @@ def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:
     plain = first.online.output is None
     dtype = x.dtype if plain else torch.float32
     biases = [linear._parameters["bias"] if plain else None for linear in members]
-    if torch.is_grad_enabled() and any(bias is not None and bias.requires_grad for bias in biases):
+    if wants_gradient(*biases):
         return None
     if first.online.activation is not None and first.takes_integers:
         q, scale = first.quantized_input(x)

@@ -15,7 +15,7 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from ptq.ops import native
-from ptq.ops.op_declarations import declare, takes_forward_derivatives
+from ptq.ops.op_declarations import declare, takes_forward_derivatives, wants_gradient
 
 FEW_ROWS = 64
 """Below this, a product waits for its weight: oneDNN would read it twice, and hold a second copy meanwhile."""
@@ -73,7 +73,7 @@ def linear(
     w = w.to(x.dtype)
     if x.numel() < FEW_ROWS * w.shape[1] or not _placed(x, w):
         return torch.nn.functional.linear(x, w, bias)
-    if _differentiated(x, w, bias):
+    if wants_gradient(x, w, bias):
         return cast(Tensor, _Differentiable.apply(x, w, bias))
     x, w = x.contiguous(), w.contiguous()
     if PRODUCTS.bfloat16:
@@ -117,7 +117,7 @@ def is_plain(*tensors: Tensor) -> bool:
     for x in tensors:
         if x.dtype != dtype or not x.is_cpu:
             return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    return not wants_gradient(*tensors)
 
 
 def on_gpu(x: Tensor) -> bool:
@@ -134,9 +134,7 @@ def is_gpu(*tensors: Tensor) -> bool:
         return False
     if any(x.dtype != first.dtype or x.device != first.device for x in tensors):
         return False
-    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) and not torch.is_autocast_enabled(
-        "cuda"
-    )
+    return not wants_gradient(*tensors) and not torch.is_autocast_enabled("cuda")
 
 
 def has_steps(*tensors: Tensor) -> bool:
@@ -154,7 +152,7 @@ def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
         return False
     if any(tensor.device.type != "cpu" for tensor in tensors):
         return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+    return not wants_gradient(*tensors)
 
 
 class _Differentiable(torch.autograd.Function):
@@ -178,16 +176,12 @@ class _Differentiable(torch.autograd.Function):
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
-    return _placed(a, b) and not _differentiated(a, b)
+    return _placed(a, b) and not wants_gradient(a, b)
 
 
 def _placed(a: Tensor, b: Tensor) -> bool:
     on_cpu = a.device.type == b.device.type == "cpu" and a.dtype == b.dtype == torch.float32
     return on_cpu and a.numel() > 0 and torch.backends.mkldnn.is_available() and not takes_forward_derivatives()
-
-
-def _differentiated(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 declare(

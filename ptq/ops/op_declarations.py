@@ -38,6 +38,11 @@ def lasting() -> Iterator[None]:
         yield
 
 
+def wants_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a backward pass through something that is made of these tensors would be recorded now."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 def takes_forward_derivatives() -> bool:
     """Whether somebody takes forward derivatives, as `torch.func.jvp` does. Ops of a library have none, and torch goes
     on with zeros in their place."""
