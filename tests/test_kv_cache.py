@@ -111,6 +111,17 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         attach(model_of(None, is_causal=False), FOUR)
 
 
+def test_keys_and_values_are_not_given_out() -> None:
+    """Another cache would be made of nothing, and the context be lost without a word."""
+    model = model_of(FOUR)
+    cache = model(torch.arange(5)[None], use_cache=True).past_key_values
+    for taken in (lambda: DynamicCache(cache), lambda: DynamicCache([(x.keys, x.values) for x in cache.layers])):
+        with pytest.raises(InputError, match="holds codes, and no keys and values"):
+            taken()
+    again = copy.deepcopy(cache)
+    assert torch.equal(again.layers[0].read()[0], cache.layers[0].read()[0])
+
+
 @pytest.mark.parametrize("model_type", [name for name in DISTINCT if name not in CACHED])
 def test_what_does_not_fit_is_refused_before_anything_is_done(model_type: str, tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", model_type)

@@ -65,6 +65,10 @@ class PackedCache(Cache):
         bits = f"key_bits={self.settings.key_bits}, value_bits={self.settings.value_bits}"
         return f"PackedCache({len(self.layers)} layers, {self.get_seq_length()} tokens, {bits})"
 
+    def __iter__(self) -> Any:
+        layers: list[Any] = self.layers
+        return iter([(layer.keys, layer.values) for layer in layers])  # which refuse it
+
     def check_room(self, tokens: int) -> None:
         """Raises InputError where so many tokens are too many."""
         if self.max_length is not None and tokens > self.max_length:
