@@ -58,7 +58,7 @@ inline const char* run_dequantize(const Dequantize& p, Stream stream) {
 }
 
 // What blocks of threads that share a context have found comes together.
-inline const char* run_merge(const Attend& p, Stream stream) {
+static inline const char* run_merge(const Attend& p, Stream stream) {
     const Grid grid{static_cast<unsigned>(p.rows()), static_cast<unsigned>(p.k.heads),
                     static_cast<unsigned>((p.v.d + merge_channels - 1) / merge_channels)};
     return launch<merge_kernel>(grid, 32 * merge_warps, merge_warps * merge_channels * 4, stream, p);

@@ -32,7 +32,7 @@ NORMED = ("", "heads", "whole")
 CacheLayer = GrowingLayer | PackedLayer | StaticLayer
 
 MOST_GPU_CHANNELS = 256
-"""Of a head."""
+"""Of a head, that the CUDA kernels take."""
 
 MOST_TOKENS = 16
 """Of a row, such as those that assisted generation has guessed; over a packed cache at most `MAX_DECODE`."""

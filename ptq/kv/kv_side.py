@@ -34,10 +34,12 @@ class Side:
         """Make room for so many tokens. What is stored stays."""
         chunks, held = -(-tokens // CHUNK), len(self.tensors[0])
         if chunks > held:
-            room = self._empty(chunks + (0 if exactly else chunks // 32))
-            for x, old in zip(room, self.tensors, strict=True):
-                x[:held] = old
-            self.tensors = room
+            chunks += 0 if exactly else chunks // 32
+            rooms = [x.new_empty(chunks, *x.shape[1:]) for x in self.tensors]
+            for room, x in zip(rooms, self.tensors, strict=True):  # torch.cat would ask autocast for a dtype
+                room[:held] = x
+                room[held:].zero_()
+            self.tensors = rooms
 
     def append(self, x: Float[Tensor, "b h t d"], start: int | Tensor) -> None:
         """Store t tokens behind the first `start`; where that is a tensor, there is room for them already."""

@@ -39,13 +39,14 @@ class PackedLayer(CacheLayerMixin):
         self.starts: Tensor | None = None
         self._sinks_end: tuple[Tensor | None, int] = None, 0  # behind the last sink, for these starts
 
-    def _tokens(self) -> Any:
+    def refuse(self) -> Any:
+        """Raise InputError: no keys and values are here to be given."""
         raise InputError(
             "a PackedCache holds codes, and no keys and values that another cache could be made of: copy it as it is; "
             "`read()` of a layer gives what its codes stand for, keys behind the rotation R3"
         )
 
-    keys: Any = property(_tokens, lambda self, nothing: None)  # transformers sets it to None
+    keys: Any = property(refuse, lambda self, nothing: None)  # transformers sets it to None
     values: Any = keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

@@ -246,9 +246,9 @@ class Job:
 
     def _gain(self, linear: LinearPlan) -> Float64[Tensor, " k"] | None:
         """What the norm multiplies with that is folded into a linear."""
-        return (
-            None if linear.norm is None else self.tensor(linear.norm).to(self.device).double() + self.plan.norm_offset
-        )
+        if linear.norm is None:
+            return None
+        return self.tensor(linear.norm).to(self.device).double() + self.plan.norm_offset
 
     def _read(self, name: str) -> Tensor | None:
         return self.tensor(name).to(self.device) if name in self.checkpoint.tensors else None
