@@ -96,6 +96,19 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[boo
     return calls
 
 
+def counted_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many layers each call of their op is."""
+    own, calls = cpu_layer.run, []
+
+    def run(layers: list[cpu_layer.Layer], *args: Any) -> Any:
+        found = own(layers, *args)
+        calls.extend([] if found is None else [len(layers)])
+        return found
+
+    monkeypatch.setattr(cpu_layer, "run", run)
+    return calls
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
@@ -128,9 +141,8 @@ def test_heads_are_turned_in_part_where_the_family_does_it(family: str) -> None:
     assert kind is not None
     for d, wanted in ((20, True), (10, family == "glm4_moe"), (22, False)):
         turns = torch.ones(1, 1, d), torch.ones(1, 1, d)
-        found = fast_attention.cache_layer(
-            attention, kind, torch.ones(1, 1, 72), position_embeddings=turns, **{CACHE: cache}
-        )
+        inputs = {"position_embeddings": turns, CACHE: cache}
+        found = fast_attention.cache_layers([(attention, kind)], torch.ones(1, 1, 72), **inputs)
         assert (found is not None) == wanted
 
 
@@ -141,12 +153,12 @@ def test_whole_layers_give_the_bits_of_single_ops(
 ) -> None:
     """Those of Phi-3 have fused projections, and turn a half of every head."""
     model = packed(recipe, family)
-    calls, rows = counted(monkeypatch, fast_layer, "_decoded"), (1, 3, 16)
+    calls, rows = counted_layers(monkeypatch), (1, 3, 16)
     for dtype in (torch.float32, torch.bfloat16):
         model = model.to(dtype)
         calls.clear()
         found = [decode(model, batch) for batch in rows]
-        assert calls == ([False] * 2 + [True] * 8) * 3
+        assert calls == [2] * 4 * 3
         assert {in_one_call(layer) for layer in model.get_decoder().layers} == {"all"}
         single = without(copy.deepcopy(model), "DecoderLayer")
         for batch, logits in zip(rows, found, strict=True):
@@ -167,14 +179,14 @@ def test_experts_that_give_their_logits_too(tmp_path, monkeypatch: pytest.Monkey
     source = save_model(tmp_path / "source", "qwen3_moe", mlp_only_layers=[])
     ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
-    wanted, calls = decode(model), counted(monkeypatch, cpu_layer, "run")
+    wanted, calls = decode(model), counted_layers(monkeypatch)
     for layer in model.model.layers:
         del layer.forward
         layer.__class__ = Unpacking
         layer.mlp.register_forward_hook(lambda module, given, y: (y, None))
     fast_layer.install(model)
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
-    assert calls == [True] * 8
+    assert calls == [1] * 8
 
 
 CLIPS = {
@@ -213,10 +225,10 @@ def test_whole_layers_of_every_family(family: str, tmp_path, monkeypatch: pytest
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.bfloat16)
     single, calls, own = without(copy.deepcopy(model), "DecoderLayer"), [], cpu_layer.run
 
-    def run(layer: cpu_layer.Layer, *args: Any) -> Any:
-        y = own(layer, *args)
+    def run(layers: list[cpu_layer.Layer], *args: Any) -> Any:
+        y = own(layers, *args)
         if y is not None:
-            calls.append("all" if layer.has_mlp else "attention")
+            calls.extend("all" if layer.has_mlp else "attention" for layer in layers)
         return y
 
     monkeypatch.setattr(cpu_layer, "run", run)
@@ -310,16 +322,16 @@ def test_layers_with_a_window_among_others(size: int, tmp_path, monkeypatch: pyt
     recipe = QuarotRecipe(rounding="nearest")  # 8-bit inputs would turn a last bit into a step of their grid
     ptq.quantize(source, tmp_path / "packed", recipe, ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
-    single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, cpu_layer, "run")
+    single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted_layers(monkeypatch)
     assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(single), strict=True))
-    assert calls.count(True) == 4 * 6
+    assert calls == 4 * [3, 3]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     fast_decode_is_off(plain)
     for a, b in zip(decode(model, steps=6), decode(plain, steps=6), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     calls.clear()
     found = decode(model, 3, padded=True)
-    assert calls.count(True) == 4 * 6
+    assert calls == 4 * [3, 3]
     for a, b in zip(found, decode(plain, 3, padded=True), strict=True):
         torch.testing.assert_close(a[:, -1], b[:, -1], rtol=1e-4, atol=1e-4)
     ids, logits = torch.arange(4, 20)[None], []

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_layer import RECIPES, counted, without
+from test_fast_layer import RECIPES, counted_layers, without
 from test_fast_layer import packed as _packed
 from tiny_models import decode
 from torch import nn
 from torch.func import functional_call
-
-from ptq.fast import cpu_layer, fast_layer
 
 packed = _packed
 
@@ -24,7 +22,7 @@ def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> No
         layer = again.get_decoder().layers[0]
         assert layer.forward.args[0] is layer
         assert all(torch.equal(a, b) for a, b in zip(decode(again), wanted, strict=True))
-    calls = counted(monkeypatch, fast_layer, "_decoded")
+    calls = counted_layers(monkeypatch)
     heard = []
     for name in ("mlp.up_proj", "self_attn", "input_layernorm"):
         module = model.get_decoder().layers[0].get_submodule(name)
@@ -32,7 +30,7 @@ def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> No
         calls.clear()
         assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
         hook.remove()
-        assert [call for call in calls[2::2]] == [False] * 4 and all(calls[3::2]) and heard.count(module) == 5
+        assert calls == [1] * 4 and heard.count(module) == 5
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it decodes", "while it decodes"])
@@ -67,13 +65,13 @@ def test_hooks_on_all_modules_hear_a_decoded_token(packed) -> None:
 @torch.no_grad()
 def test_hidden_states_that_were_asked_for_once_slow_nothing_down(packed, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers leaves its hooks in the layers."""
-    model, calls = packed("W4A8"), counted(monkeypatch, fast_layer, "_decoded")
+    model, calls = packed("W4A8"), counted_layers(monkeypatch)
     wanted = decode(model)
     found = model(torch.arange(4, 10)[None], output_hidden_states=True, use_cache=True)
     assert any(module._forward_hooks for module in model.get_decoder().layers[0].modules())
     calls.clear()
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
-    assert calls == [False] * 2 + [True] * 8
+    assert calls == [2] * 4
     states = model(torch.tensor([[5]]), output_hidden_states=True, past_key_values=found.past_key_values).hidden_states
     whole = model(torch.tensor([[*range(4, 10), 5]]), output_hidden_states=True).hidden_states
     assert len(states) == 3
@@ -120,11 +118,11 @@ def test_signs_that_are_written_to_are_seen(name: str, packed, monkeypatch: pyte
     before = decode(model)
     signs = model.get_decoder().layers[1].self_attn.get_parameter(name)
     signs.copy_(torch.linspace(0.5, 1.5, len(signs)).half().view(torch.int16))  # as `load_state_dict` does
-    single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted(monkeypatch, cpu_layer, "run")
+    single, calls = without(copy.deepcopy(model), "DecoderLayer"), counted_layers(monkeypatch)
     changed = decode(model)
     assert not torch.equal(changed[-1], before[-1])
     assert all(torch.equal(a, b) for a, b in zip(changed, decode(single), strict=True))
-    assert calls.count(True) == 4 * (1 if name[0] == "k" else 2)  # of q, k and v, only k has other signs
+    assert calls == 4 * ([1] if name[0] == "k" else [2])  # of q, k and v, only k has other signs
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))

@@ -5,21 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_fast_layer import RECIPES, counted, fast_decode_is_off, without
+from test_fast_layer import RECIPES, counted_layers, fast_decode_is_off, without
 from test_fast_layer import packed as _packed
 from tiny_models import decode, tiny_config
 from transformers import AutoModelForCausalLM
 
-from ptq.fast import fast_decode, fast_layer
+from ptq.fast import fast_decode
 
 packed = _packed
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_behind_padding_are_one_call(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = packed(recipe), counted(monkeypatch, fast_layer, "_decoded")
+    model, calls = packed(recipe), counted_layers(monkeypatch)
     found = decode(model, 9, padded=True)
-    assert calls == [False] * 2 + [True] * 8
+    assert calls == [2] * 4
     single = without(copy.deepcopy(model), "DecoderLayer")
     assert all(torch.equal(a, b) for a, b in zip(found, decode(single, 9, padded=True), strict=True))
     if recipe in ("W4A16", "W6A16", "W4A16 on the lattice"):  # 8-bit inputs would turn a last bit into a step
@@ -34,7 +34,7 @@ def test_rows_behind_padding_are_one_call(recipe: str, packed, monkeypatch: pyte
 @torch.no_grad()
 def test_several_tokens_are_one_call(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as those that assisted generation has guessed; also behind padding."""
-    model, calls = packed(recipe), counted(monkeypatch, fast_layer, "_decoded")
+    model, calls = packed(recipe), counted_layers(monkeypatch)
     single = without(copy.deepcopy(model), "DecoderLayer")
     ids = torch.randint(model.config.vocab_size, (3, 60), generator=torch.Generator().manual_seed(1))
     most = 8 if recipe == "W4A4KV4" else 16
@@ -47,7 +47,7 @@ def test_several_tokens_are_one_call(recipe: str, packed, monkeypatch: pytest.Mo
                 calls.clear()
                 given = {"attention_mask": seen[:, : at + tokens]} if padding else {}
                 out = each(ids[:, at : at + tokens], past_key_values=cache, use_cache=True, **given)
-                assert calls == ([] if each is single else [0 < at and tokens <= most] * 2)
+                assert calls == ([2] if each is model and 0 < at and tokens <= most else [])
                 logits.setdefault(each, []).append(out.logits)
                 cache, at = out.past_key_values, at + tokens
         assert all(torch.equal(a, b) for a, b in zip(logits[model], logits[single], strict=True))
@@ -62,7 +62,7 @@ def test_several_tokens_are_one_call(recipe: str, packed, monkeypatch: pytest.Mo
 @torch.no_grad()
 def test_tokens_that_see_each_other(recipe: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each sees is for the mask to say, whatever comes after it."""
-    model, calls = packed(recipe), counted(monkeypatch, fast_layer, "_decoded")
+    model, calls = packed(recipe), counted_layers(monkeypatch)
     plain = without(copy.deepcopy(model), "DecoderLayer", "Attention")
     ids, logits = torch.arange(4, 22).reshape(2, 9), []
     for each in (model, plain):
@@ -71,7 +71,7 @@ def test_tokens_that_see_each_other(recipe: str, packed, monkeypatch: pytest.Mon
         mask = torch.ones(2, 1, 3, 9, dtype=torch.bool)
         mask[1, ..., :2] = False
         logits.append(each(ids[:, 6:], past_key_values=cache, attention_mask=mask).logits)
-        assert calls == [True] * (2 if each is model else 0)
+        assert calls == ([2] if each is model else [])
     torch.testing.assert_close(logits[0], logits[1], rtol=1e-4, atol=1e-4 if recipe == "W4A16" else 0.5)
 
 
@@ -90,7 +90,7 @@ def test_gemma_whose_tokens_see_each_other() -> None:
 
 @torch.no_grad()
 def test_masks_of_other_kinds_go_the_own_way(packed, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, calls = packed("W4A16"), counted(monkeypatch, fast_layer, "_decoded")
+    model, calls = packed("W4A16"), counted_layers(monkeypatch)
     ids = torch.arange(4, 16).reshape(2, 6)
     seen = torch.ones(2, 1, 1, 7, dtype=torch.bool)
     seen[1, ..., :3] = False
@@ -105,7 +105,7 @@ def test_masks_of_other_kinds_go_the_own_way(packed, monkeypatch: pytest.MonkeyP
             cache = model(ids, use_cache=True).past_key_values
             calls.clear()
             logits.append(model(ids[:, :1], attention_mask=mask, past_key_values=cache).logits)
-            assert calls == [known] * 2
+            assert calls == [2] * known
         wanted = logits[0] if wanted is None else wanted
         torch.testing.assert_close(logits[0], wanted, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(logits[1][1], wanted[1], rtol=1e-4, atol=1e-4)

@@ -130,7 +130,7 @@ def test_a_model_that_moves(count: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         gpu.setattr(matmul, "on_gpu", lambda x: True)
         wanted = model(ids).logits
         assert torch.equal(model(ids).logits, wanted) and len(found) == len(model.model.layers)
-        gpu.setattr(gpu_layer, "is_whole", lambda steps: steps is not found[0] and steps is not found[1])
+        gpu.setattr(gpu_layer.Steps, "is_over", lambda steps: steps is found[0] or steps is found[1])
         assert torch.equal(model(ids).logits, wanted) and len(found) == 2 * len(model.model.layers)
     known = [layer.forward.args[2] for layer in model.model.layers]
     assert all(one.found is not None for one in known)

@@ -1,4 +1,4 @@
-"""`ptq::integer_layer`, `ptq::minifloat_layer` and `ptq::e8p_layer` with `ptq::decode_layer` against their references,
+"""`ptq::integer_layer`, `ptq::minifloat_layer` and `ptq::e8p_layer` with `ptq::decode_layers` against their references,
 and what they refuse."""
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from fp6 import layer_ops as minifloat_ops
 from fp6.minifloat import MinifloatFormat
-from ptq.ops import hadamard, kv_ops
+from ptq.ops import hadamard, kv_ops, layer_ops
 from ptq.weights import formats
 from ptq.weights.rounding import Rounded
 from quarot import layer_ops as integer_ops
@@ -33,9 +33,11 @@ FORMATS: dict[str, Any] = {
     "e8p": (E8PFormat(2), e8p_ops.layer),
     "e8p, 3 bits": (E8PFormat(3), e8p_ops.layer),
 }
-DECODE = torch.ops.ptq.decode_layer.default
+DECODE = torch.ops.ptq.decode_layers.default
 TOKEN = [argument.name for argument in DECODE._schema.arguments][1:]
 """What comes with each token."""
+OF_EACH = ("before", "scaling", "residual_multiplier")
+"""Of these there is one for each layer; the reference of a layer takes that alone."""
 
 
 @pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "dotprod"))
@@ -133,8 +135,13 @@ def of_token(given: dict[str, Any]) -> list[Any]:
     return [given[name] for name in TOKEN]
 
 
+def of_one(held: Tensor, given: dict[str, Any]) -> list[Any]:
+    """The arguments of `DECODE` for one layer."""
+    return [[held], *([given[name]] if name in OF_EACH else given[name] for name in TOKEN)]
+
+
 def decoded(op: Any, given: dict[str, Any]) -> Tensor:
-    return DECODE(op(*of_layer(given)), *of_token(given))
+    return DECODE(*of_one(op(*of_layer(given)), given))
 
 
 TWO_SIDED: dict[str, Any] = dict(orders=(64, 96, 64, 96), back=True, signed=True)
@@ -173,6 +180,53 @@ def test_the_bits_of_single_ops(format: str, case: dict[str, Any], dtype: torch.
     assert not torch.equal(mine["cache"][0], arguments(dtype, format, **case)[1]["cache"][0])  # something was stored
 
 
+@pytest.mark.parametrize("cache", ("plain", "packed", "sinks"))
+@pytest.mark.parametrize("format", ("integer", "e2m3", "e8p"))
+def test_several_layers_are_those_one_behind_another(format: str, cache: str, level: str) -> None:
+    """Each with its own cache, tokens before, scaling and multiplier."""
+    own = [dict(norms="am"), dict(norms="amqkAM", multiplier=0.3), dict(norms="A", orders=(0, 0, 0, 96), gelu=True)]
+
+    def made() -> list[tuple[Any, dict[str, Any]]]:
+        layers = [arguments(torch.bfloat16, format, cache=cache, hidden=2, **case) for case in own]
+        for i, (_, given) in enumerate(layers):
+            given["scaling"] *= 1 + i / 4
+            given["before"] -= i if cache == "plain" else 0
+            given.update({name: layers[0][1][name] for name in ("cos", "sin", "mask")})
+            given["mask"] = None if cache == "plain" else given["mask"]
+        return layers
+
+    layers, single = made(), made()
+    x = layers[0][1]["x"]
+    wanted = x
+    for op, given in single:
+        wanted = decoded(op, given | {"x": wanted})
+    each = {name: [given[name] for _, given in layers] for name in OF_EACH}
+    held = [tensor for _, given in layers for tensor in given["cache"]]
+    token = layers[0][1] | each | {"cache": held}
+    found = DECODE([op(*of_layer(given)) for op, given in layers], *of_token(token))
+    assert torch.equal(found, wanted)
+    for (_, mine), (_, theirs) in zip(layers, single, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine["cache"], theirs["cache"], strict=True))
+
+
+@pytest.mark.parametrize("decode", (DECODE, layer_ops._decode_layers), ids=["kernel", "reference"])
+def test_lists_that_are_not_one_for_each_layer_are_refused(decode: Any) -> None:
+    op, given = arguments(torch.float32)
+    layers, *token = of_one(op(*of_layer(given)), given)
+    for layer in layers:
+        vars(layer)["layer"] = FORMATS["integer"][1](*of_layer(given))
+    token = dict(zip(TOKEN, token, strict=True))
+    assert decode(layers, *token.values()).shape == given["x"].shape
+    for name, wrong in (("before", [7, 7]), ("scaling", []), ("residual_multiplier", [1.0] * 3)):
+        with pytest.raises(RuntimeError, match="expected as many of everything as layers"):
+            decode(layers, *(token | {name: wrong}).values())
+    for count, cache in ((0, []), (2, token["cache"][:1] * 3)):
+        with pytest.raises(RuntimeError, match="expected as many of everything as layers"):
+            DECODE(
+                layers * count, *(token | {"cache": cache} | {name: token[name] * count for name in OF_EACH}).values()
+            )
+
+
 TOGETHER = {"factors", "counts", "orders", "back_factors", "back_counts", "back_orders"}
 """Belong together: the cases above have several."""
 CHANGED = [name for name in arguments(torch.float32)[1] if name not in TOGETHER | {"round_first"}]
@@ -202,7 +256,7 @@ def test_a_held_layer_sees_what_becomes_of_its_tensors(format: str, level: str) 
     case |= dict(TWO_SIDED) if format.startswith("e8p") else {}
     op, given = arguments(torch.float32, format, **case)
     held = op(*of_layer(given))
-    was = DECODE(held, *of_token(given))
+    was = DECODE(*of_one(held, given))
     for name in ("tiles", "scale", "biases", "gains", "zero"):
         for i, x in enumerate(given.get(name, ())):
             if not x.numel():
@@ -213,7 +267,7 @@ def test_a_held_layer_sees_what_becomes_of_its_tensors(format: str, level: str) 
                     x.copy_(new)
                 else:
                     x.data = new if how == "other memory" else torch.stack([new, new], -1)[..., 0]
-                found = DECODE(held, *of_token(given))
+                found = DECODE(*of_one(held, given))
                 assert torch.equal(found, decoded(op, given)), (name, i, how)
                 assert not torch.equal(found, was), (name, i, how)
                 was = found
@@ -224,10 +278,10 @@ def test_a_bias_of_bfloat16_is_read_for_every_token(format: str) -> None:
     case = dict(TWO_SIDED) if format == "e8p" else {}
     op, given = arguments(torch.bfloat16, format, **case, biases="qkvogud")
     held = op(*of_layer(given))
-    was = DECODE(held, *of_token(given))
+    was = DECODE(*of_one(held, given))
     for bias in given["biases"]:
         bias.data.add_(1)
-        found = DECODE(held, *of_token(given))
+        found = DECODE(*of_one(held, given))
         assert torch.equal(found, decoded(op, given)) and not torch.equal(found, was)
         was = found
 
@@ -237,16 +291,15 @@ def test_what_stands_for_no_layer() -> None:
     held = op(*of_layer(given))
     for wrong in (held.clone(), held[:-1], torch.zeros(1, dtype=torch.uint8), torch.empty(0), given["x"]):
         with pytest.raises(RuntimeError, match="expected what an op on layers gave, not a copy of it"):
-            DECODE(wrong, *of_token(given))
+            DECODE(*of_one(wrong, given))
 
 
 def test_a_layer_outlives_the_lists_that_it_was_made_of() -> None:
     op, given = arguments(torch.float32)
     held, wanted = op(*of_layer(given)), decoded(op, given)
-    token = of_token(given)
-    del given
+    given = {name: given[name] for name in TOKEN}
     junk = [torch.randn(4096) for _ in range(64)]
-    assert torch.equal(DECODE(held, *token), wanted) and junk
+    assert torch.equal(DECODE(*of_one(held, given)), wanted) and junk
 
 
 def other(name: str, value: Any) -> Any:
@@ -261,9 +314,9 @@ def test_schema_and_fake(format: str) -> None:
         for cache in ("plain", "sinks"):
             op, given = arguments(torch.float32, format, cache=cache)
             torch.library.opcheck(op, of_layer(given), test_utils=check)
-    call = op(*of_layer(given)), *of_token(given)  # `opcheck` would copy what stands for a layer
+    arguments_of_one = of_one(op(*of_layer(given)), given)  # `opcheck` would copy what stands for a layer
     with FakeTensorMode() as mode:
-        fake = DECODE(*tree_map_only(Tensor, mode.from_tensor, call))
+        fake = DECODE(*tree_map_only(Tensor, mode.from_tensor, arguments_of_one))
     assert fake.shape == given["x"].shape and fake.dtype == given["x"].dtype
 
 

@@ -1,4 +1,4 @@
-// ptq::e8p_layer for the CPU: a decoder layer, held for ptq::decode_layer. Schema and reference are in
+// ptq::e8p_layer for the CPU: a decoder layer, held for ptq::decode_layers. Schema and reference are in
 // quip_sharp/layer_ops.py.
 #include <torch/csrc/stable/library.h>
 

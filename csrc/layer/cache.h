@@ -41,7 +41,7 @@ struct Cache {
     void check() const {
         const size_t count = tensors.size();
         STD_TORCH_CHECK((count == 2 || count == 4 || count == 7) && bits.size() == 2,
-                        "decode_layer: expected 2, 4 or 7 tensors of the cache");
+                        "decode_layers: expected 2, 4 or 7 tensors of the cache");
     }
 };
 

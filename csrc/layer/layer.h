@@ -66,9 +66,9 @@ class Layer final : public Decoder {
 
     Tensor decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Cache& cache, double scaling,
                   double multiplier) override {
-        STD_TORCH_CHECK(x.dim() == 3, "decode_layer: expected x [b, t, k]");
+        STD_TORCH_CHECK(x.dim() == 3, "decode_layers: expected x [b, t, k]");
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
-                        "decode_layer: x must be float32 or bfloat16");
+                        "decode_layers: x must be float32 or bfloat16");
         const std::shared_ptr<const Prepared> now = prepared();
         const auto linears = [&](const Tensor& in, Site site) { return multiplied(*now, in, site); };
         const Tensors qkv = linears(norm_(x, before_attention), to_qkv);
@@ -129,7 +129,7 @@ class Layer final : public Decoder {
 
     // Of each role.
     Tensors multiplied(const Prepared& prepared, const Tensor& x, Site site) const {
-        STD_TORCH_CHECK(x.size(2) == width(site), "decode_layer: expected ", width(site), " numbers for input ",
+        STD_TORCH_CHECK(x.size(2) == width(site), "decode_layers: expected ", width(site), " numbers for input ",
                         int{site}, ", found ", x.size(2));
         const Seen in = seen(x, {constants_.input_bits[site], constants_.clips[site], inputs_.factors(site),
                                  inputs_.order(site), inputs_.signs(site)});

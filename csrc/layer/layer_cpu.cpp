@@ -1,4 +1,4 @@
-// ptq::decode_layer for the CPU. See ptq/ops/layer_ops.py.
+// ptq::decode_layers for the CPU. See ptq/ops/layer_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
@@ -23,7 +23,7 @@ std::unordered_map<const void*, std::shared_ptr<Decoder>>& layers() {
 std::shared_ptr<Decoder> layer_of(const Tensor& handle) {
     const std::lock_guard lock(mutex);
     const auto found = layers().find(handle.const_data_ptr());
-    STD_TORCH_CHECK(found != layers().end(), "decode_layer: expected what an op on layers gave, not a copy of it");
+    STD_TORCH_CHECK(found != layers().end(), "decode_layers: expected what an op on layers gave, not a copy of it");
     return found->second;
 }
 
@@ -37,12 +37,24 @@ void forget(void* byte) {
     delete static_cast<char*>(byte);
 }
 
-Tensor decode(const Tensor& layer, const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensors& tensors,
-              int64_t before, const Ints& bits, double clip, const Tensors& factors, int64_t order, double scaling,
-              double multiplier, const std::optional<Tensor>& mask) {
-    const Cache cache{tensors, before, bits, clip, factors, order, mask};
-    cache.check();
-    return layer_of(layer)->decode(x, cos, sin, cache, scaling, multiplier);
+// Every layer has as many tensors of the cache as the others.
+Tensor decode(const Tensors& handles, const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensors& cache,
+              const Ints& before, const Ints& bits, double clip, const Tensors& factors, int64_t order,
+              const Floats& scaling, const Floats& multiplier, const std::optional<Tensor>& mask) {
+    const size_t count = handles.size(), each = count ? cache.size() / count : 0;
+    STD_TORCH_CHECK(count && cache.size() == each * count && before.size() == count && scaling.size() == count &&
+                        multiplier.size() == count,
+                    "decode_layers: expected as many of everything as layers");
+    std::vector<std::shared_ptr<Decoder>> decoders;
+    for (const Tensor& handle : handles) decoders.push_back(layer_of(handle));
+    Tensor y = x;
+    for (size_t i = 0; i < count; i++) {
+        const Tensors held(cache.begin() + i * each, cache.begin() + (i + 1) * each);
+        const Cache own{held, before[i], bits, clip, factors, order, mask};
+        own.check();
+        y = decoders[i]->decode(y, cos, sin, own, scaling[i], multiplier[i]);
+    }
+    return y;
 }
 
 }  // namespace
@@ -61,5 +73,5 @@ Tensor handle(std::unique_ptr<Decoder> layer) {
 }  // namespace ptq::layer
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
-    m.impl("decode_layer", TORCH_BOX(&ptq::layer::decode));
+    m.impl("decode_layers", TORCH_BOX(&ptq::layer::decode));
 }

@@ -1,4 +1,4 @@
-// ptq::minifloat_layer for the CPU: a decoder layer, held for ptq::decode_layer. Schema and reference are in
+// ptq::minifloat_layer for the CPU: a decoder layer, held for ptq::decode_layers. Schema and reference are in
 // fp6/layer_ops.py.
 #include <torch/csrc/stable/library.h>
 

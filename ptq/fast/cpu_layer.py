@@ -1,5 +1,5 @@
-"""A decoder layer of few decoded tokens on the CPU, in one call of an op of `ptq.ops.layer_ops`; or what stands before
-its MLP, where that is of another kind.
+"""Decoder layers of few decoded tokens on the CPU, in one call of an op of `ptq.ops.layer_ops`; or of one layer what
+stands before its MLP, where that is of another kind.
 
 The call needs a format that has such an op, linears that treat their input alike, and attention and MLP of the kinds of
 `ptq.fast.fast_attention` and `ptq.fast.fast_steps`. The numbers are those of the single ops to the bit.
@@ -7,6 +7,7 @@ The call needs a format that has such an op, linears that treat their input alik
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import ne
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from ptq.weights.layouts import LaidOut
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
 NO_NORM = (1.0, 0.0, False)
-DECODE = torch.ops.ptq.decode_layer.default
+DECODE = torch.ops.ptq.decode_layers.default
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Layer:
     """A layer that its op holds, and what a call is checked against."""
 
     handle: Tensor
-    """Stands for it in `ptq::decode_layer` (`ptq.ops.layer_ops`)."""
+    """Stands for it in `ptq::decode_layers` (`ptq.ops.layer_ops`)."""
     has_mlp: bool
     """Whether the op does all, or what stands before the MLP."""
     attention: nn.Module
@@ -99,25 +100,47 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
 
 
 def run(
-    layer: Layer, x: Float[Tensor, "b t k"], others: dict[str, Any], residual_multiplier: float
+    layers: Sequence[Layer],
+    x: Float[Tensor, "b t k"],
+    others: dict[str, Any],
+    multipliers: list[float],
 ) -> Float[Tensor, "b t k"] | None:
-    """What the layer's op gives for decoded tokens of each row; None where it is called with something else."""
-    states = fast_attention.cache_layer(layer.attention, layer.kind, x, floats=layer.floats, **others)
-    if states is None:
+    """What layers, one behind another, give for decoded tokens of each row; None where they are called with something
+    else. `multipliers`: m of each."""
+    attentions = [(layer.attention, layer.kind) for layer in layers]
+    floats = chain.from_iterable(layer.floats for layer in layers)
+    states = fast_attention.cache_layers(attentions, x, floats=floats, **others)
+    if states is None or len(set(map(id, states))) < len(states):  # layers that are one see their own tokens
         return None
-    tokens = x.shape[1]
-    if isinstance(states, GrowingLayer):
-        shape = len(x), layer.heads[0], tokens, layer.heads[1]
-        *room, before = states.reserve(shape, shape, x)
-        cache = room, before, [0, 0], 1.0, [], 0
-    elif isinstance(states, PackedLayer) and states.decodes and states.key.batch == len(x):
-        cache = states.room(tokens), states.length, *states.numbers()
-    else:
+    cache = _cache(layers, states, x)
+    if cache is None:
         return None
     turns, mask = others["position_embeddings"], others.get("attention_mask")
-    y = DECODE(layer.handle, x, *turns, *cache, layer.attention.scaling, residual_multiplier, mask)
-    states.advance(tokens)
+    scaling = [layer.attention.scaling for layer in layers]
+    y = DECODE([layer.handle for layer in layers], x, *turns, *cache, scaling, multipliers, mask)
+    for state in cast(list[GrowingLayer | PackedLayer], states):
+        state.advance(x.shape[1])
     return y
+
+
+def _cache(
+    layers: Sequence[Layer], states: Sequence[fast_attention.CacheLayer], x: Float[Tensor, "b t k"]
+) -> tuple[Any, ...] | None:
+    """The arguments of `ptq::decode_layers` from `cache` to `cache_order`, with room for the tokens of x. All states
+    are of one cache."""
+    batch, tokens = x.shape[:2]
+    room, before, numbers = [], [], ([0, 0], 1.0, [], 0)
+    for layer, state in zip(layers, states, strict=True):
+        if isinstance(state, GrowingLayer):
+            shape = batch, layer.heads[0], tokens, layer.heads[1]
+            *held, length = state.reserve(shape, shape, x)
+        elif isinstance(state, PackedLayer) and state.decodes and state.key.batch == batch:
+            held, length, numbers = state.room(tokens), state.length, state.numbers()
+        else:
+            return None
+        room.extend(held)
+        before.append(length)
+    return room, before, *numbers
 
 
 def _rows(attention: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:

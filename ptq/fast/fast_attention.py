@@ -6,6 +6,7 @@ plain or packed cache; on a GPU also in a static one. Everything else goes throu
 """
 
 import copy
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -49,8 +50,8 @@ class Kind(NamedTuple):
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
-    layer = cache_layer(module, kind, hidden_states, **others)
-    if layer is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
+    layers = cache_layers([(module, kind)], hidden_states, **others)
+    if layers is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
         return None
     *first, output = linears_of(module)
     if len(first) == 1:
@@ -62,7 +63,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     if wants_gradient(q, k, v):  # somebody listens, and has added to them
         return None
     turns, mask = others["position_embeddings"], others.get("attention_mask")
-    return output(attend(module, kind.normed, q, k, v, turns, layer, mask))
+    return output(attend(module, kind.normed, q, k, v, turns, layers[0], mask))
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -77,44 +78,45 @@ def rows_of(module: Any) -> list[int]:
     return [config.num_attention_heads * d, *(config.num_key_value_heads * d,) * 2]
 
 
-def cache_layer(
-    module: Any,
-    kind: Kind,
+def cache_layers(
+    attentions: Sequence[tuple[Any, Kind]],
     hidden_states: Float[Tensor, "b t k"],
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     attention_mask: Tensor | None = None,
-    floats: tuple[Tensor, ...] = (),
+    floats: Iterable[Tensor] = (),
     **others: Any,
-) -> CacheLayer | None:
-    """The layer of the cache that decoded tokens go to; None where this is something else than decoding, a cache or a
-    mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
+) -> list[CacheLayer] | None:
+    """The layers of the cache that decoded tokens go to, one for each attention module; None where this is something
+    else than decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take).
+    """
     cache = others.get(CACHE)
-    if position_embeddings is None or cache is None or module.training:
+    if position_embeddings is None or cache is None:
         return None
     batch, tokens = hidden_states.shape[:2]
     if not batch or not are_decoded(tokens, attention_mask) or position_embeddings[0].dim() != 3:
         return None
     turned = position_embeddings[0].shape[2]
-    if turned != module.head_dim and not (kind.in_part and turned < module.head_dim):
-        return None
     given = hidden_states, *position_embeddings, *floats
-    if is_plain(*given):
-        layer, wanted = _layer_on_cpu(module, cache, tokens)
-    elif is_gpu(*given):
-        layer, wanted = _layer_on_gpu(module, cache, hidden_states)
-    else:
+    find = _layer_on_cpu if is_plain(*given) else _layer_on_gpu if is_gpu(*given) else None
+    if find is None:
         return None
-    if layer is None or _implementation(module.config) != wanted:
-        return None
-    if torch.is_grad_enabled() and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
-        return None  # a learned prefix
-    return layer if _fits(attention_mask, hidden_states, layer) else None
+    layers = []
+    for module, kind in attentions:
+        if module.training or (turned != module.head_dim and not (kind.in_part and turned < module.head_dim)):
+            return None
+        layer, wanted = find(module, cache, hidden_states)
+        if layer is None or _implementation(module.config) != wanted or not _fits(attention_mask, hidden_states, layer):
+            return None
+        if torch.is_grad_enabled() and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
+            return None  # a learned prefix
+        layers.append(layer)
+    return layers
 
 
-def _layer_on_cpu(module: Any, cache: Any, tokens: int) -> tuple[CacheLayer | None, str]:
-    """The layer of a cache that the ops serve, behind whose tokens so many come, and the attention it belongs to."""
+def _layer_on_cpu(module: Any, cache: Any, x: Float[Tensor, "b t k"]) -> tuple[CacheLayer | None, str]:
+    """The layer of a cache that the ops serve, behind whose tokens x comes, and the attention it belongs to."""
     if type(cache) is PackedCache:
-        layer, wanted = _packed_layer(module, cache, tokens), implementation(cache.settings)
+        layer, wanted = _packed_layer(module, cache, x.shape[1]), implementation(cache.settings)
     else:
         layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
     return layer if layer is not None and layer.get_seq_length() else None, wanted

@@ -14,17 +14,16 @@ numbers are those of the single ops to the bit.
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from itertools import chain, repeat
-from operator import is_
+from itertools import chain
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
 from ptq.fast.trials import hollow, numbers_of, trial
+from ptq.fast.watched import Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
 
@@ -42,8 +41,9 @@ OTHERS = ("position_embeddings", "attention_mask", "position_ids", CACHE, "use_c
 """What a layer is called with besides its input."""
 
 
-class _Known:
-    """What is known of a decoder layer, for as long as it holds the very modules and parameters that `find` found."""
+class Known:
+    """What is known of a decoder layer, for as long as it holds the very modules and parameters that `find` found, and
+    what that gave is not over (`is_over`)."""
 
     def __init__(self, find: Callable[..., Any], layout: NormNames) -> None:
         self.find, self.layout = find, layout
@@ -52,60 +52,38 @@ class _Known:
     def forget(self) -> None:
         """Find out anew next time."""
         self.found: Any = None
-        self.owners: list[dict[str, Any]] = []
-        self.held: list[Any] = []
-        self.hooks: list[dict[int, Any]] = []
-        self.instances: list[dict[str, Any]] = []
-        self.forwards: list[Any] = []
-        self.dropouts: list[nn.Module] = []
+        self.watched: Watched | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {"find": self.find, "layout": self.layout}  # copies and pickles find out anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _Known.__init__(self, **state)
+        Known.__init__(self, **state)
 
     def of(self, layer: nn.Module) -> Any:
         """What was found; None where there is nothing, or somebody listens in."""
-        now = chain.from_iterable(map(dict.values, self.owners))
-        same = sum(map(len, self.owners)) == len(self.held) and all(map(is_, now, self.held))
-        if not self.held or not same or not all(map(is_, _forwards(self.instances), self.forwards)):
+        found = self.whatever_listens(layer)
+        return None if self.watched is None or self.watched.must_be_called() else found
+
+    def whatever_listens(self, layer: nn.Module) -> Any:
+        """What was found; None where there is nothing."""
+        if self.watched is None or not self.watched.is_same() or (self.found is not None and self.found.is_over()):
+            self.forget()  # merged weights go before others are made
             parts = _parts(self.layout, layer)
             others = [layer._modules[name] for name in layer._modules.keys() - {ATTENTION, MLP, *self.layout}]
-            self.dropouts = [module for module in others if type(module) is nn.Dropout]
-            modules = [layer, *self.dropouts, *_watched(*parts)]
-            self.owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
-            self.held = [held for owner in self.owners for held in owner.values()]
-            self.hooks = [hooks for m in modules[1:] for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-            self.hooks.extend((_global_forward_hooks, _global_forward_pre_hooks))
-            self.instances = [vars(module) for module in modules]
-            self.forwards = list(_forwards(self.instances))
-            known = len(self.dropouts) == len(others) and all(map(_is_ours, self.forwards))
+            dropouts = [module for module in others if type(module) is nn.Dropout]
+            inside = [*dropouts, *_inside(*parts)]
+            watched = Watched([layer, *inside], inside)
+            known = len(dropouts) == len(others) and watched.are_ours()
             self.found = self.find(*parts) if known else None
-        heard = any(self.hooks) and not all(map(_is_idle, self.hooks))
-        return None if heard or any(dropout.training for dropout in self.dropouts) else self.found
+            self.watched = watched  # last: another thread may look
+        return self.found
 
 
-def _watched(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
+def _inside(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
     """The modules that a call may take the place of. An MLP of another kind, with hundreds of experts say, is none."""
     inside = [attention, *norms, None if fast_steps.gate_of(mlp) is None else mlp]
     return chain.from_iterable(part.modules() for part in inside if part is not None)
-
-
-def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
-    """The forward that each instance has in the place of its class's; None for none."""
-    return map(dict.get, instances, repeat("forward"))
-
-
-def _is_ours(forward: Any) -> bool:
-    """Whether a forward is the class's own (None), or one that this package has installed."""
-    return forward is None or getattr(getattr(forward, "func", None), "__module__", "").startswith("ptq.")
-
-
-def _is_idle(hooks: dict[int, Any]) -> bool:
-    """Whether all hooks are those that transformers leaves behind where hidden states were asked for once; those inside
-    of a layer wait for attention weights, which our attention has none of."""
-    return all(getattr(hook, "__module__", None) == "transformers.utils.output_capturing" for hook in hooks.values())
 
 
 def install(model: nn.Module) -> None:
@@ -113,24 +91,29 @@ def install(model: nn.Module) -> None:
     for module in model.modules():
         layout = None if "forward" in vars(module) else _layout_of(module)
         if layout is not None:
-            known = (_Known(find, layout) for find in (cpu_layer.layer_of, gpu_layer.steps_of))
+            known = (Known(find, layout) for find in (cpu_layer.layer_of, gpu_layer.steps_of))
             module.forward = functools.partial(_forward, module, *known)
 
 
-def _forward(
-    module: nn.Module, on_cpu: _Known, on_gpu: _Known, hidden_states: Tensor, *args: Any, **kwargs: Any
-) -> Any:
+def is_fast(layer: nn.Module) -> bool:
+    """Whether `install` has made a module fast."""
+    return getattr(vars(layer).get("forward"), "func", None) is _forward
+
+
+def known_of(layer: Any) -> Known:
+    """What is known of a fast layer on the CPU."""
+    return layer.forward.args[1]
+
+
+def _forward(module: nn.Module, on_cpu: Known, on_gpu: Known, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not args and not module.training and not torch.compiler.is_compiling():
         if matmul.on_gpu(hidden_states):
-            if on_cpu.held:
+            if on_cpu.watched:
                 on_cpu.forget()  # replaced weights would stay in memory
-            steps = on_gpu.of(module) if _multiplier(module) == 1 else None
-            if steps is not None and not gpu_layer.is_whole(steps):
-                on_gpu.forget()
-                steps = on_gpu.of(module)
+            steps = on_gpu.of(module) if multiplier(module) == 1 else None
             found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
         else:
-            if on_gpu.held:
+            if on_gpu.watched:
                 on_gpu.forget()  # merged weights would stay on the GPU
             found = _decoded(module, on_cpu, hidden_states, **kwargs)
         if found is not None:
@@ -138,25 +121,23 @@ def _forward(
     return type(module).forward(module, hidden_states, *args, **kwargs)
 
 
-def _decoded(module: nn.Module, known: _Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+def _decoded(module: nn.Module, known: Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     if not fast_attention.are_decoded(x.shape[1], others.get("attention_mask")):
         return None
     layer = known.of(module)
-    if layer is not None and layer.is_over():
-        known.forget()
-        layer = known.of(module)
-    y = None if layer is None else cpu_layer.run(layer, x, others, _multiplier(module))
+    y = None if layer is None else cpu_layer.run([layer], x, others, [multiplier(module)])
     if y is None or layer is None or layer.has_mlp:
         return y
     _, mlp, (_, before, _, after) = _parts(known.layout, module)
     z = mlp(y if before is None else before(y))
     z = z[0] if isinstance(z, tuple) else z  # experts may give their router's logits, too
     z = z if after is None else after(z)
-    m = _multiplier(module)
+    m = multiplier(module)
     return y + (z if m == 1 else z * m)
 
 
-def _multiplier(module: nn.Module) -> float:
+def multiplier(module: nn.Module) -> float:
+    """m of a decoder layer."""
     return vars(module).get(MULTIPLIER, 1.0)
 
 
@@ -222,6 +203,6 @@ def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
         return False  # it wants something else
     if any(attention.given.get(name) is not value for name, value in others.items()):
         return False
-    m = _multiplier(module)
+    m = multiplier(module)
     y = x + m * norms[2](attention(norms[0](x))[0])
     return isinstance(found, Tensor) and torch.equal(found, y + m * norms[3](mlp(norms[1](y))))

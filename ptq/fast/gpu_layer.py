@@ -37,6 +37,10 @@ class Steps:
     merged: tuple[Merged | None, Merged | None]
     """The weights of `first` and `gated`."""
 
+    def is_over(self) -> bool:
+        """Whether merged weights are no longer those of the linears: a model that was moved has others."""
+        return not all(merged is None or merged.is_whole() for merged in self.merged)
+
 
 MERGED_ROWS = (64, 1)
 """Up to so many tokens are multiplied with merged weights. Products of several tokens are then slices of rows:
@@ -66,11 +70,6 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     return Steps(
         attention, tuple(linears[:3]), (linears[3], linears[4]), cast(QuantLinear, down), (full[0], full[1]), merged
     )
-
-
-def is_whole(steps: Steps) -> bool:
-    """Whether merged weights are still those of the linears: a model that was moved has others."""
-    return all(merged is None or merged.is_whole() for merged in steps.merged)
 
 
 def run(steps: Steps, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor | None:

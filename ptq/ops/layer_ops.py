@@ -1,6 +1,6 @@
 """Ops that do all that a decoder layer does to the last tokens of each row. One for each format of the weights takes
-what does not change from token to token, and gives a tensor that stands for the layer; with that, `ptq::decode_layer`
-takes tokens: x [b, t, k], t mostly 1.
+what does not change from token to token, and gives a tensor that stands for the layer; with some of those,
+`ptq::decode_layers` takes tokens through the layers, one behind another: x [b, t, k], t mostly 1.
 
 RMSNorm; q_proj, k_proj and v_proj; an RMSNorm of queries and keys, of each head or of all as one vector; rotary
 embedding and attention, with key and value stored behind the first `before` tokens; o_proj; an RMSNorm; times
@@ -23,7 +23,8 @@ Lists:
 - `mask` says what each token sees, and hides padding, say (`ptq.ops.steps`); with a packed cache, several tokens need
   one.
 - `cache`: keys and values [b, h, room, d], or codes and scales of keys and values (`ptq.ops.kv_ops`), or these, and
-  `starts`, sink keys and sink values, which are only read.
+  `starts`, sink keys and sink values, which are only read. Those of each layer, one behind another; `before`, `scaling`
+  and `residual_multiplier` have a number for each, its other numbers and the mask are the same for all.
 
 Everything is done by the functions of the ops that do one step, in their order: the numbers are theirs to the bit. (On
 a decoded token, calling them one by one takes as long as half of the products of a 1 B model in 4 bits, and longer than
@@ -52,8 +53,8 @@ SCHEMA = (
     "int[] back_orders, bool gelu, int[] rows"
 )
 DECODE_SCHEMA = (
-    "(Tensor layer, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int before, int[] cache_bits, "
-    "float cache_clip, Tensor[] cache_factors, int cache_order, float scaling, float residual_multiplier, "
+    "(Tensor[] layers, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int[] before, int[] cache_bits, "
+    "float cache_clip, Tensor[] cache_factors, int cache_order, float[] scaling, float[] residual_multiplier, "
     "Tensor? mask=None) -> Tensor"
 )
 
@@ -66,7 +67,7 @@ Products = Callable[..., list[Tensor]]
 
 
 Layer = Callable[..., Tensor]
-"""layer(x, cos, sin, ...), as `ptq::decode_layer` has them behind its first argument."""
+"""layer(x, cos, sin, ...), as `ptq::decode_layers` has them behind its first argument, but those of one layer."""
 
 
 def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Layer]:
@@ -87,17 +88,27 @@ def declare_layer(op: str, weights: str, products: Products) -> Callable[..., La
     return layer
 
 
-def _decode_layer(handle: Tensor, *token: Any) -> Tensor:
-    if "layer" not in vars(handle):
-        raise RuntimeError("decode_layer: expected what an op on layers gave, not a copy of it")
-    return vars(handle)["layer"](*token)
+def _decode_layers(
+    handles, x, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
+    residual_multiplier, mask=None,
+):  # fmt: skip
+    if not all("layer" in vars(handle) for handle in handles):
+        raise RuntimeError("decode_layers: expected what an op on layers gave, not a copy of it")
+    count, counts = len(handles), {len(before), len(scaling), len(residual_multiplier)}
+    if not count or counts != {count} or len(cache) % count:
+        raise RuntimeError("decode_layers: expected as many of everything as layers")
+    each, numbers = len(cache) // count, (cache_bits, cache_clip, cache_factors, cache_order)
+    for i, handle in enumerate(handles):
+        own = cache[i * each : (i + 1) * each], before[i], *numbers, scaling[i], residual_multiplier[i]
+        x = vars(handle)["layer"](x, cos, sin, *own, mask)
+    return x
 
 
 declare(
-    "decode_layer",
+    "decode_layers",
     DECODE_SCHEMA,
-    reference=_decode_layer,
-    fake=lambda layer, x, *rest: x.new_empty(x.shape),
+    reference=_decode_layers,
+    fake=lambda layers, x, *rest: x.new_empty(x.shape),
 )
 
 

@@ -1,0 +1,245 @@
+"""Decoder layers one behind another in one call, of few decoded tokens on the CPU (`ptq.fast.cpu_layer`).
+
+Between two layers of a decoded token Python runs, on objects that the weights have pushed out of the caches. So the
+model's own forward is given other layers to go through: the first one of a run answers for all of it, and those behind
+give their input back. It is the same forward on the same model, seen through a class of which `layers` alone is another
+(`_view_class`).
+
+No family is named. The forward is tried first, with stand-ins for all layers: each must be called with what the one
+before gave, and layers are a run only where they are called with the very same objects besides (those with a window get
+another mask). In a run those that the op does not take are called one by one.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import groupby, pairwise
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from ptq.fast import cpu_layer, fast_attention, fast_layer
+from ptq.fast.trials import hollow, trial
+from ptq.fast.watched import Watched
+from ptq.kv.attention import CACHE
+
+LAYERS = "layers"
+CACHES = {CACHE, "past_key_values"}
+GIVEN = CACHES | {"attention_mask", "position_ids", "cache_position", "use_cache", "return_dict"}
+"""What the forward of a model may be called with besides tokens; everything else must be None or False."""
+
+
+class Stretch(NamedTuple):
+    """Layers of a run, and what the op takes for them: nothing, where they are called one by one."""
+
+    layers: list[nn.Module]
+    found: list[cpu_layer.Layer]
+
+
+class Run:
+    """Stands for the first of some decoder layers that a model calls alike, and answers for all."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        self.layers = layers
+        self.forget()
+
+    def forget(self) -> None:
+        """Find out anew next time."""
+        self.known: tuple[Watched, list[Stretch]] | None = None
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        x = hidden_states
+        for layers, found in [Stretch(self.layers, [])] if args else self._stretches(x):
+            multipliers = [fast_layer.multiplier(layer) for layer in layers]
+            y = cpu_layer.run(found, x, kwargs, multipliers) if found else None
+            if y is None:
+                for layer in layers:
+                    x = layer(x, *args, **kwargs)
+            else:
+                x = y
+        return x
+
+    def _stretches(self, x: Float[Tensor, "b t k"]) -> list[Stretch]:
+        one_by_one = [Stretch(self.layers, [])]
+        if not x.is_cpu:
+            self.forget()
+        if not x.is_cpu or any(layer.training for layer in self.layers):
+            return one_by_one
+        known = self.known  # another thread may forget it
+        if known is None or not known[0].is_same() or any(layer.is_over() for _, found in known[1] for layer in found):
+            known = self.known = self._find()
+        return one_by_one if known[0].must_be_called() else known[1]
+
+    def _find(self) -> tuple[Watched, list[Stretch]]:
+        """What a call is checked against, and the stretches of this run."""
+        fast = [fast_layer.known_of(layer) if fast_layer.is_fast(layer) else None for layer in self.layers]
+        found: list[Any] = [known and known.whatever_listens(x) for known, x in zip(fast, self.layers, strict=True)]
+        whole = [layer is not None and layer.has_mlp for layer in found]
+        watched = [known.watched for known, fits in zip(fast, whole, strict=True) if known and known.watched and fits]
+        stretches, start = [], 0
+        for fits, group in groupby(whole):
+            stop = start + len(list(group))
+            stretches.append(Stretch(self.layers[start:stop], found[start:stop] if fits else []))
+            start = stop
+        return Watched.all_of(watched, self.layers), stretches
+
+
+def _behind(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """In the place of a layer that another one has answered for."""
+    return hidden_states
+
+
+Stand = Run | nn.Module | Callable[..., Tensor]
+
+
+class Stands:
+    """What `layers` are in the forward of a model that is given few tokens, for as long as it has the same layers and
+    the same forward."""
+
+    def __init__(self) -> None:
+        self.layers: list[nn.Module] = []
+        self.tried: Any = None
+        self.stands: list[Stand] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # copies and pickles find out anew
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()
+
+    def of(self, model: Any) -> list[Stand]:
+        layers = model._modules[LAYERS]._modules
+        same = len(layers) == len(self.layers) and all(map(is_, layers.values(), self.layers))
+        if not same or type(model).forward is not self.tried:
+            self.layers, self.tried = list(layers.values()), type(model).forward
+            self.stands = _stands(model, self.layers)
+        return self.stands
+
+    def runs(self) -> list[Run]:
+        return [stand for stand in self.stands if isinstance(stand, Run)]
+
+
+def _stands(model: nn.Module, layers: list[nn.Module]) -> list[Stand]:
+    stands: list[Stand] = list(layers)
+    fast = list(map(fast_layer.is_fast, layers))
+    if sum(fast) < 2:
+        return stands
+    start = 0
+    for i, alike in enumerate([*_called_alike(model, layers), False], 1):
+        if not alike or not fast[i - 1] or not fast[i]:
+            if i - start > 1:
+                stands[start:i] = [Run(layers[start:i]), *[_behind] * (i - start - 1)]
+            start = i
+    return stands
+
+
+def install(model: nn.Module) -> None:
+    """Let decoder layers that are fast (`ptq.fast.fast_layer`) be called in runs where the model allows it."""
+    for module in model.modules():
+        if isinstance(module._modules.get(LAYERS), nn.ModuleList) and "forward" not in vars(module):
+            stands = Stands()
+            stands.of(module)
+            if stands.runs():
+                module.forward = functools.partial(_forward, module, stands)
+                vars(module.forward)["__signature__"] = _signature(type(module).forward)
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """What the arguments of a method are called: others ask a model for that."""
+    _, *parameters = inspect.signature(forward).parameters.values()
+    return inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
+
+
+def _forward(model: Any, stands: Stands, *args: Any, **kwargs: Any) -> Any:
+    """That of a model with runs."""
+    view = model
+    if not torch.compiler.is_compiling():
+        if not args and _are_few(model, **kwargs):
+            view = object.__new__(_view_class(type(model)))
+            object.__setattr__(view, "__dict__", vars(model))
+            object.__setattr__(view, LAYERS, stands.of(model))
+        else:
+            for run in stands.runs():
+                run.forget()  # layers that were changed may fit again, and of those that have moved memory is freed
+    return type(model).forward(view, *args, **kwargs)
+
+
+def _are_few(model: Any, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> bool:
+    """Whether these are few tokens behind others, on the CPU, and nothing is asked for but what comes of them."""
+    x = inputs_embeds if input_ids is None else input_ids
+    if not isinstance(x, Tensor) or x.dim() < 2 or not x.is_cpu or model.training:
+        return False
+    if x.shape[1] > fast_attention.MOST_TOKENS or all(others.get(name) is None for name in CACHES):
+        return False
+    if any(value is not None and value is not False for name, value in others.items() if name not in GIVEN):
+        return False
+    config = model.config
+    if config.output_hidden_states or config.output_attentions:
+        return False
+    return config.num_hidden_layers == len(model._modules[LAYERS])
+
+
+@functools.cache
+def _view_class(cls: type) -> type:
+    """A class whose instances hold what a model of this class does (they have its `__dict__`), but other `layers`."""
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(cls.__name__, (cls,), {"__slots__": (LAYERS,), **names})
+
+
+# --- the trial ------------------------------------------------------------------------------------------------------
+
+
+class _Layer(nn.Module):
+    """Remembers how it is called."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        assert not hasattr(self, "given"), "called twice"
+        self.given, self.others, self.result = hidden_states, kwargs, hidden_states.sin()
+        return self.result
+
+
+class _Other(nn.Module):
+    """Stands for a norm, whose input is one tensor, or for a rotary embedding."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (torch.ones(()), torch.ones(())) if args or kwargs else x
+
+
+def _called_alike(model: Any, layers: list[nn.Module]) -> list[bool]:
+    """Whether a model's forward calls each layer but the last with what it calls the next one with, besides what the
+    first of them gives; all False where it does something else between layers. Of a prompt, and of a token behind it.
+    """
+    tries = (_tried(model, len(layers), tokens) for tokens in (3, 1))
+    return [all(alike) for alike in zip(*tries, strict=True)]
+
+
+@trial()
+def _tried(model: Any, count: int, tokens: int) -> list[bool]:
+    alone = hollow(model).eval()
+    for name in model._modules:
+        setattr(alone, name, _Other())
+    layers = [_Layer() for _ in range(count)]
+    setattr(alone, LAYERS, nn.ModuleList(layers))
+    mask = torch.tensor([[0, 1, 1]])  # so that the model makes tensors of it
+    try:
+        alone.config = copy.copy(model.config)
+        alone.config._attn_implementation = "sdpa"
+        cache, before = DynamicCache(config=alone.config), torch.zeros(1, 1, 3 - tokens, 8)
+        for i in range(count):
+            cache.update(before, before, i)
+        x = torch.randn(1, tokens, alone.config.hidden_size, generator=torch.Generator().manual_seed(0))
+        type(model).forward(alone, inputs_embeds=x, attention_mask=mask, use_cache=True, **{CACHE: cache})
+        one_by_one = all(b.given is a.result for a, b in pairwise(layers))
+    except Exception:  # whatever a forward raises where it wants something else
+        one_by_one = False
+    if not one_by_one:
+        return [False] * (count - 1)
+    return [
+        a.others.keys() == b.others.keys() and all(value is b.others[name] for name, value in a.others.items())
+        for a, b in pairwise(layers)
+    ]

@@ -1,0 +1,71 @@
+"""Modules that are watched for as long as something else may take the place of their own code."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
+from operator import is_
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+Hooks = dict[int, Any]
+
+
+class Watched:
+    """What modules hold: modules, parameters and forwards; and the hooks of those that must not be listened to."""
+
+    def __init__(self, modules: list[nn.Module], quiet: list[nn.Module]) -> None:
+        self._owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
+        self._held = [held for owner in self._owners for held in owner.values()]
+        self._instances = [vars(module) for module in modules]
+        self._forwards = list(_forwards(self._instances))
+        self._hooks: list[Hooks] = [hooks for m in quiet for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
+
+    @classmethod
+    def all_of(cls, watched: Iterable["Watched"], quiet: list[nn.Module]) -> "Watched":
+        """What several watch, and hooks of more modules."""
+        made = cls([], quiet)
+        for each in watched:
+            made._owners += each._owners
+            made._held += each._held
+            made._instances += each._instances
+            made._forwards += each._forwards
+            made._hooks += each._hooks
+            made._dropouts += each._dropouts
+        return made
+
+    def is_same(self) -> bool:
+        """Whether they hold what they held."""
+        now = chain.from_iterable(map(dict.values, self._owners))
+        return (
+            sum(map(len, self._owners)) == len(self._held)
+            and all(map(is_, now, self._held))
+            and all(map(is_, _forwards(self._instances), self._forwards))
+        )
+
+    def are_ours(self) -> bool:
+        """Whether every forward is that of its class, or one that this package has installed."""
+        return all(map(_is_ours, self._forwards))
+
+    def must_be_called(self) -> bool:
+        """Whether somebody listens in, or a dropout drops."""
+        heard = any(self._hooks) and not all(map(_is_idle, self._hooks))
+        of_all = _global_forward_hooks or _global_forward_pre_hooks
+        return heard or bool(of_all) or any(dropout.training for dropout in self._dropouts)
+
+
+def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
+    """The forward that each instance has in the place of its class's; None for none."""
+    return map(dict.get, instances, repeat("forward"))
+
+
+def _is_ours(forward: Any) -> bool:
+    return forward is None or getattr(getattr(forward, "func", None), "__module__", "").startswith("ptq.")
+
+
+def _is_idle(hooks: Hooks) -> bool:
+    """Whether all hooks are those that transformers leaves behind where hidden states were asked for once. Those of a
+    layer wait for the next time (`ptq.fast.layer_runs` looks whether that is now), those inside of it for attention
+    weights, which our attention has none of."""
+    return all(getattr(hook, "__module__", None) == "transformers.utils.output_capturing" for hook in hooks.values())
