@@ -20,5 +20,5 @@ WEIGHT, NUMBERS = "Tensor fragments, Tensor scale", "int n, int exponent, int ma
 dequantize = functools.partial(tiled_ops.dequantize_packed, fragments.unpack)
 quantized = functools.partial(tiled_ops.quantized_packed, fragments.unpack)
 
-linear = declare_linear("minifloat_linear_fragments", WEIGHT, NUMBERS, dequantize)
+declare_linear("minifloat_linear_fragments", WEIGHT, NUMBERS, dequantize)
 declare_quantized_linear("minifloat_quantized_fragments", WEIGHT, NUMBERS, quantized)

@@ -13,17 +13,7 @@ from torch import Tensor
 
 from fp6 import element
 from fp6.element import Element
-from ptq.ops.op_declarations import declare_all
-
-SCHEMAS = {
-    "minifloat_fit": "(Tensor w, int exponent, int mantissa, int group_size, bool power, bool search) -> Tensor",
-    "minifloat_encode": "(Tensor w, Tensor scale, int exponent, int mantissa, int group_size) -> Tensor",
-    "minifloat_decode": "(Tensor codes, Tensor scale, int exponent, int mantissa, int group_size) -> Tensor",
-    "minifloat_nearest": "(Tensor w, int exponent, int mantissa, int group_size, bool power, bool search) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-    "minifloat_ldlq": "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor group, int exponent, int mantissa)"
-    " -> (Tensor, Tensor)",
-}
+from ptq.ops.op_declarations import reference_of
 
 TINY = 1e-30
 """A group whose largest magnitude is below this is stored as zeros with scale 1: its scale could underflow."""
@@ -34,6 +24,20 @@ POWERS = (-2, -1, 0, 1)
 """Powers of two that the search tries beside the one of the OCP specification."""
 
 
+def _groups(w: Tensor, group_size: int) -> Tensor:
+    return w.new_empty(w.shape[0], w.shape[1] // (group_size or w.shape[1]), dtype=torch.float32)
+
+
+def _fake_nearest(w, exponent, mantissa, group_size, power, search):
+    sums = w.new_empty(w.shape[0], dtype=torch.float64)
+    return w.new_empty(w.shape, dtype=torch.uint8), _groups(w, group_size), sums, torch.empty_like(sums)
+
+
+@reference_of(
+    "minifloat_fit",
+    "(Tensor w, int exponent, int mantissa, int group_size, bool power, bool search) -> Tensor",
+    lambda w, exponent, mantissa, group_size, *rest: _groups(w, group_size),
+)
 def fit(
     w: Float32[Tensor, "n k"], exponent: int, mantissa: int, group_size: int, power: bool, search: bool
 ) -> Float32[Tensor, "n g"]:
@@ -62,6 +66,11 @@ def fit(
     return torch.where(finite, torch.where(empty, 1.0, scale), math.nan)
 
 
+@reference_of(
+    "minifloat_encode",
+    "(Tensor w, Tensor scale, int exponent, int mantissa, int group_size) -> Tensor",
+    lambda w, *rest: w.new_empty(w.shape, dtype=torch.uint8),
+)
 def encode(
     w: Float32[Tensor, "n k"], scale: Float32[Tensor, "n g"], exponent: int, mantissa: int, group_size: int
 ) -> UInt8[Tensor, "n k"]:
@@ -70,6 +79,11 @@ def encode(
     return element.encode(x, Element(exponent, mantissa)).view(w.shape)
 
 
+@reference_of(
+    "minifloat_decode",
+    "(Tensor codes, Tensor scale, int exponent, int mantissa, int group_size) -> Tensor",
+    lambda codes, *rest: codes.new_empty(codes.shape, dtype=torch.float32),
+)
 def decode(
     codes: UInt8[Tensor, "n k"], scale: Float32[Tensor, "n g"], exponent: int, mantissa: int, group_size: int
 ) -> Float32[Tensor, "n k"]:
@@ -78,6 +92,12 @@ def decode(
     return (x * scale[..., None]).view(codes.shape)
 
 
+@reference_of(
+    "minifloat_nearest",
+    "(Tensor w, int exponent, int mantissa, int group_size, bool power, bool search) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_nearest,
+)
 def nearest(
     w: Float[Tensor, "n k"], exponent: int, mantissa: int, group_size: int, power: bool, search: bool
 ) -> tuple[UInt8[Tensor, "n k"], Float32[Tensor, "n g"], Float64[Tensor, " n"], Float64[Tensor, " n"]]:
@@ -89,6 +109,12 @@ def nearest(
     return codes, scale, error.square_().sum(1), w.double().square_().sum(1)
 
 
+@reference_of(
+    "minifloat_ldlq",
+    "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor group, int exponent, int mantissa)"
+    " -> (Tensor, Tensor)",
+    lambda target, w, *rest: (w.new_empty(w.shape, dtype=torch.uint8), w.new_empty(w.shape)),
+)
 def ldlq(
     target: Float32[Tensor, "c n"],
     w: Float32[Tensor, "c n"],
@@ -109,30 +135,3 @@ def ldlq(
         error[c] = w[c] - element.decode(codes[c], code) * s
         target[:c].addr_(factor[c, :c], error[c])
     return codes, error
-
-
-def _groups(w: Tensor, group_size: int) -> Tensor:
-    return w.new_empty(w.shape[0], w.shape[1] // (group_size or w.shape[1]), dtype=torch.float32)
-
-
-def _fake_nearest(w, exponent, mantissa, group_size, power, search):
-    sums = w.new_empty(w.shape[0], dtype=torch.float64)
-    return w.new_empty(w.shape, dtype=torch.uint8), _groups(w, group_size), sums, torch.empty_like(sums)
-
-
-REFERENCES = {
-    "minifloat_fit": fit,
-    "minifloat_encode": encode,
-    "minifloat_decode": decode,
-    "minifloat_nearest": nearest,
-    "minifloat_ldlq": ldlq,
-}
-FAKES = {
-    "minifloat_fit": lambda w, exponent, mantissa, group_size, power, search: _groups(w, group_size),
-    "minifloat_encode": lambda w, *options: w.new_empty(w.shape, dtype=torch.uint8),
-    "minifloat_decode": lambda codes, *options: codes.new_empty(codes.shape, dtype=torch.float32),
-    "minifloat_nearest": _fake_nearest,
-    "minifloat_ldlq": lambda target, w, *options: (w.new_empty(w.shape, dtype=torch.uint8), w.new_empty(w.shape)),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)

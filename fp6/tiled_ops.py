@@ -113,11 +113,6 @@ def _unpack(codes: UInt8[Tensor, "tiles blocks size"], n: int, element: Element,
 dequantize = functools.partial(dequantize_packed, _unpack)
 linear_quantized = functools.partial(quantized_packed, _unpack)
 
-REFERENCES = {
-    "minifloat_linear_tiled": declare_linear("minifloat_linear_tiled", WEIGHT, NUMBERS, dequantize),
-    "minifloat_linear_quantized": linear_quantized,
-}
+declare_linear("minifloat_linear_tiled", WEIGHT, NUMBERS, dequantize)
 declare_quantized_linear("minifloat_linear_quantized", WEIGHT, NUMBERS, linear_quantized)
-REFERENCES["minifloat_linear_tokens"] = declare_tokens_linear(
-    "minifloat_linear_tokens", WEIGHT, NUMBERS, "minifloat_linear_quantized"
-)
+declare_tokens_linear("minifloat_linear_tokens", WEIGHT, NUMBERS, "minifloat_linear_quantized")

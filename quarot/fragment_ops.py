@@ -45,5 +45,5 @@ def quantized(
     )
 
 
-linear = declare_linear("integer_linear_fragments", WEIGHT, NUMBERS, dequantize)
+declare_linear("integer_linear_fragments", WEIGHT, NUMBERS, dequantize)
 declare_quantized_linear("integer_quantized_fragments", WEIGHT, f"{NUMBERS}, int input_bits", quantized)

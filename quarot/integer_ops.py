@@ -11,19 +11,22 @@ from jaxtyping import Float32, Int16, Int64, UInt8
 from torch import Tensor
 
 from ptq.ops.bitstream import unpack
-from ptq.ops.op_declarations import declare_all, declare_linear
-
-SCHEMAS = {
-    "integer_fit": "(Tensor w, int bits, int group_size, bool symmetric, int steps, float floor) -> (Tensor, Tensor)",
-    "integer_round": "(Tensor w, Tensor scale, Tensor zero, int bits, int group_size) -> Tensor",
-    "integer_ldlq": "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor zero, Tensor group, int bits) "
-    "-> (Tensor, Tensor)",
-}
+from ptq.ops.op_declarations import declare_linear, reference_of
 
 TINY = 1e-30
 """A group whose largest magnitude is below this is stored as zeros with scale 1: its scale could underflow."""
 
 
+def _fake_fit(w, bits, group_size, symmetric, steps, floor):
+    groups = w.shape[1] // (group_size or w.shape[1])
+    return w.new_empty(w.shape[0], groups), w.new_empty(w.shape[0], groups, dtype=torch.uint8)
+
+
+@reference_of(
+    "integer_fit",
+    "(Tensor w, int bits, int group_size, bool symmetric, int steps, float floor) -> (Tensor, Tensor)",
+    _fake_fit,
+)
 def fit(
     w: Float32[Tensor, "n k"],
     bits: int,
@@ -66,6 +69,11 @@ def shrink(step: int, steps: int, floor: float) -> float:
     return 1 - step * (1 - floor) / max(steps - 1, 1)
 
 
+@reference_of(
+    "integer_round",
+    "(Tensor w, Tensor scale, Tensor zero, int bits, int group_size) -> Tensor",
+    lambda w, *rest: w.new_empty(w.shape, dtype=torch.uint8),
+)
 def round_nearest(
     w: Float32[Tensor, "n k"], scale: Float32[Tensor, "n g"], zero: UInt8[Tensor, "n g"], bits: int, group_size: int
 ) -> UInt8[Tensor, "n k"]:
@@ -75,6 +83,11 @@ def round_nearest(
     return code.to(torch.uint8).view(w.shape)
 
 
+@reference_of(
+    "integer_ldlq",
+    "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor zero, Tensor group, int bits) -> (Tensor, Tensor)",
+    lambda target, w, *rest: (w.new_empty(w.shape, dtype=torch.uint8), w.new_empty(w.shape)),
+)
 def ldlq(
     target: Float32[Tensor, "c n"],
     w: Float32[Tensor, "c n"],
@@ -119,26 +132,4 @@ def scaled(
     return ((groups - offset) * scale.view(torch.bfloat16)[..., None].float()).flatten(1)
 
 
-def _fake_fit(w, bits, group_size, symmetric, steps, floor):
-    groups = w.shape[1] // (group_size or w.shape[1])
-    return w.new_empty(w.shape[0], groups), w.new_empty(w.shape[0], groups, dtype=torch.uint8)
-
-
-REFERENCES = {
-    "integer_fit": fit,
-    "integer_round": round_nearest,
-    "integer_ldlq": ldlq,
-    "integer_linear": declare_linear(
-        "integer_linear", "Tensor codes, Tensor scale, Tensor? zero", "int bits, int group_size", dequantize
-    ),
-}
-FAKES = {
-    "integer_fit": _fake_fit,
-    "integer_round": lambda w, scale, zero, bits, group_size: w.new_empty(w.shape, dtype=torch.uint8),
-    "integer_ldlq": lambda target, w, factor, scale, zero, group, bits: (
-        w.new_empty(w.shape, dtype=torch.uint8),
-        w.new_empty(w.shape),
-    ),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)
+declare_linear("integer_linear", "Tensor codes, Tensor scale, Tensor? zero", "int bits, int group_size", dequantize)

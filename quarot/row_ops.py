@@ -6,24 +6,29 @@ kernels (`csrc/integer_rows`) override them.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int16, Int64, UInt8
 from torch import Tensor
 
 from ptq.ops import fragments, tiles
-from ptq.ops.op_declarations import declare_all
+from ptq.ops.op_declarations import declare, reference_of
 from ptq.ops.tiles import ROWS, untile_scales
 from quarot.integer_ops import dequantize
 
-SCHEMAS = {
-    "integer_rows": "(Tensor codes, Tensor scale, Tensor? zero, Tensor index, int bits, int group_size, int k, "
+
+def _fake(codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor, *numbers: Any) -> Tensor:
+    *_, k, dtype = numbers
+    return codes.new_empty(index.shape[0], k, dtype=dtype)
+
+
+@reference_of(
+    "integer_rows",
+    "(Tensor codes, Tensor scale, Tensor? zero, Tensor index, int bits, int group_size, int k, "
     "ScalarType dtype) -> Tensor",
-    "integer_rows_tiled": "(Tensor tiles, Tensor scale, Tensor? zero, Tensor index, int n, int bits, int group_size, "
-    "int k, ScalarType dtype) -> Tensor",
-}
-
-
+    _fake,
+)
 def rows(
     codes: UInt8[Tensor, "n bytes"],
     scale: Int16[Tensor, "n g"],
@@ -67,14 +72,10 @@ rows_tiled = functools.partial(rows_of_row_tiles, tiles.unprepack)
 rows_of_fragments = functools.partial(rows_of_row_tiles, fragments.unprepack)
 """It has no kernel of its own."""
 
-REFERENCES = {"integer_rows": rows, "integer_rows_tiled": rows_tiled}
-FAKES = {
-    "integer_rows": lambda codes, scale, zero, index, bits, group_size, k, dtype: codes.new_empty(
-        index.shape[0], k, dtype=dtype
-    ),
-    "integer_rows_tiled": lambda tiles, scale, zero, index, n, bits, group_size, k, dtype: tiles.new_empty(
-        index.shape[0], k, dtype=dtype
-    ),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)
+declare(
+    "integer_rows_tiled",
+    "(Tensor tiles, Tensor scale, Tensor? zero, Tensor index, int n, int bits, int group_size, int k, "
+    "ScalarType dtype) -> Tensor",
+    rows_tiled,
+    _fake,
+)

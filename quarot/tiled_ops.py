@@ -25,18 +25,16 @@ from torch import Tensor
 
 from ptq.ops import activations as _activations  # noqa: F401 (its ops)
 from ptq.ops import tiles
-from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear, declare_tokens_linear
-from ptq.ops.tiles import REFERENCES as TILE_REFERENCES
+from ptq.ops.op_declarations import (
+    declare_linear,
+    declare_quantized_linear,
+    declare_tokens_linear,
+    reference_of,
+)
 from ptq.ops.tiles import untile_scales
 from quarot.integer_ops import scaled
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
-SCHEMAS = {
-    "integer_linears_tiled": "(Tensor x, Tensor[] tiles, Tensor[] scale, Tensor[] zero, Tensor[] bias, int[] n, "
-    "int bits, int group_size) -> Tensor[]",
-    "integer_linears_quantized": "(Tensor q, Tensor q_scale, Tensor[] tiles, Tensor[] scale, Tensor[] zero, "
-    "Tensor[] bias, int[] n, int bits, int group_size, ScalarType dtype) -> Tensor[]",
-}
 
 
 Unpack = Callable[[Tensor, int, int, Any], Tensor]
@@ -107,7 +105,7 @@ dequantize = functools.partial(dequantize_packed, tiles.unpack)
 linear_quantized = functools.partial(quantized_packed, tiles.unpack)
 
 
-def linears(one: str, inputs: tuple[Tensor, ...], weights: Sequence[Sequence[Any]], *rest: Any) -> list[Tensor]:
+def _linears(one: str, inputs: tuple[Tensor, ...], weights: Sequence[Sequence[Any]], *rest: Any) -> list[Tensor]:
     """One call of the op `one` for every weight: `weights` are the lists of tiles, scales, zeros, biases and n."""
     codes, scale, zero, bias, n = weights
     weights, count = (codes, scale, zero, [x if x.numel() else None for x in bias], n), len(codes)
@@ -115,29 +113,30 @@ def linears(one: str, inputs: tuple[Tensor, ...], weights: Sequence[Sequence[Any
     return [getattr(torch.ops.ptq, one)(*inputs, *weight, *rest) for weight in each]
 
 
-REFERENCES = {
-    **TILE_REFERENCES,
-    "integer_linear_tiled": declare_linear("integer_linear_tiled", WEIGHT, NUMBERS, dequantize),
-    "integer_linear_quantized": linear_quantized,
-    "integer_linears_tiled": lambda x, tiles, scale, zero, bias, n, *rest: linears(
-        "integer_linear_tiled", (x,), (tiles, scale, zero, bias, n), *rest
-    ),
-    "integer_linears_quantized": lambda q, q_scale, tiles, scale, zero, bias, n, *rest: linears(
-        "integer_linear_quantized", (q, q_scale), (tiles, scale, zero, bias, n), *rest
-    ),
-}
+declare_linear("integer_linear_tiled", WEIGHT, NUMBERS, dequantize)
 declare_quantized_linear("integer_linear_quantized", WEIGHT, NUMBERS, linear_quantized)
-REFERENCES["integer_linear_tokens"] = declare_tokens_linear(
-    "integer_linear_tokens", WEIGHT, NUMBERS, "integer_linear_quantized"
-)
+declare_tokens_linear("integer_linear_tokens", WEIGHT, NUMBERS, "integer_linear_quantized")
 
-FAKES = {
-    "integer_linears_tiled": lambda x, tiles, scale, zero, bias, n, bits, group_size: [
-        x.new_empty(*x.shape[:-1], size) for size in n
-    ],
-    "integer_linears_quantized": lambda q, q_scale, tiles, scale, zero, bias, n, bits, group_size, dtype: [
+
+@reference_of(
+    "integer_linears_tiled",
+    "(Tensor x, Tensor[] tiles, Tensor[] scale, Tensor[] zero, Tensor[] bias, int[] n, int bits, int group_size) "
+    "-> Tensor[]",
+    lambda x, tiles, scale, zero, bias, n, *rest: [x.new_empty(*x.shape[:-1], size) for size in n],
+)
+def linears_tiled(x, tiles, scale, zero, bias, n, bits, group_size):
+    """`ptq::integer_linear_tiled` of several weights."""
+    return _linears("integer_linear_tiled", (x,), (tiles, scale, zero, bias, n), bits, group_size)
+
+
+@reference_of(
+    "integer_linears_quantized",
+    "(Tensor q, Tensor q_scale, Tensor[] tiles, Tensor[] scale, Tensor[] zero, Tensor[] bias, int[] n, int bits, "
+    "int group_size, ScalarType dtype) -> Tensor[]",
+    lambda q, q_scale, tiles, scale, zero, bias, n, bits, group_size, dtype: [
         q.new_empty(*q.shape[:-1], size, dtype=dtype) for size in n
     ],
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)
+)
+def linears_quantized(q, q_scale, tiles, scale, zero, bias, n, bits, group_size, dtype):
+    """`ptq::integer_linear_quantized` of several weights."""
+    return _linears("integer_linear_quantized", (q, q_scale), (tiles, scale, zero, bias, n), bits, group_size, dtype)

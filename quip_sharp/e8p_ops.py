@@ -14,19 +14,14 @@ signs the one of the lower coordinate is flipped; zero has the sign +. All arith
 rounded, sums in the order ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)): every implementation finds the same code.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Float, Float32, Int8, Int32
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare_all
+from ptq.ops.op_declarations import reference_of
 from quip_sharp.e8p import MULTIPLIERS, residual_table, table
-
-SCHEMAS = {
-    "e8p_round": "(Tensor w, Tensor scale, Tensor tables, int bits, int candidates) -> Tensor",
-    "e8p_ldlq": "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor tables, int bits, int candidates) "
-    "-> (Tensor, Tensor)",
-    "e8p_decode": "(Tensor codes, Tensor scale, Tensor tables, int bits) -> Tensor",
-}
 
 CHUNK = 2048
 """Vectors that the reference searches at a time."""
@@ -37,6 +32,11 @@ def tables(bits: int) -> Int8[Tensor, "stages 256 8"]:
     return torch.stack({2: [table()], 3: [table(), residual_table()], 4: [table(), table()]}[bits])
 
 
+@reference_of(
+    "e8p_round",
+    "(Tensor w, Tensor scale, Tensor tables, int bits, int candidates) -> Tensor",
+    lambda w, *rest: w.new_empty(w.shape[0], w.shape[1] // 8, dtype=torch.int32),
+)
 def round_nearest(
     w: Float32[Tensor, "n k"],
     scale: Float32[Tensor, "1"],
@@ -50,6 +50,16 @@ def round_nearest(
     return torch.cat([torch.zeros(0, dtype=torch.int32, device=w.device), *codes]).view(w.shape[0], w.shape[1] // 8)
 
 
+def _fake_ldlq(target: Tensor, w: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return w.new_empty(w.shape[0] // 8, w.shape[1], dtype=torch.int32), w.new_empty(w.shape)
+
+
+@reference_of(
+    "e8p_ldlq",
+    "(Tensor target, Tensor w, Tensor factor, Tensor scale, Tensor tables, int bits, int candidates) "
+    "-> (Tensor, Tensor)",
+    _fake_ldlq,
+)
 def ldlq(
     target: Float32[Tensor, "c n"],
     w: Float32[Tensor, "c n"],
@@ -73,6 +83,11 @@ def ldlq(
     return codes, error
 
 
+@reference_of(
+    "e8p_decode",
+    "(Tensor codes, Tensor scale, Tensor tables, int bits) -> Tensor",
+    lambda codes, scale, *rest: scale.new_empty(codes.shape[0], 8 * codes.shape[1]),
+)
 def decode(
     codes: Int32[Tensor, "n m"], scale: Float32[Tensor, "1"], tables: Int8[Tensor, "stages 256 8"], bits: int
 ) -> Float32[Tensor, "n k"]:
@@ -165,16 +180,3 @@ def _tree(x: Float[Tensor, "*v 8"]) -> Float[Tensor, "*v"]:
     for _ in range(3):
         x = x[..., ::2] + x[..., 1::2]
     return x[..., 0]
-
-
-REFERENCES = {"e8p_round": round_nearest, "e8p_ldlq": ldlq, "e8p_decode": decode}
-FAKES = {
-    "e8p_round": lambda w, scale, tables, bits, candidates: w.new_empty(w.shape[0], w.shape[1] // 8, dtype=torch.int32),
-    "e8p_ldlq": lambda target, w, factor, scale, tables, bits, candidates: (
-        w.new_empty(w.shape[0] // 8, w.shape[1], dtype=torch.int32),
-        w.new_empty(w.shape),
-    ),
-    "e8p_decode": lambda codes, scale, tables, bits: scale.new_empty(codes.shape[0], 8 * codes.shape[1]),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)

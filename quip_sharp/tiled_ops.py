@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare_all, declare_linear, declare_quantized_linear, lasting
+from ptq.ops.op_declarations import declare, declare_linear, declare_quantized_linear, lasting, reference_of
 from quip_sharp import e8p
 
 ROWS, COLUMNS = 16, 32
@@ -37,11 +37,6 @@ PLACES = (4, 5, 2, 3, 0, 1, 6)
 """Which coordinate's sign is bit i of a tile's sign byte."""
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale", "int n, int bits"
-SCHEMAS = {
-    "e8p_prepack": "(Tensor codes) -> Tensor",
-    "e8p_unprepack": "(Tensor tiles, int n, int bits, int k) -> Tensor",
-    "e8p_dequantize": "(Tensor tiles, Tensor scale, int n, int bits, int k) -> Tensor",
-}
 
 
 @functools.cache
@@ -75,6 +70,11 @@ def _renumbered(codes: UInt8[Tensor, "bits n c"], inverse: bool) -> UInt8[Tensor
     return torch.stack(planes)
 
 
+@reference_of(
+    "e8p_prepack",
+    "(Tensor codes) -> Tensor",
+    lambda codes: codes.new_empty(-(-codes.shape[1] // ROWS), -(-codes.shape[2] // 4) * codes.shape[0], 64),
+)
 def prepack(codes: UInt8[Tensor, "bits n c"]) -> UInt8[Tensor, "tiles vectors 64"]:
     """Tiles from codes."""
     (bits, n, c), codes = codes.shape, _renumbered(codes, inverse=False)
@@ -84,6 +84,11 @@ def prepack(codes: UInt8[Tensor, "bits n c"]) -> UInt8[Tensor, "tiles vectors 64
     return codes.view(bits, tiles, ROWS, blocks, 4).permute(1, 3, 0, 2, 4).reshape(tiles, blocks * bits, 64)
 
 
+@reference_of(
+    "e8p_unprepack",
+    "(Tensor tiles, int n, int bits, int k) -> Tensor",
+    lambda tiles, n, bits, k: tiles.new_empty(bits, n, -(-k // 8)),
+)
 def unprepack(
     tiles: UInt8[Tensor, "tiles vectors 64"], n: int, bits: int, k: int | torch.SymInt
 ) -> UInt8[Tensor, "bits n c"]:
@@ -164,22 +169,11 @@ def quantized_packed(
 dequantize = functools.partial(dequantize_packed, unprepack)
 linear_quantized = functools.partial(quantized_packed, unprepack)
 
-REFERENCES = {
-    "e8p_prepack": prepack,
-    "e8p_unprepack": unprepack,
-    "e8p_dequantize": dequantize,
-    "e8p_linear_tiled": declare_linear(
-        "e8p_linear_tiled", WEIGHT, NUMBERS, lambda *weight: torch.ops.ptq.e8p_dequantize(*weight)
-    ),
-    "e8p_linear_quantized": linear_quantized,
-}
+declare(
+    "e8p_dequantize",
+    "(Tensor tiles, Tensor scale, int n, int bits, int k) -> Tensor",
+    dequantize,
+    lambda tiles, scale, n, bits, k: tiles.new_empty(n, k, dtype=torch.float32),
+)
+declare_linear("e8p_linear_tiled", WEIGHT, NUMBERS, lambda *weight: torch.ops.ptq.e8p_dequantize(*weight))
 declare_quantized_linear("e8p_linear_quantized", WEIGHT, NUMBERS, linear_quantized)
-FAKES = {
-    "e8p_prepack": lambda codes: codes.new_empty(
-        -(-codes.shape[1] // ROWS), -(-codes.shape[2] // 4) * codes.shape[0], 64
-    ),
-    "e8p_unprepack": lambda tiles, n, bits, k: tiles.new_empty(bits, n, -(-k // 8)),
-    "e8p_dequantize": lambda tiles, scale, n, bits, k: tiles.new_empty(n, k, dtype=torch.float32),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 
 from ptq.cli import app
 from ptq.ops import native
+from ptq.ops.op_declarations import REFERENCES
 from ptq.pipeline import preflight
 from ptq.planning.plan import LinearPlan, Plan
 
@@ -134,13 +135,13 @@ def at_level(level: str) -> Iterator[str]:
 Ops = Mapping[str, Callable[..., Any]]
 
 
-def ops_at(level: str, references: Ops) -> Iterator[Ops]:
+def ops_at(level: str) -> Iterator[Ops]:
     """What a fixture yields from: the ops of one implementation, `reference` or the native kernels of a level."""
     if level == "reference":
-        yield references
+        yield REFERENCES
         return
     for _ in at_level(level):
-        yield {name: getattr(torch.ops.ptq, name) for name in references}
+        yield {name: getattr(torch.ops.ptq, name) for name in REFERENCES}
 
 
 @pytest.fixture(params=native.CPU_LEVELS)

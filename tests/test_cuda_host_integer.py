@@ -9,6 +9,7 @@ from test_cuda_host import ELEMENTS, SCHEDULES, agrees, check, compiled, pointer
 from torch import Tensor
 
 from ptq.ops import fragments, tiles
+from ptq.ops.op_declarations import REFERENCES
 from quarot import fragment_ops, tiled_ops
 
 __all__ = ["compiled"]  # the fixture
@@ -77,7 +78,7 @@ def test_linear_for_every_number_of_tokens(compiled, bits: int, tokens: int) -> 
     w = weight(n, k, bits, group_size, symmetric=False, seed=tokens)
     x = random(tokens, k, dtype=torch.float16, seed=tokens)
     found = run_integer(compiled("integer_host"), LINEAR, x, w, bits, torch.float16)
-    wanted = fragment_ops.linear(x, w["fragments"], w["scale"], w["zero"], None, n, bits, group_size)
+    wanted = REFERENCES["integer_linear_fragments"](x, w["fragments"], w["scale"], w["zero"], None, n, bits, group_size)
     assert torch.allclose(found, wanted, rtol=2e-3, atol=2e-2)
 
 
@@ -89,7 +90,7 @@ def test_more_columns_than_tokens_stay_for(compiled, bits: int, tokens: int) -> 
     w = weight(n, k, bits, 64, symmetric=True)
     x, arguments = random(tokens, k, dtype=torch.bfloat16), (w["codes"], w["flat_scale"], None)
     found = run_integer(library, LINEAR, x, w, bits, torch.bfloat16, backwards=True)
-    wanted = fragment_ops.linear(x.float(), w["fragments"], w["scale"], None, None, n, bits, 64)
+    wanted = REFERENCES["integer_linear_fragments"](x.float(), w["fragments"], w["scale"], None, None, n, bits, 64)
     assert (found.double() - wanted.double()).norm() < 3e-3 * wanted.double().norm()
     q = torch.randint(-128, 128, (tokens, k), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
     q_scale = torch.rand(tokens)

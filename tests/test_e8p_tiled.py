@@ -7,6 +7,7 @@ import torch
 from conftest import ops_at
 
 from ptq.ops import native
+from ptq.ops.op_declarations import REFERENCES
 from quip_sharp import e8p, tiled_ops
 
 BITS = (2, 3, 4)
@@ -15,7 +16,7 @@ SHAPES = [(1, 1), (16, 32), (17, 45), (33, 256), (50, 392), (40, 1004)]  # n, k:
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    yield from ops_at(request.param, tiled_ops.REFERENCES)
+    yield from ops_at(request.param)
 
 
 def draw(seed: int) -> torch.Generator:
@@ -256,7 +257,7 @@ def test_floats_do_not_depend_on_threads(dtype, implementation):
             found.append([implementation["e8p_linear_tiled"](x[:t], tiles, SCALE, None, n, 3) for t in (1, 4, 40)])
     finally:
         torch.set_num_threads(threads)
-    if implementation is not tiled_ops.REFERENCES:  # whose sums are torch's
+    if implementation is not REFERENCES:  # whose sums are torch's
         assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 

@@ -31,7 +31,7 @@ def codes_of(n: int, k: int, bits: int) -> torch.Tensor:
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    yield from ops_at(request.param, {**ops.REFERENCES, "integer_pack": bitstream.pack})
+    yield from ops_at(request.param)
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from conftest import Ops, at_level, ops_at
 from test_tiled import draw, random_parts
 
 from ptq.layers import embedding
-from quarot import row_ops
 from quarot.integer import IntegerFormat
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,7 +17,7 @@ SHAPES = ((1, 32, 0), (16, 32, 32), (33, 96, 32), (50, 172, 0), (37, 1, 0), (19,
 
 @pytest.fixture(params=("reference", "portable"))
 def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
-    yield from ops_at(request.param, row_ops.REFERENCES)
+    yield from ops_at(request.param)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ops_at
 
-from fp6 import element, minifloat_ops
+from fp6 import element
 from fp6.element import ELEMENTS, Element, element_of
 from ptq.errors import InputError
 from ptq.ops import native
@@ -24,7 +24,7 @@ EVERY = pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    yield from ops_at(request.param, minifloat_ops.REFERENCES)
+    yield from ops_at(request.param)
 
 
 def value(code: int, element: Element) -> Fraction:

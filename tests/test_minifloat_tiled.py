@@ -11,6 +11,7 @@ import ptq.ops.tiles
 from fp6 import tiled_ops
 from fp6.element import ELEMENTS, Element
 from ptq.ops import native
+from ptq.ops.op_declarations import REFERENCES
 
 WHOLE = [name for name, element in ELEMENTS.items() if element.int8_shift is not None]
 # n, k, group size: no multiples of 16 rows and 32 columns, a last group that is not full, groups beyond a panel.
@@ -140,7 +141,7 @@ def test_numbers_are_quantised_as_by_the_single_op(name, dtype, level):
         for t in TOKENS:
             x = torch.randn(t, 2, k, generator=draw(t))[:, 1].to(dtype)
             arguments = (x, *tiles, bias, n, element.exponent, element.mantissa, group, 8, 0.95, dtype)
-            expected = tiled_ops.REFERENCES["minifloat_linear_tokens"](*arguments)
+            expected = REFERENCES["minifloat_linear_tokens"](*arguments)
             assert torch.equal(op(*arguments), expected), (n, k, group, t)
     torch.library.opcheck(op.default, arguments)
 

@@ -14,7 +14,6 @@ import ptq.ops.tiles
 from ptq.layers.linear import QuantLinear
 from ptq.ops import bitstream, native
 from ptq.weights import formats, rounding
-from quarot import tiled_ops
 from quarot.integer import IntegerFormat
 from quarot.plan import QuarotRecipe
 
@@ -24,7 +23,7 @@ SHAPES = [(1, 1, 0), (16, 32, 32), (17, 45, 0), (33, 256, 64), (50, 384, 128), (
 
 @pytest.fixture(params=("reference", *native.CPU_LEVELS))
 def implementation(request):
-    yield from ops_at(request.param, tiled_ops.REFERENCES)
+    yield from ops_at(request.param)
 
 
 def draw(seed: int) -> torch.Generator:

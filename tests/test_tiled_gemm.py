@@ -5,6 +5,7 @@ import torch
 from conftest import at_level
 
 import ptq.ops.tiles
+from ptq.ops.op_declarations import REFERENCES
 from quarot import tiled_ops
 
 BITS = range(2, 9)
@@ -121,7 +122,7 @@ def test_numbers_are_quantised_as_by_the_single_op(dtype, symmetric, level):
         try:
             for bits, clip, count in ((8, 1.0, 1), (4, 0.9, 3)):
                 torch.set_num_threads(count)
-                expected = tiled_ops.REFERENCES["integer_linear_tokens"](x, *weight, bits, clip, dtype)
+                expected = REFERENCES["integer_linear_tokens"](x, *weight, bits, clip, dtype)
                 y = torch.ops.ptq.integer_linear_tokens(x, *weight, bits, clip, dtype)
                 torch.testing.assert_close(y, expected, rtol=0, atol=0, equal_nan=True)
                 assert y[t // 2].isnan().all()

@@ -11,6 +11,7 @@ computed as x * (1 / s): kernels and reference agree to the bit. A token of zero
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Int8
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.ops import hadamard
-from ptq.ops.op_declarations import call, declare, refuse_gradient
+from ptq.ops.op_declarations import call, reference_of, refuse_gradient
 
 TINY = 1e-30
 """Below this the scale could underflow."""
@@ -75,6 +76,12 @@ def _check(bits: object, clip: object) -> None:
 # --- ops ------------------------------------------------------------------------------------------------------------
 
 
+def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    return q, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+@reference_of("quantize_tokens", "(Tensor x, int bits, float clip) -> (Tensor, Tensor)", _fake)
 def reference(x: Float[Tensor, "*batch k"], bits: int, clip: float) -> _Quantized:
     """`ptq::quantize_tokens` in plain torch."""
     y = x.float()
@@ -87,6 +94,11 @@ def reference(x: Float[Tensor, "*batch k"], bits: int, clip: float) -> _Quantize
     return q.contiguous(), torch.where(finite, scale, math.nan)
 
 
+@reference_of(
+    "hadamard_quantize",
+    "(Tensor x, Tensor? signs, Tensor[] factors, int order, int bits, float clip) -> (Tensor, Tensor)",
+    _fake,
+)
 def _hadamard_reference(
     x: Float[Tensor, "*batch k"], signs: Tensor | None, factors: list[Tensor], order: int, bits: int, clip: float
 ) -> _Quantized:
@@ -94,22 +106,5 @@ def _hadamard_reference(
     return torch.ops.ptq.quantize_tokens(y, bits, clip)
 
 
-def _empty(x: Tensor) -> tuple[Tensor, Tensor]:
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    return q, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-
-
-declare(
-    "quantize_tokens",
-    "(Tensor x, int bits, float clip) -> (Tensor, Tensor)",
-    reference=reference,
-    fake=lambda x, bits, clip: _empty(x),
-)
-declare(
-    "hadamard_quantize",
-    "(Tensor x, Tensor? signs, Tensor[] factors, int order, int bits, float clip) -> (Tensor, Tensor)",
-    reference=_hadamard_reference,
-    fake=lambda x, signs, factors, order, bits, clip: _empty(x),
-)
 for _name in ("quantize_tokens", "hadamard_quantize"):
     refuse_gradient(_name)

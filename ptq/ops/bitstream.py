@@ -10,7 +10,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare
+from ptq.ops.op_declarations import reference_of
 
 
 def _overlaps(bits: int, bytes_first: bool) -> tuple[int, int, list[tuple[int, int, int]]]:
@@ -30,6 +30,11 @@ def packed_size(k: int | torch.SymInt, bits: int) -> int | torch.SymInt:
     return (k * bits + 7) // 8
 
 
+@reference_of(
+    "integer_pack",
+    "(Tensor codes, int bits) -> Tensor",
+    lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits)),
+)
 def pack(codes: UInt8[Tensor, "n k"], bits: int) -> UInt8[Tensor, "n bytes"]:
     """Little-endian bit stream of each row: code i is bits [i * bits, (i + 1) * bits); the last byte ends in zeros."""
     n, k = codes.shape
@@ -52,11 +57,3 @@ def unpack(packed: UInt8[Tensor, "n bytes"], bits: int, k: int | torch.SymInt) -
     for i, j, shift in hits:
         out[..., i] |= _shifted(x[..., j], -shift)
     return (out & (2**bits - 1)).flatten(1)[:, :k]
-
-
-declare(
-    "integer_pack",
-    "(Tensor codes, int bits) -> Tensor",
-    reference=pack,
-    fake=lambda codes, bits: codes.new_empty(codes.shape[0], packed_size(codes.shape[1], bits)),
-)

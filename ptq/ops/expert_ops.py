@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ptq.ops.input_steps import treated
-from ptq.ops.op_declarations import declare
+from ptq.ops.op_declarations import declare, like_first
 
 ROWS = "Tensor x, int[] tokens, int[] counts, float[] shares"
 TREATMENTS = "int input_bits, float clip, Tensor[] factors, int order, int down_bits, float down_clip"
@@ -62,5 +62,5 @@ def declare_experts(
         return total
 
     schema = f"({ROWS}, {weights}, int width, {numbers}, {TREATMENTS}, {INSIDE}) -> Tensor"
-    declare(op, schema, reference, lambda x, *_: x.new_empty(x.shape))
+    declare(op, schema, reference, like_first)
     return reference

@@ -12,13 +12,14 @@ import torch
 from jaxtyping import Float32
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare
+from ptq.ops.op_declarations import reference_of
 
 
 def _seen(x: Float32[Tensor, "t k"], bfloat16: bool) -> Float32[Tensor, "t k"]:
     return x.bfloat16().float() if bfloat16 else x
 
 
+@reference_of("add_gram_", "(Tensor(a!)[] sums, Tensor x, bool bfloat16) -> ()", lambda *given: None)
 def reference(sums: Sequence[Float32[Tensor, "_ _"]], x: Float32[Tensor, "t k"], bfloat16: bool) -> None:
     """`ptq::add_gram_` in plain torch."""
     x = _seen(x, bfloat16)
@@ -27,25 +28,13 @@ def reference(sums: Sequence[Float32[Tensor, "_ _"]], x: Float32[Tensor, "t k"],
         panel.addmm_(x[:, end - rows : end].T, x[:, :end])
 
 
+@reference_of("add_cross_", "(Tensor(a!) sum, Tensor d, Tensor x, bool bfloat16) -> ()", lambda *given: None)
 def reference_cross(
     sum: Float32[Tensor, "k k"], d: Float32[Tensor, "t k"], x: Float32[Tensor, "t k"], bfloat16: bool
 ) -> None:
     """`ptq::add_cross_` in plain torch."""
     sum.addmm_(_seen(d, bfloat16).T, _seen(x, bfloat16))
 
-
-declare(
-    "add_gram_",
-    "(Tensor(a!)[] sums, Tensor x, bool bfloat16) -> ()",
-    reference=reference,
-    fake=lambda sums, x, bfloat16: None,
-)
-declare(
-    "add_cross_",
-    "(Tensor(a!) sum, Tensor d, Tensor x, bool bfloat16) -> ()",
-    reference=reference_cross,
-    fake=lambda sum, d, x, bfloat16: None,
-)
 
 add_gram_ = torch.ops.ptq.add_gram_.default
 add_cross_ = torch.ops.ptq.add_cross_.default

@@ -15,15 +15,9 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from ptq.ops import activations, hadamard, steps  # noqa: F401 (their ops)
-from ptq.ops.op_declarations import declare_all
+from ptq.ops.op_declarations import reference_of
 
 _TREATMENT = "Tensor? signs, Tensor[] factors, int order, int bits, float clip"
-SCHEMAS = {
-    "norm_input": "(Tensor x, Tensor? added, Tensor gain, float eps, float offset, bool round_first, "
-    f"{_TREATMENT}) -> Tensor[]",
-    "gate_input": f"(Tensor gate, Tensor up, {_TREATMENT}) -> Tensor[]",
-    "hadamard_to": "(Tensor x, Tensor? signs, Tensor[] factors, int order, bool transpose, ScalarType dtype) -> Tensor",
-}
 
 
 def treated(
@@ -37,6 +31,21 @@ def treated(
     return (torch.ops.ptq.hadamard(x, signs, factors, order, -1, False) if order else x,)
 
 
+def _shapes(x: Tensor, bits: int) -> list[Tensor]:
+    if not bits:
+        return [x.new_empty(x.shape)]
+    return [x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)]
+
+
+def _fake_norm(x, added, gain, eps, offset, round_first, signs, factors, order, bits, clip):
+    return [*([] if added is None else [x.new_empty(x.shape)]), *_shapes(x, bits)]
+
+
+@reference_of(
+    "norm_input",
+    f"(Tensor x, Tensor? added, Tensor gain, float eps, float offset, bool round_first, {_TREATMENT}) -> Tensor[]",
+    _fake_norm,
+)
 def norm_input(
     x: Float[Tensor, "*t k"],
     added: Float[Tensor, "*t k"] | None,
@@ -56,6 +65,11 @@ def norm_input(
     return [*total, *treated(normed, signs, factors, order, bits, clip)]
 
 
+@reference_of(
+    "gate_input",
+    f"(Tensor gate, Tensor up, {_TREATMENT}) -> Tensor[]",
+    lambda gate, up, signs, factors, order, bits, clip: _shapes(gate, bits),
+)
 def gate_input(
     gate: Float[Tensor, "*t k"],
     up: Float[Tensor, "*t k"],
@@ -69,6 +83,11 @@ def gate_input(
     return list(treated(torch.ops.ptq.silu_mul(gate, up), signs, factors, order, bits, clip))
 
 
+@reference_of(
+    "hadamard_to",
+    "(Tensor x, Tensor? signs, Tensor[] factors, int order, bool transpose, ScalarType dtype) -> Tensor",
+    lambda x, signs, factors, order, transpose, dtype: x.new_empty(x.shape, dtype=dtype),
+)
 def hadamard_to(
     x: Float32[Tensor, "*t n"],
     signs: Float32[Tensor, " n"] | None,
@@ -80,26 +99,6 @@ def hadamard_to(
     """`ptq::hadamard_to` step by step."""
     y = torch.ops.ptq.hadamard(x, signs, factors, order, -1, transpose)
     return y if y.dtype == dtype else y.to(dtype)
-
-
-def _shapes(x: Tensor, bits: int) -> list[Tensor]:
-    return [x.new_empty(x.shape, dtype=torch.int8), x.new_empty(x.shape[:-1], dtype=torch.float32)] if bits else [
-        x.new_empty(x.shape)
-    ]  # fmt: skip
-
-
-def _fake_norm(x, added, gain, eps, offset, round_first, signs, factors, order, bits, clip):
-    return [*([] if added is None else [x.new_empty(x.shape)]), *_shapes(x, bits)]
-
-
-REFERENCES = {"norm_input": norm_input, "gate_input": gate_input, "hadamard_to": hadamard_to}
-FAKES = {
-    "norm_input": _fake_norm,
-    "gate_input": lambda gate, up, signs, factors, order, bits, clip: _shapes(gate, bits),
-    "hadamard_to": lambda x, signs, factors, order, transpose, dtype: x.new_empty(x.shape, dtype=dtype),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)
 
 
 def transformed_back(

@@ -20,23 +20,13 @@ import torch
 from jaxtyping import BFloat16, Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare_all
+from ptq.ops.op_declarations import reference_of
 
 CHUNK, LANES = 256, 16
 BLOCKS = CHUNK // LANES
 PLANES = {8: (8,), 6: (4, 2), 4: (4,), 3: (2, 1), 2: (2,)}
 TINY = 1e-30
 """A token whose range is below this has scale 1: its scale could underflow."""
-
-SCHEMAS = {
-    "kv_append": "(Tensor(a!) codes, Tensor(b!) scales, Tensor x, int start, int bits, float clip, bool channel_major) "
-    "-> ()",
-    "kv_append_at": "(Tensor(a!) codes, Tensor(b!) scales, Tensor x, Tensor start, int bits, float clip, "
-    "bool channel_major) -> ()",
-    "kv_dequantize": "(Tensor codes, Tensor scales, int length, int d, int bits, bool channel_major) -> Tensor",
-    "kv_attend": "(Tensor q, Tensor k_codes, Tensor k_scales, Tensor v_codes, Tensor v_scales, int length, int k_bits, "
-    "int v_bits, float scaling, Tensor? mask, Tensor? starts, Tensor? sink_keys, Tensor? sink_values) -> Tensor",
-}
 
 
 def words(d: int, bits: int) -> int:
@@ -101,6 +91,11 @@ def unpack(
     return codes.to(torch.uint8)
 
 
+@reference_of(
+    "kv_append",
+    "(Tensor(a!) codes, Tensor(b!) scales, Tensor x, int start, int bits, float clip, bool channel_major) -> ()",
+    lambda *given: None,
+)
 def append(
     codes: UInt8[Tensor, "chunks b h bytes"],
     scales: BFloat16[Tensor, "chunks b h 2 256"],
@@ -127,6 +122,11 @@ def append(
         scales[first:last, :, :, part] = stored.view(*lead, -1, CHUNK).permute(2, 0, 1, 3)
 
 
+@reference_of(
+    "kv_append_at",
+    "(Tensor(a!) codes, Tensor(b!) scales, Tensor x, Tensor start, int bits, float clip, bool channel_major) -> ()",
+    lambda *given: None,
+)
 def append_at(
     codes: UInt8[Tensor, "chunks b h bytes"],
     scales: BFloat16[Tensor, "chunks b h 2 256"],
@@ -141,6 +141,11 @@ def append_at(
     torch.ops.ptq.kv_append(codes, scales, x, int(start), bits, clip, channel_major)
 
 
+@reference_of(
+    "kv_dequantize",
+    "(Tensor codes, Tensor scales, int length, int d, int bits, bool channel_major) -> Tensor",
+    lambda codes, scales, length, d, *rest: codes.new_empty(*codes.shape[1:3], length, d, dtype=torch.float32),
+)
 def dequantize(
     codes: UInt8[Tensor, "chunks b h bytes"],
     scales: BFloat16[Tensor, "chunks b h 2 256"],
@@ -166,6 +171,12 @@ def place_sinks(
     return x
 
 
+@reference_of(
+    "kv_attend",
+    "(Tensor q, Tensor k_codes, Tensor k_scales, Tensor v_codes, Tensor v_scales, int length, int k_bits, "
+    "int v_bits, float scaling, Tensor? mask, Tensor? starts, Tensor? sink_keys, Tensor? sink_values) -> Tensor",
+    lambda q, *rest: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),
+)
 def attend(
     q: Float[Tensor, "b q_heads t d"],
     k_codes: UInt8[Tensor, "chunks b h k_bytes"],
@@ -200,16 +211,3 @@ def attend(
     total = weight.sum(-1, keepdim=True)
     out = (weight @ torch.where(weight.sum((1, 2), keepdim=True).mT == 0, 0.0, v)) / torch.where(total == 0, 1.0, total)
     return out.to(q.dtype).transpose(1, 2).contiguous()
-
-
-REFERENCES = {"kv_append": append, "kv_append_at": append_at, "kv_dequantize": dequantize, "kv_attend": attend}
-FAKES = {
-    "kv_append": lambda codes, scales, x, start, bits, clip, channel_major: None,
-    "kv_append_at": lambda codes, scales, x, start, bits, clip, channel_major: None,
-    "kv_dequantize": lambda codes, scales, length, d, bits, channel_major: codes.new_empty(
-        *codes.shape[1:3], length, d, dtype=torch.float32
-    ),
-    "kv_attend": lambda q, *rest: q.new_empty(q.shape[0], q.shape[2], q.shape[1], q.shape[3]),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -17,20 +17,21 @@ from jaxtyping import BFloat16, Bool, Float, Float32, Int64, UInt8
 from torch import Tensor
 
 from ptq.ops import kv_ops as _kv_ops  # noqa: F401 (registers the ops)
-from ptq.ops.op_declarations import declare_all
+from ptq.ops.op_declarations import like_first, reference_of
 
 GIVEN = (
     "Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) k_codes, Tensor(b!) k_scales, "
     "Tensor(c!) v_codes, Tensor(d!) v_scales"
 )
 NUMBERS = "int k_bits, int v_bits, float clip, Tensor[] factors, int order, float scaling"
-SCHEMAS = {
-    "kv_decode_attention": f"({GIVEN}, int before, {NUMBERS}, Tensor? starts, Tensor? sink_keys, Tensor? sink_values, "
+
+
+@reference_of(
+    "kv_decode_attention",
+    f"({GIVEN}, int before, {NUMBERS}, Tensor? starts, Tensor? sink_keys, Tensor? sink_values, "
     "Tensor? mask=None) -> Tensor",
-    "kv_decode_attention_at": f"({GIVEN}, Tensor(e!) start, {NUMBERS}, Tensor mask) -> Tensor",
-}
-
-
+    like_first,
+)
 def decode_attention(
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
@@ -62,6 +63,7 @@ def decode_attention(
     return ops.kv_attend(query, *cache, before + q.shape[1], k_bits, v_bits, scaling, mask, *sinks).flatten(2)
 
 
+@reference_of("kv_decode_attention_at", f"({GIVEN}, Tensor(e!) start, {NUMBERS}, Tensor mask) -> Tensor", like_first)
 def decode_attention_at(
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
@@ -101,8 +103,3 @@ def _turned(
     if order:
         query, key = (torch.ops.ptq.hadamard(x, None, factors, order, -1, False) for x in (query, key))
     return query, key, value
-
-
-REFERENCES = {"kv_decode_attention": decode_attention, "kv_decode_attention_at": decode_attention_at}
-
-declare_all(SCHEMAS, REFERENCES, {op: lambda q, *rest: q.new_empty(q.shape) for op in SCHEMAS})

@@ -15,15 +15,10 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare_all
-
-SCHEMAS = {
-    "conv_step": "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, bool silu) -> Tensor",
-    "gated_delta_rule": "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, bool norm) -> Tensor",
-    "gated_rms_norm": "(Tensor x, Tensor gate, Tensor gain, float eps) -> Tensor",
-}
+from ptq.ops.op_declarations import like_first, reference_of
 
 
+@reference_of("conv_step", "(Tensor x, Tensor(a!) state, Tensor weight, Tensor? bias, bool silu) -> Tensor", like_first)
 def conv_step(
     x: Float[Tensor, "b c 1"],
     state: Float[Tensor, "b c room"],
@@ -39,6 +34,11 @@ def conv_step(
     return torch.nn.functional.silu(y) if silu else y
 
 
+@reference_of(
+    "gated_delta_rule",
+    "(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, bool norm) -> Tensor",
+    lambda q, k, v, *rest: q.new_empty(v.shape),
+)
 def gated_delta_rule(
     q: Float[Tensor, "b t shared dk"],
     k: Float[Tensor, "b t shared dk"],
@@ -62,6 +62,7 @@ def gated_delta_rule(
     return y.to(q.dtype)
 
 
+@reference_of("gated_rms_norm", "(Tensor x, Tensor gate, Tensor gain, float eps) -> Tensor", like_first)
 def gated_rms_norm(
     x: Float[Tensor, "*t k"], gate: Float[Tensor, "*t k"], gain: Float[Tensor, " k"], eps: float
 ) -> Float[Tensor, "*t k"]:
@@ -69,13 +70,3 @@ def gated_rms_norm(
     y = x.float()
     y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (gain * y * torch.nn.functional.silu(gate.float())).to(x.dtype)
-
-
-REFERENCES = {"conv_step": conv_step, "gated_delta_rule": gated_delta_rule, "gated_rms_norm": gated_rms_norm}
-FAKES = {
-    "conv_step": lambda x, *rest: x.new_empty(x.shape),
-    "gated_delta_rule": lambda q, k, v, *rest: q.new_empty(v.shape),
-    "gated_rms_norm": lambda x, *rest: x.new_empty(x.shape),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -3,9 +3,9 @@
 The reference serves every device for which no native kernel is registered (`ptq.ops.native`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 from ptq.ops import native
+
+Reference = TypeVar("Reference", bound=Callable[..., Any])
 
 
 def call(op: torch._ops.OpOverload, *arguments: Any) -> Any:
@@ -56,29 +58,41 @@ def refuse_forward_derivative(*arguments: Any) -> None:
         raise RuntimeError("ptq: its ops have no forward derivatives; take those of the original model")
 
 
+REFERENCES: dict[str, Callable[..., Any]] = {}
+"""Of every op that has been declared, by name."""
+
+
 def declare(op: str, schema: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Declare `ptq::<op>`, and load the native kernels."""
     torch.library.define(f"ptq::{op}", schema)
     torch.library.impl(f"ptq::{op}", "CompositeExplicitAutograd")(reference)
     torch.library.register_fake(f"ptq::{op}")(fake)
+    REFERENCES[op] = reference
     native.load()
 
 
-def declare_all(
-    schemas: Mapping[str, str], references: Mapping[str, Callable[..., Any]], fakes: Mapping[str, Callable[..., Any]]
-) -> None:
-    """`declare` for each op of `schemas`."""
-    for op, schema in schemas.items():
-        declare(op, schema, references[op], fakes[op])
+def reference_of(op: str, schema: str, fake: Callable[..., Any]) -> Callable[[Reference], Reference]:
+    """Decorates the reference of `ptq::<op>`, and declares the op."""
+
+    def declared(reference: Reference) -> Reference:
+        declare(op, schema, reference, fake)
+        return reference
+
+    return declared
 
 
-def declare_linear(op: str, weight: str, numbers: str, dequantize: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def like_first(x: Tensor, *rest: Any) -> Tensor:
+    """The fake kernel of an op whose result has the shape and dtype of its first argument."""
+    return x.new_empty(x.shape)
+
+
+def declare_linear(op: str, weight: str, numbers: str, dequantize: Callable[..., Tensor]) -> None:
     """Declare `ptq::<op>(x, weight ..., bias, numbers ...)`: x Wᵀ + bias for floating-point x [*t, k], with gradients.
 
     `weight` and `numbers` are the parts of the schema that name the weight's tensors and its numbers; the first number
     is `int n`, else n is the number of rows of the first tensor. `dequantize(weight ..., numbers ..., k)` gives W
     [n, k] in float32. It is computed in float32, the result is in x's dtype; native kernels differ from the reference
-    in the last bits. Weights are frozen: gradients go to x and to the bias only. Returns the reference.
+    in the last bits. Weights are frozen: gradients go to x and to the bias only.
     """
     tensors = weight.count("Tensor")
 
@@ -110,7 +124,6 @@ def declare_linear(op: str, weight: str, numbers: str, dequantize: Callable[...,
 
     declare(op, f"(Tensor x, {weight}, Tensor? bias, {numbers}) -> Tensor", reference, fake)
     torch.library.register_autograd(f"ptq::{op}", backward, setup_context=setup)
-    return reference
 
 
 def declare_quantized_linear(op: str, weight: str, numbers: str, reference: Callable[..., Tensor]) -> None:
@@ -128,10 +141,10 @@ def declare_quantized_linear(op: str, weight: str, numbers: str, reference: Call
     refuse_gradient(op)
 
 
-def declare_tokens_linear(op: str, weight: str, numbers: str, quantized: str) -> Callable[..., Tensor]:
+def declare_tokens_linear(op: str, weight: str, numbers: str, quantized: str) -> None:
     """Declare `ptq::<op>(x, weight ..., bias, numbers ..., input_bits, clip, dtype)`: the op `quantized` (see
     `declare_quantized_linear`) on the tokens of x as `ptq::quantize_tokens` makes them: in one call, to the bit. Its
-    gradient is refused. Returns the reference.
+    gradient is refused.
     """
     tensors = weight.count("Tensor")
 
@@ -146,7 +159,6 @@ def declare_tokens_linear(op: str, weight: str, numbers: str, quantized: str) ->
     schema = f"(Tensor x, {weight}, Tensor? bias, {numbers}, int input_bits, float clip, ScalarType dtype) -> Tensor"
     declare(op, schema, reference, fake)
     refuse_gradient(op)
-    return reference
 
 
 def refuse_gradient(op: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ptq.ops.matmul import is_plain
-from ptq.ops.op_declarations import declare
+from ptq.ops.op_declarations import reference_of
 
 FEW_ROWS = 32
 """Query rows of a head of keys. For fewer, in float32, torch's attention is faster."""
@@ -24,6 +24,11 @@ MANY_TOKENS = 32
 """For as many, in bfloat16, torch's attention is faster where it has matrix units (AMX)."""
 
 
+@reference_of(
+    "prefill_attention",
+    "(Tensor q, Tensor keys, Tensor values, Tensor? mask, bool causal, float scaling) -> Tensor",
+    lambda q, keys, values, *rest: q.new_empty(q.shape[0], q.shape[2], q.shape[1], values.shape[3]),
+)
 def prefill_attention(
     q: Float[Tensor, "b q_heads t d"],
     keys: Float[Tensor, "b h s d"],
@@ -83,11 +88,3 @@ def _is_slow(query: Tensor, key: Tensor) -> bool:
     if query.dtype == torch.bfloat16:
         return query.shape[2] >= MANY_TOKENS and torch.cpu._is_amx_tile_supported()
     return query.shape[2] * query.shape[1] // key.shape[1] < FEW_ROWS
-
-
-declare(
-    "prefill_attention",
-    "(Tensor q, Tensor keys, Tensor values, Tensor? mask, bool causal, float scaling) -> Tensor",
-    reference=prefill_attention,
-    fake=lambda q, keys, values, *rest: q.new_empty(q.shape[0], q.shape[2], q.shape[1], values.shape[3]),
-)

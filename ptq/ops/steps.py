@@ -28,21 +28,10 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from ptq.ops.op_declarations import declare_all
-
-SCHEMAS = {
-    "rms_norm": "(Tensor x, Tensor gain, float eps, float offset, bool round_first) -> Tensor",
-    "rotary": "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
-    "decode_attention": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
-    "int before, float scaling, Tensor? mask=None) -> Tensor",
-    "decode_attention_at": "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
-    "Tensor(c!) start, float scaling, Tensor mask) -> Tensor",
-    "silu_mul": "(Tensor gate, Tensor up) -> Tensor",
-    "gelu_mul": "(Tensor gate, Tensor up) -> Tensor",
-    "clamped_swiglu": "(Tensor gate, Tensor up, float alpha, float limit) -> Tensor",
-}
+from ptq.ops.op_declarations import like_first, reference_of
 
 
+@reference_of("rms_norm", "(Tensor x, Tensor gain, float eps, float offset, bool round_first) -> Tensor", like_first)
 def rms_norm(
     x: Float[Tensor, "*t k"], gain: Float[Tensor, " k"], eps: float, offset: float, round_first: bool
 ) -> Float[Tensor, "*t k"]:
@@ -54,6 +43,11 @@ def rms_norm(
     return (y * (gain.float() + offset)).to(x.dtype)
 
 
+@reference_of(
+    "rotary",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    lambda q, k, cos, sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
+)
 def rotary(
     q: Float[Tensor, "b q_heads t d"],
     k: Float[Tensor, "b h t d"],
@@ -70,6 +64,12 @@ def rotary(
     return turned[0], turned[1]
 
 
+@reference_of(
+    "decode_attention",
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+    "int before, float scaling, Tensor? mask=None) -> Tensor",
+    like_first,
+)
 def decode_attention(
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
@@ -90,6 +90,12 @@ def decode_attention(
     return _attended(query, keys[:, :, :after], values[:, :, :after], scaling, mask)
 
 
+@reference_of(
+    "decode_attention_at",
+    "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
+    "Tensor(c!) start, float scaling, Tensor mask) -> Tensor",
+    like_first,
+)
 def decode_attention_at(
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
@@ -130,41 +136,22 @@ def _attended(
     return y.transpose(1, 2).flatten(2).to(query.dtype)
 
 
+@reference_of("silu_mul", "(Tensor gate, Tensor up) -> Tensor", like_first)
 def silu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
     """`ptq::silu_mul` in plain torch."""
     return torch.nn.functional.silu(gate) * up
 
 
+@reference_of("gelu_mul", "(Tensor gate, Tensor up) -> Tensor", like_first)
 def gelu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
     """`ptq::gelu_mul` in plain torch."""
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
+@reference_of("clamped_swiglu", "(Tensor gate, Tensor up, float alpha, float limit) -> Tensor", like_first)
 def clamped_swiglu(
     gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], alpha: float, limit: float
 ) -> Float[Tensor, "*t k"]:
     """`ptq::clamped_swiglu` in plain torch."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
-
-
-REFERENCES = {
-    "rms_norm": rms_norm,
-    "rotary": rotary,
-    "decode_attention": decode_attention,
-    "decode_attention_at": decode_attention_at,
-    "silu_mul": silu_mul,
-    "gelu_mul": gelu_mul,
-    "clamped_swiglu": clamped_swiglu,
-}
-FAKES = {
-    "rms_norm": lambda x, gain, eps, offset, round_first: x.new_empty(x.shape),
-    "rotary": lambda q, k, cos, sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
-    "decode_attention": lambda q, *rest: q.new_empty(q.shape),
-    "decode_attention_at": lambda q, *rest: q.new_empty(q.shape),
-    "silu_mul": lambda gate, up: gate.new_empty(gate.shape),
-    "gelu_mul": lambda gate, up: gate.new_empty(gate.shape),
-    "clamped_swiglu": lambda gate, up, alpha, limit: gate.new_empty(gate.shape),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)

@@ -17,7 +17,7 @@ from jaxtyping import UInt8
 from torch import Tensor
 
 from ptq.ops import bitstream
-from ptq.ops.op_declarations import declare_all
+from ptq.ops.op_declarations import reference_of
 
 ROWS, COLUMNS = 16, 32
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
@@ -50,6 +50,11 @@ def untile_scales(scale: Tensor, n: int | torch.SymInt) -> Tensor:
     return scale.transpose(1, 2).flatten(0, 1)[:n].contiguous()
 
 
+@reference_of(
+    "integer_prepack",
+    "(Tensor codes, int bits, int k) -> Tensor",
+    lambda codes, bits, k: codes.new_empty(-(-codes.shape[0] // ROWS), -(-k // COLUMNS), 64 * bits),
+)
 def prepack(codes: UInt8[Tensor, "n bytes"], bits: int, k: int) -> UInt8[Tensor, "tiles blocks size"]:
     """Tiles from the packed rows of `bitstream.pack`."""
     code = bitstream.unpack(codes, bits, k)
@@ -78,21 +83,13 @@ def unpack(tiles: UInt8[Tensor, "tiles blocks size"], n: int, bits: int, k: int 
     return code.view(count * ROWS, blocks * COLUMNS)[:n, :k]
 
 
+@reference_of(
+    "integer_unprepack",
+    "(Tensor tiles, int n, int bits, int k) -> Tensor",
+    lambda tiles, n, bits, k: tiles.new_empty(n, bitstream.packed_size(k, bits)),
+)
 def unprepack(
     tiles: UInt8[Tensor, "tiles blocks size"], n: int, bits: int, k: int | torch.SymInt
 ) -> UInt8[Tensor, "n bytes"]:
     """Exact inverse of `prepack`."""
     return bitstream.pack(unpack(tiles, n, bits, k).contiguous(), bits)
-
-
-SCHEMAS = {
-    "integer_prepack": "(Tensor codes, int bits, int k) -> Tensor",
-    "integer_unprepack": "(Tensor tiles, int n, int bits, int k) -> Tensor",
-}
-REFERENCES = {"integer_prepack": prepack, "integer_unprepack": unprepack}
-FAKES = {
-    "integer_prepack": lambda codes, bits, k: codes.new_empty(-(-codes.shape[0] // ROWS), -(-k // COLUMNS), 64 * bits),
-    "integer_unprepack": lambda tiles, n, bits, k: tiles.new_empty(n, bitstream.packed_size(k, bits)),
-}
-
-declare_all(SCHEMAS, REFERENCES, FAKES)
