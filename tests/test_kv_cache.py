@@ -258,8 +258,15 @@ def test_caches_of_other_models_are_refused() -> None:
         PackedCache(model.config, MIXED),
         PackedCache(model.config, replace(FOUR, clip=0.9)),
     ):
-        with pytest.raises(InputError, match="made for another model"):
-            in_steps(model, tokens(1, 5), [5], cache)
+        for _ in range(2):  # also after one that fits
+            with pytest.raises(InputError, match="made for another model"):
+                in_steps(model, tokens(1, 5), [5], cache)
+            in_steps(model, tokens(1, 5), [5], PackedCache(model.config, FOUR))
+    before = PackedCache(model.config, FOUR)
+    attach(model, MIXED)
+    with pytest.raises(InputError, match="made for another model"):
+        in_steps(model, tokens(1, 5), [5], before)
+    attach(model, FOUR)
     _, cache = in_steps(model, tokens(2, 5), [5])
     with pytest.raises(InputError, match="holds 2 rows, the input has 1"):
         in_steps(model, tokens(1, 5), [5], cache)

@@ -39,6 +39,8 @@ plain keys and values."""
 
 SETTINGS = "ptq_cache_settings"
 """Attribute of the module that holds the blocks: its `CacheQuantization`."""
+SIGNATURE = "ptq_cache_signature"
+"""The same: the `Signature` of the cache that it was given last. Working it out takes as long as a small layer."""
 
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 """What forwards of transformers call the cache that they are given: the latter before 5.24."""
@@ -55,6 +57,7 @@ def install(model: Any, settings: CacheQuantization) -> None:
         _, *arguments = inspect.signature(type(body).forward).parameters
         body.register_forward_pre_hook(functools.partial(_before_forward, arguments), with_kwargs=True)
     setattr(body, SETTINGS, settings)
+    vars(body).pop(SIGNATURE, None)
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = functools.partial(_prepare_cache_for_generation, model)
     if hasattr(model, "init_continuous_batching"):
@@ -223,9 +226,11 @@ def _before_forward(arguments: list[str], body: Any, args: tuple[Any, ...], kwar
     if cache is None and (config.use_cache if use_cache is None else use_cache):
         cache = kwargs[name] = PackedCache(config, settings)
     if isinstance(cache, PackedCache):
-        wanted = Signature.of(config, settings)
-        if not torch.compiler.is_compiling() and cache.signature != wanted:
-            raise InputError(f"the PackedCache was made for another model, {cache.signature}; this one is {wanted}")
+        if not torch.compiler.is_compiling() and cache.signature != vars(body).get(SIGNATURE):
+            wanted = Signature.of(config, settings)
+            if cache.signature != wanted:
+                raise InputError(f"the PackedCache was made for another model, {cache.signature}; this one is {wanted}")
+            setattr(body, SIGNATURE, wanted)
         mask = kwargs.get("attention_mask")
         if isinstance(mask, dict):  # by kind of attention, as `generate` makes it for a static cache
             mask = next(iter(mask.values()))
