@@ -65,6 +65,7 @@ class Run:
         return x
 
     def _stretches(self, x: Float[Tensor, "b t k"]) -> list[Stretch]:
+        """How the layers are called now, where the first of them is given x."""
         one_by_one = [Stretch(self.layers, [])]
         if not x.is_cpu:
             self.forget()
@@ -113,6 +114,7 @@ class Stands:
         self.__init__()
 
     def of(self, model: Any) -> list[Stand]:
+        """One for each layer."""
         layers = model._modules[LAYERS]._modules
         same = len(layers) == len(self.layers) and all(map(is_, layers.values(), self.layers))
         if not same or type(model).forward is not self.tried:
@@ -121,10 +123,13 @@ class Stands:
         return self.stands
 
     def runs(self) -> list[Run]:
+        """Those that were found last."""
         return [stand for stand in self.stands if isinstance(stand, Run)]
 
 
 def _stands(model: nn.Module, layers: list[nn.Module]) -> list[Stand]:
+    """One for each layer: a run for the first of some that are fast and called alike, `_behind` for the others of them,
+    and else the layer itself."""
     stands: list[Stand] = list(layers)
     fast = list(map(fast_layer.is_fast, layers))
     if sum(fast) < 2:
