@@ -59,15 +59,15 @@ def test_windows_and_full_attention_are_runs_of_their_own(tmp_path, monkeypatch:
 
 
 @torch.no_grad()
-def test_a_base_model_alone(packed, tmp_path) -> None:
-    model = packed("W4A8")
+def test_a_base_model_alone(packed, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = packed("W4A8"), counted_layers(monkeypatch)
     model.save_pretrained(tmp_path)
     body: Any = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
     ids, states = torch.arange(4, 12)[None], []
     for each in (body, model.model):
         cache = each(ids, use_cache=True).past_key_values
-        states.append(each(ids[:, :1], past_key_values=cache).last_hidden_state)
-    assert torch.equal(*states) and getattr(body.forward, "func", None) is layer_runs._forward
+        states.append(each(input_ids=ids[:, :1], past_key_values=cache).last_hidden_state)
+    assert torch.equal(*states) and calls == [2, 2]
 
 
 # --- what is not called like that -----------------------------------------------------------------------------------

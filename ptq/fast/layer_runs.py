@@ -55,8 +55,7 @@ class Run:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = hidden_states
         for layers, found in [Stretch(self.layers, [])] if args else self._stretches(x):
-            multipliers = [fast_layer.multiplier(layer) for layer in layers]
-            y = cpu_layer.run(found, x, kwargs, multipliers) if found else None
+            y = cpu_layer.run(found, x, kwargs, list(map(fast_layer.multiplier, layers))) if found else None
             if y is None:
                 for layer in layers:
                     x = layer(x, *args, **kwargs)
