@@ -120,16 +120,28 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
     return damage
 
 
+SLOW_PAIRS = "avx512bf16, slow pairs"
+LEVELS = (*native.CPU_LEVELS, SLOW_PAIRS)
+"""What the native kernels run at: the levels, and one of them as Intel's processors do it."""
+
+
+def use_level(level: str | None) -> bool:
+    """Run the native kernels at one of `LEVELS`, None for the best. Whether this machine has it."""
+    native.set_slow_pairs({"avx512bf16": False, SLOW_PAIRS: True}.get(level or ""))
+    name = level and level.partition(",")[0]
+    return native.set_cpu_level(name) == name
+
+
 def at_level(level: str) -> Iterator[str]:
-    """What a fixture yields from: the native kernels of this level; skips where there are none."""
+    """What a fixture yields from: the native kernels at one of `LEVELS`; skips where there are none."""
     if not native.load():
         pytest.skip("native kernels are not built")
     try:
-        if native.set_cpu_level(level) != level:
+        if not use_level(level):
             pytest.skip(f"this machine has no {level}")
         yield level
     finally:
-        native.set_cpu_level(None)
+        use_level(None)
 
 
 Ops = Mapping[str, Callable[..., Any]]
@@ -144,9 +156,9 @@ def ops_at(level: str) -> Iterator[Ops]:
         yield {name: getattr(torch.ops.ptq, name) for name in REFERENCES}
 
 
-@pytest.fixture(params=native.CPU_LEVELS)
+@pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The native kernels of one level after the other."""
+    """The native kernels at one level after the other."""
     yield from at_level(request.param)
 
 

@@ -119,7 +119,11 @@ def test_only_where_the_cpu_has_them(set_level: Callable[[str | None], str]) -> 
         assert not matmul.has_bfloat16()
         return
     best = set_level(None)
-    assert matmul.has_bfloat16() == (best in ("avx512bf16", "amx"))
     assert native.cpu_level() == best
+    assert matmul.has_bfloat16() == (best == "amx" or (best == "avx512bf16" and not native.has_slow_pairs()))
     set_level("avx2")
     assert not matmul.has_bfloat16()
+
+
+def test_not_where_they_are_slow(level: str) -> None:
+    assert matmul.has_bfloat16() == (level in ("avx512bf16", "amx"))

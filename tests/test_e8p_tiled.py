@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ops_at
+from conftest import LEVELS, ops_at
 
 from ptq.ops import native
 from ptq.ops.op_declarations import REFERENCES
@@ -14,7 +14,7 @@ BITS = (2, 3, 4)
 SHAPES = [(1, 1), (16, 32), (17, 45), (33, 256), (50, 392), (40, 1004)]  # n, k: few are multiples of 16, 32, 8
 
 
-@pytest.fixture(params=("reference", *native.CPU_LEVELS))
+@pytest.fixture(params=("reference", *LEVELS))
 def implementation(request):
     yield from ops_at(request.param)
 

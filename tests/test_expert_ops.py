@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import at_level
+from conftest import SLOW_PAIRS, at_level
 from tiny_models import DISTINCT, SPARSE_FAMILIES, WEIGHTS_ON_INPUT, decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -76,7 +76,7 @@ RECIPES = {
 }
 
 
-@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512bf16", "dotprod"))
+@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512bf16", SLOW_PAIRS, "dotprod"))
 def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from conftest import spoil_free_memory
+from conftest import spoil_free_memory, use_level
 from torch import Tensor
 
-from ptq.ops import gram, native
+from ptq.ops import gram
 from ptq.statistics.hessian import panel_shapes
 
 # t, k, and rows of a panel: no multiples of 32 tokens, of 16 channels, of blocks of eight or six; one panel, and many
@@ -82,7 +82,7 @@ def test_the_reference():
 def test_sums_of_float32_do_not_depend_on_the_level(level):
     found = []
     for name in (level, "portable"):
-        native.set_cpu_level(name)
+        use_level(name)
         sums, x = drawn(333, 150, 64)
         spoil_free_memory(384 * 160)
         gram.add_gram_(sums, x, False)

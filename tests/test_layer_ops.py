@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import at_level
+from conftest import SLOW_PAIRS, at_level
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
@@ -40,7 +40,7 @@ OF_EACH = ("before", "scaling", "residual_multiplier")
 """Of these there is one for each layer; the reference of a layer takes that alone."""
 
 
-@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512", "avx512bf16", "amx", "dotprod"))
+@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512", "avx512bf16", SLOW_PAIRS, "amx", "dotprod"))
 def level(request) -> Iterator[str]:
     yield from at_level(request.param)
 

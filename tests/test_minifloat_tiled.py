@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import spoil_free_memory
+from conftest import SLOW_PAIRS, spoil_free_memory, use_level
 
 import ptq.ops.tiles
 from fp6 import tiled_ops
@@ -177,12 +177,12 @@ def test_sums_of_floats_are_the_same_at_every_level_without_pairs(name):
     try:
         for t in (1, 2, 4, 7, 8, 9, 18):
             found = []
-            for level in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", "dotprod"):
-                if native.set_cpu_level(level) == level:
+            for level in ("portable", "avx2", "avxvnni", "avx512", "avx512vnni", SLOW_PAIRS, "dotprod"):
+                if use_level(level):
                     found.append(floats(x[:t], *tiles, None, 50, element, 128))
             assert all(torch.equal(y, found[0]) for y in found), t
     finally:
-        native.set_cpu_level(None)
+        use_level(None)
 
 
 @pytest.mark.parametrize("spread", [0, 1e3, 1e12, 1e60])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ops_at, spoil_free_memory
+from conftest import LEVELS, ops_at, spoil_free_memory, use_level
 from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +21,7 @@ BITS = range(2, 9)
 SHAPES = [(1, 1, 0), (16, 32, 32), (17, 45, 0), (33, 256, 64), (50, 384, 128), (40, 1000, 0)]  # n, k, group size
 
 
-@pytest.fixture(params=("reference", *native.CPU_LEVELS))
+@pytest.fixture(params=("reference", *LEVELS))
 def implementation(request):
     yield from ops_at(request.param)
 
@@ -208,8 +208,8 @@ def test_threads_and_batch_position_do_not_change_a_result(bits):
     tiled = format.prepack(random_parts(format, 1000, 512), "cpu")
     x, (q, q_scale) = torch.randn(60, 512, generator=draw(0)), random_tokens(8, 512)
     try:
-        for level in native.CPU_LEVELS:
-            native.set_cpu_level(level)
+        for level in LEVELS:
+            use_level(level)
             torch.set_num_threads(1)
             y, few = format.linear(x, tiled), format.linear(x[:16], tiled)
             z = format.linear_quantized(q, q_scale, tiled, None, torch.float32)
@@ -222,7 +222,7 @@ def test_threads_and_batch_position_do_not_change_a_result(bits):
                 assert torch.equal(format.linear_quantized(q[-t:], q_scale[-t:], tiled, None, torch.float32), z[-t:])
     finally:
         torch.set_num_threads(threads)
-        native.set_cpu_level(None)
+        use_level(None)
 
 
 @pytest.mark.parametrize("t", [0, 1, 2, 40])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import at_level
+from conftest import SLOW_PAIRS, at_level
 
 import ptq.ops.tiles
 from ptq.ops.op_declarations import REFERENCES
@@ -145,7 +145,7 @@ def test_numbers_with_any_axes_and_what_is_refused():
         op(x.detach(), *rest[:7], 9, 1.0, torch.float32)
 
 
-@pytest.fixture(params=["avx512bf16", "amx"])
+@pytest.fixture(params=["avx512bf16", SLOW_PAIRS, "amx"])
 def matrix_level(request):
     """The levels of the machines that have matrix units, without them and with them."""
     yield from at_level(request.param)

@@ -72,6 +72,20 @@ CpuLevel best_level() {
 #endif
 }
 
+bool is_intel() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("intel");
+#else
+    return false;
+#endif
+}
+
+std::atomic<bool>& slow_pairs() {
+    static std::atomic<bool> value{is_intel()};
+    return value;
+}
+
 std::atomic<int>& level() {
     static std::atomic<int> value{static_cast<int>(best_level())};
     return value;
@@ -79,14 +93,16 @@ std::atomic<int>& level() {
 
 }  // namespace
 
-#if defined(__x86_64__)
-const bool fetch_into_second_level = (__builtin_cpu_init(), __builtin_cpu_is("intel"));
-#else
-const bool fetch_into_second_level = false;
-#endif
+const bool fetch_into_second_level = is_intel();
 
 CpuLevel cpu_level() {
     return static_cast<CpuLevel>(level().load(std::memory_order_relaxed));
+}
+
+bool has_slow_pairs() {
+    const CpuLevel level = cpu_level();
+    const bool has_pairs = level == CpuLevel::avx512bf16 || level == CpuLevel::amx;
+    return has_pairs && slow_pairs().load(std::memory_order_relaxed);
 }
 
 }  // namespace ptq
@@ -102,4 +118,13 @@ extern "C" __attribute__((visibility("default"))) int ptq_set_cpu_level(int want
     if (level == CpuLevel::avxvnni && !ptq::has_avx_vnni()) level = CpuLevel::avx2;
     if (level != CpuLevel::dotprod && best == CpuLevel::dotprod) level = CpuLevel::portable;
     return ptq::level() = static_cast<int>(level);
+}
+
+extern "C" __attribute__((visibility("default"))) int ptq_has_slow_pairs() {
+    return ptq::has_slow_pairs();
+}
+
+extern "C" __attribute__((visibility("default"))) int ptq_set_slow_pairs(int slow) {
+    ptq::slow_pairs() = slow < 0 ? ptq::is_intel() : slow != 0;
+    return ptq::has_slow_pairs();
 }

@@ -21,6 +21,10 @@ enum class CpuLevel : int {
 // The best level that this machine has, or a lower one that a test has asked for.
 CpuLevel cpu_level();
 
+// Whether AVX-512 BF16 is in use and multiplies fewer numbers in a cycle than float32: Intel's processors begin one of
+// its products in two cycles, and four of float32.
+bool has_slow_pairs();
+
 // What was made for the level in use, of one thing (a table of kernels) per level from portable on: above the last, the
 // last. A level that has none of its own repeats the one below (avx512: avx2).
 template <auto& portable, auto&... higher>
@@ -48,3 +52,6 @@ auto& at_arm_level() {
 // that the machine has; a negative level means the best one. Returns the level now in use.
 extern "C" int ptq_cpu_level();
 extern "C" int ptq_set_cpu_level(int level);
+// The same of `has_slow_pairs`: 0 or 1; negative: as the machine is.
+extern "C" int ptq_has_slow_pairs();
+extern "C" int ptq_set_slow_pairs(int slow);

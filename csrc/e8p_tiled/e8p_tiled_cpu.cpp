@@ -25,7 +25,7 @@ namespace {
 using torch::stable::empty;
 
 constexpr int64_t few_tokens = 8;  // more go to gemm/,
-constexpr int64_t few_pairs = 3;   // with AMX also of bfloat16
+constexpr int64_t few_slow = 5;    // of floats, where pairs are slow
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
     const int64_t columns = blocks_in(w.k) * block_columns;
@@ -63,12 +63,11 @@ bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k;
 }
 bool is_many(const Floats& p) {
-    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() == CpuLevel::amx;
-    return p.t > (on_units ? few_pairs : few_tokens) && p.w.k;
+    return p.t > gemm::few_floats(p.x_type, few_slow, few_tokens) && p.w.k;
 }
 // Whether x is spread in pairs: float32, in three parts, for few tokens alone.
 bool in_pairs(Number x_type, bool many) {
-    return kernels().pairs && (!many || x_type == Number::bfloat16);
+    return kernels(x_type).pairs && (!many || gemm::are_pairs(x_type));
 }
 
 void many_floats(const Floats& p) {
@@ -94,7 +93,7 @@ std::unique_ptr<int32_t[]> spread(Floats& p, bool many) {
     const int64_t steps = spread_steps(p.w.k, p.x_type, p.pairs);
     std::unique_ptr<int32_t[]> room(new int32_t[p.t * steps]);
     p.spread = reinterpret_cast<uint8_t*>(room.get()), p.spread_stride = 4 * steps;
-    run(kernels().spread, p, p.t, p.w.k);
+    run(kernels(p.x_type).spread, p, p.t, p.w.k);
     return room;
 }
 
@@ -135,7 +134,7 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     if (many)
         many_floats(p);
     else
-        run(kernels().floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
+        run(kernels(p.x_type).floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
     return inside == dtype ? out : torch::stable::to(out, dtype);
 }
 
@@ -151,7 +150,8 @@ void run_floats(const std::vector<Floats>& problems) {
         const std::unique_ptr<int32_t[]> room = spread(p, true);
         many_floats(p);
     };
-    integer_tiled::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many);
+    integer_tiled::run_rows(
+        kernels(problems.front().x_type).floats, problems, [](const Floats& p) { return is_many(p); }, many);
 }
 
 namespace {

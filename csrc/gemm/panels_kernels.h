@@ -19,6 +19,20 @@ enum class Mode {
     nibbles,  // the same, below 16, which costs less with AVX2; not for AMX
     wide,     // the same, up to 255, which costs more without VNNI; not for AMX
 };
+// Whether tokens meet the tiles of AMX.
+inline bool on_units(Number x) {
+    return x == Number::bfloat16 && cpu_level() == CpuLevel::amx;
+}
+// Whether many tokens are multiplied in pairs, where a level has them.
+inline bool are_pairs(Number x) {
+    return x == Number::bfloat16 && (on_units(x) || !has_slow_pairs());
+}
+// How many tokens are few, and do not come here: `slow` of bfloat16 where pairs are slow, else `others`.
+inline int64_t few_floats(Number x, int64_t slow, int64_t others) {
+    constexpr int64_t few_pairs = 3;
+    if (on_units(x)) return few_pairs;
+    return x == Number::bfloat16 && has_slow_pairs() ? slow : others;
+}
 constexpr bool are_integers(Mode mode) {
     return mode == Mode::quads || mode == Mode::nibbles || mode == Mode::wide;
 }

@@ -23,7 +23,7 @@ const Kernels& kernels() {
 Channels arranged(const Tensor& x, bool bfloat16, Tensor& room) {
     Channels c{};
     c.x = static_cast<const float*>(x.const_data_ptr()), c.t = x.size(0), c.k = x.size(1);
-    c.rounded = bfloat16, c.pairs = bfloat16 && kernels().has_pairs;
+    c.rounded = bfloat16, c.pairs = bfloat16 && kernels().has_pairs && !has_slow_pairs();
     const int64_t columns = (c.t + gemm::column_step - 1) / gemm::column_step * gemm::column_step;
     c.steps = columns / (c.pairs ? 2 : 1);
     room = torch::stable::empty({(c.k + tile_rows - 1) / tile_rows, c.steps, tile_rows}, ScalarType::Int);

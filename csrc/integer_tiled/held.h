@@ -28,6 +28,14 @@ inline const Kernels& kernels() {
 #endif
 }
 
+// For floating-point numbers: float32 would be multiplied in three parts by AVX-512 BF16.
+inline const Kernels& kernels(Number x) {
+#if defined(__x86_64__)
+    if (x == Number::float32 && has_slow_pairs()) return avx512vnni;
+#endif
+    return kernels();
+}
+
 inline void check_bits(int64_t bits) {
     STD_TORCH_CHECK(bits >= 2 && bits <= 8, "integer tiles: bits must be 2 to 8, found ", bits);
 }

@@ -26,16 +26,15 @@ using torch::stable::empty;
 
 constexpr int64_t few_tokens = 8;     // more go to `many_tokens`,
 constexpr int64_t few_floats = 16;    // of floats, to `many_floats`, where there is one,
-constexpr int64_t few_avx2 = 32;      // below AVX-512,
-constexpr int64_t few_pairs = 3;      // with AMX, of bfloat16
+constexpr int64_t few_slow = 10;      // of bfloat16, where pairs are slow,
+constexpr int64_t few_avx2 = 32;      // below AVX-512
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
 }  // namespace
 
 bool is_many(const Floats& p) {
-    const bool on_units = cpu_level() == CpuLevel::amx && p.x_type == Number::bfloat16;
-    const int64_t few = on_units ? few_pairs : cpu_level() < CpuLevel::avx512 ? few_avx2 : few_floats;
-    return kernels().unpack_floats && p.t > few && p.w.k;
+    const int64_t few = cpu_level() < CpuLevel::avx512 ? few_avx2 : few_floats;
+    return kernels().unpack_floats && p.t > gemm::few_floats(p.x_type, few_slow, few) && p.w.k;
 }
 bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
@@ -79,7 +78,7 @@ void many_tokens(const Quantized& p, const gemm::Tokens& from) {
 
 void many_floats(const Floats& p) {
     const Kernels& level = kernels();
-    const bool pairs = level.unpack_pairs && p.x_type == Number::bfloat16;
+    const bool pairs = level.unpack_pairs && gemm::are_pairs(p.x_type);
     gemm::multiply_panels({panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
                            pairs ? gemm::Mode::pairs : gemm::Mode::floats, p.x, p.x_type, p.t, p.w.k, nullptr, p.bias,
                            p.out, p.out_type});
@@ -119,7 +118,8 @@ void run_quantized(const std::vector<Quantized>& problems) {
 }
 
 void run_floats(const std::vector<Floats>& problems) {
-    run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
+    run_rows(
+        kernels(problems.front().x_type).floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
 }
 
 Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype) {
@@ -158,8 +158,8 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
             problems.push_back(p);
         }
         const Floats& one = problems.front();
-        run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels().spread(one, first, last); });
-        run_rows(kernels().floats, problems);
+        run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels(one.x_type).spread(one, first, last); });
+        run_rows(kernels(one.x_type).floats, problems);
     }
     return cast(std::move(results), dtype);
 }

@@ -32,6 +32,14 @@ inline const Kernels& kernels() {
 #endif
 }
 
+// For floating-point numbers: float32 would be multiplied in three parts by AVX-512 BF16.
+inline const Kernels& kernels(Number x) {
+#if defined(__x86_64__)
+    if (x == Number::float32 && has_slow_pairs()) return avx512vnni;
+#endif
+    return kernels();
+}
+
 // Value and tables of the element with these bits: (-1)^s 2^(E - bias) (1 + M / 2^m), subnormal where E = 0.
 inline Element element_of(int64_t exponent, int64_t mantissa) {
     const int64_t bits = 1 + exponent + mantissa;

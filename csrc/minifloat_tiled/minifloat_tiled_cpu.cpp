@@ -24,14 +24,13 @@ extern const gemm::Unpack signed_bytes_amx;
 namespace {
 
 constexpr int64_t few_floats = 8;  // more go to gemm/,
-constexpr int64_t few_pairs = 3;   // of bfloat16, with AMX,
+constexpr int64_t few_slow = 5;    // of bfloat16, where pairs are slow,
 constexpr int64_t few_tokens = 4;  // of integers
 
 }  // namespace
 
 bool is_many(const Floats& p) {
-    const bool on_units = p.x_type == Number::bfloat16 && cpu_level() == CpuLevel::amx;
-    return p.t > (on_units ? few_pairs : few_floats) && p.w.k;
+    return p.t > gemm::few_floats(p.x_type, few_slow, few_floats) && p.w.k;
 }
 bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
@@ -56,7 +55,7 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
 
 void many_floats(const Floats& p) {
     const Kernels& level = kernels();
-    const bool pairs = level.unpack_pairs && p.x_type == Number::bfloat16;
+    const bool pairs = level.unpack_pairs && gemm::are_pairs(p.x_type);
     gemm::multiply_panels({panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats),
                            pairs ? gemm::Mode::pairs : gemm::Mode::floats, p.x, p.x_type, p.t, p.w.k, p.token_scale,
                            p.bias, p.out, p.out_type});
@@ -85,9 +84,9 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
     if (is_many(p)) return many_floats(p);
     const std::unique_ptr<uint8_t[]> spread(new uint8_t[t * stride]);
     p.spread = spread.get();
-    run_codes(t, w.k, [&](int64_t first, int64_t last) { kernels().spread(p, first, last); });
+    run_codes(t, w.k, [&](int64_t first, int64_t last) { kernels(p.x_type).spread(p, first, last); });
     run_codes(t ? row_tiles(w.n) : 0, tile_rows * w.k,
-              [&](int64_t first, int64_t last) { kernels().floats(p, first, last); });
+              [&](int64_t first, int64_t last) { kernels(p.x_type).floats(p, first, last); });
 }
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
@@ -160,7 +159,8 @@ void run_quantized(const std::vector<Quantized>& problems) {
 }
 
 void run_floats(const std::vector<Floats>& problems) {
-    integer_tiled::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
+    integer_tiled::run_rows(
+        kernels(problems.front().x_type).floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
 }
 
 }  // namespace ptq::minifloat_tiled

@@ -19,6 +19,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int64_t few_tokens = 256;       // as floats, which are twice as long, panels are made in more time
 constexpr int64_t most_panels = 4 << 20;  // dwords, for as many heads of keys at a time; one head in any case
 
 // The same with neighbours in the last dimension.
@@ -57,7 +58,8 @@ void set_mask(Attention& p, const Tensor& mask) {
 Tensor prefill_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const std::optional<Tensor>& mask,
                          bool causal, double scaling) {
     check(q, keys, values, scaling);
-    const bool pairs = q.scalar_type() == ScalarType::BFloat16 && cpu_level() >= CpuLevel::avx512bf16;
+    const bool slow = has_slow_pairs() && q.size(2) >= few_tokens;
+    const bool pairs = q.scalar_type() == ScalarType::BFloat16 && cpu_level() >= CpuLevel::avx512bf16 && !slow;
     const Kernels& kernels = at_level<avx2, avx2, avx2, avx512, avx512, avx512bf16>();
     const Tensor a = with_rows(q), k = with_rows(keys), v = with_rows(values);
     Attention p{};

@@ -78,7 +78,7 @@ class ModelShape:
     without_keys: int = 0
     """Number of blocks, the last ones, that take keys and values over from earlier blocks."""
     wider: int = 1
-    """Width of the MLP of the blocks `without_keys`, in units of `intermediate`."""
+    """Width of the MLP of the blocks `without_keys`, as a multiple of `intermediate`."""
     layer_input: int = 0
     """Channels of the input that every block has of its own (`ptq.models.family.LayerInputs`); 0: blocks have none."""
     layer_vocab: int = 0

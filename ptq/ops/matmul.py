@@ -51,8 +51,9 @@ def in_bfloat16() -> Iterator[None]:
 
 
 def has_bfloat16() -> bool:
-    """Whether the CPU has products of bfloat16, so that `in_bfloat16` gains time."""
-    return native.cpu_level() in ("avx512bf16", "amx")
+    """Whether the CPU has products of bfloat16 that are faster, so that `in_bfloat16` gains time."""
+    level = native.cpu_level()
+    return level == "amx" or (level == "avx512bf16" and not native.has_slow_pairs())
 
 
 def product(a: Float32[Tensor, "m k"], b: Float32[Tensor, "k n"]) -> Float32[Tensor, "m n"]:

@@ -89,3 +89,13 @@ def set_cpu_level(level: str | None) -> str:
     Returns the level now in use. Needs the native library.
     """
     return CPU_LEVELS[_library().ptq_set_cpu_level(-1 if level is None else CPU_LEVELS.index(level))]
+
+
+def has_slow_pairs() -> bool:
+    """Whether the kernels use AVX-512 BF16 on a processor that multiplies float32 faster: Intel's."""
+    return load() and bool(_library().ptq_has_slow_pairs())
+
+
+def set_slow_pairs(slow: bool | None) -> None:
+    """For tests: take the processor for one of those, or not; None for what it is. Needs the native library."""
+    _library().ptq_set_slow_pairs(-1 if slow is None else slow)

@@ -4,8 +4,9 @@
 [b, heads, s, value_d]; the result is [b, t, heads * groups, value_d]. `mask` is bool [b or 1, 1, t, s], False for what
 is not seen; `causal`: token i sees keys 0 to i. A row that sees nothing is 0. Scores, softmax and sums are float32. The
 same for any number of threads. torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies
-bfloat16 as such, and rounds the weights to it before they meet V, as torch does it. Below AVX2 the reference, which is
-torch's own, is what runs; with AMX, torch's own is asked for many tokens of bfloat16.
+bfloat16 as such, and rounds the weights to it before they meet V, as torch does it; on Intel's, where that is slow,
+long prompts are multiplied as float32. Below AVX2 the reference, which is torch's own, is what runs; with AMX, torch's
+own is asked for many tokens of bfloat16.
 """
 
 from typing import Any

@@ -55,8 +55,9 @@ class Matrix:
 def embed(
     part: Part, ids: Int[Tensor, "rows t"], weights: Callable[[Int64[Tensor, " u"]], dict[str, Tensor]]
 ) -> Float[Tensor, "rows t w"]:
-    """The state that enters the first block. The part is given the rows of tokens that occur alone, by name of the
-    weight as `weights` makes them; one row of tokens runs at a time, as blocks' own inputs are products."""
+    """The state that enters the first block. `weights` makes the rows of the embedding for some tokens, by tensor name:
+    it is asked for those that occur alone. One row of `ids` runs at a time: some models multiply here, and the last
+    bits of a product may depend on how many rows it has."""
     used, places = ids.unique(return_inverse=True)
     part.load(weights(used))
     return torch.cat([part.embed(row) for row in places.to(part.device).split(1)])

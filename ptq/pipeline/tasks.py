@@ -199,8 +199,8 @@ class Tasks:
         return format.pack(rounded), rounded.statistics() | chosen
 
     def settled(self, linears: Iterable[LinearPlan]) -> Job:
-        """The job with the choices that the plan leaves open, format and clip, as made for these linears, which are
-        done."""
+        """The job with the formats and clips that its plan leaves open filled in: as they were chosen for these
+        linears, which are done."""
         left = [linear for linear in linears if isinstance(linear.format, Choice) or linear.clip_search]
         marks = {linear.name: json.loads(self.mark(linear).read_bytes()) for linear in left}
         options, clips = ({n: m[key] for n, m in marks.items() if key in m} for key in (CHOSEN, CLIP))

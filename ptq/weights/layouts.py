@@ -47,8 +47,9 @@ class Ops:
 
 
 class LaidOut(Format):
-    """A format that has these layouts. It names its ops and what they take; how they are called it inherits. Methods
-    that do several things in one call give the numbers of the single steps, or None where they cannot."""
+    """A format whose weights are laid out for ops: as tiles for the CPU, as fragments for a GPU. A subclass names the
+    ops and what they take; how they are called is here. Methods that do several things in one call give the numbers of
+    the single steps, or None where they cannot."""
 
     ops: ClassVar[Ops]
     scale_parts: ClassVar[tuple[str, ...]] = ("scale",)
