@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LEVELS, ops_at
+from conftest import LEVELS, SLOW_PAIRS, ops_at, use_level
 
 from ptq.ops import native
 from ptq.ops.op_declarations import REFERENCES
@@ -244,6 +244,58 @@ def test_floats_against_float64(bits, dtype, implementation):
             rounding_error = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
             assert y.dtype == dtype
             assert ((y.double() - exact).abs() <= 4e-6 * size + rounding_error * exact.abs() + 1e-7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", BITS)
+def test_tokens_of_any_size(bits, dtype, implementation):
+    """Each as exact as another: small, large, of zeros, with a number far beyond the others."""
+    n, k = 33, 200
+    codes = random_codes(bits, n, k)
+    tiles, w = tiled_ops.prepack(codes), SCALE.view(torch.float32).double() * points(codes, k)
+    x = torch.randn(8, k, generator=draw(bits))
+    x *= torch.tensor([1e-30, 1e-20, 1e-3, 0, 1, 1e3, 1e20, 1e34])[:, None]
+    x[4, 7] = 1e4
+    x = x.to(dtype)
+    for t in (1, 8):
+        for first in range(0, 8, t):
+            y = implementation["e8p_linear_tiled"](x[first : first + t], tiles, SCALE, None, n, bits)
+            exact, size = (
+                a.double() @ b.t() for a, b in ((x[first : first + t], w), (x[first : first + t].abs(), w.abs()))
+            )
+            rounding_error = 2**-8 if dtype == torch.bfloat16 else 0
+            assert ((y.double() - exact).abs() <= 4e-6 * size + rounding_error * exact.abs()).all(), first
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_shows(damage, implementation):
+    tiles, x = tiled_ops.prepack(random_codes(2, 33, 200)), torch.randn(9, 200, generator=draw(1))
+    for t in (1, 3, 9):
+        expected = implementation["e8p_linear_tiled"](x[:t], tiles, SCALE, None, 33, 2)
+        for token in (0, t - 1):
+            damaged = x[:t].clone()
+            damaged[token, 199] = damage
+            y = implementation["e8p_linear_tiled"](damaged, tiles, SCALE, None, 33, 2)
+            assert not y[token].isfinite().any()
+            others = torch.arange(t) != token
+            assert torch.equal(y[others], expected[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", BITS)
+def test_few_tokens_as_bytes_give_the_same_at_every_level(bits, dtype):
+    if not native.load():
+        pytest.skip("native kernels are not built")
+    n, k = 50, 1004
+    tiles, x = tiled_ops.prepack(random_codes(bits, n, k)), torch.randn(8, k, generator=draw(bits)).to(dtype)
+    found = []
+    try:
+        for level in ("avx512vnni", "avx512bf16", SLOW_PAIRS):
+            if use_level(level):
+                found += [torch.ops.ptq.e8p_linear_tiled(x[:t], tiles, SCALE, None, n, bits) for t in (8, 5, 1)]
+    finally:
+        use_level(None)
+    assert all(torch.equal(y, found[0][: len(y)]) for y in found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

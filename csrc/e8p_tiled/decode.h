@@ -24,6 +24,13 @@ inline void fetch(const uint8_t* block, int64_t bytes) {
 
 // --- quantised tokens ------------------------------------------------------------------------------------------------
 
+// The sum of some integers.
+inline int32_t sum_of(const int8_t* q, int64_t count) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < count; i++) sum += q[i];
+    return sum;
+}
+
 typedef int8_t Columns __attribute__((vector_size(32)));
 
 template <int... i>
@@ -35,9 +42,7 @@ void arrange(const Arrange& p, int64_t first, int64_t last) {
     const int64_t width = blocks_in(p.k) * block_columns;
     for (int64_t t = first; t < last; t++) {
         const int8_t* q = p.q + t * p.k;
-        int32_t sum = 0;
-        for (int64_t i = 0; i < p.k; i++) sum += q[i];
-        p.offsets[t] = -p.offset * sum;
+        p.offsets[t] = -p.offset * sum_of(q, p.k);
         for (int64_t c = 0; c < width; c += block_columns) {
             Columns x{};
             if (c + block_columns <= p.k)
@@ -66,12 +71,12 @@ inline void integers(const Points<bits>& points, const uint8_t* block, int64_t b
         begun = points.begin(block);
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++)
-#pragma GCC unroll 4
+#pragma GCC unroll 16
             for (int t = 0; t < tokens; t++)
                 acc[t][i % chains] =
                     dot<are_wide(bits)>(acc[t][i % chains], weights[i], load_int(q + t * stride + 4 * i));
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
         total[t] = acc[t][0];
         for (int c = 1; c < chains; c++) total[t] += acc[t][c];
@@ -116,6 +121,6 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 namespace ptq::e8p_tiled {
 
 const Kernels PTQ_LEVEL{arrange,  quantized,     spread,       floats,      dequantize,
-                        in_pairs, unpack_floats, unpack_pairs, unpack_bytes};
+                        few_form, unpack_floats, unpack_pairs, unpack_bytes};
 
 }  // namespace ptq::e8p_tiled

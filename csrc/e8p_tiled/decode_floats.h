@@ -1,11 +1,12 @@
 // Few tokens of floating-point numbers. Points are exact numbers, multiplied with x in float32; the scale comes at the
 // end. Included once per level, by decode.h.
 //
-// With AVX-512 BF16, tables turn two weights of a row into a pair of bfloat16 numbers, and one instruction adds both
-// products. A float32 x is cut into three bfloat16 numbers whose sum it is, exactly.
+// With AVX-512 VNNI, points stay the bytes that come out of a block, and it is x that is brought to bytes: three or
+// four products of these take less time than bringing points to floats, or to pairs of bfloat16 (results.md, E8P
+// layers).
 #pragma once
 
-#include "integer_tiled/pair_sums.h"
+#include "integer_tiled/byte_unit.h"
 
 namespace ptq::e8p_tiled {
 namespace {
@@ -67,62 +68,75 @@ void spread_bfloat16(const Floats& p, const Order& order, int64_t t) {
         std::memcpy(to, &x, sizeof x);
     }
 }
+#endif
 
-void spread_parts(const Floats& p, const Order& order, int64_t t) {
-    const BlockWords words = words_of(order);
-    uint8_t* to = p.spread + t * p.spread_stride;
+#if defined(__AVX512VNNI__)
+constexpr Form few_form = Form::bytes;
+
+void spread_bytes(const Floats& p, const Order&, int64_t t) {
+    const int64_t width = blocks_in(p.w.k) * block_columns, stride = ByteRow::stride(p.w.k);
+    const int count = ByteRow::count(p.x_type);
+    const integer_tiled::ByteUnit unit(p.x, p.x_type, t * p.w.k, (t + 1) * p.w.k, count);
+    auto* to = reinterpret_cast<int8_t*>(p.spread + t * p.spread_stride);
     for (int64_t c = 0; c < p.w.k; c += block_columns) {
         float x[block_columns];
         read_block(p, t, c, x);
-        for (int part = 0; part < 3; part++, to += part_bytes) {
-            uint16_t high[block_columns];
-            for (int64_t i = 0; i < block_columns; i += tile_rows) {
-                const Lanes y = load(x + i);
-                store_words(high + i, (Dwords)y >> 16);
-                store(x + i, y - (Lanes)((Dwords)y & 0xffff0000u));  // exact
-            }
-            BlockWords all;
-            std::memcpy(&all, high, sizeof all);
-            all = picked(all, words);
-            std::memcpy(to, &all, sizeof all);
+        const Dwords integers[] = {unit.integers(load(x)), unit.integers(load(x + 16))};
+        for (int i = 0; i < count; i++) {
+            const __m128i halves[] = {unit.byte_of(integers[0], i), unit.byte_of(integers[1], i)};
+            Columns bytes;
+            std::memcpy(&bytes, halves, sizeof bytes);
+            bytes = in_order(bytes, std::make_integer_sequence<int, block_columns>{});
+            std::memcpy(to + i * stride + c, &bytes, sizeof bytes);
         }
     }
+    for (int i = 0; i < count; i++, to += stride) {
+        const ByteRow row{-offset_of(p.w.bits) * sum_of(to, width), unit.factor(i)};
+        std::memcpy(to + width, &row, sizeof row);
+    }
 }
+#else
+constexpr Form few_form = Form::floats;
 #endif
 
 void spread(const Floats& p, int64_t first, int64_t last) {
-    const Order order(p.pairs);
+    const Order order(p.form == Form::pairs);
     auto one = spread_floats;
+#if defined(__AVX512VNNI__)
+    if (p.form == Form::bytes) one = spread_bytes;
+#endif
 #if defined(__AVX512BF16__)
-    if (p.pairs) one = p.x_type == Number::bfloat16 ? spread_bfloat16 : spread_parts;
+    if (p.form == Form::pairs) one = spread_bfloat16;
 #endif
     for (int64_t t = first; t < last; t++) one(p, order, t);
 }
 
 // --- products --------------------------------------------------------------------------------------------------------
 
-#if defined(__AVX512BF16__)
+// Sixteen rows times some tokens, without the scale. `parts`: rows of bytes of a token.
+#if defined(__AVX512VNNI__)
 template <int bits, int tokens, int parts>
-inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+inline void multiply(const Points<bits>& points, const Floats& p, const uint8_t* block, int64_t from,
                      Lanes total[tokens]) {
-    integer_tiled::PairSums<tokens, parts> sums;
-    for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
-        fetch(block, block_bytes(bits));
-        Dwords weights[quads];
-        points.unpack(block, weights);
-#pragma GCC unroll 16
-        for (int i = 0; i < 2 * quads; i++) {
-            Dwords pairs[2];
-            to_pairs<bits>(weights[i / 2], pairs);
-            sums.add(i, (__m512bh)pairs[i % 2], x + 4 * i, stride);
-        }
+    constexpr int rows = parts * tokens;
+    const int64_t stride = ByteRow::stride(p.w.k), blocks = blocks_in(p.w.k);
+    const auto* q = reinterpret_cast<const int8_t*>(p.spread + from * p.spread_stride);
+    SignedInts sums[rows];
+    integers<bits, rows>(points, block, blocks, q, stride, sums);
+    for (int i = 0; i < rows; i++) {
+        ByteRow row;
+        std::memcpy(&row, q + i * stride + blocks * block_columns, sizeof row);
+        const Lanes part = converted<Lanes>(sums[i] + row.offset) * row.factor;
+        Lanes& y = total[i / parts];
+        y = i % parts ? y + part : part;
     }
-    sums.total(total);
 }
 #else
 template <int bits, int tokens, int parts>
-inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
+inline void multiply(const Points<bits>& points, const Floats& p, const uint8_t* block, int64_t from,
                      Lanes total[tokens]) {
+    const int64_t blocks = blocks_in(p.w.k), stride = p.spread_stride;
+    const uint8_t* x = p.spread + from * stride;
     constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
     Lanes acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
@@ -154,10 +168,8 @@ inline void multiply(const Points<bits>& points, const uint8_t* block, int64_t b
 
 template <int bits, int tokens, int parts>
 void floats_tile(const Floats& p, const Points<bits>& points, int64_t tile, int64_t from) {
-    const uint8_t* block = p.w.tiles + tile * tile_bytes(p.w.k, bits);
-    const uint8_t* x = p.spread + from * p.spread_stride;
     Lanes total[tokens];
-    multiply<bits, tokens, parts>(points, block, blocks_in(p.w.k), x, p.spread_stride, total);
+    multiply<bits, tokens, parts>(points, p, p.w.tiles + tile * tile_bytes(p.w.k, bits), from, total);
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
     const Lanes bias = load_bias(p.bias, row, count);
     for (int t = 0; t < tokens; t++) {
@@ -170,10 +182,10 @@ template <int bits>
 void floats_of(const Floats& p, int64_t first, int64_t last) {
     const Points<bits> points(tables());
     over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
-        if (in_pairs && p.x_type == Number::float32)
-            floats_tile<bits, tokens, in_pairs ? 3 : 1>(p, points, tile, t);
+        if (p.form == Form::bytes && p.x_type == Number::float32)
+            floats_tile<bits, tokens, few_form == Form::bytes ? 4 : 3>(p, points, tile, t);
         else
-            floats_tile<bits, tokens, 1>(p, points, tile, t);
+            floats_tile<bits, tokens, 3>(p, points, tile, t);
     });
 }
 

@@ -24,8 +24,7 @@ namespace {
 
 using torch::stable::empty;
 
-constexpr int64_t few_tokens = 8;  // more go to gemm/,
-constexpr int64_t few_slow = 5;    // of floats, where pairs are slow
+constexpr int64_t few_tokens = 8;  // more go to gemm/
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
     const int64_t columns = blocks_in(w.k) * block_columns;
@@ -63,18 +62,19 @@ bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k;
 }
 bool is_many(const Floats& p) {
-    return p.t > gemm::few_floats(p.x_type, few_slow, few_tokens) && p.w.k;
+    return p.t > gemm::few_floats(p.x_type, few_tokens, few_tokens) && p.w.k;
 }
-// Whether x is spread in pairs: float32, in three parts, for few tokens alone.
-bool in_pairs(Number x_type, bool many) {
-    return kernels(x_type).pairs && (!many || gemm::are_pairs(x_type));
+Form form_of(Number x_type, bool many) {
+    if (!many) return kernels().few;
+    return kernels().unpack_pairs && gemm::are_pairs(x_type) ? Form::pairs : Form::floats;
 }
 
 void many_floats(const Floats& p) {
     const Kernels& level = kernels();
-    const gemm::Panels panels = panels_of(p.w, p.pairs ? level.unpack_pairs : level.unpack_floats);
+    const bool pairs = p.form == Form::pairs;
+    const gemm::Panels panels = panels_of(p.w, pairs ? level.unpack_pairs : level.unpack_floats);
     gemm::multiply_panels({.w = panels,
-                           .mode = p.pairs ? gemm::Mode::pairs : gemm::Mode::floats,
+                           .mode = pairs ? gemm::Mode::pairs : gemm::Mode::floats,
                            .x = nullptr,
                            .x_type = Number::float32,
                            .t = p.t,
@@ -89,11 +89,11 @@ void many_floats(const Floats& p) {
 
 // x as its kernel wants it, in the memory that is returned.
 std::unique_ptr<int32_t[]> spread(Floats& p, bool many) {
-    p.pairs = in_pairs(p.x_type, many);
-    const int64_t steps = spread_steps(p.w.k, p.x_type, p.pairs);
+    p.form = form_of(p.x_type, many);
+    const int64_t steps = spread_steps(p.w.k, p.x_type, p.form);
     std::unique_ptr<int32_t[]> room(new int32_t[p.t * steps]);
     p.spread = reinterpret_cast<uint8_t*>(room.get()), p.spread_stride = 4 * steps;
-    run(kernels(p.x_type).spread, p, p.t, p.w.k);
+    run(kernels().spread, p, p.t, p.w.k);
     return room;
 }
 
@@ -127,14 +127,14 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
     const ScalarType dtype = x.scalar_type(), inside = kernel_type(dtype);
     const Tensor in = inside == ScalarType::BFloat16 ? compact(x) : as_float(x);
     const Tensor out = empty_result(x, n, inside);
-    Floats p{h.w,   in.const_data_ptr(), number_of(inside),      nullptr,           0,
-             false, h.bias_data(),       out.mutable_data_ptr(), number_of(inside), t};
+    Floats p{h.w, in.const_data_ptr(), number_of(inside),      nullptr,           0,
+             {},  h.bias_data(),       out.mutable_data_ptr(), number_of(inside), t};
     const bool many = is_many(p);
     const std::unique_ptr<int32_t[]> room = spread(p, many);
     if (many)
         many_floats(p);
     else
-        run(kernels(p.x_type).floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
+        run(kernels().floats, p, t ? row_tiles(n) : 0, tile_rows * k * std::max(int64_t{1}, t / 4));
     return inside == dtype ? out : torch::stable::to(out, dtype);
 }
 
@@ -146,12 +146,11 @@ void run_quantized(const std::vector<Quantized>& problems) {
 
 void run_floats(const std::vector<Floats>& problems) {
     const auto many = [](Floats p) {
-        if (p.pairs == in_pairs(p.x_type, true)) return many_floats(p);
+        if (p.form == form_of(p.x_type, true)) return many_floats(p);
         const std::unique_ptr<int32_t[]> room = spread(p, true);
         many_floats(p);
     };
-    integer_tiled::run_rows(
-        kernels(problems.front().x_type).floats, problems, [](const Floats& p) { return is_many(p); }, many);
+    integer_tiled::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many);
 }
 
 namespace {

@@ -26,14 +26,6 @@ inline const Kernels& kernels() {
 #endif
 }
 
-// For floating-point numbers: float32 would be multiplied in three parts by AVX-512 BF16.
-inline const Kernels& kernels(Number x) {
-#if defined(__x86_64__)
-    if (x == Number::float32 && has_slow_pairs()) return avx512vnni;
-#endif
-    return kernels();
-}
-
 inline void check_bits(int64_t bits) {
     STD_TORCH_CHECK(bits >= 2 && bits <= 4, "e8p tiles: bits must be 2 to 4, found ", bits);
 }
@@ -66,9 +58,10 @@ inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<T
     return h;
 }
 
-// Dwords of a token of k numbers as `floats` wants it.
-inline int64_t spread_steps(int64_t k, Number type, bool pairs) {
-    return blocks_in(k) * 16 * (pairs && type == Number::bfloat16 ? 1 : pairs ? 3 : 2);
+// Dwords of a token of k numbers.
+inline int64_t spread_steps(int64_t k, Number type, Form form) {
+    if (form == Form::bytes) return ByteRow::count(type) * ByteRow::stride(k) / 4;
+    return blocks_in(k) * block_columns / (form == Form::pairs ? 2 : 1);
 }
 
 }  // namespace ptq::e8p_tiled

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "e8p_tiled/layout.h"
 #include "gemm/panels_kernels.h"
 #include "integer_tiled/kernels.h"
 
@@ -37,14 +38,32 @@ struct Quantized {
     int64_t t;
 };
 
-// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the number of tokens.
+// What a token of floating-point numbers becomes before it meets weights.
+enum class Form {
+    floats,  // float32
+    pairs,   // of bfloat16 numbers: for `unpack_pairs`
+    bytes,   // integers, see `ByteRow`
+};
+
+// The bytes of the integers that the numbers of a token are (integer_tiled/byte_unit.h) are in a row each, the lowest
+// first: x is the sum of the rows, each times its `factor`.
+struct ByteRow {
+    static constexpr int64_t tail = 16;  // bytes of what follows the columns of a row:
+    int32_t offset;                      // as `Arrange` has it
+    float factor;
+    static constexpr int64_t stride(int64_t k) { return blocks_in(k) * block_columns + tail; }
+    static constexpr int count(Number x) { return x == Number::bfloat16 ? 3 : 4; }
+};
+
+// y[t, n] = x Wᵀ. As floats and pairs, sums are float32, in an order that depends on the level and the number of
+// tokens. As bytes they are exact, and what is lost is half a unit of each x at most.
 struct Floats {
     Weight w;
     const void* x;  // [t, k]
     Number x_type;
     uint8_t* spread;        // [t, spread_stride]: x as `floats` wants it, made by `spread`
     int64_t spread_stride;  // bytes
-    bool pairs;             // spread it as bfloat16, in three parts if x is float32
+    Form form;              // what `spread` makes
     const float* bias;
     void* out;  // [t, n]
     Number out_type;
@@ -64,7 +83,7 @@ struct Kernels {
     void (*spread)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
     void (*dequantize)(const Dequantize&, int64_t first, int64_t last);
-    bool pairs;                                              // whether `floats` takes x in pairs of bfloat16
+    Form few;                                                // what `floats` takes
     gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; `unpack_pairs` may be null
 };
 

@@ -10,13 +10,6 @@
 namespace ptq::e8p_tiled {
 namespace {
 
-// Whether two products of bfloat16 numbers are one instruction.
-#if defined(__AVX512BF16__)
-constexpr bool in_pairs = true;
-#else
-constexpr bool in_pairs = false;
-#endif
-
 // Four columns of each row: bytes 0, 1, 2, 3 of the dwords.
 template <int bits>
 inline void to_floats(Dwords weights, Dwords out[4]) {

@@ -39,19 +39,18 @@ struct Weights {
 
     void floats(const Tensor& x, const std::vector<experts::Product>& products) const {
         const ScalarType type = x.scalar_type();
-        const Kernels& level = kernels(number_of(type));
-        const int64_t t = x.size(0), k = x.size(1), stride = 4 * spread_steps(k, number_of(type), level.pairs);
+        const int64_t t = x.size(0), k = x.size(1), stride = 4 * spread_steps(k, number_of(type), kernels().few);
         const std::unique_ptr<int32_t[]> spread(new int32_t[t * stride / 4]);
         auto* rows = reinterpret_cast<uint8_t*>(spread.get());
         const auto* from = static_cast<const char*>(x.const_data_ptr());
         std::vector<Floats> problems;
         for (const experts::Product& p : products)
             problems.push_back({held[p.weight].now(), from + p.from * k * experts::width_of(type), number_of(type),
-                                rows + p.from * stride, stride, level.pairs, held[p.weight].bias_data(), p.to(),
+                                rows + p.from * stride, stride, kernels().few, held[p.weight].bias_data(), p.to(),
                                 number_of(p.out.scalar_type()), p.rows});
         Floats all = problems.front();
         all.x = from, all.spread = rows, all.t = t;
-        run(level.spread, all, t, k);
+        run(kernels().spread, all, t, k);
         run_floats(problems);
     }
 };

@@ -2,6 +2,9 @@
 // of a vector. Included once per level, into an anonymous namespace.
 #pragma once
 
+#include <algorithm>
+#include <bit>
+
 #include "common/fetch.h"
 #include "integer/lanes.h"
 #include "integer_tiled/kernels.h"
@@ -34,7 +37,7 @@ inline int32_t load_int(const int8_t* from) {
 // Sums of so many tokens that registers hold beside all else: independent ones hide the latency of `dot`.
 template <int tokens>
 #if defined(__AVX512F__)
-constexpr int chains = tokens > 2 ? 2 : 4;
+constexpr int chains = std::clamp(std::bit_floor(12u / tokens), 1u, 4u);
 #else
 constexpr int chains = 4 / tokens;
 #endif
