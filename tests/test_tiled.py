@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import LEVELS, ops_at, spoil_free_memory, use_level
+from conftest import LEVELS, SLOW_PAIRS, ops_at, spoil_free_memory, use_level
 from tiny_models import save_model
 from transformers import AutoModelForCausalLM
 
@@ -223,6 +223,27 @@ def test_threads_and_batch_position_do_not_change_a_result(bits):
     finally:
         torch.set_num_threads(threads)
         use_level(None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [0, 64])
+def test_few_tokens_as_bytes_do_not_depend_on_the_others(group, dtype):
+    """Their sums are exact: with AVX-512 VNNI alone, and where pairs of bfloat16 are slow."""
+    if not native.load():
+        pytest.skip("native kernels are not built")
+    format = IntegerFormat(4, group, False)
+    tiled, x = format.prepack(random_parts(format, 50, 384), "cpu"), torch.randn(16, 384, generator=draw(0)).to(dtype)
+    x[:, :64] *= torch.logspace(-20, 20, 16)[:, None].to(dtype)
+    try:
+        found = [
+            format.linear(x[-t:], tiled)
+            for level in ("avx512vnni", SLOW_PAIRS)
+            if use_level(level)
+            for t in (16, 7, 4, 1)
+        ]
+    finally:
+        use_level(None)
+    assert all(torch.equal(y, found[0][-len(y) :]) for y in found)
 
 
 @pytest.mark.parametrize("t", [0, 1, 2, 40])

@@ -29,6 +29,12 @@ class ByteUnit {
         const __m128i bytes = _mm512_maskz_cvtepi32_epi8(__mmask16{0xffff}, (__m512i)(integers >> 8 * which));
         return _mm_xor_si128(bytes, _mm_set1_epi8(-128));
     }
+    static int32_t sum_of(__m128i bytes) {
+        const __m128i sums = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_set1_epi8(1), bytes);
+        int32_t all[4];
+        std::memcpy(all, &sums, sizeof all);
+        return all[0] + all[1] + all[2] + all[3];
+    }
     // Of a byte; NaN where a number is not finite.
     float factor(int which) const {
         return largest == 255 ? NAN : std::bit_cast<float>((exponent - places + 8 * which) << 23);

@@ -26,13 +26,13 @@ inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int6
         fetch(block, block_bytes(bits));
         BlockSum<bits> sum[tokens];
         over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) {
-#pragma GCC unroll 4
+#pragma GCC unroll 16
             for (int t = 0; t < tokens; t++)
                 sum[t].template add<i>(acc[t][i / BlockSum<bits>::together % chains], codes,
                                        load_int(q + t * stride + 4 * i));
         });
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
         total[t] = acc[t][0];
         for (int c = 1; c < chains; c++) total[t] += acc[t][c];

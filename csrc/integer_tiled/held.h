@@ -28,10 +28,10 @@ inline const Kernels& kernels() {
 #endif
 }
 
-// For floating-point numbers: float32 would be multiplied in three parts by AVX-512 BF16.
-inline const Kernels& kernels(Number x) {
+// For few tokens of floating-point numbers.
+inline const Kernels& float_kernels() {
 #if defined(__x86_64__)
-    if (x == Number::float32 && has_slow_pairs()) return avx512vnni;
+    if (has_slow_pairs()) return avx512vnni;
 #endif
     return kernels();
 }

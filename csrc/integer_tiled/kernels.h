@@ -36,7 +36,8 @@ struct Sums {
     int32_t* sums;                   // [t, groups]
 };
 
-// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the number of tokens.
+// y[t, n] = x Wᵀ: sums in float32, in an order that depends on the level and the number of tokens; of integers within a
+// group, exact, where the level has VNNI alone.
 struct Floats {
     Weight w;
     const void* x;  // [t, k]
@@ -50,7 +51,8 @@ struct Floats {
     int64_t t;
 };
 
-// Bytes of one token's `spread`: up to three bfloat16 numbers, or one float, for each of the padded columns.
+// Bytes of one token's `spread`: up to three bfloat16 numbers, one float, or four bytes, and what belongs to a group of
+// these, for each of the padded columns.
 inline int64_t spread_bytes(int64_t k) {
     return (k + 63) / 64 * 64 * 6;
 }

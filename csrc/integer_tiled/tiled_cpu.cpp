@@ -26,7 +26,6 @@ using torch::stable::empty;
 
 constexpr int64_t few_tokens = 8;     // more go to `many_tokens`,
 constexpr int64_t few_floats = 16;    // of floats, to `many_floats`, where there is one,
-constexpr int64_t few_slow = 10;      // of bfloat16, where pairs are slow,
 constexpr int64_t few_avx2 = 32;      // below AVX-512
 constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the second-level cache
 
@@ -34,7 +33,7 @@ constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the se
 
 bool is_many(const Floats& p) {
     const int64_t few = cpu_level() < CpuLevel::avx512 ? few_avx2 : few_floats;
-    return kernels().unpack_floats && p.t > gemm::few_floats(p.x_type, few_slow, few) && p.w.k;
+    return kernels().unpack_floats && p.t > gemm::few_floats(p.x_type, few, few) && p.w.k;
 }
 bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
@@ -118,8 +117,7 @@ void run_quantized(const std::vector<Quantized>& problems) {
 }
 
 void run_floats(const std::vector<Floats>& problems) {
-    run_rows(
-        kernels(problems.front().x_type).floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
+    run_rows(float_kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
 }
 
 Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype) {
@@ -158,8 +156,8 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
             problems.push_back(p);
         }
         const Floats& one = problems.front();
-        run_codes(one.t, k, [&](int64_t first, int64_t last) { kernels(one.x_type).spread(one, first, last); });
-        run_rows(kernels(one.x_type).floats, problems);
+        run_codes(one.t, k, [&](int64_t first, int64_t last) { float_kernels().spread(one, first, last); });
+        run_rows(float_kernels().floats, problems);
     }
     return cast(std::move(results), dtype);
 }
