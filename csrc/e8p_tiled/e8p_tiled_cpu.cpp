@@ -62,7 +62,7 @@ bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k;
 }
 bool is_many(const Floats& p) {
-    return p.t > gemm::few_floats(p.x_type, few_tokens, few_tokens) && p.w.k;
+    return p.t > gemm::few_floats(p.x_type, few_tokens) && p.w.k;
 }
 Form form_of(Number x_type, bool many) {
     if (!many) return kernels().few;

@@ -27,11 +27,9 @@ inline bool on_units(Number x) {
 inline bool are_pairs(Number x) {
     return x == Number::bfloat16 && (on_units(x) || !has_slow_pairs());
 }
-// How many tokens are few, and do not come here: `slow` of bfloat16 where pairs are slow, else `others`.
-inline int64_t few_floats(Number x, int64_t slow, int64_t others) {
-    constexpr int64_t few_pairs = 3;
-    if (on_units(x)) return few_pairs;
-    return x == Number::bfloat16 && has_slow_pairs() ? slow : others;
+// How many tokens of floating-point numbers are few, and do not come here; with AMX fewer.
+inline int64_t few_floats(Number x, int64_t few) {
+    return on_units(x) ? 3 : few;
 }
 constexpr bool are_integers(Mode mode) {
     return mode == Mode::quads || mode == Mode::nibbles || mode == Mode::wide;

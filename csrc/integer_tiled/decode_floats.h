@@ -9,7 +9,7 @@
 // kernel for quantised tokens multiplies the bytes as if they were four tokens, and their sums are exact.
 #pragma once
 
-#include "integer_tiled/byte_unit.h"
+#include "integer_tiled/byte_rows.h"
 #include "integer_tiled/pair_sums.h"
 #include "integer_tiled/pairs.h"
 
@@ -21,49 +21,14 @@ constexpr bool in_pairs = true;
 #else
 constexpr bool in_pairs = false;
 #endif
-#if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
-#define PTQ_BYTES
-#endif
 
 // --- x ---------------------------------------------------------------------------------------------------------------
 
-#if defined(PTQ_BYTES)
-// A token of floats is four rows, of the lowest bytes first. Behind the columns of a row, for each of its segments,
-// which are whole groups, or at most `segment_blocks` of one: the sum of its bytes, and what they are to be multiplied
-// with.
-constexpr int byte_rows = 4;
-struct Segment {
-    int32_t sum;
-    float factor;
-};
-
+#if defined(PTQ_BYTE_ROWS)
 void spread(const Floats& p, int64_t first, int64_t last) {
-    const Weight& w = p.w;
-    const int64_t stride = p.spread_stride / byte_rows, k = w.k, width = w.groups * w.group_blocks * block_columns;
-    for (int64_t t = first; t < last; t++) {
-        auto* rows = reinterpret_cast<int8_t*>(p.spread + t * p.spread_stride);
-        int8_t* to = rows + width;
-        for (int64_t g = 0; g < w.groups; g++)
-            for (int64_t b = 0; b < w.group_blocks; b += segment_blocks, to += sizeof(Segment)) {
-                const int64_t begin = (g * w.group_blocks + b) * block_columns;
-                const int64_t end = begin + std::min(segment_blocks, w.group_blocks - b) * block_columns;
-                const ByteUnit unit(p.x, p.x_type, t * k + begin, t * k + std::min(end, k), byte_rows);
-                int32_t sum[byte_rows] = {};
-                for (int64_t i = begin; i < end; i += tile_rows) {
-                    const int64_t count = std::clamp(k - i, int64_t{0}, tile_rows);
-                    const Dwords integers = unit.integers(read(p.x, p.x_type, t * k + i, count));
-                    for (int r = 0; r < byte_rows; r++) {
-                        const __m128i bytes = ByteUnit::byte_of(integers, r);
-                        std::memcpy(rows + r * stride + i, &bytes, sizeof bytes);
-                        sum[r] += ByteUnit::sum_of(bytes);
-                    }
-                }
-                for (int r = 0; r < byte_rows; r++) {
-                    const Segment segment{sum[r], unit.factor(r)};
-                    std::memcpy(to + r * stride, &segment, sizeof segment);
-                }
-            }
-    }
+    const int64_t blocks = p.w.groups * p.w.group_blocks;
+    for (int64_t t = first; t < last; t++)
+        spread_rows(p.x, p.x_type, t, p.w.k, blocks, p.w.group_blocks, p.spread, p.spread_stride);
 }
 #else
 void spread(const Floats& p, int64_t first, int64_t last) {
@@ -198,38 +163,27 @@ void finish(const Floats& p, const Lanes (&y)[tokens], int64_t tile, int64_t fro
         store_result(p.out, p.out_type, (from + t) * p.w.n + row, p.bias ? y[t] + bias : y[t], count);
 }
 
-#if defined(PTQ_BYTES)
+#if defined(PTQ_BYTE_ROWS)
 template <int bits, int tokens, int parts>
 void floats_tile(const Floats& p, const Table<bits>&, int64_t tile, int64_t from) {
-    constexpr int rows = byte_rows * tokens;
     const Weight& w = p.w;
-    const uint8_t* block = w.tiles + tile * w.groups * w.group_blocks * block_bytes(bits);
-    const int64_t stride = p.spread_stride / byte_rows;
+    const int64_t all = w.groups * w.group_blocks, stride = p.spread_stride / byte_rows;
+    const uint8_t* block = w.tiles + tile * all * block_bytes(bits);
     const auto* q = reinterpret_cast<const int8_t*>(p.spread + from * p.spread_stride);
-    const int8_t* segments = q + w.groups * w.group_blocks * block_columns;
+    const int8_t* segments = q + all * block_columns;
     Lanes y[tokens] = {};
-    for (int64_t g = 0; g < w.groups; g++) {
-        const int64_t at = tile * w.groups + g;
+    over_segments(all, w.group_blocks, [&](int64_t first, int64_t last) __attribute__((always_inline)) {
+        const int64_t at = tile * w.groups + first / w.group_blocks;
         const Lanes scale = load(w.scale + at * tile_rows);
         const SignedInts zero = w.zero ? load_zero(w.zero + at * tile_rows) : SignedInts{} + (1 << (bits - 1));
-        for (int64_t b = 0; b < w.group_blocks; b += segment_blocks, segments += sizeof(Segment)) {
-            const int64_t blocks = std::min(segment_blocks, w.group_blocks - b);
-            SignedInts sums[rows];
-            integers<bits, rows>(block, blocks, q, stride, sums);
-            Lanes total[tokens];
-#pragma GCC unroll 16
-            for (int r = 0; r < rows; r++) {
-                Segment segment;
-                std::memcpy(&segment, segments + r * stride, sizeof segment);
-                const Lanes part = converted<Lanes>(sums[r] - zero * segment.sum);
-                Lanes& sum = total[r / byte_rows];
-                sum = r % byte_rows ? fma(part, fill(segment.factor), sum) : part * segment.factor;
-            }
-            for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
-            block += blocks * block_bytes(bits);
-            q += blocks * block_columns;
-        }
-    }
+        SignedInts sums[byte_rows * tokens];
+        integers<bits, byte_rows * tokens>(block + first * block_bytes(bits), last - first, q + first * block_columns,
+                                           stride, sums);
+        Lanes total[tokens];
+        joined_rows<tokens>(sums, zero, segments, stride, total);
+        for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
+        segments += sizeof(Segment);
+    });
     finish<tokens>(p, y, tile, from);
 }
 #else

@@ -33,7 +33,7 @@ constexpr int64_t chunk_tokens = 32;  // of floats: their spread stays in the se
 
 bool is_many(const Floats& p) {
     const int64_t few = cpu_level() < CpuLevel::avx512 ? few_avx2 : few_floats;
-    return kernels().unpack_floats && p.t > gemm::few_floats(p.x_type, few, few) && p.w.k;
+    return kernels().unpack_floats && p.t > gemm::few_floats(p.x_type, few) && p.w.k;
 }
 bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;

@@ -6,8 +6,7 @@ namespace ptq::minifloat_tiled {
 namespace {
 
 using integer_tiled::load_int;
-
-constexpr int64_t segment_blocks = 2048;  // 65536 columns: 127 * 128 * 65536 is below 2^31
+using integer_tiled::segment_blocks;
 
 // Super-blocks of a group.
 inline int64_t blocks_of(const Weight& w, int64_t group) {
@@ -40,13 +39,13 @@ inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int6
         integer_tiled::fetch(block, block_bytes(bits));
         over_quads<bits>(block, [&]<int i>(Dwords codes) {
             const Dwords byte = bytes(codes);
-#pragma GCC unroll 4
+#pragma GCC unroll 16
             for (int t = 0; t < tokens; t++)
                 acc[t][i % chains] =
                     integer_tiled::dot<false>(acc[t][i % chains], byte, load_int(q + t * stride + 4 * i));
         });
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 16
     for (int t = 0; t < tokens; t++) {
         total[t] = acc[t][0];
         for (int c = 1; c < chains; c++) total[t] += acc[t][c];

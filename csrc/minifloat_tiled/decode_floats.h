@@ -1,7 +1,9 @@
 // Few tokens of floating-point numbers. With AVX-512 BF16 one instruction adds the products of two columns; a float32 x
-// is cut into three bfloat16 numbers whose sum it is, exactly. Included once per level, by decode.h.
+// is cut into three bfloat16 numbers whose sum it is, exactly. With AVX-512 VNNI alone, x meets elements that are whole
+// as integers of four bytes (integer_tiled/byte_rows.h). Included once per level, by decode.h.
 #pragma once
 
+#include "integer_tiled/byte_rows.h"
 #include "integer_tiled/pair_sums.h"
 #include "minifloat_tiled/lookup.h"
 
@@ -17,6 +19,13 @@ using integer_tiled::part_bytes;
 
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k;
+#if defined(PTQ_BYTE_ROWS)
+    if (p.w.element->whole) {
+        for (int64_t t = first; t < last; t++)
+            integer_tiled::spread_rows(p.x, p.x_type, t, k, p.w.blocks, p.w.group_blocks, p.spread, p.spread_stride);
+        return;
+    }
+#endif
     const int parts = p.x_type == Number::float32 ? 3 : 1;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < p.w.blocks * block_columns; i += tile_rows) {
@@ -76,6 +85,17 @@ template <int bits>
 using Pairs = Values<bits>;
 #endif
 
+template <int tokens>
+void finish(const Floats& p, Lanes (&y)[tokens], int64_t tile, int64_t from) {
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
+    const Lanes bias = integer_tiled::load_bias(p.bias, row, count);
+    for (int t = 0; t < tokens; t++) {
+        if (p.token_scale) y[t] *= p.token_scale[from + t];
+        if (p.bias) y[t] += bias;
+        integer_tiled::store_result(p.out, p.out_type, (from + t) * p.w.n + row, y[t], count);
+    }
+}
+
 template <int bits, int tokens, int parts>
 void floats_tile(const Floats& p, const Pairs<bits>& table, int64_t tile, int64_t from) {
     const Weight& w = p.w;
@@ -95,17 +115,45 @@ void floats_tile(const Floats& p, const Pairs<bits>& table, int64_t tile, int64_
         block += blocks * block_bytes(bits);
         x += blocks * (in_pairs ? parts * part_bytes : block_columns * static_cast<int64_t>(sizeof(float)));
     }
-    const int64_t row = tile * tile_rows, count = std::min(tile_rows, w.n - row);
-    const Lanes bias = integer_tiled::load_bias(p.bias, row, count);
-    for (int t = 0; t < tokens; t++) {
-        if (p.token_scale) y[t] *= p.token_scale[from + t];
-        if (p.bias) y[t] += bias;
-        integer_tiled::store_result(p.out, p.out_type, (from + t) * w.n + row, y[t], count);
-    }
+    finish<tokens>(p, y, tile, from);
+}
+
+#if defined(PTQ_BYTE_ROWS)
+template <int bits, int tokens>
+void bytes_tile(const Floats& p, const Bytes<bits>& bytes, int64_t tile, int64_t from) {
+    using namespace integer_tiled;
+    const Weight& w = p.w;
+    const uint8_t* block = tile_of(w, tile);
+    const int64_t stride = p.spread_stride / byte_rows;
+    const auto* q = reinterpret_cast<const int8_t*>(p.spread + from * p.spread_stride);
+    const int8_t* segments = q + w.blocks * block_columns;
+    Lanes y[tokens] = {};
+    over_segments(w.blocks, w.group_blocks, [&](int64_t first, int64_t last) __attribute__((always_inline)) {
+        SignedInts sums[byte_rows * tokens];
+        minifloat_tiled::integers<bits, byte_rows * tokens>(block + first * block_bytes(bits), last - first,
+                                                            q + first * block_columns, stride, bytes, sums);
+        Lanes total[tokens];
+        joined_rows<tokens>(sums, SignedInts{} + byte_offset, segments, stride, total);
+        const Lanes scale = scale_of(w, tile, first / w.group_blocks) * std::ldexp(1.0f, -w.element->shift);
+        for (int t = 0; t < tokens; t++) y[t] = fma(scale, total[t], y[t]);
+        segments += sizeof(Segment);
+    });
+    finish<tokens>(p, y, tile, from);
 }
 
 template <int bits>
+void bytes_of(const Floats& p, int64_t first, int64_t last) {
+    const Bytes<bits> bytes(*p.w.element);
+    integer_tiled::over_tokens(
+        p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) { bytes_tile<bits, tokens>(p, bytes, tile, t); });
+}
+#endif
+
+template <int bits>
 void floats_of(const Floats& p, int64_t first, int64_t last) {
+#if defined(PTQ_BYTE_ROWS)
+    if (p.w.element->whole) return bytes_of<bits>(p, first, last);
+#endif
     const Pairs<bits> table(*p.w.element);
     integer_tiled::over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
         if (in_pairs && p.x_type == Number::float32)

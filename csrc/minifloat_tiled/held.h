@@ -32,10 +32,11 @@ inline const Kernels& kernels() {
 #endif
 }
 
-// For floating-point numbers: float32 would be multiplied in three parts by AVX-512 BF16.
-inline const Kernels& kernels(Number x) {
+// For few tokens of floating-point numbers.
+inline const Kernels& float_kernels(const Floats& p) {
 #if defined(__x86_64__)
-    if (x == Number::float32 && has_slow_pairs()) return avx512vnni;
+    const bool few_numbers = p.x_type == Number::bfloat16 && !p.w.element->whole;
+    if (has_slow_pairs() && !few_numbers) return avx512vnni;
 #endif
     return kernels();
 }

@@ -39,8 +39,8 @@ struct Quantized {
     int64_t t;
 };
 
-// y[t, n] = x Wᵀ: products exact for bfloat16 x, sums in float32, in an order that depends on the level and the
-// number of tokens.
+// y[t, n] = x Wᵀ: products exact for bfloat16 x, sums in float32, in an order that depends on the level and the number
+// of tokens; or sums of integers, exact within a group (integer_tiled/byte_rows.h).
 struct Floats {
     Weight w;
     const void* x;  // [t, k]

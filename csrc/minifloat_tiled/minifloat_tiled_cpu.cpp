@@ -24,13 +24,14 @@ extern const gemm::Unpack signed_bytes_amx;
 namespace {
 
 constexpr int64_t few_floats = 8;  // more go to gemm/,
-constexpr int64_t few_slow = 5;    // of bfloat16, where pairs are slow,
+constexpr int64_t few_slow = 5;    // in pairs that are slow,
 constexpr int64_t few_tokens = 4;  // of integers
 
 }  // namespace
 
 bool is_many(const Floats& p) {
-    return p.t > gemm::few_floats(p.x_type, few_slow, few_floats) && p.w.k;
+    const bool slow = has_slow_pairs() && p.x_type == Number::bfloat16 && !p.w.element->whole;
+    return p.t > gemm::few_floats(p.x_type, slow ? few_slow : few_floats) && p.w.k;
 }
 bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
@@ -84,9 +85,9 @@ void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, cons
     if (is_many(p)) return many_floats(p);
     const std::unique_ptr<uint8_t[]> spread(new uint8_t[t * stride]);
     p.spread = spread.get();
-    run_codes(t, w.k, [&](int64_t first, int64_t last) { kernels(p.x_type).spread(p, first, last); });
+    run_codes(t, w.k, [&](int64_t first, int64_t last) { float_kernels(p).spread(p, first, last); });
     run_codes(t ? row_tiles(w.n) : 0, tile_rows * w.k,
-              [&](int64_t first, int64_t last) { kernels(p.x_type).floats(p, first, last); });
+              [&](int64_t first, int64_t last) { float_kernels(p).floats(p, first, last); });
 }
 
 Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& bias,
@@ -160,7 +161,7 @@ void run_quantized(const std::vector<Quantized>& problems) {
 
 void run_floats(const std::vector<Floats>& problems) {
     integer_tiled::run_rows(
-        kernels(problems.front().x_type).floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
+        float_kernels(problems.front()).floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
 }
 
 }  // namespace ptq::minifloat_tiled

@@ -63,7 +63,7 @@ struct Weights {
         Floats all = problems.front();
         all.x = x.const_data_ptr(), all.spread = spread.get(), all.t = rows;
         if (experts::any_few(problems))
-            run_codes(rows, k, [&](int64_t first, int64_t last) { kernels(all.x_type).spread(all, first, last); });
+            run_codes(rows, k, [&](int64_t first, int64_t last) { float_kernels(all).spread(all, first, last); });
         run_floats(problems);
     }
 };
