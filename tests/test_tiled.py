@@ -225,6 +225,20 @@ def test_threads_and_batch_position_do_not_change_a_result(bits):
         use_level(None)
 
 
+@pytest.mark.parametrize("damage", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_even_times_zero(damage, implementation):
+    codes = torch.full((17, 64), 8, dtype=torch.uint8)
+    tiles = ptq.ops.tiles.prepack(bitstream.pack(codes, 4), 4, 64)
+    scale = ptq.ops.tiles.tile_scales(torch.ones(17, 1).bfloat16().view(torch.int16))
+    x = torch.ones(40, 64)
+    x[0, 63] = x[-1, 0] = damage
+    for t in (1, 4, 40):
+        for some in (x[:t], x[-t:]):
+            y = implementation["integer_linear_tiled"](some, tiles, scale, None, None, 17, 4, 0)
+            damaged = ~some.isfinite().all(1)
+            assert y[damaged].isnan().all() and (y[~damaged] == 0).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [0, 64])
 def test_few_tokens_as_bytes_do_not_depend_on_the_others(group, dtype):
