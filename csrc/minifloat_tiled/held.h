@@ -32,11 +32,15 @@ inline const Kernels& kernels() {
 #endif
 }
 
+// Whether few tokens are multiplied in pairs although these are slow: nothing is faster for one.
+inline bool in_slow_pairs(const Floats& p) {
+    return has_slow_pairs() && p.x_type == Number::bfloat16 && !p.w.element->whole;
+}
+
 // For few tokens of floating-point numbers.
 inline const Kernels& float_kernels(const Floats& p) {
 #if defined(__x86_64__)
-    const bool few_numbers = p.x_type == Number::bfloat16 && !p.w.element->whole;
-    if (has_slow_pairs() && !few_numbers) return avx512vnni;
+    if (has_slow_pairs() && !in_slow_pairs(p)) return avx512vnni;
 #endif
     return kernels();
 }

@@ -30,8 +30,7 @@ constexpr int64_t few_tokens = 4;  // of integers
 }  // namespace
 
 bool is_many(const Floats& p) {
-    const bool slow = has_slow_pairs() && p.x_type == Number::bfloat16 && !p.w.element->whole;
-    return p.t > gemm::few_floats(p.x_type, slow ? few_slow : few_floats) && p.w.k;
+    return p.t > gemm::few_floats(p.x_type, in_slow_pairs(p) ? few_slow : few_floats) && p.w.k;
 }
 bool is_many(const Quantized& p) {
     return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
