@@ -169,7 +169,7 @@ struct Part {
 };
 
 struct Scratch {
-    int32_t* panel;  // [panel_steps(mode), panel_tiles, 16]
+    int32_t* panel;  // [panel_steps(p), panel_tiles, 16]
     int32_t* sums;   // [2, panel_tiles, 16, 16]
     float* scale;    // [groups of a panel, panel_tiles, 16]
     int32_t* open;   // [strip, tokens, panel_tiles, 16]: sums of a group that began in the panel before
@@ -237,7 +237,7 @@ template <Mode mode>
 void multiply_part(const Product& p, const Scratch& scratch, const Part& part) {
     const Panels& w = p.w;
     const int64_t tokens = (part.last - part.first + tile_tokens - 1) / tile_tokens * tile_tokens;
-    const int64_t panels = std::max(int64_t{1}, slice_bytes / (tokens * panel_steps(mode) * 4));
+    const int64_t panels = std::max(int64_t{1}, slice_bytes / (tokens * panel_steps(p) * 4));
     const int64_t row_tiles = (w.n + tile_rows - 1) / tile_rows;
     for (int64_t begin = 0, end = 0; begin < w.columns; begin = end) {
         for (int64_t i = 0; i < panels && end < w.columns; i++) end = panel_at(p, end).end;
@@ -264,9 +264,9 @@ void multiply_part(const Product& p, const Scratch& scratch, const Part& part) {
 
 template <Mode mode>
 void multiply_of(const Product& p, Units& units) {
-    const int64_t strips = p.w.strips(), outputs = most_strips * p.tokens * panel_rows;
-    constexpr int64_t panel = panel_steps(mode) * panel_rows, sums = 2 * panel_tiles * tile_numbers;
-    constexpr int64_t scales = panel_steps(mode) * 4 / column_step * panel_rows;
+    const int64_t strips = p.strips(), outputs = most_strips * p.tokens * panel_rows;
+    constexpr int64_t panel = panel_vectors(mode) * 16, sums = 2 * panel_tiles * tile_numbers;
+    constexpr int64_t scales = panel_vectors(mode) * 16 * 4 / column_step;
     auto* memory =
         static_cast<int32_t*>(::operator new(4 * (panel + sums + scales + 2 * outputs), std::align_val_t{64}));
     auto* numbers = reinterpret_cast<float*>(memory + panel + sums + outputs);

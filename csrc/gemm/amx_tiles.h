@@ -13,6 +13,7 @@ namespace ptq::gemm {
 namespace {
 
 constexpr int64_t tile_tokens = 16, tile_steps = 16;
+constexpr int64_t panel_tiles = 3, panel_rows = 16 * panel_tiles;
 constexpr int64_t tile_numbers = tile_tokens * 16;  // of sums, [token, row]
 
 // The tiles of this thread, as long as it lives, `depth` steps deep. Then as they were found, for torch uses them, too.

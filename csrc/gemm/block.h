@@ -17,12 +17,18 @@ namespace {
 
 using integer_tiled::tile_rows;
 
-// Tokens of a block of integers: so many sums of sixteen rows stay in registers, beside the scaled sums of the groups
-// before where `hold` says so. With AVX-VNNI twelve, since ten additions begin before the first one ends.
+// Tokens of a block of integers, and row tiles of a strip: so many sums of sixteen rows stay in registers, beside the
+// scaled sums of the groups before where `hold` says so. On Intel's processors ten additions begin before the first one
+// ends: they gain by more than twelve sums. With AVX-512 that is the level that they are sent to, below AVX-512 BF16.
 #if defined(__AVXVNNI__) && !defined(__AVX512F__)
 constexpr int64_t quad_tokens = 6;
 #else
 constexpr int64_t quad_tokens = 4;
+#endif
+#if defined(PTQ_VNNI) && defined(__AVX512F__) && !defined(__AVX512BF16__)
+constexpr int64_t quad_tiles = 4;
+#else
+constexpr int64_t quad_tiles = 3;
 #endif
 
 // The codes of some row tiles that come next: they are fetched meanwhile, some lines with every 32 columns.
@@ -80,7 +86,7 @@ inline Lanes scaled(Lanes total, Lanes scale, SignedInts sum) {
 }
 
 #define PTQ_EACH_SUM \
-    _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 3") for (int r = 0; r < tiles; r++)
+    _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++) _Pragma("GCC unroll 4") for (int r = 0; r < tiles; r++)
 template <int tiles, int tokens>
 PTQ_INLINE void begin_group(const Block& b, int64_t group, SignedInts sum[tokens][tiles]) {
     const int32_t* offset = b.offset + group * b.offset_step;
@@ -128,7 +134,7 @@ void multiply_groups(const Block& b) {
         begin_group<tiles, tokens>(b, group, sum);
         multiply_columns<Op, tiles, tokens, blocks>(b, at, sum);
         Lanes scale[tiles];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int r = 0; r < tiles; r++) scale[r] = load(scales + r * tile_rows);
         PTQ_EACH_SUM {
             float* to = b.total + (t * tiles + r) * tile_rows;
@@ -175,7 +181,7 @@ void multiply_floats(const Block& b) {
     for (int64_t group = 0; group < groups; group++) {
         if (begins) {
             Lanes ratio[tiles];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int r = 0; r < tiles; r++) ratio[r] = load(ratios + r * tile_rows);
             PTQ_EACH_SUM sum[t][r] *= ratio[r];
             ratios += tiles * tile_rows;
@@ -236,7 +242,7 @@ void finish(const Results& p, const float* total, const float* factor, int64_t t
     if (!factor && p.type == Number::float32 && p.token_scale && !p.bias && !p.add && row + tiles * tile_rows <= p.n) {
         float* to = static_cast<float*>(p.out) + first * p.n + row;
         for (int64_t t = 0; t < tokens; t++, to += p.n, total += tiles * tile_rows)
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int64_t i = 0; i < tiles * tile_rows; i += tile_rows)
                 store(to + i, load(total + i) * p.token_scale[first + t]);
         return;

@@ -1,9 +1,9 @@
 // The kernels of one level: included after PTQ_PANELS_LEVEL, the name of its table, is defined.
 //
 // With AVX-512 the sums of 48 rows and eight tokens stay in 24 registers; those of integers, of four tokens, in twelve,
-// beside the scaled sums of the groups before. A step loads three vectors of weights and a number of x for each token,
-// well below the two loads that a cycle can do beside two products. With AVX2 it is sixteen rows and six tokens, of
-// integers without AVX-VNNI four, in twelve or eight of sixteen registers.
+// beside the scaled sums of the groups before, or those of 64 rows in sixteen. A step loads three or four vectors of
+// weights and a number of x for each token, well below the two loads that a cycle can do beside two products. With AVX2
+// it is sixteen rows and six tokens, of integers without AVX-VNNI four, in twelve or eight of sixteen registers.
 #include <new>
 #include <type_traits>
 
@@ -16,8 +16,10 @@ namespace {
 template <Mode mode>
 using Sum = std::conditional_t<are_integers(mode), SignedInts, Lanes>;
 
+// Row tiles that are multiplied at once.
+template <Mode mode>
 #if defined(__AVX512F__)
-constexpr int strip = panel_tiles;
+constexpr int strip = tiles_of(mode);
 #else
 constexpr int strip = 1;
 #endif
@@ -51,7 +53,7 @@ struct Steps {
 #pragma GCC unroll 8
         for (int64_t i = 0; i < count; i++) {
             SignedInts number[tiles];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int r = 0; r < tiles; r++) number[r] = load_step(panel + (i * tiles + r) * tile_rows * 4);
             PTQ_EACH_SUM sum[t][r] = product<mode>(sum[t][r], number[r], x[i * tokens_of(mode) + t]);
         }
@@ -82,11 +84,10 @@ template <>
 struct Steps<Mode::wide> : QuadSteps<8> {};
 
 struct Scratch {
-    int32_t* panel;  // [panel_steps(mode), panel_tiles, 16]
-    float* total;    // [tokens, panel_tiles, 16]
+    int32_t* panel;  // [panel_steps(p), tiles, 16]
+    float* total;    // [tokens, tiles, 16]
     int32_t* open;   // the same; floats whose groups are added one by one: their sum, as floats
-    float*
-        scale;  // [groups, panel_tiles, 16]; floats: ratios of scales, then [panel_tiles, 16]: those of the last group
+    float* scale;    // [groups, tiles, 16]; floats: ratios of scales, then [tiles, 16]: those of the last group
 };
 
 // A block of tokens; where it has fewer than there are sums, the last ones for nothing.
@@ -109,12 +110,6 @@ inline const uint8_t* codes_at(const Panels& w, int64_t tile, int64_t column) {
     return w.codes + tile * w.tile_bytes + column / column_step * w.step_bytes;
 }
 
-// Whether so few tokens are multiplied that codes are taken apart for each block of them, rather than into a panel.
-template <Mode mode>
-bool is_direct(const Panels& w, const Part& part) {
-    return are_integers(mode) && w.direct && part.last - part.first <= w.direct_tokens;
-}
-
 // Columns c of a panel, for all tokens. `done`: they are the last ones, and what is then multiplied with the sums.
 template <Mode mode, int tiles>
 void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& part, const Columns& panel,
@@ -126,7 +121,7 @@ void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& p
     const int64_t group = c.column / w.group_columns, before = (c.column - panel.column) / columns_of(mode);
     Block b{};
     c.describe(b);
-    const bool direct = is_direct<mode>(w, part);
+    const bool direct = p.is_direct();
     b.codes = direct ? codes_at(w, tile, c.column)
                      : reinterpret_cast<const uint8_t*>(scratch.panel + before * tiles * tile_rows);
     b.tile_step = w.tile_bytes, b.zero_step = w.groups * tile_rows;
@@ -138,7 +133,7 @@ void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& p
     b.total = scratch.total, b.open = scratch.open, b.ahead = &ahead;
     for (int64_t t = first; t < last; t += each) {
         if (done) fetch_results<tiles>(results, tile, t + each, each);
-        direct ? w.direct(&b, tiles, last - t) : multiply_tokens<mode, tiles>(b, std::min(each, last - t));
+        direct ? w.direct.multiply(&b, tiles, last - t) : multiply_tokens<mode, tiles>(b, std::min(each, last - t));
         if (done) finish<tiles>(results, b.total, factor, tile, t, std::min(each, last - t));
         b.x += b.x_step, b.offset += w.groups * each;
         b.total += each * tiles * tile_rows, b.open += each * tiles * tile_rows;
@@ -179,10 +174,10 @@ void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, co
     if (scales.apart) std::memset(scratch.open, 0, sums * sizeof(float));
     for (int64_t column = 0; column < w.columns;) {
         const Columns panel = panel_at(p, column);
-        if (!is_direct<mode>(w, part)) w.unpack(w.weight, part.tile, tiles, column, panel.end, scratch.panel);
+        if (!p.is_direct()) w.unpack(w.weight, part.tile, tiles, column, panel.end, scratch.panel);
         column = panel.end;
         const bool done = column == w.columns;
-        const int64_t following = run.likely() % w.strips() * panel_tiles;
+        const int64_t following = run.likely() % p.strips() * p.strip_tiles;
         const uint8_t* next = done ? codes_at(w, following, 0) : codes_at(w, part.tile, column);
         for (int64_t i = 0; done && w.scale && i < tiles * w.groups * tile_rows; i += 32)
             __builtin_prefetch(w.scale + following * w.groups * tile_rows + i, 0, 2);
@@ -200,22 +195,23 @@ void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, co
 
 template <Mode mode>
 void multiply_of(const Product& p, Units& units) {
-    const int64_t tiles = (p.w.n + tile_rows - 1) / tile_rows, strips = p.w.strips();
-    const int64_t panel = panel_steps(mode) * panel_tiles * tile_rows, outputs = p.tokens * panel_tiles * tile_rows;
-    const int64_t count = panel + 2 * outputs + (p.w.groups + 1) * panel_tiles * tile_rows;
+    constexpr int most = strip<mode>;
+    constexpr int64_t panel = panel_vectors(mode) * tile_rows;
+    const int64_t tiles = p.w.tiles(), strips = p.strips(), rows = p.strip_tiles * tile_rows, outputs = p.tokens * rows;
+    const int64_t count = panel + 2 * outputs + (p.w.groups + 1) * rows;
     auto* memory = static_cast<int32_t*>(::operator new(4 * count, std::align_val_t{64}));
     auto* numbers = reinterpret_cast<float*>(memory + panel + outputs);
     const Scratch scratch{memory, numbers, memory + panel, numbers + outputs};
     for (Run run{units}; run.next();) {
         const int64_t from = run.unit / strips * p.tokens, to = std::min(p.t, from + p.tokens);
-        int64_t tile = run.unit % strips * panel_tiles;
+        int64_t tile = run.unit % strips * p.strip_tiles;
         if (p.diagonal >= 0 && tile * tile_rows >= p.diagonal + to) continue;
-        const int64_t last = std::min(tiles, tile + panel_tiles);
-        for (; tile + strip <= last; tile += strip) multiply_strip<mode, strip>(p, run, scratch, {tile, from, to});
-        if constexpr (strip == 3) {
-            if (last - tile == 2) multiply_strip<mode, 2>(p, run, scratch, {tile, from, to});
-            if (last - tile == 1) multiply_strip<mode, 1>(p, run, scratch, {tile, from, to});
-        }
+        const int64_t last = std::min(tiles, tile + p.strip_tiles);
+        for (; tile + most <= last; tile += most) multiply_strip<mode, most>(p, run, scratch, {tile, from, to});
+        [&]<int... i>(std::integer_sequence<int, i...>) {
+            (void)((last - tile == i + 1 && (multiply_strip<mode, i + 1>(p, run, scratch, {tile, from, to}), true)) ||
+                   ...);
+        }(std::make_integer_sequence<int, most - 1>{});
     }
     ::operator delete(memory, std::align_val_t{64});
 }
@@ -236,6 +232,7 @@ void multiply(const Product& p, Units& units) {
 
 }  // namespace
 
-const PanelKernels PTQ_PANELS_LEVEL{tokens_of(Mode::quads), tokens_of(Mode::floats), pack, multiply};
+const PanelKernels PTQ_PANELS_LEVEL{
+    {tokens_of(Mode::quads), tiles_of(Mode::quads)}, {tokens_of(Mode::floats), tiles_of(Mode::floats)}, pack, multiply};
 
 }  // namespace ptq::gemm

@@ -3,7 +3,7 @@
 
 namespace ptq::gemm {
 
-const PanelKernels panels_amx{tile_tokens, tile_tokens, pack, multiply};
+const PanelKernels panels_amx{{tile_tokens, panel_tiles}, {tile_tokens, panel_tiles}, pack, multiply};
 
 }  // namespace ptq::gemm
 #endif

@@ -13,11 +13,10 @@ const PanelKernels& kernels([[maybe_unused]] const Product& p) {
 #if defined(__aarch64__)
     return at_arm_level<panels_portable, panels_dotprod>();
 #else
-    const auto& vectors =
-        at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni, panels_avx512bf16>();
-    const auto& units = at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
-                                 panels_avx512bf16, panels_amx>();
-    return p.mode == Mode::floats || p.pack ? vectors : units;
+    if (cpu_level() == CpuLevel::amx && p.mode != Mode::floats && !p.pack) return panels_amx;
+    if (has_slow_pairs()) return panels_avx512vnni;
+    return at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,
+                    panels_avx512bf16>();
 #endif
 }
 
@@ -36,8 +35,9 @@ int64_t tokens_of_a_unit(int64_t tokens, int64_t most, int64_t strips, int64_t t
 void multiply_panels(Product p) {
     if (p.t == 0 || p.w.n == 0) return;
     const PanelKernels& level = kernels(p);
-    p.block_tokens = are_integers(p.mode) ? level.quad_tokens : level.tokens;
-    const int64_t blocks = p.blocks(), strips = p.w.strips();
+    const PanelKernels::Shape shape = are_integers(p.mode) ? level.integers : level.numbers;
+    p.block_tokens = shape.tokens, p.strip_tiles = p.is_direct() ? 3 : shape.tiles;
+    const int64_t blocks = p.blocks(), strips = p.strips();
     const auto dwords = [](int64_t rows, int64_t columns) {
         return torch::stable::empty({rows, columns}, torch::headeronly::ScalarType::Int);
     };

@@ -1,7 +1,7 @@
 // Many tokens times a weight that is unpacked panel by panel, whatever its codes. No torch here.
 //
-// A panel holds some columns of up to `panel_tiles` row tiles of sixteen rows, as dwords [step][row tile][16]; x is
-// brought into the same steps. What a step is depends on the `Mode`.
+// A panel holds some columns of a few row tiles of sixteen rows, as dwords [step][row tile][16]; x is brought into the
+// same steps. What a step is depends on the `Mode`.
 #pragma once
 
 #include "common/cpu_level.h"
@@ -38,8 +38,6 @@ constexpr int64_t columns_of(Mode mode) {
     return are_integers(mode) ? 4 : mode == Mode::pairs ? 2 : 1;
 }
 
-constexpr int64_t panel_tiles = 3;     // row tiles of a panel,
-constexpr int64_t panel_rows = 48;     // of sixteen rows each
 constexpr int64_t column_step = 32;    // columns of the weight, its groups and panels come in multiples of it
 constexpr int64_t most_group = 65536;  // columns of a group, with `quads`: the integers stay below 2^31
 
@@ -51,8 +49,12 @@ Unpack for_units() {
     static constexpr Unpack none = nullptr;
     return at_level<none, none, none, none, none, none, signed_bytes>();
 }
-// A block of the `Block` of this level (gemm/block.h), of integers: multiplied with codes that are not in a panel.
-using Direct = void (*)(const void* block, int tiles, int64_t tokens);
+// For up to so many tokens codes of integers are taken apart for each block of them, rather than into a panel: a block
+// of the `Block` of this level (gemm/block.h), of up to three row tiles. Not for AMX.
+struct Direct {
+    void (*multiply)(const void* block, int tiles, int64_t tokens) = nullptr;
+    int64_t tokens = 0;
+};
 
 // W[n, columns]: columns beyond those of x count as zero.
 struct Panels {
@@ -65,10 +67,9 @@ struct Panels {
     int byte_offset = 0;            // of integers; but not of signed ones
     const uint8_t* zero = nullptr;  // of integers: [row tile, groups, 16]: to be subtracted instead of `byte_offset`
     float factor = 1;
-    Direct direct = nullptr;  // for up to `direct_tokens`; not for AMX
-    int64_t direct_tokens = 0;
+    Direct direct{};
 
-    int64_t strips() const { return (n + panel_rows - 1) / panel_rows; }
+    int64_t tiles() const { return (n + 15) / 16; }  // of rows
 };
 
 struct Product;
@@ -98,13 +99,18 @@ struct Product {
     int32_t* offset = nullptr;   // integers: minus the sums of x, times `byte_offset` without a zero: see `Quads`
     int64_t tokens = 0;          // that a unit of `multiply` takes at most: whole blocks
     int64_t block_tokens = 0;    // tokens of a block
+    int64_t strip_tiles = 0;     // row tiles of a strip, or panel
 
+    bool is_direct() const { return are_integers(mode) && t <= w.direct.tokens; }
     int64_t blocks() const { return (t + block_tokens - 1) / block_tokens; }
+    int64_t strips() const { return (w.tiles() + strip_tiles - 1) / strip_tiles; }
 };
 
 // Units of `pack`: blocks of tokens. Units of `multiply`: strips of row tiles, for each run of `tokens` tokens.
 struct PanelKernels {
-    int64_t quad_tokens, tokens;  // of a block: of quads, of others
+    struct Shape {
+        int64_t tokens, tiles;  // of a block, of a strip
+    } integers, numbers;
     Pack pack;
     void (*multiply)(const Product&, Units&);
 };

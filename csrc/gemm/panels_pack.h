@@ -30,7 +30,7 @@ void pack_of(const Product& p, int64_t first, int64_t last) {
 }
 
 void pack_integers(const Product& p, int64_t first, int64_t last) {
-    pack_quads({p.from, p.w.columns, p.w.group_columns, p.w.groups, panel_steps(p.mode) * columns_of(p.mode),
+    pack_quads({p.from, p.w.columns, p.w.group_columns, p.w.groups, panel_steps(p) * columns_of(p.mode),
                 reinterpret_cast<int32_t*>(p.packed), p.offset, p.w.zero ? -1 : -p.w.byte_offset},
                first, last);
 }

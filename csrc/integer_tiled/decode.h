@@ -106,8 +106,9 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 
 namespace ptq::integer_tiled {
 
-const Kernels PTQ_LEVEL{
-    sums,          quantized,    spread,       floats,
-    unpack_floats, unpack_pairs, unpack_bytes, {direct<2>, nullptr, direct<4>, nullptr, nullptr, nullptr, direct<8>}};
+const Kernels PTQ_LEVEL{sums,          quantized,
+                        spread,        floats,
+                        unpack_floats, unpack_pairs,
+                        unpack_bytes,  {{direct<2>, few}, {}, {direct<4>, few}, {}, {}, {}, {direct<8>, few_bytes}}};
 
 }  // namespace ptq::integer_tiled

@@ -165,11 +165,11 @@ PTQ_INLINE void multiply_quads(const Codes& codes, const uint32_t* x, int64_t x_
     BlockSum<bits> part[each][tiles];
     const auto quad = [&]<int i>(int first) __attribute__((always_inline)) {
         Dwords c[tiles];
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int r = 0; r < tiles; r++) c[r] = codes.template operator()<i>(r);
 #pragma GCC unroll 8
         for (int t = 0; t < each; t++)
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int r = 0; r < tiles; r++)
                 part[t][r].template add<i>(sum[first + t][r], c[r], static_cast<int32_t>(x[i * x_step + first + t]));
     };

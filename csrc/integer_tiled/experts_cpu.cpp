@@ -53,7 +53,7 @@ struct Weights {
         Floats all = problems.front();
         all.x = x.const_data_ptr(), all.spread = spread.get(), all.sums = sums.get(), all.t = rows;
         if (experts::any_few(problems))
-            run_codes(rows, k, [&](int64_t first, int64_t last) { float_kernels().spread(all, first, last); });
+            run_codes(rows, k, [&](int64_t first, int64_t last) { vector_kernels().spread(all, first, last); });
         run_floats(problems);
     }
 };

@@ -28,8 +28,8 @@ inline const Kernels& kernels() {
 #endif
 }
 
-// For few tokens of floating-point numbers.
-inline const Kernels& float_kernels() {
+// Those that do without pairs of bfloat16 where these are slow.
+inline const Kernels& vector_kernels() {
 #if defined(__x86_64__)
     if (has_slow_pairs()) return avx512vnni;
 #endif

@@ -64,7 +64,7 @@ struct Kernels {
     void (*spread)(const Floats&, int64_t first, int64_t last);
     void (*floats)(const Floats&, int64_t first, int64_t last);
     gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; those of numbers may be null
-    gemm::Direct direct[7];                                  // of codes of 2 to 8 bits, or null
+    gemm::Direct direct[7];                                  // of codes of 2 to 8 bits
 };
 
 extern const Kernels portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, dotprod;

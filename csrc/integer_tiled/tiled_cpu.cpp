@@ -48,10 +48,6 @@ Tensors cast(Tensors results, ScalarType dtype) {
 }
 
 gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
-    const int64_t step = block_bytes(w.bits);
-    // Codes of eight bits are never in a panel: they take another path without VNNI. For the others, up to here a panel
-    // costs more (measured on Zen 5).
-    const int64_t direct_tokens = w.bits == 8 ? INT64_MAX : 32;
     return {.weight = &w,
             .unpack = unpack,
             .scale = w.scale,
@@ -61,16 +57,16 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
             .group_columns = w.group_blocks * block_columns,
             .codes = w.tiles,
             .tile_bytes = tile_bytes(w.k, w.bits),
-            .step_bytes = step,
+            .step_bytes = block_bytes(w.bits),
             .byte_offset = 1 << (w.bits - 1),
             .zero = w.zero,
-            .direct = kernels().direct[w.bits - 2],
-            .direct_tokens = direct_tokens};
+            .direct = vector_kernels().direct[w.bits - 2]};
 }
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
-    const gemm::Mode mode = !units && p.w.bits <= 4 ? gemm::Mode::nibbles : gemm::Mode::quads;
+    const bool nibbles = !units && p.w.bits <= 4, wide = !units && p.w.bits == 8;
+    const gemm::Mode mode = nibbles ? gemm::Mode::nibbles : wide ? gemm::Mode::wide : gemm::Mode::quads;
     gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), mode, nullptr, Number::float32, p.t,
                            from.k, p.q_scale, p.bias, p.out, p.out_type, from});
 }
@@ -117,7 +113,7 @@ void run_quantized(const std::vector<Quantized>& problems) {
 }
 
 void run_floats(const std::vector<Floats>& problems) {
-    run_rows(float_kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
+    run_rows(vector_kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
 }
 
 Tensors multiply_quantized(const Tensor& q, const Tensor& q_scale, const std::vector<Held>& held, ScalarType dtype) {
@@ -156,8 +152,8 @@ Tensors multiply_floats(const Tensor& x, const std::vector<Held>& held) {
             problems.push_back(p);
         }
         const Floats& one = problems.front();
-        run_codes(one.t, k, [&](int64_t first, int64_t last) { float_kernels().spread(one, first, last); });
-        run_rows(float_kernels().floats, problems);
+        run_codes(one.t, k, [&](int64_t first, int64_t last) { vector_kernels().spread(one, first, last); });
+        run_rows(vector_kernels().floats, problems);
     }
     return cast(std::move(results), dtype);
 }
