@@ -92,7 +92,7 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
     const float* x = p.spread + from * stride;
     Lanes acc[tokens][chains] = {}, w[chains];
     for (int64_t i = 0; i < whole; i += step) {
-        fetch_once(weight + i * bytes + ahead, step * bytes);
+        fetch_ahead(weight + i * bytes, step * bytes, ahead);
         load_step<type>(weight + i * bytes, w);
         multiply_step<tokens>(w, x + i, stride, acc);
     }
@@ -132,7 +132,7 @@ inline void row_of_pairs(const Linear& p, int64_t n, int64_t from) {
     for (; i + chains * pair_columns <= p.k; i += chains * pair_columns) {
 #pragma GCC unroll 4
         for (int c = 0; c < chains; c++) {
-            fetch_once(reinterpret_cast<const uint8_t*>(weight + i + c * pair_columns) + pairs_ahead, 64);
+            fetch_ahead(weight + i + c * pair_columns, 64, pairs_ahead);
             multiply_pairs<tokens>(weight + i + c * pair_columns, x + i + c * pair_columns, p.k, all, c, acc);
         }
     }

@@ -19,7 +19,7 @@ using integer_tiled::store_result;
 constexpr int64_t ahead = 8192;  // bytes that are fetched before they are needed: measured on Zen 5
 
 inline void fetch(const uint8_t* block, int64_t bytes) {
-    fetch_once(block + ahead, bytes);
+    fetch_ahead(block, bytes, ahead);
 }
 
 // --- quantised tokens ------------------------------------------------------------------------------------------------

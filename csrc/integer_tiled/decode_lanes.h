@@ -17,7 +17,7 @@ constexpr int64_t ahead = 8192;           // bytes that are fetched before they 
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 255 * 128 * 65536 is below 2^31
 
 inline void fetch(const uint8_t* block, int bytes) {
-    fetch_once(block + ahead, bytes);
+    fetch_ahead(block, bytes, ahead);
 }
 
 inline int32_t load_int(const int8_t* from) {
