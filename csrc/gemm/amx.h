@@ -265,8 +265,8 @@ void multiply_part(const Product& p, const Scratch& scratch, const Part& part) {
 template <Mode mode>
 void multiply_of(const Product& p, Units& units) {
     const int64_t strips = p.strips(), outputs = most_strips * p.tokens * panel_rows;
-    constexpr int64_t panel = panel_vectors(mode) * 16, sums = 2 * panel_tiles * tile_numbers;
-    constexpr int64_t scales = panel_vectors(mode) * 16 * 4 / column_step;
+    constexpr int64_t panel = panel_vectors(mode) * tile_rows, sums = 2 * panel_tiles * tile_numbers;
+    constexpr int64_t scales = panel_vectors(mode) * tile_rows * 4 / column_step;
     auto* memory =
         static_cast<int32_t*>(::operator new(4 * (panel + sums + scales + 2 * outputs), std::align_val_t{64}));
     auto* numbers = reinterpret_cast<float*>(memory + panel + sums + outputs);

@@ -19,7 +19,8 @@ using integer_tiled::tile_rows;
 
 // Tokens of a block of integers, and row tiles of a strip: so many sums of sixteen rows stay in registers, beside the
 // scaled sums of the groups before where `hold` says so. On Intel's processors ten additions begin before the first one
-// ends: they gain by more than twelve sums. With AVX-512 that is the level that they are sent to, below AVX-512 BF16.
+// ends, and more than twelve sums are faster: with AVX-512 on the level without BF16, where `has_slow_pairs` sends
+// them.
 #if defined(__AVXVNNI__) && !defined(__AVX512F__)
 constexpr int64_t quad_tokens = 6;
 #else

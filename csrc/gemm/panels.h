@@ -17,10 +17,11 @@ template <Mode mode>
 using Sum = std::conditional_t<are_integers(mode), SignedInts, Lanes>;
 
 // Row tiles that are multiplied at once.
-template <Mode mode>
 #if defined(__AVX512F__)
+template <Mode mode>
 constexpr int strip = tiles_of(mode);
 #else
+template <Mode mode>
 constexpr int strip = 1;
 #endif
 

@@ -36,7 +36,7 @@ void multiply_panels(Product p) {
     if (p.t == 0 || p.w.n == 0) return;
     const PanelKernels& level = kernels(p);
     const PanelKernels::Shape shape = are_integers(p.mode) ? level.integers : level.numbers;
-    p.block_tokens = shape.tokens, p.strip_tiles = p.is_direct() ? 3 : shape.tiles;
+    p.block_tokens = shape.tokens, p.strip_tiles = p.is_direct() ? direct_tiles : shape.tiles;
     const int64_t blocks = p.blocks(), strips = p.strips();
     const auto dwords = [](int64_t rows, int64_t columns) {
         return torch::stable::empty({rows, columns}, torch::headeronly::ScalarType::Int);

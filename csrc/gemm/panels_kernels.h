@@ -49,8 +49,9 @@ Unpack for_units() {
     static constexpr Unpack none = nullptr;
     return at_level<none, none, none, none, none, none, signed_bytes>();
 }
+constexpr int64_t direct_tiles = 3;
 // For up to so many tokens codes of integers are taken apart for each block of them, rather than into a panel: a block
-// of the `Block` of this level (gemm/block.h), of up to three row tiles. Not for AMX.
+// of the `Block` of this level (gemm/block.h), of up to `direct_tiles` row tiles. Not for AMX.
 struct Direct {
     void (*multiply)(const void* block, int tiles, int64_t tokens) = nullptr;
     int64_t tokens = 0;
