@@ -17,9 +17,8 @@ from ptq.weights.formats import Choice, Codebook, Format, IntegerInput, ScaledCo
 from ptq.weights.rounding import nearest
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = (
-    "README", "architecture", "format", "math", "results", "processors", "add-a-family", "add-a-codebook", "add-a-kernel",
-)  # fmt: skip
+GUIDES = ("add-a-family", "add-a-codebook", "add-a-kernel")
+PAGES = ("README", "architecture", "format", "math", "results", "processors", *GUIDES)
 
 
 def file(name: str) -> Path:
