@@ -245,6 +245,21 @@ def test_norms_are_told_apart_by_their_numbers(cls: type[nn.Module], kind: tuple
     assert fast_steps.norm_kind(cls(40, eps=1e-4)) == (1e-4, *kind)
 
 
+def test_norms_of_one_class_are_told_apart_by_what_they_hold() -> None:
+    class Either(LlamaRMSNorm):
+        def __init__(self, k: int, offset: float) -> None:
+            super().__init__(k)
+            self.offset = offset
+
+        def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+            turned = hidden_states.float()
+            turned = turned * torch.rsqrt(turned.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+            return (turned * (self.offset + self.weight.float())).type_as(hidden_states)
+
+    assert fast_steps.norm_kind(Either(16, 0.0)) == (1e-6, 0.0, False)
+    assert fast_steps.norm_kind(Either(16, 1.0)) == (1e-6, 1.0, False)
+
+
 def test_what_only_looks_like_a_norm_is_left_alone() -> None:
     class Other(LlamaRMSNorm):
         def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from ptq.fast.trials import hollow, numbers_of, trial
+from ptq.fast.trials import hollow, tried_once
 from ptq.kv.attention import CACHE, MAX_DECODE, forward, implementation
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_cache import PackedCache
@@ -205,7 +205,6 @@ def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Ten
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
-_KINDS: dict[Any, Kind | None] = {}
 HIDDEN = 24
 """Width of what the trial gives a module."""
 
@@ -216,16 +215,16 @@ def kind_of(module: nn.Module) -> Kind | None:
     known = {*INPUTS, OUTPUT} <= names or {FUSED, OUTPUT} <= names
     if not known or not {"config", "head_dim", "scaling"} <= vars(module).keys():
         return None
-    key = numbers_of(module)
-    if key not in _KINDS:
-        d = cast(int, module.head_dim)
-        normed = next((normed for normed in NORMED if _gives_its_numbers(module, normed, d)), None)
-        part = d // 4 * 2
-        _KINDS[key] = None if normed is None else Kind(normed, part > 0 and _gives_its_numbers(module, normed, part))
-    return _KINDS[key]
+    return _tried(module)
 
 
-@trial()
+@tried_once
+def _tried(module: Any) -> Kind | None:
+    normed = next((normed for normed in NORMED if _gives_its_numbers(module, normed, module.head_dim)), None)
+    part = module.head_dim // 4 * 2
+    return None if normed is None else Kind(normed, part > 0 and _gives_its_numbers(module, normed, part))
+
+
 def _gives_its_numbers(module: Any, normed: str, turned: int) -> bool:
     if bool(normed) != all(name in module._modules for name in NORMS):
         return False

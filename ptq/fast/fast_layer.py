@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
-from ptq.fast.trials import hollow, numbers_of, trial
+from ptq.fast.trials import hollow, tried_once
 from ptq.fast.watched import Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
@@ -161,22 +161,18 @@ class _StandIn(nn.Module):
         return (hidden_states.sin(), None) if self.is_attention else hidden_states.tanh()
 
 
-_LAYOUTS: dict[Any, NormNames | None] = {}
-
-
 def _layout_of(module: nn.Module) -> NormNames | None:
     """Where the norms of a decoder layer are; None for what is none as the docstring of this file has it."""
     names = {name for name, part in module._modules.items() if type(part) is not nn.Dropout}
-    layouts = [layout for layout in LAYOUTS if names == {ATTENTION, MLP, *layout} - {None}]
-    if not layouts:
-        return None
-    key = numbers_of(module)
-    if key not in _LAYOUTS:
-        _LAYOUTS[key] = next((layout for layout in layouts if _gives_its_numbers(module, layout)), None)
-    return _LAYOUTS[key]
+    layouts = tuple(layout for layout in LAYOUTS if names == {ATTENTION, MLP, *layout} - {None})
+    return _tried(module, layouts) if layouts else None
 
 
-@trial()
+@tried_once
+def _tried(module: nn.Module, layouts: tuple[NormNames, ...]) -> NormNames | None:
+    return next((layout for layout in layouts if _gives_its_numbers(module, layout)), None)
+
+
 def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)

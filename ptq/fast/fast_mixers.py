@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq.fast.trials import hollow, innermost, numbers_of, trial, with_globals
+from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
 from ptq.ops import mixer_ops
 from ptq.ops.matmul import FEW_DTYPES, is_plain
 
@@ -161,8 +161,6 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Cases) -> bool:
 
 # --- a norm with a gate ---------------------------------------------------------------------------------------------
 
-_GATED: dict[Any, bool] = {}
-
 
 def _norm_forward(module: nn.Module, eps: float, *args: Any, **kwargs: Any) -> Tensor:
     gain = module._parameters["weight"]
@@ -181,15 +179,12 @@ def _gated_norm(module: nn.Module) -> float | None:
         return None
     if [*inspect.signature(type(module).forward).parameters][2:] != ["gate"]:
         return None
-    key = numbers_of(module), len(gain)
-    if key not in _GATED:
-        _GATED[key] = _norm_gives_its_numbers(module, eps)
-    return eps if _GATED[key] else None
+    return eps if _norm_gives_its_numbers(module, len(gain), eps) else None
 
 
-@trial()
-def _norm_gives_its_numbers(module: nn.Module, eps: float) -> bool:
-    generator, k = torch.Generator().manual_seed(0), len(module.get_parameter("weight"))
+@tried_once
+def _norm_gives_its_numbers(module: nn.Module, k: int, eps: float) -> bool:
+    generator = torch.Generator().manual_seed(0)
     for dtype in FEW_DTYPES:
         alone = hollow(module)
         gain, x, gate = (torch.randn(shape, generator=generator).to(dtype) for shape in ((k,), (4, k), (4, k)))

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_mixers
-from ptq.fast.trials import hollow, innermost, trial, with_globals
+from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
 from ptq.layers.shared_input import is_heard, products, stays_on_gpu
 from ptq.ops import steps
 from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_few, is_gpu
@@ -76,22 +76,16 @@ def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
     eps = next((value for name in EPSILON if isinstance(value := getattr(module, name, None), float)), None)
     if not alone or gain is None or gain.dim() != 1 or eps is None or not eps > 0:
         return None
-    return _tried(type(module), gain.shape[0], eps, module)
+    return _tried_norm(module, gain.shape[0], eps)
 
 
-_KINDS: dict[tuple[type, int, float], tuple[float, float, bool] | None] = {}
+@tried_once
+def _tried_norm(module: nn.Module, k: int, eps: float) -> tuple[float, float, bool] | None:
+    required = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
+    kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if len(required) == 2 else []
+    return next((kind for kind in kinds if _gives_its_numbers(module, *kind)), None)
 
 
-def _tried(cls: type[nn.Module], k: int, eps: float, module: nn.Module) -> tuple[float, float, bool] | None:
-    key = (cls, k, eps)
-    if key not in _KINDS:
-        required = [p for p in inspect.signature(cls.forward).parameters.values() if p.default is p.empty]
-        kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if len(required) == 2 else []
-        _KINDS[key] = next((kind for kind in kinds if _gives_its_numbers(module, *kind)), None)
-    return _KINDS[key]
-
-
-@trial()
 def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in FEW_DTYPES:
@@ -161,7 +155,7 @@ def linears_of(module: nn.Module) -> list[Any]:
     return [parts[name] for name in ((FUSED,) if FUSED in parts else GATED) + (DOWN,)]
 
 
-@trial()
+@tried_once
 def _gate_that_it_gives(module: nn.Module, act_fn: str) -> str | None:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)

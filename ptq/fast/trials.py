@@ -1,13 +1,20 @@
 """Where modules of a model are tried on random numbers, before others take their place, and how functions get them."""
 
+import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+PLAIN = int | float | str | None | types.FunctionType | types.BuiltinFunctionType
+OF_ONE = ("layer_idx", "forward")
+"""What modules of one kind hold each for itself: its place, and what took the place of its own code."""
 
 
 @contextmanager
@@ -21,6 +28,22 @@ def trial() -> Iterator[None]:
             yield
     finally:
         torch.set_default_dtype(before)
+
+
+def tried_once(find: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+    """`find(module, *others)` as a trial, made once for all modules of one kind and the same other arguments."""
+    known: dict[Any, R] = {}
+
+    @functools.wraps(find)
+    def remembered(module: nn.Module, *others: P.args, **named: P.kwargs) -> R:
+        key = _key_of(module), *others, *named.items()
+        if key not in known:
+            with trial():
+                known[key] = find(module, *others, **named)
+        return known[key]
+
+    vars(remembered)["cache_clear"] = known.clear
+    return remembered
 
 
 def innermost(function: Any) -> types.FunctionType | None:
@@ -42,10 +65,17 @@ def with_globals(function: types.FunctionType, others: dict[str, Any]) -> types.
     return made
 
 
-def numbers_of(module: nn.Module) -> tuple[Any, ...]:
-    """The class of a module and all plain values that it holds: modules that agree in these compute the same."""
-    held = {name: value for name, value in vars(module).items() if name[0] != "_" and name != "layer_idx"}
-    return type(module), *((name, x) for name, x in sorted(held.items()) if isinstance(x, int | float | str | None))
+def _key_of(module: nn.Module) -> tuple[Any, ...]:
+    """Modules that agree in this compute the same, but for the numbers of their parameters: class, plain values, names
+    of parameters; and class and plain values of the modules inside."""
+    inside = ((name, *_held(part)) for name, part in module._modules.items() if part is not None)
+    parameters = (name for name, parameter in module._parameters.items() if parameter is not None)
+    return *_held(module), frozenset(parameters), *inside
+
+
+def _held(module: nn.Module) -> tuple[Any, ...]:
+    held = ((name, x) for name, x in sorted(vars(module).items()) if name[0] != "_" and name not in OF_ONE)
+    return type(module), *((name, x) for name, x in held if isinstance(x, PLAIN))
 
 
 def hollow(module: nn.Module) -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ptq.errors import InputError
 from ptq.fast import fast_steps
 from ptq.fast.fast_experts import FewTokens
-from ptq.fast.trials import hollow, numbers_of, trial
+from ptq.fast.trials import hollow, trial, tried_once
 from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
 from ptq.layers.shared_input import products
 from ptq.ops import expert_ops, steps
@@ -144,10 +144,7 @@ def separate(model: nn.Module, names: tuple[str, ...] | None, layout: FusedLayou
         return False
     found = [(name, module) for name, module in model.named_modules() if is_fused(module)]
     for name, module in found:
-        key = numbers_of(module), type(_activation(module)), frozenset(module._parameters)
-        if key not in _KINDS:
-            _KINDS[key] = _kind_of(module)
-        kind, cls = _KINDS[key], type(module).__name__
+        kind, cls = _kind_of(module), type(module).__name__
         if kind is None:
             raise InputError(f"{name}: {cls} are experts of a kind that ptq does not know")
         if layout not in (None, kind.layout):
@@ -218,11 +215,8 @@ class _OwnGate:
 
 # --- trials ---------------------------------------------------------------------------------------------------------
 
-_KINDS: dict[tuple[Any, type, frozenset[str]], _Kind | None] = {}
-_SILU: dict[type, bool] = {}
 
-
-@trial()
+@tried_once
 def _kind_of(module: nn.Module) -> _Kind | None:
     """The first kind of `Experts` that compute what fused ones do; None where there is none."""
     there = {False: _activation(module) is not None, True: hasattr(module, OWN_GATE)}
@@ -290,11 +284,8 @@ def _clamped(gated: Callable[[Tensor, Tensor], Tensor]) -> tuple[float, float] |
     return alpha, limit
 
 
-@trial()
+@tried_once
 def _is_silu(act_fn: nn.Module) -> bool:
     """Whether a gate is what `ptq.ops.steps.silu_mul` computes, to the bit."""
-    kind = type(act_fn)
-    if kind not in _SILU:
-        gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
-        _SILU[kind] = torch.equal(act_fn(gate) * up, steps.silu_mul(gate, up))
-    return _SILU[kind]
+    gate, up = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    return torch.equal(act_fn(gate) * up, steps.silu_mul(gate, up))
