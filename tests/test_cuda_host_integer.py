@@ -128,7 +128,7 @@ def test_tokens_of_four_bits_to_the_bit(compiled, tokens: int, backwards: bool) 
         found = run_integer(library, NARROW, q, w, 4, dtype, q_scale, bias, 1, backwards, misalign=i == 2)
         wanted = tiled_ops.product(q, q_scale, w["codes"], w["flat_scale"], None, bias, 4, group_size, dtype)
         assert torch.equal(found, wanted), (n, k, group_size)
-    for n, k, group_size, symmetric in ((16, 96, 32, True), (16, 128, 64, False)):
+    for n, k, group_size, symmetric in ((16, 96, 32, True), (16, 128, 64, False), (16, 0, 0, True)):
         w = weight(n, k, 4, group_size, symmetric)
         with pytest.raises(AssertionError, match="not narrow"):
             run_integer(library, NARROW, torch.zeros(1, k, dtype=torch.int8), w, 4, dtype, torch.ones(1))

@@ -317,6 +317,8 @@ def test_kernels_ignore_strides_threads_and_take_nothing() -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     finally:
         torch.set_num_threads(threads)
+    with pytest.raises(RuntimeError, match=r"w must be \[n, k\]"):
+        torch.ops.ptq.minifloat_nearest(torch.zeros(2, 32, 3), 3, 2, 0, False, False)
     codes, scale, _, energy = torch.ops.ptq.minifloat_nearest(torch.zeros(0, 8), 3, 2, 0, False, False)
     assert codes.shape == (0, 8) and scale.shape == (0, 1) and energy.shape == (0,)
 

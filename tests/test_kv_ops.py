@@ -199,7 +199,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(OPS.kv_attend.default, (q, *sides, 30, 4, 4, 0.2, mask, None, None, None))
 
 
-@pytest.mark.parametrize("change", ["length", "bits", "mask", "heads", "scales"])
+@pytest.mark.parametrize("change", ["length", "bits", "mask", "heads", "swapped", "scales", "sinks"])
 def test_what_does_not_fit_is_refused(change: str) -> None:
     if not native.load():
         pytest.skip("native kernels are not built")
@@ -210,9 +210,12 @@ def test_what_does_not_fit_is_refused(change: str) -> None:
         q = random(1, 5, 1, 20)
     if change == "scales":
         sides[1] = sides[1].float()
+    if change == "swapped":  # batch and heads of the values
+        sides[2:] = [x.transpose(1, 2).contiguous() for x in sides[2:]]
+    starts = torch.zeros(1, dtype=torch.long) if change == "sinks" else None
     length, bits = 300 if change == "length" else 30, 5 if change == "bits" else 4
     with pytest.raises(RuntimeError, match="kv_"):
-        OPS.kv_attend(q, *sides, length, bits, bits, 0.2, mask, None, None, None)
+        OPS.kv_attend(q, *sides, length, bits, bits, 0.2, mask, starts, None, None)
 
 
 @pytest.mark.parametrize("start", [227, -1, 2**63 - 1, -(2**63)])

@@ -2,16 +2,17 @@
 // the tests. Under nvcc each is one intrinsic or one line of PTX (device_gpu.h); under a host compiler it is emulated
 // (device_host.h). Both headers define, in ptq::cuda:
 //
-//   PTQ_KERNEL(threads, blocks)   before `void name(Parameters p)`: at most `threads` in a block, `blocks` per SM
+//   PTQ_KERNEL(threads, blocks)   before `void name(Parameters p)`: at most `threads` in a block, and registers for at
+//                                 least so many blocks on a multiprocessor
 //   PTQ_DEVICE, PTQ_BOTH          before a function of the device; of device and host
 //   PTQ_UNROLL, PTQ_ROLLED        before a loop
 //   PTQ_CONSTANT                  before a table that the device reads
 //   thread(), lane(), warp(), block_x(), block_y(), block_z(), shared()
 //   block_barrier(), warp_barrier(), shuffle(value, from lane), shuffle_xor(value, mask)
 //   follow_previous()             what earlier kernels wrote is there, and what they read may be overwritten: every
-//                                 kernel begins with it, and lets the next one begin, which will wait likewise. Packed
-//                                 weights and their scales alone may be read before: no kernel of a model writes
-//                                 them
+//                                 thread of every kernel calls it before it touches anything but packed weights and
+//                                 their scales, which no kernel of a model writes. It lets the next kernel begin, which
+//                                 will wait likewise
 //   prefetch(from, bytes)         into the L2 cache; multiples of 16
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory
 //   load_once<V>(from)            of global memory that is not written meanwhile nor read again; in its place in the
@@ -39,6 +40,11 @@
 #include <cstdint>
 
 namespace ptq::cuda {
+
+// What a launch may use of a GPU: multiprocessors, and bytes of shared memory.
+struct Device {
+    int processors, shared_per_block, shared_per_processor;
+};
 
 struct Half {
     uint16_t bits;

@@ -17,6 +17,8 @@
 #include <optional>
 #include <vector>
 
+#include "cuda/device.h"
+
 namespace ptq::cuda {
 
 using torch::headeronly::ScalarType;
@@ -38,7 +40,7 @@ inline cudaStream_t current_stream(int device) {
 }
 
 struct Properties {
-    int processors, shared_per_block, shared_per_processor;
+    Device device;
     bool multiplies_nibbles;  // compute capability 8.x has tensor cores for four bits, 9.0 has none
     bool takes_wgmma;         // 9.0
 };
@@ -47,7 +49,9 @@ struct Properties {
 inline const Properties& properties(int device) {
     static std::array<std::once_flag, max_devices> asked;
     static std::array<Properties, max_devices> known{};
-    STD_TORCH_CHECK(device >= 0 && device < max_devices, "ptq: no device ", device);
+    STD_TORCH_CHECK(device >= 0, "ptq: the input is on the CPU and something it meets, a weight or a cache, on a GPU; ",
+                    "move one of them");
+    STD_TORCH_CHECK(device < max_devices, "ptq: no device ", device);
     std::call_once(asked[device], [device] {
         const auto attribute = [device](cudaDeviceAttr which) {
             int value = 0;
@@ -62,8 +66,10 @@ inline const Properties& properties(int device) {
         STD_TORCH_CHECK((major == 8 && minor != 7) || (major == 9 && minor == 0),
                         "ptq: the CUDA kernels are built for compute capability ", "8.x (not 8.7) and 9.0, device ",
                         device, " has ", major, ".", minor, "; build them for it (CMakeLists.txt), or run on the CPU");
-        known[device] = {attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-                         attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor), major == 8, major == 9};
+        known[device] = {{attribute(cudaDevAttrMultiProcessorCount), attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+                          attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor)},
+                         major == 8,
+                         major == 9};
     });
     return known[device];
 }

@@ -27,11 +27,6 @@ Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, c
             static_cast<int>(n), static_cast<int>(k)};
 }
 
-Device device_of(const Tensor& x) {
-    const cuda::Properties& p = cuda::properties(x.get_device_index());
-    return {p.processors, p.shared_per_block, p.shared_per_processor};
-}
-
 Tensor plain(const char* op, const Weights& w, const Tensor& beside, ScalarType type, int64_t bits_, Stream stream) {
     const std::array<int64_t, 2> sizes{w.n, w.k};
     const Tensor out = cuda::empty_like_device({sizes.data(), sizes.size()}, type, beside);
@@ -49,7 +44,7 @@ Tensor plain(const char* op, const Weights& w, const Tensor& beside, ScalarType 
 Tensor dequantize(const Tensor& fragments, const Tensor& scale, int64_t n, int64_t bits, int64_t k) {
     constexpr const char* op = "e8p_dequantize_fragments";
     const torch::stable::accelerator::DeviceGuard guard(fragments.get_device_index());
-    device_of(fragments);
+    cuda::properties(fragments.get_device_index());
     return plain(op, weights(op, fragments, fragments, scale, n, k, bits), fragments, ScalarType::Float, bits,
                  cuda::current_stream(fragments.get_device_index()));
 }
@@ -58,7 +53,7 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
               int64_t n, int64_t bits) {
     constexpr const char* op = "e8p_linear_fragments";
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    const Device device = device_of(x);
+    const Device& device = cuda::properties(x.get_device_index()).device;
     const ScalarType type = x.scalar_type();
     const Number out_kind = cuda::kind_of(op, "x", type);
     const std::vector<int64_t> sizes = cuda::out_sizes(op, x, n);
@@ -95,7 +90,7 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
                  const std::optional<Tensor>& bias, int64_t n, int64_t bits, ScalarType type) {
     constexpr const char* op = "e8p_quantized_fragments";
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const Device device = device_of(q);
+    const Device& device = cuda::properties(q.get_device_index()).device;
     const Number out_kind = cuda::kind_of(op, "the result", type);
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::Char, op, ": q must be int8");
     const std::vector<int64_t> sizes = cuda::out_sizes(op, q, n);

@@ -8,9 +8,8 @@
 
 namespace ptq::e8p_cuda {
 
-struct Device {
-    int processors, shared_per_block, shared_per_processor;
-};
+using cuda::Device;
+
 constexpr int most_half_tokens = 16;   // float16, bfloat16: for more the weight is decoded first
 constexpr int most_exact_tokens = 64;  // likewise int8
 constexpr int most_copies = 5;         // log2

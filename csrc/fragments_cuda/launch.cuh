@@ -10,9 +10,7 @@
 
 namespace ptq::fragments {
 
-struct Device {
-    int processors, shared_per_processor, shared_per_block;
-};
+using cuda::Device;
 
 // Whether a block of this shape has room for so many tokens of `element` bytes.
 template <class S, int element>

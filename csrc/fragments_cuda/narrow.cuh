@@ -132,7 +132,7 @@ void narrow_kernel(const Quantized p) {
 
 // Whether a weight can be multiplied so.
 inline bool is_narrow(const Weights& w) {
-    return !w.zero && (w.groups == 1 || w.halves % 2 == 0);
+    return w.k > 0 && !w.zero && (w.groups == 1 || w.halves % 2 == 0);
 }
 template <class Code>
 const char* launch_narrow(const Quantized& p, uint32_t* packed, Stream stream) {

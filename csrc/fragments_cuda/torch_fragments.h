@@ -8,10 +8,6 @@ namespace ptq::fragments {
 
 using torch::stable::Tensor;
 
-inline Device device_of(const Properties& p) {
-    return {p.processors, p.shared_per_processor, p.shared_per_block};
-}
-
 inline Weights weights(const char* op, const Tensor& beside, const Tensor& fragments, const Tensor& scale,
                        const std::optional<Tensor>& zero, int64_t n, int64_t k, int64_t bits, int64_t group_size) {
     STD_TORCH_CHECK(
@@ -112,9 +108,9 @@ Tensor arranged(const char* op, const Tensor& x, int k, Stream stream) {
 // Whether there are tokens enough for wgmma, and not too many: of two bytes, it is faster for more to decode the weight
 // for torch's own product, where that `will_do`. X is as large as one of their numbers.
 template <class X>
-bool takes_wgmma(const Properties& device, const Weights& w, int64_t tokens, bool will_do = sizeof(X) == 2) {
+bool takes_wgmma(const Properties& gpu, const Weights& w, int64_t tokens, bool will_do = sizeof(X) == 2) {
     const int64_t most = !will_do ? int64_t{1} << 21 : w.groups == 1 && w.n >= 8192 ? 256 : 128;
-    return device.takes_wgmma && tokens > few_wgmma_tokens<X>(w) && tokens <= most && suits_wgmma<X>(w);
+    return gpu.takes_wgmma && tokens > few_wgmma_tokens<X>(w) && tokens <= most && suits_wgmma<X>(w);
 }
 // The product by wgmma of float16 or bfloat16 tokens x, or of int8 ones: run(Linear or Quantized, WgmmaPlan).
 template <class Run>

@@ -63,15 +63,10 @@ Task task(const Tensor& x, const std::optional<Tensor>& signs, const std::vector
     return t;
 }
 
-Device device_of(const Tensor& x) {
-    const cuda::Properties& p = cuda::properties(x.get_device_index());
-    return {p.processors, p.shared_per_block, p.shared_per_processor};
-}
-
 // x and out are contiguous and of one type; they may be the same.
 void run(const Tensor& x, const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
          int64_t dim, bool transpose, const Tensor& out) {
-    const Device device = device_of(x);
+    const Device& device = cuda::properties(x.get_device_index()).device;
     Task t = task(x, signs, factors, order, dim, transpose);
     if (x.numel() == 0) return;
     t.out = out.mutable_data_ptr();
@@ -124,7 +119,7 @@ Tensor hadamard_to(const Tensor& x, const std::optional<Tensor>& signs, const st
                    int64_t order, bool transpose, ScalarType type) {
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
     const bool narrow = type == ScalarType::Half || type == ScalarType::BFloat16;
-    const Device device = device_of(x);
+    const Device& device = cuda::properties(x.get_device_index()).device;
     if (x.scalar_type() == ScalarType::Float && narrow && x.numel()) {
         const Tensor in = torch::stable::contiguous(x);
         const std::optional<Tensor> plain = compact(signs);
@@ -161,7 +156,7 @@ std::vector<Tensor> of_input(const Tensor& x, const steps_cuda::Input& input, bo
         t.out = out[0].mutable_data_ptr();
     }
     Transform p;
-    if (!plan(t, device_of(x), p)) return {};
+    if (!plan(t, cuda::properties(x.get_device_index()).device, p)) return {};
     cuda::check_launch(op, run_fast(p, t, cuda::current_stream(x.get_device_index())));
     return out;
 }
@@ -170,7 +165,8 @@ std::tuple<Tensor, Tensor> hadamard_quantize(const Tensor& x, const std::optiona
                                              const std::vector<Tensor>& factors, int64_t order, int64_t bits,
                                              double clip) {
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    const Device device = device_of(x);
+    const Device& device = cuda::properties(x.get_device_index()).device;
+    STD_TORCH_CHECK(x.dim() > 0 && x.size(-1) < int64_t{1} << 31, "hadamard_quantize: tokens are too long");
     const bool wide = x.scalar_type() == ScalarType::Double;
     const Tensor in = torch::stable::contiguous(wide ? torch::stable::to(x, ScalarType::Float) : x);
     const std::optional<Tensor> plain = compact(signs);

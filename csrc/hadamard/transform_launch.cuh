@@ -33,10 +33,7 @@ struct Task {
     Element out_element;      // of a result that is not quantised
 };
 
-// What the fast kernel may use of the device.
-struct Device {
-    int processors, shared_per_block, shared_per_processor;
-};
+using cuda::Device;
 
 inline int log2_of(int64_t n) {
     int log = 0;
@@ -73,9 +70,9 @@ inline void plan_split(const Task& t, const Device& device, Transform& p) {
     q.threads = p.blocks << (log - 1);
     const size_t bytes = split_bytes(q);
     if (bytes > static_cast<size_t>(device.shared_per_block)) return;
-    const int registers = 512 * (tiles == 1 ? 160 : 128) / 128;
+    const int most_threads = tiles == 1 ? 640 : 512;  // of a multiprocessor, by registers: 102 or 128 for each
     const int resident = std::max(
-        1, std::min({static_cast<int>(device.shared_per_processor / (bytes + 1024)), registers / q.threads, 16}));
+        1, std::min({static_cast<int>(device.shared_per_processor / (bytes + 1024)), most_threads / q.threads, 16}));
     const int rounds = (q.chunks + device.processors * resident - 1) / (device.processors * resident);
     q.grid = (q.chunks + rounds - 1) / rounds;
     p = q;
@@ -86,6 +83,7 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     constexpr int64_t chunk = 4096, most = 1 << 15;  // elements
     const int64_t token = t.blocks * t.order;
     if (t.inner != 1 || t.element == Element::float64 || t.order > most || t.codes.size() > max_dense) return false;
+    if (token >= int64_t{1} << 31) return false;
     const bool whole = t.token_scale || t.input.gain;  // tokens in a chunk
     if (whole && token > most) return false;
     p = Transform{};

@@ -49,7 +49,7 @@ struct Pack {
 
 struct Linear {
     const float* x;                 // [t, k]
-    float* spread;                  // [t, spread_width(k)]: x in the order of `linear`
+    float* spread;                  // [t, spread_stride(k)]: x in the order of `linear`
     const uint8_t* codes;           // [n, ceil(k bits / 8)]
     const uint16_t* scale;          // [n, k / size]: bits of bfloat16
     const uint8_t* zero;            // [n, k / size], or null: 2^(bits - 1)
@@ -73,11 +73,12 @@ inline int64_t spread_width(int64_t k) {
 inline int64_t spread_stride(int64_t k) {
     return ((k + 255) / 256 | 1) * 256;
 }
-// All codes of a block have the same scale; all codes of a lane have.
+// Whether the codes of a block have one scale.
 inline bool one_group(const Linear& p) {
     return p.size % block == 0 || p.size == p.k;
 }
-inline bool lanes_share_no_group(const Linear& p) {
+// Whether the eight codes of each lane have one scale.
+inline bool lanes_have_one_group(const Linear& p) {
     return one_group(p) || p.size % 8 == 0;
 }
 

@@ -36,7 +36,7 @@ void decode(const Linear& p, const uint8_t* place, int64_t row, int64_t i, int64
     const Lanes table = all_codes<bits>();
 #pragma GCC unroll unrolled
     for (int j = 0; j < 8; j++) w[j] = numbers<bits>(packed, j, table);
-    if (!lanes_share_no_group(p)) return scale_each<bits>(p, row, i, w);
+    if (!lanes_have_one_group(p)) return scale_each<bits>(p, row, i, w);
     const Affine a = one_group(p) ? affine(p, at) : affine(p, at, place + i / 8);
 #pragma GCC unroll unrolled
     for (int j = 0; j < 8; j++) w[j] = fma(w[j], a.scale, a.offset);
@@ -109,7 +109,7 @@ template <int bits>
 void linear_of(const Linear& p, int64_t first, int64_t last) {
     if constexpr (in_registers<bits>) {
         if (p.t <= few_tokens_most<bits> && one_group(p)) return few_tokens<bits, true>(p, first, last);
-        if (p.t <= few_tokens_most<bits> && lanes_share_no_group(p)) return few_tokens<bits, false>(p, first, last);
+        if (p.t <= few_tokens_most<bits> && lanes_have_one_group(p)) return few_tokens<bits, false>(p, first, last);
     }
     many_tokens<bits>(p, first, last);
 }

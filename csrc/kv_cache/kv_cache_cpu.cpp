@@ -74,13 +74,16 @@ Tensor dequantize(const Tensor& codes, const Tensor& scales, int64_t length, int
     return out;
 }
 
-void check_sinks(const Tensor& starts, const Tensor& keys, const Tensor& values, int64_t batch, int64_t heads,
-                 int64_t d) {
-    for (const Tensor* x : {&keys, &values})
-        STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == batch && x->size(1) == heads && x->size(2) == keys.size(2) &&
+// All there or none.
+void check_sinks(const std::optional<Tensor>& starts, const std::optional<Tensor>& keys,
+                 const std::optional<Tensor>& values, int64_t batch, int64_t heads, int64_t d) {
+    STD_TORCH_CHECK(!starts == !keys && !starts == !values, "kv_attend: sinks without all parts");
+    if (!starts) return;
+    for (const Tensor* x : {&*keys, &*values})
+        STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == batch && x->size(1) == heads && x->size(2) == keys->size(2) &&
                             x->size(3) == d && x->size(2) <= chunk,
                         "kv_attend: the sinks have a wrong shape");
-    STD_TORCH_CHECK(starts.scalar_type() == ScalarType::Long && starts.dim() == 1 && starts.size(0) == batch,
+    STD_TORCH_CHECK(starts->scalar_type() == ScalarType::Long && starts->dim() == 1 && starts->size(0) == batch,
                     "kv_attend: starts have a wrong dtype or shape");
 }
 
@@ -94,7 +97,8 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
     Attend p{};
     p.k = side(k_codes, k_scales, d, k_bits, false, length);
     p.v = side(v_codes, v_scales, d, v_bits, true, length);
-    STD_TORCH_CHECK(kv_heads > 0 && k_codes.size(1) == batch && q_heads % kv_heads == 0 && p.v.heads == p.k.heads,
+    STD_TORCH_CHECK(kv_heads > 0 && k_codes.size(1) == batch && q_heads % kv_heads == 0 && v_codes.size(1) == batch &&
+                        v_codes.size(2) == kv_heads,
                     "kv_attend: q does not fit the cache");
     const Tensor in = as_float(q), out = fresh(std::vector<int64_t>{batch, tokens, q_heads, d}, ScalarType::Float);
     std::optional<Tensor> masks, at, keys, values;
@@ -104,8 +108,8 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
         p.mask = static_cast<const uint8_t*>(masks->const_data_ptr());
         p.mask_batch = mask->size(0) == 1 ? 0 : tokens * length;
     }
-    if (starts && sink_keys && sink_values) {
-        check_sinks(*starts, *sink_keys, *sink_values, batch, kv_heads, d);
+    check_sinks(starts, sink_keys, sink_values, batch, kv_heads, d);
+    if (starts) {
         p.sinks = sink_keys->size(2);
         at = contiguous(*starts), keys = as_float(*sink_keys), values = as_float(*sink_values);
         p.starts = static_cast<const int64_t*>(at->const_data_ptr());
@@ -155,8 +159,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
     STD_TORCH_CHECK(t == 1 || mask, "kv_decode_attention: several tokens need a mask");
     side(k_codes, k_scales, d, k_bits, false, before + t);
     side(v_codes, v_scales, d, v_bits, true, before + t);
-    STD_TORCH_CHECK(!starts == !sink_keys && !starts == !sink_values, "kv_decode_attention: sinks without all parts");
-    if (starts) check_sinks(*starts, *sink_keys, *sink_values, q.size(0), heads, d);
+    check_sinks(starts, sink_keys, sink_values, q.size(0), heads, d);
     check_mask("kv_decode_attention", mask, q.size(0), t, before + t);
     const Tensor value = by_head(v, heads, d);
     auto [query, key] = steps::rotary(by_head(q, q.size(2) / d, d), by_head(k, heads, d), cos, sin);

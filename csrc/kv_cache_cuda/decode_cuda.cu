@@ -78,6 +78,14 @@ struct Decoded {
 
 // --- keys and values as they are -------------------------------------------------------------------------------------
 
+// Whether x [b, heads, room, d] has memory of its own for every head, `stride`s apart that kernels can read at once.
+bool is_room(const Tensor& x, int64_t batch, int64_t heads, int64_t room, int64_t d) {
+    if (x.dim() != 4 || x.size(0) != batch || x.size(1) != heads || x.size(2) != room || x.size(3) != d) return false;
+    const int64_t head = heads > 1 ? x.stride(1) : room * d, row = batch > 1 ? x.stride(0) : heads * head;
+    return x.stride(3) == 1 && x.stride(2) == d && head >= room * d && row >= heads * head &&
+           (x.stride(0) | x.stride(1)) % 8 == 0 && cuda::is_aligned(x.const_data_ptr());
+}
+
 Tensor over_plain(Decoded& rows, const Tensor& keys, const Tensor& values, int64_t before, double scaling,
                   const std::optional<Tensor>& mask) {
     const char* op = rows.op;
@@ -85,11 +93,9 @@ Tensor over_plain(Decoded& rows, const Tensor& keys, const Tensor& values, int64
     STD_TORCH_CHECK(rows.q.scalar_type() != ScalarType::Float && d % 8 == 0, op,
                     ": float16 or bfloat16, and whole eights of channels");
     for (const Tensor* x : {&keys, &values})
-        STD_TORCH_CHECK(x->is_cuda() && x->get_device_index() == rows.q.get_device_index() && x->dim() == 4 &&
-                            x->scalar_type() == rows.q.scalar_type() && x->size(0) == batch && x->size(2) == room &&
-                            x->size(3) == d && x->stride(3) == 1 && x->stride(2) == d &&
-                            x->stride(0) == keys.stride(0) && x->stride(1) == keys.stride(1) &&
-                            cuda::is_aligned(x->const_data_ptr()) && (x->stride(0) | x->stride(1)) % 8 == 0,
+        STD_TORCH_CHECK(x->is_cuda() && x->get_device_index() == rows.q.get_device_index() &&
+                            x->scalar_type() == rows.q.scalar_type() && is_room(*x, batch, rows.kv_heads, room, d) &&
+                            x->stride(0) == keys.stride(0) && x->stride(1) == keys.stride(1),
                         op, ": keys and values must be on the device, in the dtype and the batch of q, of one shape, ",
                         "contiguous or the last tokens of what is, and begin at a multiple of 16 bytes");
     rows.check(length, mask);
@@ -146,6 +152,7 @@ Tensor over_packed(Decoded& rows, const Packed& cache, int64_t before, double cl
     const int64_t length = before + rows.tokens(), room = cache.k_codes.size(0) * chunk;
     STD_TORCH_CHECK(factors.empty(), op, ": the transform must have no dense factors");
     rows.check(length, mask);
+    check_sinks(op, sinks, rows.q, rows.q.size(0), rows.kv_heads, rows.d);
     STD_TORCH_CHECK(cache.k_codes.size(1) == rows.q.size(0) && cache.v_codes.dim() == 4 &&
                         cache.v_codes.size(0) == cache.k_codes.size(0) && cache.v_codes.size(1) == rows.q.size(0) &&
                         cache.v_codes.size(2) == rows.kv_heads,

@@ -113,7 +113,7 @@ struct Stage {
         const int index = next.block / chunk_blocks, token = next.block % chunk_blocks * block_tokens;
         const int pair = token + 2 * (lane() / 4);
         const Side k{p.k.codes, p.k.scales, p.k.heads, p.k.d, k_bits, false};  // the compiler knows the bits
-        const Side v{p.v.codes, p.v.scales, p.v.heads, p.k.d, v_bits, true};
+        const Side v{p.v.codes, p.v.scales, p.v.heads, p.v.d, v_bits, true};
         ask_keys(k, k.codes_of(index, head), stage, pair);
         const uint16_t *key_scales = k.scales_of(index, head) + pair, *value_scales = v.scales_of(index, head) + pair;
         keep(key_scales);

@@ -4,22 +4,14 @@
 namespace ptq::kv_cache_cuda {
 namespace {
 
-// What sinks there are, into p. `held` keeps the tensors alive.
-void add_sinks(const char* op, Attend& p, const Tensor& beside, const Tensor& starts, const Tensor& keys,
-               const Tensor& values, int64_t batch, std::vector<Tensor>& held) {
-    for (const Tensor* x : {&keys, &values}) {
-        cuda::check_tensor(op, "the sinks", *x, beside, ScalarType::Float);
-        STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == batch && x->size(1) == p.kv_heads &&
-                            x->size(2) == keys.size(2) && x->size(2) <= chunk && x->size(3) == p.k.d,
-                        op, ": the sinks have a wrong shape");
-    }
-    held.push_back(torch::stable::contiguous(starts));
-    cuda::check_tensor(op, "starts", held.back(), beside, ScalarType::Long);
-    STD_TORCH_CHECK(starts.dim() == 1 && starts.size(0) == batch, op, ": starts have a wrong shape");
+// What sinks there are, which were checked, into p. `held` keeps the tensors alive.
+void add_sinks(Attend& p, const KeptSinks& sinks, std::vector<Tensor>& held) {
+    if (!sinks.starts) return;
+    held.push_back(torch::stable::contiguous(*sinks.starts));
     p.starts = static_cast<const int64_t*>(held.back().const_data_ptr());
-    p.sink_keys = static_cast<const float*>(keys.const_data_ptr());
-    p.sink_values = static_cast<const float*>(values.const_data_ptr());
-    p.sinks = static_cast<int>(keys.size(2));
+    p.sink_keys = static_cast<const float*>(sinks.keys->const_data_ptr());
+    p.sink_values = static_cast<const float*>(sinks.values->const_data_ptr());
+    p.sinks = static_cast<int>(sinks.keys->size(2));
 }
 
 // `start_at` is where `start` stands on the device, or null.
@@ -112,8 +104,10 @@ void attend_into(const char* op, const Tensor& q, const Tensor& out, const Packe
     Attend p{};
     p.k = side(op, cache.k_codes, cache.k_scales, d, cache.k_bits, false, length);
     p.v = side(op, cache.v_codes, cache.v_scales, d, cache.v_bits, true, length);
-    STD_TORCH_CHECK(kv_heads > 0 && cache.k_codes.size(1) == batch && q_heads % kv_heads == 0 && p.v.heads == p.k.heads,
+    STD_TORCH_CHECK(kv_heads > 0 && cache.k_codes.size(1) == batch && q_heads % kv_heads == 0 &&
+                        cache.v_codes.size(1) == batch && cache.v_codes.size(2) == kv_heads,
                     op, ": q does not fit the cache");
+    check_sinks(op, sinks, q, batch, kv_heads, d);
     if (out.numel() == 0) return;
     if (length == 0) {
         torch::stable::zero_(const_cast<Tensor&>(out));
@@ -121,8 +115,7 @@ void attend_into(const char* op, const Tensor& q, const Tensor& out, const Packe
     }
     std::vector<Tensor> held;
     describe(op, p, q, out, kv_heads, length, scaling, mask, held);
-    if (sinks.starts && sinks.keys && sinks.values)
-        add_sinks(op, p, q, *sinks.starts, *sinks.keys, *sinks.values, batch, held);
+    add_sinks(p, sinks, held);
     p.stored = stored;
     p.splits = splits_of(p);
     held.push_back(cuda::work_buffer(p.work_numbers() * 4, q));

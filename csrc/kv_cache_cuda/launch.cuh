@@ -1,4 +1,4 @@
-// How the kernels of the packed KV cache are launched. No torch here.
+// How the kernels on keys and values, packed or plain, are launched. No torch here.
 #pragma once
 
 #include <cmath>

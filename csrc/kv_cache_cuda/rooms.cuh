@@ -1,5 +1,5 @@
-// What decode attention (attend.cuh, decode.cuh, merge.cuh) is given, and what a block of threads of attend.cuh keeps
-// in shared memory. No torch here.
+// What decode attention (attend.cuh, decode.cuh, plain.cuh, merge.cuh) is given, and what a block of threads of
+// attend.cuh keeps in shared memory. No torch here.
 #pragma once
 
 #include "kv_cache_cuda/layout.cuh"

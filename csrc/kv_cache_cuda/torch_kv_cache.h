@@ -80,14 +80,31 @@ inline void describe(const char* op, Attend& p, const Tensor& q, const Tensor& o
     p.mask_batch = shared ? 0 : tokens * length;
 }
 
-// Both sides of a packed cache, and its sinks, which are all there or none.
+// Both sides of a packed cache.
 struct Packed {
     const Tensor &k_codes, &k_scales, &v_codes, &v_scales;
     int64_t k_bits, v_bits;
 };
+
+// Its sinks, which are all there or none.
 struct KeptSinks {
     const std::optional<Tensor>&starts, &keys, &values;
 };
+inline void check_sinks(const char* op, const KeptSinks& sinks, const Tensor& beside, int64_t batch, int64_t kv_heads,
+                        int64_t d) {
+    STD_TORCH_CHECK(!sinks.starts == !sinks.keys && !sinks.starts == !sinks.values, op, ": sinks without all parts");
+    if (!sinks.starts) return;
+    for (const Tensor* x : {&*sinks.keys, &*sinks.values}) {
+        cuda::check_tensor(op, "the sinks", *x, beside, ScalarType::Float);
+        STD_TORCH_CHECK(x->dim() == 4 && x->size(0) == batch && x->size(1) == kv_heads &&
+                            x->size(2) == sinks.keys->size(2) && x->size(2) <= chunk && x->size(3) == d,
+                        op, ": the sinks have a wrong shape");
+    }
+    const Tensor& starts = *sinks.starts;
+    STD_TORCH_CHECK(starts.is_cuda() && starts.get_device_index() == beside.get_device_index() &&
+                        starts.scalar_type() == ScalarType::Long && starts.dim() == 1 && starts.size(0) == batch,
+                    op, ": starts must be one int64 number of each row, on the device of the input");
+}
 
 // ptq::kv_attend of q, contiguous and of a type that kernels read, into out. `stored`: as in Attend.
 void attend_into(const char* op, const Tensor& q, const Tensor& out, const Packed& cache, int64_t length,

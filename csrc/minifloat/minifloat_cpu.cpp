@@ -58,6 +58,7 @@ Tensor fit(const Tensor& w, int64_t exponent, int64_t mantissa, int64_t group_si
 std::tuple<Tensor, Tensor, Tensor, Tensor> nearest(const Tensor& w, int64_t exponent, int64_t mantissa,
                                                    int64_t group_size, bool power, bool search) {
     const Element element = element_of(exponent, mantissa);
+    STD_TORCH_CHECK(w.dim() == 2, "minifloat: w must be [n, k]");
     const int64_t n = w.size(0), k = w.size(1), size = group_columns(k, group_size);
     const bool bfloat16 = w.scalar_type() == ScalarType::BFloat16;
     const bool taken = bfloat16 || w.scalar_type() == ScalarType::Float;

@@ -25,7 +25,7 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
               int64_t n, int64_t exponent, int64_t mantissa, int64_t group_size) {
     constexpr const char* op = "minifloat_linear_fragments";
     const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
-    const cuda::Properties& device = cuda::properties(x.get_device_index());
+    const cuda::Properties& gpu = cuda::properties(x.get_device_index());
     const Element e = element_of(op, exponent, mantissa);
     const ScalarType type = x.scalar_type();
     const Number kind = kind_of(op, "x", type), kind_of_bias = bias_kind(op, bias, x, n);
@@ -35,7 +35,7 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
     const Tensor in = torch::stable::contiguous(x);
     const int64_t tokens = tokens_of(in);
     const Stream stream = current_stream(x.get_device_index());
-    const bool by_wgmma = type != ScalarType::Float && takes_wgmma<Half>(device, w, tokens);
+    const bool by_wgmma = type != ScalarType::Float && takes_wgmma<Half>(gpu, w, tokens);
     if (!by_wgmma && (type == ScalarType::Float || tokens > most_tokens || w.k == 0))
         return dense_linear(op, in, w, bias, [&](const Dequantize& d, ScalarType to) {
             return to == ScalarType::Float  ? run_dequantize<float>(d, e, stream)
@@ -47,32 +47,31 @@ Tensor linear(const Tensor& x, const Tensor& fragments, const Tensor& scale, con
     std::optional<Tensor> partial;
     if (by_wgmma) {
         const Linear p = linear_of(w, in, out, kind, bias, kind_of_bias, 1, partial);
-        wgmma_linear(op, p, in, 1 + e.exponent + e.mantissa, device.processors, stream,
+        wgmma_linear(op, p, in, 1 + e.exponent + e.mantissa, gpu.device.processors, stream,
                      [&](const Linear& arranged, const WgmmaPlan& plan) {
                          return type == ScalarType::Half ? run_wgmma_linear<Half>(arranged, e, plan, stream)
                                                          : run_wgmma_linear<Bfloat16>(arranged, e, plan, stream);
                      });
         return out;
     }
-    const Device of = device_of(device);
-    const int splits = linear_splits(w, e, static_cast<int>(tokens), of);
-    check_launch(op, run_any(linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial), type, e, of, stream));
+    const int splits = linear_splits(w, e, static_cast<int>(tokens), gpu.device);
+    check_launch(
+        op, run_any(linear_of(w, in, out, kind, bias, kind_of_bias, splits, partial), type, e, gpu.device, stream));
     return out;
 }
 
 // Tokens that are multiplied as the numbers of bfloat16 that they are: in one go, whatever their number.
 const char* run_as_numbers(const char* op, const Weights& w, const Tensor& q, const Tensor& q_scale, const Tensor& out,
                            Number out_kind, const std::optional<Tensor>& bias, Number bias_kind, Element e,
-                           const Properties& device, Stream stream) {
+                           const Properties& gpu, Stream stream) {
     const Tensor x = torch::stable::to(q, ScalarType::BFloat16);
-    const bool by_wgmma = takes_wgmma<Bfloat16>(device, w, tokens_of(q), false);
-    const Device of = device_of(device);
-    const int splits = by_wgmma ? 1 : linear_splits(w, e, static_cast<int>(tokens_of(q)), of);
+    const bool by_wgmma = takes_wgmma<Bfloat16>(gpu, w, tokens_of(q), false);
+    const int splits = by_wgmma ? 1 : linear_splits(w, e, static_cast<int>(tokens_of(q)), gpu.device);
     std::optional<Tensor> partial;
     Linear p = linear_of(w, x, out, out_kind, bias, bias_kind, splits, partial);
     p.token_scale = static_cast<const float*>(q_scale.const_data_ptr());
-    if (!by_wgmma) return run_linear<Bfloat16>(p, e, of, stream);
-    wgmma_linear(op, p, x, 1 + e.exponent + e.mantissa, device.processors, stream,
+    if (!by_wgmma) return run_linear<Bfloat16>(p, e, gpu.device, stream);
+    wgmma_linear(op, p, x, 1 + e.exponent + e.mantissa, gpu.device.processors, stream,
                  [&](const Linear& arranged, const WgmmaPlan& plan) {
                      return run_wgmma_linear<Bfloat16>(arranged, e, plan, stream);
                  });
@@ -84,7 +83,7 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
                  ScalarType type) {
     constexpr const char* op = "minifloat_quantized_fragments";
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-    const cuda::Properties& device = cuda::properties(q.get_device_index());
+    const cuda::Properties& gpu = cuda::properties(q.get_device_index());
     const Element e = element_of(op, exponent, mantissa);
     const Number out_kind = kind_of(op, "the result", type), kind_of_bias = bias_kind(op, bias, q, n);
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::Char, op, ": q must be int8");
@@ -97,17 +96,17 @@ Tensor quantized(const Tensor& q, const Tensor& q_scale, const Tensor& fragments
     if (out.numel() == 0) return out;
     const Stream stream = current_stream(q.get_device_index());
     if (!has_bytes(e)) {
-        check_launch(op, run_as_numbers(op, w, in, in_scale, out, out_kind, bias, kind_of_bias, e, device, stream));
+        check_launch(op, run_as_numbers(op, w, in, in_scale, out, out_kind, bias, kind_of_bias, e, gpu, stream));
         return out;
     }
     const Quantized p = quantized_of(w, in, in_scale, out, out_kind, bias, kind_of_bias);
-    if (takes_wgmma<int8_t>(device, w, p.tokens)) {
-        wgmma_quantized(op, p, in, 1 + e.exponent + e.mantissa, device.processors, stream,
+    if (takes_wgmma<int8_t>(gpu, w, p.tokens)) {
+        wgmma_quantized(op, p, in, 1 + e.exponent + e.mantissa, gpu.device.processors, stream,
                         [&](const Quantized& arranged, const WgmmaPlan& plan) {
                             return run_wgmma_quantized(arranged, e, plan, stream);
                         });
     } else {
-        check_launch(op, run_quantized(p, e, device_of(device), stream));
+        check_launch(op, run_quantized(p, e, gpu.device, stream));
     }
     return out;
 }

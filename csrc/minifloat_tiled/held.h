@@ -59,7 +59,7 @@ inline Element element_of(int64_t exponent, int64_t mantissa) {
         const int64_t number = static_cast<int64_t>(field ? steps + fraction : fraction) << std::max(0, field - 1);
         const int64_t with_sign = code & half ? -number : number;  // times 2^shift
         e.value[code] = std::ldexp(static_cast<float>(with_sign), -e.shift);
-        if (code == half) e.value[code] = -0.0f;
+        if (code & half && !number) e.value[code] = -0.0f;
         e.byte[code] = static_cast<uint8_t>(with_sign + byte_offset);
         e.whole = e.whole && number < byte_offset;
     }

@@ -1,5 +1,5 @@
-// ptq::rms_norm, rotary, silu_mul, gelu_mul and decode_attention for the CPU. Schemas, fake kernels and references are
-// in ptq/ops/steps.py.
+// ptq::rms_norm, rotary, silu_mul, gelu_mul, clamped_swiglu and decode_attention for the CPU. Schemas, fake kernels and
+// references are in ptq/ops/steps.py.
 #include "steps/steps_cpu.h"
 
 #include <torch/csrc/stable/library.h>

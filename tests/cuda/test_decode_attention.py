@@ -102,6 +102,10 @@ def test_what_does_not_fit_is_refused() -> None:
         OPS.decode_attention(q, k, v, cos, sin, keys, values, 3, 0.1, torch.ones(1, 1, 1, 5, device=GPU).bool())
     with pytest.raises(RuntimeError, match="begin at a multiple"):
         OPS.decode_attention(q, k, v, cos, sin, keys.float(), values, 3, 0.1, None)
+    wide = torch.zeros(1, 4, 8, 64, dtype=torch.bfloat16, device=GPU)
+    for mine, others in ((wide[:, :2], wide[:, :1]), (keys[:, :1].expand(1, 2, 8, 64), values)):
+        with pytest.raises(RuntimeError, match="of one shape"):
+            OPS.decode_attention(q, k, v, cos, sin, mine, others, 3, 0.1, None)
     codes, scales = kv_ops.empty_chunks(1, 1, 2, 64, 4, GPU)
     side = (codes, scales, codes.clone(), scales.clone())
     factor = torch.zeros(2, 1, 12, device=GPU, dtype=torch.uint8)

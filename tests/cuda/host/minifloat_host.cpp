@@ -14,7 +14,7 @@ extern "C" const char* test_minifloat(int mode, int backwards, int type, const v
     machine.backwards = backwards;
     machine.most_shared = shared;
     // One processor: a block of threads has many rows.
-    const Device device{backwards ? 1 : 132, hopper_shared, shared};
+    const Device device{backwards ? 1 : 132, shared, hopper_shared};
     const Element e{exponent, mantissa};
     const int64_t tiles = (n + 15) / 16, blocks = (k + 63) / 64;
     const int width = type == 0 ? 4 : 2, x_width = mode == 1 ? 1 : 2;
