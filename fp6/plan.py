@@ -24,6 +24,7 @@ class Fp6Recipe(Recipe):
 
     method: ClassVar[str] = "fp6"
     width_option: ClassVar[str] = "--element-for"
+    width_word: ClassVar[str] = "ELEMENT"
     known_widths: ClassVar[tuple[str, ...]] = (*ELEMENTS, "auto")
 
     rounding: Rounding = "nearest"

@@ -1,5 +1,4 @@
-"""The `quantize` command. Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input, 130 interrupted before
-anything was begun.
+"""The `quantize` command. Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input, 130 interrupted.
 
 What needs torch or transformers is imported by the command that needs it, for both take seconds: `--help` and a
 mistyped option are answered without them.
@@ -25,6 +24,7 @@ from ptq.recipe import Recipe, RunOptions
 app = typer.Typer(
     name="quantize",
     help="Make a trained language model small: one command, a packed checkpoint that transformers loads.",
+    epilog="Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input, 130 interrupted.",
     no_args_is_help=True,
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -119,9 +119,15 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             if kwargs.get("debug"):
                 raise
             print(f"quantize: {_sentence(error)}", file=sys.stderr)
-            raise typer.Exit(2 if isinstance(error, InputError) else 1) from error
+            raise typer.Exit(_exit_code(error)) from error
 
     return wrapped
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return startup.INTERRUPTED
+    return 2 if isinstance(error, InputError) else 1
 
 
 def _sentence(error: BaseException) -> str:
@@ -138,7 +144,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     """What every method's command ends in."""
     if show_plan:
         if is_first_process():
-            _show_plan(model, recipe)
+            _show_plan(model, out, recipe, options)
         return
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
         refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
@@ -191,7 +197,7 @@ def is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _show_plan(model: str, recipe: Recipe) -> None:
+def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> None:
     """Print the plan as a table on stdout, and what else there is to say about it on stderr."""
     from ptq.ops.hadamard import construction
     from ptq.pipeline import pipeline, preflight
@@ -211,7 +217,10 @@ def _show_plan(model: str, recipe: Recipe) -> None:
         typer.echo(console_tables.residual_line(construction(plan.online_residual.order)))
     if plan.cache is not None:
         typer.echo(console_tables.cache_line(asdict(plan.cache)))
-    console.print(str(pipeline.estimate(target, model, recipe)), soft_wrap=True)
+    needs = pipeline.estimate(target, model, recipe)
+    console.print(str(needs), soft_wrap=True)
+    if refusal := pipeline.refusal(needs, out, options):
+        console.print(f"here and now the command would refuse: {refusal}", soft_wrap=True)
     if missing:
         console.print(f"its weights are not here yet: the command itself fetches {missing / 1e9:.1f} GB from the hub")
     if recipe.calibration is None and model != "demo" and preflight.needs_text(plan, recipe):

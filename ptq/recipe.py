@@ -26,6 +26,7 @@ class Recipe:
 
     method: ClassVar[str]
     width_option: ClassVar[str] = "--bits-for"
+    width_word: ClassVar[str] = "BITS"
     """What is typed for `widths`."""
     known_widths: ClassVar[tuple[str, ...]]
     """What may stand behind the = there."""
@@ -92,7 +93,7 @@ class Recipe:
             pattern, _, width = entry.partition("=")
             if not pattern or not width:
                 example = f"'*.down_proj={max(self.known_widths)}'"
-                raise InputError(f"{self.width_option} must be PATTERN=WIDTH, such as {example}; found {entry!r}")
+                raise InputError(f"{self.width_option} must be PATTERN={self.width_word}, such as {example}; found {entry!r}")
             if width not in self.known_widths:
                 raise InputError(
                     f"{self.width_option} {entry!r}: unknown width {width!r}; known are {', '.join(self.known_widths)} "

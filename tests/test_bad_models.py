@@ -95,6 +95,10 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing bias": (edit_tensors(lambda t: t.pop(BIAS)), f"has no tensor '{BIAS}', but its config.json promises it"),
     "surplus bias": (edit_config(attention_bias=False), "does not promise it"),
     "unclaimed tensor": (edit_tensors(lambda t: t.update(extra=torch.ones(3))), "claims tensor 'extra'"),
+    "fewer blocks than there are": (edit_config(num_hidden_layers=1), "config.json promises 1 blocks, 0 to 0"),
+    "tokenizer that is no JSON": (
+        lambda folder: (folder / "tokenizer.json").write_text('{"broken"'), "tokenizer.json: not valid JSON"
+    ),
     "contradicting shape": (edit_tensors(lambda t: t.update({NAME: torch.ones(24, 8)})), "has shape [24, 8], but"),
     "a norm of another shape": (
         edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(1)})), "'model.norm.weight' has shape [1], but"
@@ -102,7 +106,8 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "integer weights": (edit_tensors(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), "is int8: weights must be"),
     "blocks without end": (edit_config(num_hidden_layers=10**9), "num_hidden_layers 1000000000, but the checkpoint"),
     "a config of another size": (edit_config(hidden_size=32), "config.json says"),
-    "unknown model_type": (edit_config(model_type="mamba"), "is not supported; known are afmoe, "),
+    "unknown model_type": (edit_config(model_type="mamba"), "is not supported. A new one is one row of a table"),
+    "mistyped model_type": (edit_config(model_type="lama"), "is not supported (is it llama?)"),
     "invented model_type": (edit_config(model_type="no-such-model"), "docs/add-a-family.md"),
     "quantised already": (edit_config(quantization_config={"quant_method": "gptq"}), "quantised already"),
     "a classifier": (

@@ -58,7 +58,7 @@ def test_a_changed_recipe_on_unfinished_work(tiny: Path, tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr("ptq.pipeline.pipeline._finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         result = quantize("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
-    check_refused(result, "interrupted; give the same command again", code=1)
+    check_refused(result, "interrupted; give the same command again", code=130)
     before = listing(tmp_path)
     again = ("quarot", tiny, tmp_path / "out", "--rounding", "nearest")
     check_refused(quantize(*again, "--weight-bits", "3"), "weight_bits: 4 -> 3")
@@ -149,6 +149,17 @@ def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
     missing = quantize("quarot", tiny, tmp_path / "out", "--plan", "--calibration", tmp_path / "missing.txt")
     check_refused(missing, "missing.txt: cannot be read (No such file")
     assert listing(tmp_path) == {} and listing(tiny) == before
+
+
+def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    places = {"full": "full: exists and is not empty", "full/file": "is a file, and the result is a folder"}
+    for out, reason in {**places, str(packed): "holds the result of a run"}.items():
+        result = quantize("fp6", tiny, tmp_path / out, "--plan")
+        assert result.exit_code == 0 and "here and now the command would refuse: " in result.stderr
+        assert reason in result.stderr
+    assert "refuse" not in quantize("fp6", tiny, tmp_path / "out", "--plan").stderr
 
 
 def test_plan_shows_what_happens_when_the_model_runs(tiny: Path, tmp_path: Path) -> None:

@@ -132,6 +132,16 @@ def test_the_model_keeps_what_is_set_on_it(tied: bool, tmp_path: Path) -> None:
     assert largest_error(logits(load_model(tmp_path / "saved")), logits(packed)) < 1e-6
 
 
+def test_a_model_that_was_saved_is_made_plain_all_the_same(tmp_path: Path) -> None:
+    """Saving leaves the name of the dtype in the config."""
+    model = save_model(tmp_path / "model", dtype=torch.bfloat16, **TINY)
+    quantize("fp6", model, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    loaded.save_pretrained(tmp_path / "again")
+    plain = loaded.dequantize()
+    assert {parameter.dtype for parameter in plain.parameters()} == {torch.bfloat16}
+
+
 def test_the_attention_that_was_chosen_stays(tmp_path: Path) -> None:
     assert quantize("fp6", save_model(tmp_path / "model"), tmp_path / "out").exit_code == 0
     for chosen, found in ((None, "sdpa"), ("eager", "eager")):

@@ -87,9 +87,9 @@ def test_linears_of_one_input_keep_one_name_for_what_they_share(tmp_path: Path) 
 
 
 REFUSED: dict[str, tuple[Recipe, tuple[Any, ...], str]] = {
-    "no width": (NEAREST, ("*.down_proj",), "--bits-for must be PATTERN=WIDTH, such as '*.down_proj=8'; found '*.down"),
-    "nothing behind =": (NEAREST, ("*.down_proj=",), "must be PATTERN=WIDTH"),
-    "no pattern": (NEAREST, ("=8",), "must be PATTERN=WIDTH"),
+    "no width": (NEAREST, ("*.down_proj",), "--bits-for must be PATTERN=BITS, such as '*.down_proj=8'; found '*.down"),
+    "nothing behind =": (NEAREST, ("*.down_proj=",), "must be PATTERN=BITS"),
+    "no pattern": (NEAREST, ("=8",), "must be PATTERN=BITS"),
     "nine bits": (NEAREST, ("*.down_proj=9",), "unknown width '9'; known are 2, 3, 4, 5, 6, 7, 8 (--skip leaves"),
     "what --skip does": (NEAREST, ("*.down_proj=16",), "unknown width '16'"),
     "two widths": (NEAREST, ("*.down_proj=4=8",), "unknown width '4=8'"),
@@ -115,7 +115,7 @@ def test_what_python_gives_is_checked(recipe: Recipe, widths: tuple[Any, ...], m
         ("quarot", ("--bits-for", "*.dwn_proj=8"), "--bits-for '*.dwn_proj=8' matches no linear that would be"),
         ("quarot", ("--bits-for", "*.down_proj=1"), "unknown width '1'"),
         ("quarot", ("--bits-for", "lm_head=8"), "matches no linear"),
-        ("quip-sharp", ("--bits-for", "*.down_proj"), "must be PATTERN=WIDTH"),
+        ("quip-sharp", ("--bits-for", "*.down_proj"), "must be PATTERN=BITS"),
         ("fp6", ("--element-for", "*.down_proj=e9m9"), "--element-for '*.down_proj=e9m9': unknown width 'e9m9'"),
         ("fp6", ("--element-for", "*.dwn_proj=e4m2"), "--element-for '*.dwn_proj=e4m2' matches no linear"),
     ],

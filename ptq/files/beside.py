@@ -1,8 +1,10 @@
 """The files of a checkpoint beside config.json and the weights: tokenizer, chat templates, generation settings."""
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ptq.errors import InputError
 from ptq.files.shards import write_bytes
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -21,6 +23,16 @@ def found(folder: Path, patterns: Iterable[str]) -> Iterator[str]:
     """The files of a folder that match, once each and in order, as paths inside of it."""
     paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     return (path.relative_to(folder).as_posix() for path in sorted(paths))
+
+
+def check(folder: Path) -> None:
+    """Raise InputError for a file to be copied that cannot be what its name says: JSON that is none."""
+    for name in found(folder, COPIED):
+        if name.endswith(".json"):
+            try:
+                json.loads((folder / name).read_bytes())
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{folder / name}: not valid JSON ({error}); fetch the file again") from None
 
 
 def has_tokenizer(folder: Path) -> bool:

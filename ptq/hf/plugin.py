@@ -111,9 +111,10 @@ class PtqQuantizer(HfQuantizer):
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         return True
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         assert isinstance(self.quantization_config, PtqConfig) and dtype is not None
-        return dequantized.make_plain(model, self.quantization_config, dtype)
+        plain = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # `save_pretrained` leaves a word in config
+        return dequantized.make_plain(model, self.quantization_config, plain)
 
     @property
     def is_trainable(self) -> bool:

@@ -6,6 +6,7 @@ planners. To add a family, add a row: docs/add-a-family.md. The tests in tests/t
 table.
 """
 
+import difflib
 import re
 from typing import Any
 
@@ -36,8 +37,9 @@ def family_of(config: dict[str, Any]) -> Family:
     """The row of a model. Raises InputError for a `model_type` that has none."""
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
+        alike = difflib.get_close_matches(str(model_type), FAMILIES, n=1, cutoff=0.85)
         raise InputError(
-            f"config.json: model_type {model_type!r} is not supported; known are {', '.join(sorted(FAMILIES))}. "
-            "A new one is one row of a table: see docs/add-a-family.md"
+            f"config.json: model_type {model_type!r} is not supported{f' (is it {alike[0]}?)' if alike else ''}. A new "
+            f"one is one row of a table: see docs/add-a-family.md. Known are {', '.join(sorted(FAMILIES))}"
         )
     return FAMILIES[model_type]

@@ -87,13 +87,32 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
         raise InputError(
             f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe, found a {type(recipe).__name__}"
         )
-    model, out = str(model), Path(out).expanduser().absolute()
-    work = Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
+    model, (out, work) = str(model), _folders(out, options)
     with engine.workers() as workers, without_kernel_hints():
         with source.outline(model) as (folder, missing):
             if missing:
                 _foresee(folder, model, work, out, recipe, options, workers)
         return _quantize(plan(model, recipe), model, work, out, recipe, options, workers)
+
+
+def refusal(needs: preflight.Estimate, out: Path, options: RunOptions) -> str | None:
+    """Why a run with such needs would be refused on this machine, its output folder being as it is; None: it would not,
+    as far as can be told without weights and text."""
+    out, work = _folders(out, options)
+    if (out / RECORD).is_file():
+        return f"{out}: holds the result of a run (of this very one nothing would be left to do)"
+    try:
+        check_out(out)
+        preflight.check(needs, work, out)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _folders(out: str | Path, options: RunOptions) -> tuple[Path, Path]:
+    """Where the result and the unfinished work go."""
+    out = Path(out).expanduser().absolute()
+    return out, Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
 
 
 def _foresee(

@@ -6,7 +6,7 @@ from transformers import PreTrainedConfig
 
 from ptq import methods
 from ptq.errors import InputError
-from ptq.files import published, source
+from ptq.files import beside, published, source
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import fused, text_model, transposed
 from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
@@ -86,4 +86,5 @@ def plan(model: str, recipe: Recipe) -> Target:
     if plan.cache is not None:
         attention.check(found.config, plan.cache)
     check(found, plan)
+    beside.check(found.checkpoint.folder)
     return Target(found.checkpoint, found.config, family, replace(plan, notes=(*found.notes, *plan.notes)))

@@ -53,7 +53,9 @@ def check_out(out: Path) -> None:
         raise InputError(f"{out}: the current folder is in there, and a new one takes its place; name another folder")
     if out.is_symlink():
         raise InputError(f"{out}: is a link, and a folder takes its place at the end; name {out.resolve()}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is a file, and the result is a folder; nothing in it was touched. Name another place")
+    if out.exists() and any(out.iterdir()):
         raise InputError(f"{out}: exists and is not empty; nothing in it was touched. Name another folder or remove it")
     if out.is_mount():
         raise InputError(f"{out}: is where a disk is mounted, which cannot be replaced; name a new folder inside of it")

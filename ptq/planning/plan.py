@@ -250,6 +250,12 @@ def check_claims(plan: Plan, tensors: dict[str, tuple[int, ...]]) -> None:
     unclaimed = sorted(set(tensors) - set(expected))
     if unclaimed:
         more = f" and {len(unclaimed) - 1} more" if len(unclaimed) > 1 else ""
+        block, _, rest = unclaimed[0].removeprefix(f"{plan.layers}.").partition(".")
+        if rest and block.isdecimal() and int(block) >= plan.blocks:
+            raise InputError(
+                f"tensor {unclaimed[0]!r}{more}: config.json promises {plan.blocks} blocks, 0 to {plan.blocks - 1}: "
+                f"{OF_ANOTHER}, or the model has parts that ptq does not know"
+            )
         raise InputError(
             f"no row of the family claims tensor {unclaimed[0]!r}{more}: this model has parts that ptq does not know; "
             "see docs/add-a-family.md"
