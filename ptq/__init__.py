@@ -6,6 +6,7 @@ from ptq import startup
 
 if startup.is_command():
     startup.quit_on_interrupt()
+    startup.share_processors()
 
 # torch then asks for huge pages, if it is not loaded yet: large weights come and go, and mapping fresh memory page by
 # page costs more than the arithmetic on it.

@@ -93,7 +93,8 @@ class Recipe:
             pattern, _, width = entry.partition("=")
             if not pattern or not width:
                 example = f"'*.down_proj={max(self.known_widths)}'"
-                raise InputError(f"{self.width_option} must be PATTERN={self.width_word}, such as {example}; found {entry!r}")
+                shape = f"PATTERN={self.width_word}, such as {example}"
+                raise InputError(f"{self.width_option} must be {shape}; found {entry!r}")
             if width not in self.known_widths:
                 raise InputError(
                     f"{self.width_option} {entry!r}: unknown width {width!r}; known are {', '.join(self.known_widths)} "

@@ -1,4 +1,5 @@
-"""How the command starts: at once, and with one line where it is interrupted before there is anything to lose.
+"""How the command starts: at once, with one line where it is interrupted before there is anything to lose, and without
+taking processors from others.
 
 torch and transformers take seconds to import. `import ptq` needs both, since it registers the plug-in of transformers;
 `quantize --help` needs neither. So the package asks here which of the two it is imported for.
@@ -29,6 +30,13 @@ def is_command() -> bool:
         return sys.orig_argv[-len(sys.argv)] == "ptq"
     folder, name = os.path.split(os.path.realpath(sys.argv[0]))
     return name == "quantize" and folder == os.path.realpath(os.path.dirname(sys.executable))
+
+
+def share_processors() -> None:
+    """Let threads of OpenMP that wait fall asleep sooner than by its default, unless the environment says something:
+    where another program runs, too, they would keep it from what they wait for. To be called before torch is loaded."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def quit_on_interrupt() -> None:

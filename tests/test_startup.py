@@ -95,6 +95,20 @@ def test_an_interrupt_is_one_line(module: str, interruptible: None) -> None:
     ]
 
 
+@pytest.mark.parametrize("given, spins", [
+    ({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)
+])  # fmt: skip
+def test_threads_that_wait_leave_the_processors_to_others(given: dict[str, str], spins: str | None) -> None:
+    """The command alone says so, and only where nobody has said anything else."""
+    names = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    as_command = "import sys; sys.argv, sys.orig_argv = ['-m'], ['ptq']"
+    for first, wanted in ((as_command, spins), ("pass", given.get("GOMP_SPINCOUNT"))):
+        code = f"{first}\nimport os, ptq\nprint(os.environ.get('GOMP_SPINCOUNT'))"
+        found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        assert found.stdout == f"{wanted}\n", found.stderr[-500:]
+
+
 def test_help_names_every_element() -> None:
     """It is spelled there, for the table of elements would bring in torch."""
     text = " ".join(quantize("fp6", "--help").stdout.replace("│", " ").split())
