@@ -60,7 +60,7 @@ class Fp6Recipe(Recipe):
         assert self.group_size is not None  # since __post_init__
         return self.group_size
 
-    def format_of(self, linear: str) -> SearchedFormat | AutoFormat:
+    def format_of(self, linear: str) -> SearchedFormat:
         """How a linear is stored, by its name."""
         element = self.width_of(linear) or self.element
         if element == "auto":

@@ -77,9 +77,9 @@ def as_on_a_gpu(ours: bool) -> Iterator[None]:
     """CPU tensors are treated as those on a GPU are; `ours`: with the ops for a GPU."""
     with ExitStack() as stack:
         for owner, name, value in (
-            (matmul, "on_gpu", ours), (matmul, "is_plain", False), (matmul, "is_decode", False),
-            (fast_attention, "is_plain", False), (fast_experts, "is_plain", False),
-            (shared_input, "_is_eligible", False), (prefill_attention, "is_plain", False),
+            (matmul, "lies_on_gpu", ours), (matmul, "cpu_ops_serve", False), (matmul, "dense_linear_serves", False),
+            (fast_attention, "cpu_ops_serve", False), (fast_experts, "cpu_ops_serve", False),
+            (shared_input, "_is_eligible", False), (prefill_attention, "cpu_ops_serve", False),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, lambda *args, value=value: value))
         stack.enter_context(patch.dict(layouts.LAYOUTS, cpu="fragments"))

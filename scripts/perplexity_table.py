@@ -201,7 +201,7 @@ def prepared(
         tokenizer = AutoTokenizer.from_pretrained(folder)
         bos = bos_of(tokenizer, AutoConfig.from_pretrained(folder))
         found = windows_from_text(tokenizer, measured, context, text.name, bos)
-        found = Windows(found.tokens[:windows], found.found, found.tokenizer, found.bos)
+        found = replace(found, tokens=found.tokens[:windows])
         print(f"{model}: {len(found)} windows of {context} tokens from {text.name}; calibrated on {samples} such rows")
         yield Task(folder, calibration, found, samples, context)
 

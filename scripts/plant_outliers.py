@@ -110,7 +110,7 @@ def _plant(model: str | Path, out: Path, what: Callable[[Family, ModelShape, Ten
     checkpoint = Checkpoint.open(source.resolve(str(model)))
     wanted: dict[str, list[tuple[int, int, Tensor]]] = defaultdict(list)
     config = transformers_config(checkpoint)
-    family = family_of(checkpoint.config).of(config)
+    family = family_of(checkpoint.config).for_config(config)
     for name, axis, first, factor in what(family, shape_of(config), checkpoint.tensors):
         wanted[name].append((axis, first, factor))
     out.mkdir(parents=True)

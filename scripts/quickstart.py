@@ -3,6 +3,7 @@
 python scripts/quickstart.py CHECKPOINT...
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +32,7 @@ def main(checkpoints: Annotated[list[str], typer.Argument(help="Packed checkpoin
     tokenizer = AutoTokenizer.from_pretrained(checkpoints[0])
     prompt = tokenizer(PROMPT, return_tensors="pt")
     windows = windows_from_text(tokenizer, (demo_path() / "heldout.txt").read_text(), context_for(original.config))
-    windows = type(windows)(windows.tokens[:64], windows.found, windows.tokenizer, windows.bos)
+    windows = replace(windows, tokens=windows.tokens[:64])
     table = Table("", "MB", "bits per weight", "perplexity", "KL, nats", "tokens/s", title="demo, on its held-out text")
 
     def add(name: str, folder: Path, model: Any, perplexity: float, kl: str) -> None:

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Sta
 
 from ptq import methods
 from ptq.fast import fast_decode
-from ptq.kv.attention import SETTINGS
-from ptq.kv.kv_cache import attach
+from ptq.kv.attention import SETTINGS, attach
 from ptq.kv.static_cache import StaticPackedCache
 from ptq.layers import linear
 from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, PackedWeight, guard, stored_signs

@@ -141,7 +141,7 @@ def main(model: str, out: str, method: str, options: str) -> None:
 
     pipeline._device = lambda name, workers: DEVICE
     layouts.LAYOUTS[NAME] = "fragments"
-    matmul.on_gpu = lambda x: x.device.type == NAME
+    matmul.lies_on_gpu = lambda x: x.device.type == NAME
     recipes = {"quarot": QuarotRecipe, "fp6": Fp6Recipe, "quip-sharp": QuipSharpRecipe}
     with Simulated():
         try:

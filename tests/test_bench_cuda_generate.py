@@ -13,8 +13,7 @@ from torch import Tensor
 from typer import Typer
 from typer.testing import CliRunner, Result
 
-from ptq.kv.attention import SETTINGS
-from ptq.kv.kv_cache import attach
+from ptq.kv.attention import SETTINGS, attach
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.ops import hadamard

@@ -114,7 +114,7 @@ def test_every_format_and_protocol_member_is_explained():
     assert {"dim", "fit", "version", "prepack"} <= members
     for name in members:
         assert f"`{name}" in page("add-a-codebook"), name
-    for name in formats.names():
+    for name in formats.FORMATS:
         format = formats.get(name)
         assert f"`{name}`, version {format.version}" in page("format")
         for word in (*format.options(), *format.buffers(8, 8)):

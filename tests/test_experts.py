@@ -279,7 +279,7 @@ def test_blocks_for_multi_token_prediction_are_left_out(model_type: str, tmp_pat
     assert json.loads((tmp_path / "rotated" / "config.json").read_bytes())["num_nextn_predict_layers"] == 0
     edit_config(num_nextn_predict_layers=0)(folder)
     edit_tensors(lambda t: t.update({"mtp.layers.0.norm.weight": torch.ones(3)}))(folder)
-    check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "claims tensor")
+    check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "promises 2 blocks, 0 to 1")
 
 
 def test_sizes_that_are_said_for_every_block(tmp_path: Path) -> None:

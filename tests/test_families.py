@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import ptq
 from ptq.hf import described, experts, residual, transposed
 from ptq.models import family_parts
-from ptq.models.families import FAMILIES, row_of
+from ptq.models.families import FAMILIES, family_or_default
 from ptq.models.family import Family
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
@@ -60,7 +60,7 @@ def exact(config: Any, tensors: dict[str, Tensor], family: Family | None = None)
     if family is not None:
         experts.separate(model, family.experts.linears if family.experts else None)
         transposed.as_linears(model)
-    state = {row_of(config).module_name(name): tensor.double() for name, tensor in tensors.items()}
+    state = {family_or_default(config).module_name(name): tensor.double() for name, tensor in tensors.items()}
     model.load_state_dict(state, strict=True, assign=True)
     return model
 
@@ -112,7 +112,7 @@ def add_online(model: Any, plan: Plan) -> None:
     for linear in plan.linears:
         if linear.online is not None:
             order = linear.online.order
-            model.get_submodule(row_of(model.config).module_name(linear.name)).register_forward_pre_hook(
+            model.get_submodule(family_or_default(model.config).module_name(linear.name)).register_forward_pre_hook(
                 lambda _, inputs, order=order: (hadamard.apply(inputs[0], None, order),)
             )
     if plan.online_residual is not None:

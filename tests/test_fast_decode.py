@@ -83,16 +83,29 @@ def test_views_and_refusals() -> None:
 
 
 def test_what_it_is_made_for() -> None:
+    serves = matmul.dense_linear_serves
     x, w, bias = draw(6, 64, matmul.FEW_TOKENS + 1, torch.float32)
-    assert matmul.is_decode(x[:-1], w, bias) and not matmul.is_decode(x, w, bias)
-    assert not matmul.is_decode(x[:0], w, bias) and not matmul.is_decode(x[:1].half(), w.half(), None)
-    assert matmul.is_decode(x[:1], w.bfloat16(), None) and not matmul.is_decode(x[:1].bfloat16(), w, None)
-    assert not matmul.is_decode(x[:1], w.to("meta"), None)
+    assert serves(x[:-1], w, bias) and not serves(x, w, bias)
+    assert not serves(x[:0], w, bias) and not serves(x[:1].half(), w.half(), None)
+    assert serves(x[:1], w.bfloat16(), None) and not serves(x[:1].bfloat16(), w, None)
+    assert not serves(x[:1], w.to("meta"), None)
     learned = w.clone().requires_grad_()
     matmul.linear(x[:1], learned, None).sum().backward()
     assert learned.grad is not None and torch.equal(learned.grad, x[:1].expand(6, -1))
     with torch.no_grad():
-        assert matmul.is_decode(x[:1], learned, None)
+        assert serves(x[:1], learned, None)
+
+
+@torch.no_grad()
+def test_the_default_dtype_of_the_caller_changes_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "PIECE_BYTES", 1 << 13)  # some rows at a time
+    x, w = torch.randn(64, 128), torch.randn(96, 128)
+    wanted = matmul.linear(x, w, None)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(matmul.linear(x, w, None), wanted)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 @torch.no_grad()

@@ -70,13 +70,13 @@ def logits(model: Any, count: ModuleType, ids: Tensor) -> Tensor:
 def test_a_model_is_the_same_to_the_bit(name: str, count: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to four tokens, both ways use the ops of `ptq.ops.steps`; attention over a plain cache is torch's, as it is on
     a GPU in float32."""
-    monkeypatch.setattr(prefill_attention, "is_plain", lambda *tensors: False)
+    monkeypatch.setattr(prefill_attention, "cpu_ops_serve", lambda *tensors: False)
     model = count.packed.build(RECIPES[name], count.packed.config_of("tiny"), CPU, torch.float32)
     ids = torch.tensor([[5, 9, 200]])
     wanted = logits(model, count, ids)
     calls, run = [], gpu_layer.run
     monkeypatch.setattr(gpu_layer, "run", lambda *given: calls.append(run(*given)) or calls[-1])
-    monkeypatch.setattr(matmul, "on_gpu", lambda x: True)
+    monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     assert torch.equal(logits(model, count, ids), wanted)
     assert len(calls) == 6 and all(isinstance(call, Tensor) for call in calls)
 
@@ -86,7 +86,7 @@ def test_who_listens_and_who_trains_gets_the_modules_own_code(
     count: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = count.packed.build(RECIPES["W4A16"], count.packed.config_of("tiny"), CPU, torch.float32)
-    monkeypatch.setattr(matmul, "on_gpu", lambda x: True)
+    monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     ids, heard = torch.tensor([[5, 9]]), []
     wanted = model(ids).logits
     for listened in (model.model.layers[0].mlp.gate_proj, model.model.layers[1].mlp.down_proj):
@@ -115,7 +115,7 @@ def test_a_plain_model_of_every_family(family: str, monkeypatch: pytest.MonkeyPa
     fast = copy.deepcopy(plain)
     fast_steps.install(fast)
     fast_layer.install(fast)
-    monkeypatch.setattr(matmul, "on_gpu", lambda x: True)
+    monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     ids = torch.arange(3, 22).reshape(1, -1)
     torch.testing.assert_close(fast(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
 
@@ -127,7 +127,7 @@ def test_a_model_that_moves(count: ModuleType, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gpu_layer, "steps_of", lambda *parts: found.append(steps_of(*parts)) or found[-1])
     model = count.packed.build(RECIPES["W4A16"], count.packed.config_of("tiny"), CPU, torch.float32)
     with monkeypatch.context() as gpu:
-        gpu.setattr(matmul, "on_gpu", lambda x: True)
+        gpu.setattr(matmul, "lies_on_gpu", lambda x: True)
         wanted = model(ids).logits
         assert torch.equal(model(ids).logits, wanted) and len(found) == len(model.model.layers)
         gpu.setattr(gpu_layer.Steps, "is_over", lambda steps: steps is found[0] or steps is found[1])
@@ -153,7 +153,7 @@ def test_a_layer_that_changes_what_attention_is_given_is_left_alone() -> None:
 def test_a_mask_becomes_numbers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     mask = torch.rand(1, 1, 3, 5) < 0.5
     assert fast_decode._additive(mask, torch.float32, 0) is mask  # on a CPU
-    monkeypatch.setattr(matmul, "on_gpu", lambda x: True)
+    monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     made = [fast_decode._additive(mask, torch.float32, layer) for layer in (0, 1, 4, 0, 1)]
     assert made[0] is made[1] is made[2] is not made[3] is made[4]  # the second forward makes its own
     assert made[4] is not None and torch.equal(made[4] == 0, mask) and torch.equal(made[4] == -torch.inf, ~mask)

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ptq.errors import InputError
-from ptq.kv.attention import CACHE
-from ptq.kv.kv_cache import CacheQuantization, attach, key_rotation
+from ptq.kv.attention import CACHE, attach
+from ptq.kv.kv_cache import CacheQuantization, key_rotation
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
 from ptq.models.families import FAMILIES

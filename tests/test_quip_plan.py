@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import ptq
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, loaded_signs
-from ptq.models.families import FAMILIES, row_of
+from ptq.models.families import FAMILIES, family_or_default
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
 from ptq.pipeline import pipeline, rewrite
@@ -48,7 +48,7 @@ def add_online(model: nn.Module, made: Plan) -> None:
         module.register_forward_hook(after)
 
     for linear in made.packed_linears():
-        wrap(model.get_submodule(row_of(model.config).module_name(linear.name)), linear)
+        wrap(model.get_submodule(family_or_default(model.config).module_name(linear.name)), linear)
 
 
 @pytest.mark.parametrize("model_type", DISTINCT)

@@ -105,7 +105,9 @@ def test_threads_that_wait_leave_the_processors_to_others(given: dict[str, str],
     as_command = "import sys; sys.argv, sys.orig_argv = ['-m'], ['ptq']"
     for first, wanted in ((as_command, spins), ("pass", given.get("GOMP_SPINCOUNT"))):
         code = f"{first}\nimport os, ptq\nprint(os.environ.get('GOMP_SPINCOUNT'))"
-        found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+        )
         assert found.stdout == f"{wanted}\n", found.stderr[-500:]
 
 

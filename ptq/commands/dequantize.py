@@ -42,9 +42,7 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     modules = packed_modules(config, packed)
     turned = packed.residual()
     changes = [
-        _plain(name, module, source, dtype)
-        for name, module in modules.items()
-        if turned is None or name != family.embedding
+        _plain(name, module, dtype) for name, module in modules.items() if turned is None or name != family.embedding
     ]
     if turned is not None:
         changes.append(_untied(source, family, modules.get(family.embedding), turned, dtype))
@@ -55,7 +53,7 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     return len(modules), packed.rounded()
 
 
-def _plain(name: str, module: PackedWeight, source: Checkpoint, dtype: torch.dtype) -> Rewritten:
+def _plain(name: str, module: PackedWeight, dtype: torch.dtype) -> Rewritten:
     shape, prefix = (module.out_features, module.in_features), f"{name}."
     signs = (INPUT_SIGNS, OUTPUT_SIGNS) if isinstance(module, QuantLinear) and module.online.signs else ()
     stored = tuple(
@@ -74,7 +72,7 @@ def _untied(
     """Both ends of a model whose head is tied to its embedding, without what turns there (`residual.untied`)."""
     name, norm, head = f"{family.embedding}.weight", f"{family.final_norm}.weight", f"{family.head}.weight"
     signs, has_gain = residual.tensors(family), norm in source.tensors
-    packed = None if embedding is None else _plain(family.embedding, embedding, source, dtype)
+    packed = None if embedding is None else _plain(family.embedding, embedding, dtype)
     first = (name,) if packed is None else packed.stored
     info = source.tensors[f"{family.embedding}.{residual.SIGNS}"]
 

@@ -17,7 +17,7 @@ from ptq.hf.described import packed_modules, plain_linears, transformers_config
 from ptq.hf.packed_config import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import GUARD, NOT_OF_THE_FORMAT, PackedWeight
-from ptq.models.families import row_of
+from ptq.models.families import family_or_default
 from ptq.ops.activations import parse
 from ptq.pipeline.writer import check_out
 from ptq.weights.compressed_tensors import Exportable, Scheme
@@ -49,7 +49,7 @@ def export(checkpoint: Path, out: Path) -> int:
     check_integrity(checkpoint)
     config = transformers_config(source)
     plain = plain_linears(config, packed)
-    if row_of(config).transposed:
+    if family_or_default(config).transposed:
         raise InputError(
             f"{checkpoint}: {config.model_type} is not exported, as other runtimes hold its weights as [k, n]"
         )

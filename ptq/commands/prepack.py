@@ -18,9 +18,10 @@ from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
 from ptq.pipeline.work import RECORD, read_record
 from ptq.pipeline.writer import LOG, check_out, file_hashes
+from ptq.reporting.report_schema import JSON, PAGE
 from ptq.weights.prepacked import PrepackedFormat, target_of
 
-KEPT = (*beside.COPIED, LOG, "report.html", "report.json")
+KEPT = (*beside.COPIED, LOG, PAGE, JSON)
 
 
 def prepack(checkpoint: Path, out: Path, target: str) -> int:

@@ -21,7 +21,7 @@ from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
 from ptq.kv.static_cache import StaticPackedCache
 from ptq.layers.shared_input import products
-from ptq.ops.matmul import is_gpu, is_plain
+from ptq.ops.matmul import cpu_ops_serve, gpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
 ATTENTION = "ptq_sdpa"
@@ -97,7 +97,7 @@ def cache_layers(
         return None
     turned = position_embeddings[0].shape[2]
     given = hidden_states, *position_embeddings, *floats
-    find = _layer_on_cpu if is_plain(*given) else _layer_on_gpu if is_gpu(*given) else None
+    find = _layer_on_cpu if cpu_ops_serve(*given) else _layer_on_gpu if gpu_ops_serve(*given) else None
     if find is None:
         return None
     layers = []

@@ -110,7 +110,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype, layer: int | None) -> Ten
     """On a GPU, 0 and -inf in the place of a mask of bools: torch would make them anew for each layer, in three
     launches. Layers of one forward are given the same tensor. The first one makes the numbers, also where the mask is
     known: it may have been changed, and a graph that is captured must hold this step."""
-    if mask is None or mask.dtype != torch.bool or layer is None or not matmul.on_gpu(mask):
+    if mask is None or mask.dtype != torch.bool or layer is None or not matmul.lies_on_gpu(mask):
         return mask
     version = 0 if mask.is_inference() else mask._version
     for made in _LAST:

@@ -23,7 +23,7 @@ from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.layers.shared_input import is_heard, is_here
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
-from ptq.ops.matmul import is_plain
+from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 from ptq.weights.formats import Rows
 from ptq.weights.layouts import LaidOut
@@ -126,7 +126,7 @@ class FewTokens:
         top_k_weights: Float[Tensor, "t chosen"],
     ) -> Float[Tensor, "t k"] | None:
         """What `ptq.hf.experts.Experts` give for few tokens; None where they must go on one by one."""
-        few = 0 < len(x) <= MOST_TOKENS and is_plain(x)
+        few = 0 < len(x) <= MOST_TOKENS and cpu_ops_serve(x)
         if not few or wants_gradient(top_k_weights):
             return None
         if _global_forward_hooks or _global_forward_pre_hooks:

@@ -107,7 +107,7 @@ def known_of(layer: Any) -> Known:
 
 def _forward(module: nn.Module, on_cpu: Known, on_gpu: Known, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not args and not module.training and not torch.compiler.is_compiling():
-        if matmul.on_gpu(hidden_states):
+        if matmul.lies_on_gpu(hidden_states):
             if on_cpu.watched:
                 on_cpu.forget()  # replaced weights would stay in memory
             steps = on_gpu.of(module) if multiplier(module) == 1 else None

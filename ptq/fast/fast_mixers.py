@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
 from ptq.ops import mixer_ops
-from ptq.ops.matmul import FEW_DTYPES, is_plain
+from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 
 Step = Callable[..., Any]
 
@@ -68,7 +68,7 @@ def _convolution_step(own: Step) -> Step:
         given = (hidden_states, conv_state, weight) if bias is None else (hidden_states, conv_state, weight, bias)
         one = hidden_states.dim() == 3 and hidden_states.shape[2] == 1 and hidden_states.numel() > 0
         known = activation in (None, "silu") and not others
-        if not (one and known and is_plain(*given) and conv_state.is_contiguous()):
+        if not (one and known and cpu_ops_serve(*given) and conv_state.is_contiguous()):
             return own(hidden_states, conv_state, weight, bias, activation, **others)
         return torch.ops.ptq.conv_step.default(hidden_states, conv_state, weight, bias, activation is not None)
 
@@ -98,14 +98,14 @@ def _delta_step(own: Step) -> Step:
         **others: Any,
     ) -> tuple[Tensor, Tensor | None]:
         norm, numbers, state = use_qk_l2norm_in_kernel, (g.float(), beta.float()), initial_state
-        if state is None and is_plain(*numbers):
+        if state is None and cpu_ops_serve(*numbers):
             state = numbers[0].new_zeros(value.shape[0], value.shape[2], key.shape[3], value.shape[3])
         if (
             state is None
             or not state.is_contiguous()
             or (initial_state is not None and not output_final_state)  # it would be moved on all the same
             or others.get("cu_seqlens") is not None
-            or not (query.numel() and is_plain(query, key, value) and is_plain(*numbers, state))
+            or not (query.numel() and cpu_ops_serve(query, key, value) and cpu_ops_serve(*numbers, state))
         ):
             named = dict(initial_state=initial_state, output_final_state=output_final_state)
             return own(query, key, value, g=g, beta=beta, **named, use_qk_l2norm_in_kernel=norm, **others)
@@ -166,7 +166,7 @@ def _norm_forward(module: nn.Module, eps: float, *args: Any, **kwargs: Any) -> T
     gain = module._parameters["weight"]
     if len(args) == 2 and not kwargs and gain is not None:
         x, gate = args
-        if isinstance(gate, Tensor) and x.shape == gate.shape and x.numel() and is_plain(x, gate, gain):
+        if isinstance(gate, Tensor) and x.shape == gate.shape and x.numel() and cpu_ops_serve(x, gate, gain):
             return torch.ops.ptq.gated_rms_norm.default(x, gate, gain, eps)
     return type(module).forward(module, *args, **kwargs)
 

@@ -4,7 +4,7 @@
 No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
 `apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
 does not give the same bits as the model's own code (attention: up to rounding, `ptq.fast.fast_attention`), that code is
-left alone. With gradients, other devices or dtypes (`ptq.ops.matmul.has_steps`), or under torch.compile, the model's
+left alone. With gradients, other devices or dtypes (`ptq.ops.matmul.ops_serve`), or under torch.compile, the model's
 own code runs.
 
 Parts of models that run alone (`ptq.hf.blocks`) get the same, so that proofs may compare bits.
@@ -29,7 +29,7 @@ from ptq.fast import fast_attention, fast_mixers
 from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
 from ptq.layers.shared_input import is_heard, products, stays_on_gpu
 from ptq.ops import steps
-from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear, has_steps, is_few, is_gpu
+from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve_few, few_tokens_linear, gpu_ops_serve, ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
 ROTARY = "apply_rotary_pos_emb"
@@ -63,7 +63,7 @@ def norm_forward(module: nn.Module, eps: float, offset: float, round_first: bool
     gain = module._parameters["weight"]
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
-        if x.dim() > 2 and x.numel() and has_steps(x, gain):
+        if x.dim() > 2 and x.numel() and ops_serve(x, gain):
             return torch.ops.ptq.rms_norm.default(x, gain, eps, offset, round_first)
     return type(module).forward(module, *args, **kwargs)
 
@@ -114,8 +114,8 @@ def _gated_forward(module: nn.Module, act: str, activation: nn.Module, *args: An
     if same and len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
         x, fused = args[0], FUSED in module._modules
         # halves of many tokens would be copied
-        served = is_few(x.numel() // max(1, x.shape[-1]), x) if fused else has_steps(x)
-        if x.numel() and served and (act == SILU or not is_gpu(x)):
+        served = cpu_ops_serve_few(x.numel() // max(1, x.shape[-1]), x) if fused else ops_serve(x)
+        if x.numel() and served and (act == SILU or not gpu_ops_serve(x)):
             linears = linears_of(module)
             gate, up = linears[0](x).chunk(2, -1) if fused else products(linears[:-1], x)
             learns = wants_gradient(gate, up)
@@ -126,7 +126,7 @@ def _gated_forward(module: nn.Module, act: str, activation: nn.Module, *args: An
 
 def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], act: str = SILU) -> Float[Tensor, "*t n"]:
     """What a linear gives for act(gate) * up; on a GPU act is silu."""
-    if is_gpu(gate, up) and stays_on_gpu(linear) and not is_heard(linear):
+    if gpu_ops_serve(gate, up) and stays_on_gpu(linear) and not is_heard(linear):
         seen = torch.ops.ptq.gate_input.default(gate, up, *linear.treatment())
         return linear.finished(linear.product_of(seen, gate.dtype), gate.dtype)
     op = torch.ops.ptq.silu_mul if act == SILU else torch.ops.ptq.gelu_mul
@@ -261,7 +261,7 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
             served = cos.shape[2] == q.shape[3] or (in_part and cos.shape[2] < q.shape[3] and q.is_cpu)
-            if served and cos.shape[1] == q.shape[2] and q.numel() and has_steps(q, k, cos, sin):
+            if served and cos.shape[1] == q.shape[2] and q.numel() and ops_serve(q, k, cos, sin):
                 return torch.ops.ptq.rotary.default(q, k, cos, sin)
         return own(q, k, cos, sin, *args, **kwargs)
 

@@ -75,7 +75,7 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
 def run(steps: Steps, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor | None:
     """What the layer makes of x, with what else it was called with; None where its own code must do that."""
     (first_norm, second_norm), attention = steps.norms, steps.attention
-    if torch.is_grad_enabled() or not matmul.is_gpu(x, first_norm[0], second_norm[0]):
+    if torch.is_grad_enabled() or not matmul.gpu_ops_serve(x, first_norm[0], second_norm[0]):
         return None  # attention alone may have what wants a gradient: a cache, an adapter
     seen = torch.ops.ptq.norm_input(x, None, *first_norm, *steps.first[0].treatment())
     with Given(x, dict(zip(steps.first, products(steps.first, steps.merged[0], seen, x, MERGED_ROWS[0]), strict=True))):

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq.layers.linear import QuantLinear
-from ptq.layers.packed_weight import settle
+from ptq.layers.packed_weight import synchronize
 from ptq.weights.formats import Format, IntegerInput, Parts
 
 TILE = 16  # rows
@@ -68,7 +68,7 @@ def merge(linears: Sequence[QuantLinear]) -> Merged | None:
     pieces: list[tuple[Tensor, int]] = []
     whole = {name: _joined(tensors, pieces) for name, tensors in held.items()}
     n, k = sum(linear.out_features for linear in linears), linears[0].in_features
-    settle(whole)
+    synchronize(whole)
     whole["shape"] = all_parts[0]["shape"].new_empty(n, k, 0)
     rows = tuple(linear.out_features for linear in linears)
     bias = _joined(given, pieces) if given else None

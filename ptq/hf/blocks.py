@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ptq.hf.spliced import FastLinear, NoPositions, Splice, model_around
-from ptq.kv.kv_cache import CacheQuantization, attach
+from ptq.kv.attention import attach
+from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
 from ptq.models.family import Family

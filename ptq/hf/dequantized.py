@@ -13,7 +13,7 @@ from ptq.hf.packed_config import PtqConfig
 from ptq.layers.embedding import TiedHead
 from ptq.layers.linear import plain_weight
 from ptq.layers.packed_weight import GUARD, PackedWeight
-from ptq.models.families import row_of
+from ptq.models.families import family_or_default
 from ptq.models.model_shape import shape_of
 
 KEPT = ("generation_config", "name_or_path", "training")
@@ -22,7 +22,7 @@ KEPT = ("generation_config", "name_or_path", "training")
 
 def check(config: PreTrainedConfig) -> None:
     """Raise InputError for a model whose plain weights transformers reads in another form than this package's."""
-    family = row_of(config)
+    family = family_or_default(config)
     if family.transposed or (family.experts is not None and family.experts.fused and shape_of(config).experts):
         raise InputError(
             f"{family.model_type}: a plain model cannot be made of it: transformers reads its weights in another form "
@@ -115,6 +115,6 @@ def _untie(model: PreTrainedModel, weights: dict[str, Tensor], construction: str
     embedding, norm = (names[module] for module in residual.ends_of(model).values())
     signs = [weights.pop(f"{name}.{residual.SIGNS}") for name in (embedding, norm)]
     rows, gain = weights[f"{embedding}.weight"].float(), weights.get(f"{norm}.weight")
-    first, last, unit = residual.untied(rows, gain, signs[0], construction, row_of(model.config).norm_offset)
+    first, last, unit = residual.untied(rows, gain, signs[0], construction, family_or_default(model.config).norm_offset)
     weights |= {f"{embedding}.weight": first.to(dtype), f"{names[head]}.weight": last.to(dtype)}
     weights |= {} if unit is None else {f"{norm}.weight": unit}

@@ -19,7 +19,7 @@ from ptq.hf.spliced import UNBUILT
 from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import PackedWeight
-from ptq.models.families import row_of
+from ptq.models.families import family_or_default
 from ptq.models.family import Family
 from ptq.models.model_shape import EXPERTS, ModelShape
 from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
@@ -70,7 +70,7 @@ def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, Pac
     does not fit."""
     model, entries = _without_weights(config), packed.entries_in(config)
     experts.separate(model, experts.names_in(entries))
-    family = row_of(config)
+    family = family_or_default(config)
     found = {name: swap(model, family.module_name(name), entry) for name, entry in entries.items()}
     embedding.tie(model)
     return found

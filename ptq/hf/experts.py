@@ -25,7 +25,7 @@ from ptq.fast.trials import hollow, trial, tried_once
 from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
 from ptq.layers.shared_input import products
 from ptq.ops import expert_ops, steps
-from ptq.ops.matmul import has_steps
+from ptq.ops.matmul import ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
@@ -101,7 +101,7 @@ class Experts(nn.Module):
             assert self.act_fn is not None
             return down_linear(self.act_fn(up_linear(x)))
         [gate_linear] = gates
-        if self.clamped is not None and len(x) and has_steps(x):
+        if self.clamped is not None and len(x) and ops_serve(x):
             gate, up = products([gate_linear, up_linear], x)
             learns = wants_gradient(gate, up)
             if gate.dtype == up.dtype and not learns:  # under autocast a plain linear gives another dtype

@@ -9,7 +9,7 @@ from ptq.errors import InputError
 from ptq.hf import residual
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import describe
-from ptq.models.families import row_of
+from ptq.models.families import family_or_default
 from ptq.planning.plan import Plan
 
 QUANT_METHOD = "ptq"
@@ -128,7 +128,7 @@ class PtqConfig(QuantizationConfigMixin):
     def entries_in(self, config: Any) -> dict[str, Any]:
         """Those in the model of a transformers config: who gives it fewer blocks has no use for the entries of the
         others, as transformers has none for their tensors."""
-        family, blocks = row_of(config), config.num_hidden_layers
+        family, blocks = family_or_default(config), config.num_hidden_layers
         numbers = {name: family.block_of(name) for name in self.linears}
         return {name: entry for name, entry in self.entries().items() if (numbers[name] or 0) < blocks}
 

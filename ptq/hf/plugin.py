@@ -21,11 +21,11 @@ from ptq.fast import fast_decode
 from ptq.files.header import TensorInfo, read_header
 from ptq.hf import dequantized, experts, residual, transposed
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
-from ptq.kv.kv_cache import attach
+from ptq.kv.attention import attach
 from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import GUARD, PackedWeight
-from ptq.models.families import row_of
+from ptq.models.families import family_or_default
 
 
 class PtqQuantizer(HfQuantizer):
@@ -130,7 +130,7 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:
     """What a model calls the packed modules of its checkpoint, by their names there. `AutoModel`'s names begin behind
     "model."; a model that makes no logits has no use for the entry of the head, the one that is not in there."""
-    family, prefix = row_of(model.config), f"{model.base_model_prefix}."
+    family, prefix = family_or_default(model.config), f"{model.base_model_prefix}."
     found = {name: family.module_name(name) for name in names}
     outside = [name for name, own in found.items() if not own.startswith(prefix)]
     if model.get_output_embeddings() is None and len(outside) == 1:
@@ -159,7 +159,7 @@ def _leave_plain_steps(model: PreTrainedModel) -> None:
 
 def _inside(name: str, model: PreTrainedModel) -> str:
     """What a model's base calls a tensor of its files, which may also have the name that it has in the model."""
-    return row_of(model.config).module_name(name.removeprefix(f"{model.base_model_prefix}."))
+    return family_or_default(model.config).module_name(name.removeprefix(f"{model.base_model_prefix}."))
 
 
 def stored_in(files: Iterable[Path], model: PreTrainedModel) -> dict[str, TensorInfo]:

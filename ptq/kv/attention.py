@@ -28,7 +28,7 @@ from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.kv_side import Side, rotate, row_starts
 from ptq.kv.packed_cache import PackedCache, Signature
 from ptq.kv.packed_layer import PackedStates
-from ptq.models.families import FAMILIES, row_of
+from ptq.models.families import FAMILIES, family_or_default
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard, kv_ops, prefill_attention
 from ptq.ops.op_declarations import refuse_forward_derivative, takes_forward_derivatives, wants_gradient
@@ -46,8 +46,12 @@ CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters e
 """What forwards of transformers call the cache that they are given: the latter before 5.24."""
 
 
-def install(model: Any, settings: CacheQuantization) -> None:
-    """See `ptq.kv.kv_cache.attach`."""
+def attach(model: Any, settings: CacheQuantization) -> None:
+    """Make a transformers model see quantised keys and values everywhere: with its cache, with another, without any.
+
+    `generate` and `forward(use_cache=True)` then make a `ptq.kv.packed_cache.PackedCache` by themselves. Call it again
+    to change the settings. Raises InputError where the settings do not fit the model.
+    """
     config = model.config
     check(config, settings)
     _register(settings)
@@ -66,7 +70,7 @@ def install(model: Any, settings: CacheQuantization) -> None:
 
 def _body(model: Any) -> torch.nn.Module:
     """The module that holds the blocks of a model. `AutoModel`'s names begin behind the first part of the row's."""
-    first, *inside, _ = row_of(model.config).layers.split(".")
+    first, *inside, _ = family_or_default(model.config).layers.split(".")
     return model.get_submodule(".".join([first, *inside] if hasattr(model, first) else inside))
 
 

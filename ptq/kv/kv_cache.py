@@ -1,6 +1,6 @@
-"""How a model's KV cache is quantised: the settings, their entry in config.json, and `attach`, which turns it on.
+"""How a model's KV cache is quantised: the settings, and their entry in config.json. Light to import.
 
-The settings alone are light to import; the cache itself is in `ptq.kv.packed_cache`, its ops are in `ptq.ops.kv_ops`.
+`ptq.kv.attention.attach` turns it on; the cache itself is in `ptq.kv.packed_cache`, its ops are in `ptq.ops.kv_ops`.
 """
 
 from dataclasses import asdict, dataclass
@@ -79,14 +79,3 @@ class CacheQuantization:
 def key_rotation(head_dim: int) -> str:
     """The construction of R3 for heads of this size: Hadamard of the largest block that divides it."""
     return hadamard.construction(hadamard.largest_block(head_dim))
-
-
-def attach(model: Any, settings: CacheQuantization) -> None:
-    """Make a transformers model see quantised keys and values everywhere: with its cache, with another, without any.
-
-    `generate` and `forward(use_cache=True)` then make a `ptq.kv.packed_cache.PackedCache` by themselves. Call it again
-    to change the settings. Raises InputError where the settings do not fit the model.
-    """
-    from ptq.kv import attention  # brings in transformers, which plans do not need
-
-    attention.install(model, settings)

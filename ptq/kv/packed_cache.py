@@ -17,7 +17,7 @@ from ptq.errors import InputError
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.kv_side import row_starts
 from ptq.kv.packed_layer import PackedLayer
-from ptq.models.families import row_of
+from ptq.models.families import family_or_default
 from ptq.models.model_shape import shape_of
 
 
@@ -57,7 +57,7 @@ class PackedCache(Cache):
             raise InputError(f"PackedCache: max_length must be positive, found {max_length}")
         self.settings, self.max_length = settings, max_length
         self.signature = Signature.of(config, settings)
-        self.positions: int | None = config.max_position_embeddings if row_of(config).positions else None
+        self.positions: int | None = config.max_position_embeddings if family_or_default(config).positions else None
         self.starts: Tensor | None = None
         super().__init__(layers=[self.layer_class(self) for _ in range(self.signature.layers)])
 

@@ -107,7 +107,7 @@ class QuantLinear(PackedWeight):
         return self.finished(self._product(x), x.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        for ready in (HERE.given if matmul.on_gpu(x) else None, self.shared):
+        for ready in (HERE.given if matmul.lies_on_gpu(x) else None, self.shared):
             found = None if ready is None else ready.product(self, x)
             if found is not None:
                 return found
@@ -138,7 +138,7 @@ class QuantLinear(PackedWeight):
         if self.online.output is None:
             return product
         bias, signs = self._parameters["bias"], self.signs(OUTPUT_SIGNS)
-        if bias is None and matmul.is_gpu(product):
+        if bias is None and matmul.gpu_ops_serve(product):
             return input_steps.transformed_back(product, signs, self.online.output, dtype)
         y = hadamard.apply(product, signs, self.online.output, transpose=True)
         return (y if bias is None else y + bias).to(dtype)

@@ -63,7 +63,7 @@ class PackedWeight(nn.Module):
                 packed = self.file_format.prepack(own, next(iter(own.values())).device)
             if packed.keys() != parts.keys() or any(tensor.is_inference() for tensor in parts.values()):
                 self._hold(packed)
-                settle(packed)
+                synchronize(packed)
 
     def _hold(self, parts: dict[str, Tensor]) -> None:
         bias = self._parameters.pop("bias")
@@ -116,7 +116,7 @@ def loaded_signs(stored: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
     return stored.view(torch.float16).float()
 
 
-def settle(parts: dict[str, Tensor]) -> None:
+def synchronize(parts: dict[str, Tensor]) -> None:
     """Wait until what was written to packed weights is there: on a GPU, kernels read them while the kernel ahead of
     them still ends (csrc/cuda/device.h). Not while a graph is captured, which cannot wait."""
     for device in {tensor.device for tensor in parts.values() if tensor.is_cuda}:

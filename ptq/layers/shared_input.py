@@ -220,7 +220,7 @@ def stays_on_gpu(linear: Any) -> bool:
     if type(linear) is not QuantLinear or "forward" in vars(linear) or hasattr(linear, "_hf_hook"):
         return False
     takes = linear.online.activation is None or linear.takes_integers
-    return takes and all(matmul.on_gpu(part) for part in linear.parts().values())
+    return takes and all(matmul.lies_on_gpu(part) for part in linear.parts().values())
 
 
 def _is_eligible(x: Tensor) -> bool:

@@ -28,8 +28,8 @@ def check_generates(config: dict[str, Any]) -> None:
             raise InputError(f"config.json: architectures says {name!r}: only models that generate text are supported")
 
 
-def row_of(config: Any) -> Family:
-    """The row of a transformers config; one without a word of its own where there is none."""
+def family_or_default(config: Any) -> Family:
+    """The row of a transformers config; where there is none, one with Llama's names, which most models share."""
     return FAMILIES.get(config.model_type) or Family(config.model_type)
 
 

@@ -172,7 +172,7 @@ class Family:
     """The inputs that blocks have of their own, in those models of the family that have them
     (`ModelShape.layer_input`)."""
 
-    def of(self, config: Any) -> "Family":
+    def for_config(self, config: Any) -> "Family":
         """The row as a model with this transformers config has it."""
         has_them = self.kept_if is None or getattr(config, self.kept_if)
         return self if has_them else replace(self, kept=(), plain_key_norm=False)

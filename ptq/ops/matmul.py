@@ -69,7 +69,7 @@ def linear(
     x: Float[Tensor, "*batch k"], w: Float[Tensor, "n k"], bias: Float[Tensor, " n"] | None
 ) -> Float[Tensor, "*batch n"]:
     """x Wᵀ + b; torch's own where nothing faster applies: other devices and dtypes. A bfloat16 W may meet float32 x."""
-    if is_decode(x, w, bias):
+    if dense_linear_serves(x, w, bias):
         return torch.ops.ptq.dense_linear(x, w, bias)
     w = w.to(x.dtype)
     if x.numel() < FEW_ROWS * w.shape[1] or not _placed(x, w):
@@ -82,7 +82,7 @@ def linear(
     rows = max(1, PIECE_BYTES // (x.itemsize * w.shape[1]))
     if len(w) <= rows:
         return _many(x, w, bias)
-    y = torch.empty(*x.shape[:-1], len(w))
+    y = torch.empty(*x.shape[:-1], len(w), dtype=torch.float32)
     for start in range(0, len(w), rows):
         here = slice(start, start + rows)
         part = None if bias is None else bias[here]
@@ -100,17 +100,17 @@ def _many(x: Tensor, w: Float32[Tensor, "n k"], bias: Tensor | None) -> Float32[
 def few_tokens_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.linear`, faster for few tokens; not where autocast would give another dtype."""
     changed = torch.is_autocast_enabled("cpu") and x.dtype != torch.get_autocast_dtype("cpu")
-    if not changed and is_decode(x, w, bias):
+    if not changed and dense_linear_serves(x, w, bias):
         return torch.ops.ptq.dense_linear(x, w, bias)
     return torch.nn.functional.linear(x, w, bias)
 
 
-def is_few(tokens: int, *tensors: Tensor) -> bool:
-    """Whether the ops for few tokens are made for this: as `is_plain`, and few."""
-    return 0 < tokens <= FEW_TOKENS and is_plain(*tensors)
+def cpu_ops_serve_few(tokens: int, *tensors: Tensor) -> bool:
+    """Whether the ops for few tokens are made for this: as `cpu_ops_serve`, and few."""
+    return 0 < tokens <= FEW_TOKENS and cpu_ops_serve(*tensors)
 
 
-def is_plain(*tensors: Tensor) -> bool:
+def cpu_ops_serve(*tensors: Tensor) -> bool:
     """On the CPU, float32 or bfloat16, one dtype, no gradients, forward ones neither, and not under torch.compile."""
     dtype = tensors[0].dtype
     if dtype not in FEW_DTYPES or torch.compiler.is_compiling() or takes_forward_derivatives():
@@ -121,29 +121,29 @@ def is_plain(*tensors: Tensor) -> bool:
     return not wants_gradient(*tensors)
 
 
-def on_gpu(x: Tensor) -> bool:
+def lies_on_gpu(x: Tensor) -> bool:
     """Whether a tensor lies where the CUDA kernels are. Not under torch.compile, which could not look."""
     return x.is_cuda and not torch.compiler.is_compiling() and native.has_cuda()
 
 
-def is_gpu(*tensors: Tensor) -> bool:
+def gpu_ops_serve(*tensors: Tensor) -> bool:
     """Whether the CUDA kernels of `ptq.ops.steps` and `ptq.ops.input_steps` are made for this: on one GPU, one dtype of
     at most 32 bits, no gradients, forward ones neither, no autocast, and not under torch.compile, which fuses small
     steps itself."""
     first = tensors[0]
-    if not on_gpu(first) or first.dtype not in GPU_DTYPES or takes_forward_derivatives():
+    if not lies_on_gpu(first) or first.dtype not in GPU_DTYPES or takes_forward_derivatives():
         return False
     if any(x.dtype != first.dtype or x.device != first.device for x in tensors):
         return False
     return not wants_gradient(*tensors) and not torch.is_autocast_enabled("cuda")
 
 
-def has_steps(*tensors: Tensor) -> bool:
+def ops_serve(*tensors: Tensor) -> bool:
     """Whether `ptq.ops.steps` serves these, on a CPU or a GPU."""
-    return is_gpu(*tensors) or is_plain(*tensors)
+    return gpu_ops_serve(*tensors) or cpu_ops_serve(*tensors)
 
 
-def is_decode(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
+def dense_linear_serves(x: Tensor, w: Tensor, bias: Tensor | None) -> bool:
     """Whether `ptq::dense_linear` is made for this: few tokens, on the CPU, one dtype (W may be bfloat16 in any case),
     no gradients, forward ones neither."""
     if not 0 < x.numel() <= FEW_TOKENS * w.shape[1] or x.dtype not in FEW_DTYPES or takes_forward_derivatives():

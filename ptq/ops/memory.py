@@ -36,7 +36,7 @@ def _ours_to_set() -> Any:
     return None if any(name in os.environ for name in ASKED_FOR) else _glibc()
 
 
-def settle() -> None:
+def set_thresholds() -> None:
     """Keep up to 64 MiB of freed memory, in pieces of up to 32 MiB, from the first tensor on: outputs of layers then
     lie on pages that are there already. Left to itself, glibc comes to this by what happens to be freed."""
     library = _ours_to_set()

@@ -60,7 +60,7 @@ def load() -> bool:
         )
         return False
     torch.ops.load_library(str(cpu))
-    memory.settle()
+    memory.set_thresholds()
     if (gpu := _cuda_library()) is not None:
         torch.ops.load_library(str(gpu))
     return True

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ptq.ops.matmul import is_plain
+from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import reference_of
 
 FEW_ROWS = 32
@@ -73,7 +73,7 @@ def forward(
 
 def _is_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     same = query.shape[0] == key.shape[0] and _is_simple(mask, query.shape[0], query.shape[2], key.shape[2])
-    return same and not _is_slow(query, key) and is_plain(query, key, value)
+    return same and not _is_slow(query, key) and cpu_ops_serve(query, key, value)
 
 
 def _is_simple(mask: Tensor | None, batch: int, tokens: int, length: int) -> bool:

@@ -25,7 +25,7 @@ bits smaller groups pay (docs/results.md)."""
 
 @dataclass(frozen=True)
 class Matrix:
-    """The weight of the embedding or the head, plain or packed."""
+    """The weight of a linear outside of blocks (`Plan.ends`), plain or packed."""
 
     tensors: dict[str, Tensor]
     """Its tensors, by the last part of their names: `weight`, and `weight_<part>` of a packed one."""

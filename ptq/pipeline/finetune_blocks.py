@@ -87,7 +87,7 @@ def tune(tasks: Tasks, index: int, progress: Progress) -> None:
         tasks.workers.wait()
         previous = turn.file
     if tasks.workers.first and previous is not None:
-        _settle(tasks, index, previous)
+        _place_trained(tasks, index, previous)
     tasks.workers.wait()
 
 
@@ -198,7 +198,7 @@ def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str
     return found
 
 
-def _settle(tasks: Tasks, index: int, file: Path) -> None:
+def _place_trained(tasks: Tasks, index: int, file: Path) -> None:
     """Put what has been trained into the shards, and say so."""
     values = _read(file)
     found = [[name.partition(" ")[2], finetune.plain(values.pop(name))] for name in sorted(values) if LOSSES in name]

@@ -40,7 +40,8 @@ Model = Literal["original", "rotated", "packed"]
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with which model, and its tensors as they are rewritten; scales that take long are kept."""
+    """What to do with which model, and its tensors as they are rewritten. Scales that were computed are kept: all
+    those of rows, and the last one of a balance."""
 
     checkpoint: Checkpoint
     config: Any

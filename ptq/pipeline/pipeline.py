@@ -192,7 +192,7 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
 
 def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
     """Complete, prove and rename the checkpoint; with a report on `model` if that is named."""
-    job, folder = tasks.settled(tasks.job.plan.linears), tasks.shards.folder
+    job, folder = tasks.job_with_choices(tasks.job.plan.linears), tasks.shards.folder
     memory.give_back()
     ids = tasks.probe.states(0)["ids"]
     packed, agreement, positions = _agreement(tasks, ids)

@@ -85,9 +85,10 @@ class Probe:
         error = max(largest_error(rotated, expected), *(largest_error(*logits) for logits in routes.logits()), 0.0)
         if not error < ROTATION_TOLERANCE:  # also where it is NaN
             raise RunError(
-                f"block {index}: the rotated block differs from the original by {error:.1e} (relative; rounding is "
-                f"below {ROTATION_TOLERANCE}), so nothing was written: this {self.job.family.model_type} model may "
-                "have a part that the row of its family does not know; please report it"
+                f"block {index}: the rotated block differs from the original by {error:.1e} (relative; what "
+                f"float32 rounds is below {ROTATION_TOLERANCE}), so there is no result: this "
+                f"{self.job.family.model_type} model may have a part that the row of its family does not "
+                "know; please report it"
             )
 
     def write(

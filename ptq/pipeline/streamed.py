@@ -1,6 +1,6 @@
 """A model, plain or packed, that runs from its files with one part of it in memory at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Streamed:
         stated = checkpoint.config.get("quantization_config")
         if isinstance(stated, dict) and stated.get("quant_method") == QUANT_METHOD:
             config = transformers_config(checkpoint)
-            family = family_of(checkpoint.config).of(config)
+            family = family_of(checkpoint.config).for_config(config)
             check_whole(checkpoint, family)
             return cls(checkpoint, config, family, PtqConfig.parse(checkpoint.config))
         found = target.opened(str(folder))
@@ -103,7 +103,7 @@ class Streamed:
         entry = self.packed.entries().get(name) if self.packed is not None else None
         return Matrix({tensor.rpartition(".")[2]: value for tensor, value in self._read(names).items()}, entry)
 
-    def _read(self, names: Iterator[str] | tuple[str, ...]) -> dict[str, Tensor]:
+    def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors that are read. Raises InputError for one that is not finite."""
         found = {name: self.checkpoint.read(name) for name in names if name not in self.unused}
         for name, tensor in found.items():

@@ -53,7 +53,7 @@ def opened(model: str) -> Source:
     checkpoint, more = published.dequantised(checkpoint)
     check_generates(checkpoint.config)
     family, config = family_of(checkpoint.config), transformers_config(checkpoint)
-    family, shape = family.of(config), shape_of(config)
+    family, shape = family.for_config(config), shape_of(config)
     tensors = transposed.as_read(fused.as_published(checkpoint.tensors, family, shape.experts), family)
     checkpoint = replace(checkpoint, tensors=tensors)
     if shape.experts and family.experts is None:

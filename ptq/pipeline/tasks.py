@@ -35,6 +35,7 @@ from ptq.layers.packed_weight import guard
 from ptq.ops import matmul, memory
 from ptq.pipeline import finetune_blocks, finetune_full, solved
 from ptq.pipeline.ends import Matrix, plain
+from ptq.pipeline.finetune import HELD_OUT
 from ptq.pipeline.job import Job
 from ptq.pipeline.probe import Probe, row_by_row
 from ptq.pipeline.progress import Progress
@@ -48,8 +49,6 @@ from ptq.weights.rounding import Rounded, nearest, nearest_rows
 
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
-FINETUNE_CHUNKS = 8
-"""With fine-tuning there are at least so many chunks, as one of so many is held out."""
 CHOSEN = "chosen"
 """Key of a linear's mark: the options of its format, where the plan leaves a choice."""
 
@@ -198,13 +197,13 @@ class Tasks:
             rounded = solved.solved(self.job, self.hessians, linear, part, key, codebook)
         return format.pack(rounded), rounded.statistics() | chosen
 
-    def settled(self, linears: Iterable[LinearPlan]) -> Job:
+    def job_with_choices(self, linears: Iterable[LinearPlan]) -> Job:
         """The job with the formats and clips that its plan leaves open filled in: as they were chosen for these
         linears, which are done."""
         left = [linear for linear in linears if isinstance(linear.format, Choice) or linear.clip_search]
         marks = {linear.name: json.loads(self.mark(linear).read_bytes()) for linear in left}
         options, clips = ({n: m[key] for n, m in marks.items() if key in m} for key in (CHOSEN, CLIP))
-        return replace(self.job, plan=self.job.plan.settled(options, clips)) if marks else self.job
+        return replace(self.job, plan=self.job.plan.with_choices(options, clips)) if marks else self.job
 
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
@@ -240,7 +239,7 @@ class Tasks:
         """The calibration rows in chunks, each of which goes through a block in one call."""
         size = CHUNK_TOKENS // rows.shape[1]
         if self.job.plan.finetune != "none":
-            size = min(size, len(rows) // FINETUNE_CHUNKS)
+            size = min(size, len(rows) // HELD_OUT)  # one chunk of so many is held out
         return rows.split(max(1, size))
 
     def _observe(self, index: int, part: Part, calibrated: bool, progress: Progress) -> None:
@@ -274,7 +273,7 @@ class Tasks:
 
     def packed_block(self, index: int) -> Part:
         """A block as it is written and runs."""
-        job = self.settled(self.job.plan.block(index))
+        job = self.job_with_choices(self.job.plan.block(index))
         return job.packed_block(index, self.written(f"{self.job.plan.layers}.{index}."))
 
     # --- results --------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from ptq.errors import InputError
 from ptq.hf.loading import load_tokenizer
 from ptq.models.model_shape import shape_of
+from ptq.pipeline.finetune import HELD_OUT
 from ptq.pipeline.preflight import needs_hessians, needs_text
-from ptq.pipeline.tasks import FINETUNE_CHUNKS
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
 from ptq.statistics import calibration
@@ -42,9 +42,9 @@ def choose(
             raise InputError(_without_text(plan, recipe))
         generator = torch.Generator().manual_seed(recipe.seed)
         return None, torch.randint(vocab, (1, RANDOM_TOKENS), generator=generator)
-    if plan.finetune != "none" and recipe.samples < FINETUNE_CHUNKS:
+    if plan.finetune != "none" and recipe.samples < HELD_OUT:
         raise InputError(
-            f"--finetune needs at least {FINETUNE_CHUNKS} calibration rows, so that some can be held out; found "
+            f"--finetune needs at least {HELD_OUT} calibration rows, so that some can be held out; found "
             f"--samples {recipe.samples}"
         )
     assert recipe.sequence_length is not None

@@ -19,6 +19,7 @@ from ptq.files.shards import remove_leftovers, write_json
 from ptq.pipeline import rewrite
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
+from ptq.startup import DISTRIBUTION
 
 RECORD = "ptq.json"
 """The record inside a finished checkpoint."""
@@ -35,7 +36,7 @@ ROWS = ("seed", "samples", "sequence_length", "calibration")
 def package_version() -> str:
     """Versions of this package and of what computes; part of every fingerprint: another one may round otherwise."""
     try:
-        own = version("ptq-toolkit")
+        own = version(DISTRIBUTION)
     except PackageNotFoundError:  # a source checkout that was never installed
         own = "unknown"
     return f"ptq {own}, torch {torch.__version__}, transformers {transformers.__version__}"

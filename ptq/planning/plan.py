@@ -183,14 +183,14 @@ class Plan:
         return (linear for linear in self.linears if linear.block == index)
 
     def ends(self) -> Iterator[LinearPlan]:
-        """The embedding, and the head where it has a weight of its own."""
+        """The linears outside of blocks: embeddings, and the head where it has a weight of its own."""
         return (linear for linear in self.linears if linear.block is None)
 
     def packed_linears(self) -> Iterator[LinearPlan]:
         """The linears that are stored in a format: each has an entry in config.json."""
         return (linear for linear in self.linears if linear.format is not None)
 
-    def settled(self, options: Mapping[str, Mapping[str, Any]], clips: Mapping[str, float]) -> "Plan":
+    def with_choices(self, options: Mapping[str, Mapping[str, Any]], clips: Mapping[str, float]) -> "Plan":
         """The plan in which the named linears have their formats with these options, and their inputs these clips."""
 
         def decided(linear: LinearPlan) -> LinearPlan:

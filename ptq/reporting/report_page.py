@@ -205,7 +205,7 @@ def _sizes(report: Report) -> str:
     sides = (("original", "before", report.bytes_before), ("result", "after", report.bytes_after))
     rows, cells = [], []
     for label, side, whole in sides:
-        pieces = [(s.part, PARTS.get(s.part, "#5f6368"), getattr(s, side)) for s in report.shares if getattr(s, side)]
+        pieces = [(s.part, _colour(s.part), getattr(s, side)) for s in report.shares if getattr(s, side)]
         rows.append((label, [(*piece, f"{piece[0]}: {_share(piece[2], whole)}") for piece in pieces]))
     for share in report.shares:
         numbers = (_share(share.before, report.bytes_before), _share(share.after, report.bytes_after))

@@ -9,7 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.models.families import row_of
+from ptq.models.families import family_or_default
 from ptq.statistics import text_sources
 
 # Far above what is needed (English has about 4 characters per token), and above all of WikiText-2.
@@ -36,7 +36,7 @@ def load_rows(
     ):
         if value < least:
             raise InputError(f"{option} {value}: must be at least {least}")
-    text = text_sources.load(spec, max(MIN_TEXT_LIMIT, TEXT_PER_TOKEN * samples * sequence_length), tokenizer)
+    text = text_sources.load(spec, tokenizer, max(MIN_TEXT_LIMIT, TEXT_PER_TOKEN * samples * sequence_length))
     ids = _tokens(text, tokenizer, special=bos is None)
     windows = windows_of(ids, sequence_length, bos)
     if not text.strip():
@@ -54,7 +54,7 @@ def bos_of(tokenizer: Any, config: Any) -> int | None:
     """The token in front of every window of text for a model with this transformers config; None for most models
     (`Family.needs_bos`). Raises InputError where one is needed, and nobody says which."""
     text = config.get_text_config()
-    if not row_of(text).needs_bos:
+    if not family_or_default(text).needs_bos:
         return None
     bos = text.bos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if not isinstance(bos, int):

@@ -177,7 +177,7 @@ def _zeros(k: int, device: torch.device) -> list[Float32[Tensor, "_ _"]]:
     its activations would leave holes."""
     shapes = panel_shapes(k)
     sizes = [rows * columns for rows, columns in shapes]
-    flat = torch.zeros(sum(sizes), device=device)
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
     return [panel.view(shape) for panel, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 

@@ -43,8 +43,9 @@ def check(spec: str) -> None:
         raise InputError(f"calibration {spec!r}: no such file, and not a hub dataset like `org/name`; check the path")
 
 
-def load(spec: str, limit: int, tokenizer: Any) -> str:
-    """The text that a user named, as far as `limit` characters: documents, joined by an empty line.
+def load(spec: str, tokenizer: Any, limit: int) -> str:
+    """The text that a user named, as far as `limit` characters (of a .txt file bytes): documents, joined by an empty
+    line.
 
     `spec` is a .txt file, a .jsonl file, `wikitext2`, `c4`, or a hub dataset, streamed: `name`, `name:configuration` or
     `name:configuration:split` (`train` unless named; the configuration may be empty). A row of these has a `text` or

@@ -222,11 +222,6 @@ FORMATS = {
 """Every format: its name in a checkpoint, the module and the class. A new one is one row here and one file."""
 
 
-def names() -> tuple[str, ...]:
-    """Names of all formats."""
-    return tuple(FORMATS)
-
-
 def get(name: str, /, **options: Any) -> Format:
     """The format of that name with these options. Raises InputError for a name, option or value that does not exist."""
     if name not in FORMATS:

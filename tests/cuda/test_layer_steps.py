@@ -125,7 +125,7 @@ def test_a_model_with_and_without(name: str, monkeypatch: pytest.MonkeyPatch) ->
     for ours in (True, False):
         with monkeypatch.context() as patched:
             if not ours:
-                patched.setattr(matmul, "is_gpu", lambda *tensors: False)
+                patched.setattr(matmul, "gpu_ops_serve", lambda *tensors: False)
                 patched.setattr(gpu_layer, "run", lambda *given: None)
             caches = [packed.cache_of(model, 64) for _ in range(2)]
             prompts = [model(ids, past_key_values=cache).logits for cache in caches]
