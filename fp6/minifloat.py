@@ -51,7 +51,7 @@ class MinifloatGrid(Grouped):
     per_row: ClassVar[bool] = True
 
     @property
-    def code(self) -> Element:
+    def small_float(self) -> Element:
         """The element that the codes are of."""
         return element_of(self.element)
 
@@ -73,13 +73,13 @@ class MinifloatGrid(Grouped):
         self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> UInt8[Tensor, "n c"]:
         scales, size = self.expanded(scales, columns)
-        return OPS.minifloat_encode(w.contiguous(), scales["scale"], *self.code.sizes, size)
+        return OPS.minifloat_encode(w.contiguous(), scales["scale"], *self.small_float.sizes, size)
 
     def decode(
         self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
     ) -> Float32[Tensor, "n c"]:
         scales, size = self.expanded(scales, columns)
-        return OPS.minifloat_decode(codes, scales["scale"], *self.code.sizes, size)
+        return OPS.minifloat_decode(codes, scales["scale"], *self.small_float.sizes, size)
 
     def round_block(
         self,
@@ -91,11 +91,11 @@ class MinifloatGrid(Grouped):
     ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
         """`rounding.round_block` in one op."""
         (scale,), group = self.transposed((scales["scale"],), columns)
-        return OPS.minifloat_ldlq(target, w, factor, scale, group, *self.code.sizes)
+        return OPS.minifloat_ldlq(target, w, factor, scale, group, *self.small_float.sizes)
 
     @property
     def _options(self) -> tuple[int, int, int, bool, bool]:
-        return *self.code.sizes, self.group_size, self.scale == "e8m0", self.search == "mse"
+        return *self.small_float.sizes, self.group_size, self.scale == "e8m0", self.search == "mse"
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class MinifloatFormat(LaidOut):
             raise InputError(f"{self.name}: scale must be bfloat16 or e8m0, found {self.scale!r}")
 
     @property
-    def code(self) -> Element:
+    def small_float(self) -> Element:
         """The element that the codes are of."""
         return element_of(self.element)
 
@@ -139,7 +139,7 @@ class MinifloatFormat(LaidOut):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        return *self.code.sizes, self.group_size
+        return *self.small_float.sizes, self.group_size
 
     def options(self) -> dict[str, Any]:
         return {"element": self.element, "group_size": self.group_size, "scale": self.scale}
@@ -147,31 +147,32 @@ class MinifloatFormat(LaidOut):
     def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         scale = torch.int16 if self.scale == "bfloat16" else torch.uint8
         return {
-            "codes": ((n, (k * self.code.bits + 7) // 8), torch.uint8),
+            "codes": ((n, (k * self.small_float.bits + 7) // 8), torch.uint8),
             "scale": ((n, self.codebook.groups(k)), scale),
         }
 
     def pack(self, rounded: Rounded) -> Parts:
         return {
-            "codes": OPS.integer_pack(rounded.codes, self.code.bits),
+            "codes": OPS.integer_pack(rounded.codes, self.small_float.bits),
             "scale": pack_scale(rounded.scales["scale"], self.scale),
         }
 
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
         parts = self.unprepack(parts)
         check_parts(self, parts, n, k)
-        return bitstream.unpack(parts["codes"], self.code.bits, k), {"scale": unpack_scale(parts["scale"])}
+        return bitstream.unpack(parts["codes"], self.small_float.bits, k), {"scale": unpack_scale(parts["scale"])}
 
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
         return self.codebook.decode(*self.unpack(parts, n, k))
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         n, size = parts["codes"].shape
-        k = size * 8 // self.code.bits  # maybe one too many: the zeros that fill the last byte count as a code here
+        # Maybe one too many: the zeros that fill the last byte count as a code here.
+        k = size * 8 // self.small_float.bits
         if layout == "tiles":
-            packed = OPS.integer_prepack(parts["codes"], self.code.bits, k)
+            packed = OPS.integer_prepack(parts["codes"], self.small_float.bits, k)
         else:
-            packed = fragments.prepack(parts["codes"], self.code, k)
+            packed = fragments.prepack(parts["codes"], self.small_float, k)
         scale = tiles.tile_scales(as_bfloat16(parts["scale"]))
         return {layout: packed, "scale": scale, "shape": packed.new_empty(n, k, 0)}
 
@@ -182,7 +183,7 @@ class MinifloatFormat(LaidOut):
                 "of small floats, compressed-tensors holds MXFP6 and MXFP4 with inputs in 16 bits; quantise with "
                 "`fp6 --scale e8m0 --group-size 32 --element e2m3` or `e2m1`"
             )
-        bits = self.code.bits
+        bits = self.small_float.bits
         integers = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
         numbers = {"num_bits": bits, "type": "float", "symmetric": True, "dynamic": False}
         return Scheme(f"mxfp{bits}-pack-quantized", {**numbers, "strategy": "group", "group_size": 32, **integers})
@@ -198,9 +199,9 @@ class MinifloatFormat(LaidOut):
             return parts
         n, k = parts["shape"].shape[:2]
         if "tiles" in parts:
-            codes = OPS.integer_unprepack(parts["tiles"], n, self.code.bits, k)
+            codes = OPS.integer_unprepack(parts["tiles"], n, self.small_float.bits, k)
         else:
-            codes = fragments.unprepack(parts["fragments"], n, self.code, k)
+            codes = fragments.unprepack(parts["fragments"], n, self.small_float, k)
         scale = tiles.untile_scales(parts["scale"], n)
         return {"codes": codes, "scale": scale if self.scale == "bfloat16" else as_e8m0(scale)}
 

@@ -94,7 +94,7 @@ def copy_bandwidth() -> float:
 
 
 def bits_of(form: IntegerFormat | MinifloatFormat) -> int:
-    return form.bits if isinstance(form, IntegerFormat) else form.code.bits
+    return form.bits if isinstance(form, IntegerFormat) else form.small_float.bits
 
 
 def random_weight(form: IntegerFormat | MinifloatFormat, n: int, k: int) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def _calls(
     if name in HALF:
         half = x.half()
         calls[f"{name} fp16"] = lambda w: form.linear(half, w)
-    if isinstance(form, IntegerFormat) or form.code.int8_shift is not None:
+    if isinstance(form, IntegerFormat) or form.small_float.int8_shift is not None:
         q, scale = Activation(8, 1.0).quantize(x)
         calls[name.replace("A16", "A8")] = lambda w: form.linear_quantized(q, scale, w, None, torch.bfloat16)
     if isinstance(form, IntegerFormat):

@@ -49,7 +49,7 @@ def build(recipe: Recipe | None, config: LlamaConfig, device: torch.device, dtyp
     plan = ends.packed(methods.planner(recipe.method)(shape_of(config), family, recipe, {}), recipe.embedding_bits)
     signs: dict[int, Tensor] = {}
     for planned in plan.packed_linears():
-        module = linear.swap(model, planned.name, linear.describe(planned))
+        module = linear.swap(model, planned.name, linear.config_entry(planned))
         fill(module, device, signs)
     if plan.cache is not None:
         attach(model, plan.cache)

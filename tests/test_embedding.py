@@ -21,7 +21,7 @@ from ptq.layers.embedding import PackedEmbedding, TiedHead
 from ptq.layers.linear import QuantLinear, swap
 from ptq.models.families import FAMILIES
 from ptq.pipeline import finetune_blocks, preflight
-from ptq.pipeline.ends import plain
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import RECORD
 from ptq.recipe import Recipe
@@ -236,7 +236,7 @@ def test_the_teacher_reads_the_original_embedding(tmp_path: Path, monkeypatch: p
     def taught(tasks: Tasks, index: int, part: Any) -> None:
         teach(tasks, index, part)
         if index == 0:
-            weight = plain(tasks.job.tensor(f"{EMBEDDING}.weight"))
+            weight = plain_matrix(tasks.job.tensor(f"{EMBEDDING}.weight"))
             entered = tasks.job.embed([weight], tasks.chunks_of(rows[0])[0], "original")
             left = tasks.teacher.read(tasks.teacher.files(1)[0])
             packed = tasks.hidden.read(tasks.hidden.files(0)[0])

@@ -122,7 +122,7 @@ def arguments(
         outside, inside = (hadamard.dense_factors(size, x.device) for size in (hadamard.largest_block(hidden), order))
         numbers = width, format.bits, input_bits, 0.95, down_bits, 0.9
         return [x, tokens, counts, shares, *lists, su, sv, *numbers, *outside, *inside, *between]
-    numbers = [format.bits] if isinstance(format, IntegerFormat) else [format.code.exponent, format.code.mantissa]
+    numbers = [format.bits] if isinstance(format, IntegerFormat) else [*format.small_float.sizes]
     down = [*hadamard.dense_factors(order, x.device), down_bits, 0.9] if order else [[], 0, down_bits, 0.9]
     numbers = [width, *numbers, format.group_size, input_bits, 0.95]
     return [x, tokens, counts, shares, *lists, *numbers, *down, *between]

@@ -20,8 +20,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 import ptq
 from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
-from ptq.pipeline import pipeline, rewrite, solved
-from ptq.pipeline.ends import plain
+from ptq.pipeline import pipeline, rewrite, solve
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job
 from ptq.pipeline.writer import LOG
 from ptq.reporting import console_tables
@@ -140,14 +140,14 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
     signs = {name: rewrite.draw_signs(name, length, recipe.seed) for name, length in target.plan.signs.items()}
     job = Job(recipe=recipe, signs=signs, device=torch.device("cpu"), **vars(target))
     tensors = load_file(out / "model.safetensors")
-    hidden = job.embed([plain(tensors["model.embed_tokens.weight"])], IDS)
+    hidden = job.embed([plain_matrix(tensors["model.embed_tokens.weight"])], IDS)
     for index in range(2):
         inside = {name: tensor for name, tensor in tensors.items() if name.startswith(f"model.layers.{index}.")}
         hidden = job.packed_block(index, inside).run(hidden)
     with torch.no_grad():
         packed = load(out)
         logits = job.logits(
-            plain(tensors[f"{job.head.name}.weight"]), {name: tensors[name] for name in job.last}, hidden
+            plain_matrix(tensors[f"{job.head.name}.weight"]), {name: tensors[name] for name in job.last}, hidden
         )
         assert torch.equal(torch.cat(logits), torch.cat([packed(row).logits for row in IDS.split(3)]))
         headless = AutoModel.from_pretrained(out, dtype=torch.float32)
@@ -179,7 +179,7 @@ def test_stopped_and_continued(
 ) -> None:
     model, recipe = save_model(tmp_path / "model", model_type, **SMALL), of_text(calibration_text)
     ptq.quantize(model, tmp_path / "out", recipe, QUIET)
-    real, left = solved.ldlq, 0
+    real, left = solve.ldlq, 0
 
     def stopping(*args: Any, **options: Any) -> Any:
         nonlocal left
@@ -188,7 +188,7 @@ def test_stopped_and_continued(
             raise KeyboardInterrupt
         return real(*args, **options)
 
-    monkeypatch.setattr(solved, "ldlq", stopping)
+    monkeypatch.setattr(solve, "ldlq", stopping)
     stops = 0
     while not (tmp_path / "again").exists():
         left, stops = 7, stops + 1

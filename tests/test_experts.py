@@ -24,7 +24,7 @@ from ptq.models.families import FAMILIES
 from ptq.models.family import Family
 from ptq.models.model_shape import shape_of
 from ptq.pipeline import pipeline, preflight
-from ptq.pipeline.ends import plain
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job
 from ptq.reporting import console_tables
 from quarot.plan import QuarotRecipe
@@ -229,12 +229,12 @@ def test_blocks_with_and_without_experts(changes: dict[str, Any], blocks: list[i
     found = {int(linear.name.split(".")[2]) for linear in target.plan.linears if linear.expert is not None}
     assert sorted(found) == blocks == [i for i in range(2) if shape_of(target.config).has_experts(i)]
     job = Job(recipe=QuarotRecipe(), signs={}, device=torch.device("cpu"), **vars(target))
-    hidden = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
+    hidden = job.embed([plain_matrix(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
     for index in range(2):
         hidden = job.original_block(index).run(hidden)
     wanted = load(folder).model(IDS, output_hidden_states=True)
     job_norm = job.logits(
-        plain(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, hidden, "original"
+        plain_matrix(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, hidden, "original"
     )
     assert close(torch.cat(job_norm), load(folder).lm_head(wanted.last_hidden_state), 1e-5)
 
@@ -279,7 +279,9 @@ def test_blocks_for_multi_token_prediction_are_left_out(model_type: str, tmp_pat
     assert json.loads((tmp_path / "rotated" / "config.json").read_bytes())["num_nextn_predict_layers"] == 0
     edit_config(num_nextn_predict_layers=0)(folder)
     edit_tensors(lambda t: t.update({"mtp.layers.0.norm.weight": torch.ones(3)}))(folder)
-    check_refused(quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "promises 2 blocks, 0 to 1")
+    check_refused(
+        quantize("quarot", folder, tmp_path / "out", "--plan", "--rounding", "nearest"), "promises 2 blocks, 0 to 1"
+    )
 
 
 def test_sizes_that_are_said_for_every_block(tmp_path: Path) -> None:

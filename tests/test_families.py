@@ -22,7 +22,7 @@ from ptq.models.family import Family
 from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
 from ptq.pipeline import balance, pipeline, rewrite
-from ptq.pipeline.ends import plain
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job
 from ptq.planning.outline import first_row
 from ptq.planning.plan import LinearPlan, Plan, check_claims
@@ -216,11 +216,11 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
     folder = save_model(tmp_path / "model", model_type, **(TWO_KINDS if kinds else {}))
     target = pipeline.plan(str(folder), WITHOUT_DATA)
     job = Job(recipe=WITHOUT_DATA, signs={}, device=torch.device("cpu"), **vars(target))
-    hidden = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
+    hidden = job.embed([plain_matrix(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
     for index in range(target.plan.blocks):
         hidden = job.original_block(index).run(hidden)
     logits = job.logits(
-        plain(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, hidden, "original"
+        plain_matrix(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, hidden, "original"
     )
     assert relative(torch.cat(logits), AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 5e-6
 

@@ -83,7 +83,7 @@ def test_damage_on_the_way_is_undone_and_at_the_start_refused(tmp_path: Path) ->
     best, losses = fit(Task(**{**vars(task), "gradients": broken}), silent)
     assert (
         torch.equal(best["a"], torch.zeros(6))
-        and finetune.plain(torch.tensor(losses))[1:] == [None] * finetune.PATIENCE
+        and finetune.json_losses(torch.tensor(losses))[1:] == [None] * finetune.PATIENCE
     )
     (tmp_path / "state.safetensors").unlink()
     with pytest.raises(RunError, match="test: before fine-tuning the loss"):

@@ -234,7 +234,7 @@ def test_every_e8m0_byte_is_a_bfloat16_number() -> None:
 def any_parts(format: MinifloatFormat, n: int, k: int) -> formats.Parts:
     """Any code, and scales of the format's kind."""
     draw = torch.Generator().manual_seed(n * k)
-    codes = torch.randint(0, 2**format.code.bits, (n, k), dtype=torch.uint8, generator=draw)
+    codes = torch.randint(0, 2**format.small_float.bits, (n, k), dtype=torch.uint8, generator=draw)
     scale = (randn(n, format.codebook.groups(k)) * 0.1).abs()
     scale = scale.bfloat16().float() if format.scale == "bfloat16" else torch.exp2(scale.log2().round())
     return format.pack(rounding.Rounded(codes, {"scale": scale}))

@@ -20,7 +20,7 @@ from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.linear import QuantLinear
 from ptq.models.state import StateLayout
 from ptq.pipeline import pipeline
-from ptq.pipeline.ends import plain
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job
 from quarot.plan import QuarotRecipe
 
@@ -61,14 +61,14 @@ def test_parts_that_run_alone_make_the_whole_model(model: Path) -> None:
     recipe = QuarotRecipe(rounding="nearest", weight_bits=16)
     target = pipeline.plan(str(model), recipe)
     job = Job(recipe=recipe, signs={}, device=torch.device("cpu"), **vars(target))
-    state = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
+    state = job.embed([plain_matrix(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
     layout = StateLayout.of(target.config)
     assert state.shape[-1] == layout.width
     for index in range(target.plan.blocks):
         state = job.original_block(index).run(state)
         assert state.shape[-1] == layout.width - (index + 1) * layout.own
     found = job.logits(
-        plain(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, state, "original"
+        plain_matrix(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, state, "original"
     )
     assert relative(torch.cat(found), load(model)(IDS).logits) < 5e-6
 
@@ -82,7 +82,7 @@ def test_rows_enter_as_if_alone(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", "gemma4_text", **sizes, hidden_size_per_layer_input=24)
     recipe = QuarotRecipe(rounding="nearest", rotate=False)
     job = Job(recipe=recipe, signs={}, device=torch.device("cpu"), **vars(pipeline.plan(str(model), recipe)))
-    matrices = [plain(job.tensor(linear.source)) for linear in job.embeddings]
+    matrices = [plain_matrix(job.tensor(linear.source)) for linear in job.embeddings]
     ids = torch.randint(3, 96, (4, 32), generator=torch.Generator().manual_seed(0))
     assert torch.equal(job.embed(matrices, ids)[:1], job.embed(matrices, ids[:1]))
 

@@ -26,7 +26,7 @@ def weight(n: int, k: int, form: MinifloatFormat) -> dict[str, Tensor]:
     scale = torch.rand(n, groups, generator=generator).add(0.5).bfloat16().view(torch.int16)
     if form.scale == "e8m0":
         scale = torch.randint(120, 130, (n, groups), generator=generator, dtype=torch.uint8)
-    return {"codes": bitstream.pack(random_codes(n, k, form.code), form.code.bits), "scale": scale}
+    return {"codes": bitstream.pack(random_codes(n, k, form.small_float), form.small_float.bits), "scale": scale}
 
 
 def place(element: Element, row: int, column: int, bit: int) -> tuple[int, int]:
@@ -101,7 +101,8 @@ def test_products_are_those_of_tiles(name: str, group_size: int, scale: str) -> 
     assert torch.equal(form.dequantize(gpu, n, k), form.dequantize(parts, n, k))
     q, q_scale = torch.randint(-128, 128, (2, 3, k), dtype=torch.int8), torch.rand(2, 3)
     found, wanted = (form.linear_quantized(q, q_scale, p, bias, torch.float32) for p in (gpu, cpu))
-    assert torch.equal(found, wanted) if form.code.int8_shift is not None else torch.allclose(found, wanted, 1e-4, 1e-2)
+    exact = form.small_float.int8_shift is not None
+    assert torch.equal(found, wanted) if exact else torch.allclose(found, wanted, 1e-4, 1e-2)
 
 
 def test_layouts_are_exchanged_when_a_weight_moves() -> None:
@@ -141,5 +142,5 @@ def test_references_are_the_definition() -> None:
     codes = bitstream.unpack(parts["codes"], 6, k)
     q, q_scale = torch.randint(-128, 128, (5, k), dtype=torch.int8), torch.rand(5)
     found = fragment_ops.quantized(q, q_scale, p["fragments"], p["scale"], None, n, 2, 3, 64, torch.float32)
-    wanted = tiled_ops.product(q, q_scale, codes, parts["scale"], None, form.code, 64, torch.float32)
+    wanted = tiled_ops.product(q, q_scale, codes, parts["scale"], None, form.small_float, 64, torch.float32)
     assert torch.equal(found, wanted)

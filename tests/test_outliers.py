@@ -17,7 +17,7 @@ from ptq.models.model_shape import shape_of
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation, dequantize
 from ptq.pipeline import pipeline
-from ptq.pipeline.ends import plain
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job
 from ptq.pipeline.work import Record
 from ptq.planning.outline import first_row
@@ -137,7 +137,7 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
 
     part = job.original_block(0)
     with outliers.watching(part, names) as before:
-        hidden = job.embed([plain(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
+        hidden = job.embed([plain_matrix(job.tensor(linear.source)) for linear in job.embeddings], IDS, "original")
         part.run(hidden[:1])
         part.run(hidden[1:])
     assert list(before) == list(names)
@@ -146,7 +146,7 @@ def test_watching_a_block_before_and_after_rotation(model_type: str, tmp_path: P
 
     job.rotate_block(0, part)
     with outliers.watching(part, names) as after:
-        part.run(job.embed([plain(job.rewritten(linear, torch.float32)) for linear in job.embeddings], IDS))
+        part.run(job.embed([plain_matrix(job.rewritten(linear, torch.float32)) for linear in job.embeddings], IDS))
     for name in names:
         linear = job.plan.linear(name)
         assert linear is not None

@@ -65,7 +65,7 @@ def export(checkpoint: Path, out: Path) -> int:
         )
     half = read_as(source.config) == torch.float16
     linears = [_rewritten(name, module, schemes[0], half) for name, module in modules.items()]
-    described = source.config | {"quantization_config": describe(schemes[0], plain)}
+    described = source.config | {"quantization_config": quantization_config(schemes[0], plain)}
     rewritten.write(source, out, linears, rewritten.plain_files(source, described))
     return len(linears)
 
@@ -139,7 +139,7 @@ def _rewritten(name: str, module: PackedWeight, scheme: Scheme, half: bool) -> R
     return Rewritten(tuple(stored + part for part in buffers), specs, compress, decompress, dropped=(own + GUARD,))
 
 
-def describe(scheme: Scheme, plain: list[str]) -> dict[str, Any]:
+def quantization_config(scheme: Scheme, plain: list[str]) -> dict[str, Any]:
     """The `quantization_config` of compressed-tensors, for a model whose linears are all packed so but those in
     `plain`."""
     group = {

@@ -8,7 +8,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ptq.errors import InputError
 from ptq.hf import residual
 from ptq.kv.kv_cache import CacheQuantization
-from ptq.layers.linear import describe
+from ptq.layers.linear import config_entry
 from ptq.models.families import family_or_default
 from ptq.planning.plan import Plan
 
@@ -79,10 +79,10 @@ class PtqConfig(QuantizationConfigMixin):
     @classmethod
     def of(cls, plan: Plan) -> "PtqConfig":
         """The config that describes a plan's result."""
-        entries = {linear.name: describe(linear) for linear in plan.packed_linears()}
+        entries = {linear.name: config_entry(linear) for linear in plan.packed_linears()}
         turned = plan.online_residual
         return cls.listing(
-            entries, plan.cache.as_dict() if plan.cache else None, residual.describe(turned) if turned else None
+            entries, plan.cache.as_dict() if plan.cache else None, residual.config_entry(turned) if turned else None
         )
 
     @classmethod

@@ -31,13 +31,13 @@ transformers gives those of an embedding that it resizes gradients."""
 VERSION = 1
 
 
-def describe(rotation: Rotation) -> dict[str, Any]:
+def config_entry(rotation: Rotation) -> dict[str, Any]:
     """The entry of `quantization_config`."""
     return {"version": VERSION, "hadamard": hadamard.construction(rotation.order)}
 
 
 def parse(entry: Any) -> str:
-    """The construction that an entry names. Raises InputError for anything that `describe` cannot have written."""
+    """The construction that an entry names. Raises InputError for anything that `config_entry` cannot have written."""
     where = "config.json: quantization_config: residual_rotation"
     if not isinstance(entry, dict) or entry.keys() != {"version", "hadamard"}:
         raise InputError(f"{where}: expected an object with `version` and `hadamard`, found {str(entry)[:80]!r}")

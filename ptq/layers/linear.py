@@ -150,7 +150,7 @@ class QuantLinear(PackedWeight):
         )
 
 
-def describe(linear: LinearPlan) -> dict[str, Any]:
+def config_entry(linear: LinearPlan) -> dict[str, Any]:
     """The entry of `quantization_config` for one linear: everything that loading needs, and nothing by reference."""
     assert linear.format is not None, linear.name
     entry = {"format": linear.format.name, "version": linear.format.version, **linear.format.options()}

@@ -81,7 +81,7 @@ def logits(
     return (part.logits(row) for row in state.split(1))
 
 
-def plain(weight: Float[Tensor, "v k"]) -> Matrix:
+def plain_matrix(weight: Float[Tensor, "v k"]) -> Matrix:
     """The matrix of a weight that is not packed."""
     return Matrix({"weight": weight})
 

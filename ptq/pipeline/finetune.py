@@ -117,7 +117,7 @@ def fit(task: Task, tell: Tell) -> tuple[Values, list[float]]:
     return _written(state.best, task), state.losses
 
 
-def plain(losses: Tensor) -> list[float | None]:
+def json_losses(losses: Tensor) -> list[float | None]:
     """Losses as JSON values, six digits each; None for what was not finite."""
     return [float(f"{loss:.6g}") if math.isfinite(loss) else None for loss in losses.tolist()]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
-from ptq.layers.linear import describe
+from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import finetune, tuned
 from ptq.pipeline.progress import Progress
@@ -128,7 +128,7 @@ def _rewritten(turn: _Turn, values: Values) -> Part:
     job, part = turn.tasks.job, turn.tasks.job.original_block(turn.index)
     names = [name for name in values if not name.startswith(LOSSES) and part.holds(name)]
     part.load({name: values[name] for name in names})
-    part.pack({linear.name: describe(linear) for linear in turn.rounded})
+    part.pack({linear.name: config_entry(linear) for linear in turn.rounded})
     for linear in turn.rounded:
         part.load(turn.tasks.written(f"{linear.name}."))
     for linear in turn.group:
@@ -201,7 +201,8 @@ def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str
 def _place_trained(tasks: Tasks, index: int, file: Path) -> None:
     """Put what has been trained into the shards, and say so."""
     values = _read(file)
-    found = [[name.partition(" ")[2], finetune.plain(values.pop(name))] for name in sorted(values) if LOSSES in name]
+    trained = [name for name in sorted(values) if LOSSES in name]
+    found = [[name.partition(" ")[2], finetune.json_losses(values.pop(name))] for name in trained]
     values = tuned.shared([linear for linear in tasks.job.plan.block(index) if linear.statistics], values)
     tasks.place(_mark(tasks, index), tuned.written(tasks.job, values), {"losses": found})
     file.unlink()

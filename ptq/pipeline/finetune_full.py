@@ -26,7 +26,7 @@ from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import available, finetune, tuned
-from ptq.pipeline.ends import plain
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tuned import Trained, Values
@@ -48,7 +48,7 @@ def tune(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> No
         if not file.exists():
             _train(tasks, rows, progress)
         values = {name: value.clone() for name, value in load_file(file).items()}
-        losses = finetune.plain(values.pop("losses"))
+        losses = finetune.json_losses(values.pop("losses"))
         tasks.shards.place(tuned.written(tasks.job, tuned.shared(tasks.job.plan.linears, values)))
         _measure(tasks)
         tasks.place(mark, {}, {"whole model": losses})
@@ -145,7 +145,7 @@ class _Model:
     @torch.no_grad()
     def _climb(self, values: Values, number: int) -> list[Float[Tensor, "batch t k"]]:
         """The hidden states of a chunk before every block and behind the last."""
-        matrix = self.frozen_embedding or plain(values[self.embedding])
+        matrix = self.frozen_embedding or plain_matrix(values[self.embedding])
         used, places = self._tokens(number)
         states = [self._embed(matrix.rows(used, self.job.embedding.k).float(), places)]
         for index in range(self.job.plan.blocks):

@@ -13,7 +13,7 @@ from ptq.errors import refused
 from ptq.files.checkpoint import Checkpoint, check_finite
 from ptq.hf import residual
 from ptq.hf.blocks import UNRUN, Part
-from ptq.layers.linear import describe
+from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, guard, stored_signs
 from ptq.models.family import Family
 from ptq.ops import hadamard, matmul
@@ -134,7 +134,7 @@ class Job:
         weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
         if linear.acts_online:
             exact = replace(linear, format=formats.get("dense"), activation=None)
-            part.pack({linear.name: describe(exact)})
+            part.pack({linear.name: config_entry(exact)})
             part.load({f"{linear.name}.weight": guard(), **self.sign_tensors(linear)})
         part.load({linear.dense_weight: weight})
 
@@ -149,7 +149,7 @@ class Job:
     def packed_block(self, index: int, tensors: dict[str, Tensor]) -> Part:
         """A decoder block as it is written and runs, from its written tensors."""
         part = self._part(index)
-        part.pack({linear.name: describe(linear) for linear in self.plan.block(index) if linear.format is not None})
+        part.pack({linear.name: config_entry(linear) for linear in self.plan.block(index) if linear.format is not None})
         part.quantize_cache(self.plan.cache)
         part.load(tensors)
         return part

@@ -20,7 +20,7 @@ from ptq.files.lock import exclusive, lock_file
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
 from ptq.pipeline import finetune_full, preflight, proof, token_rows
-from ptq.pipeline.ends import plain
+from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job, calibrates_in_bfloat16
 from ptq.pipeline.progress import Progress, without_kernel_hints
 from ptq.pipeline.target import Target, plan
@@ -224,9 +224,9 @@ def _agreement(
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
     first, last = ({name: read(name) for name in job.last} for read in (job.tensor, tasks.shards.read))
     logits = {
-        "original": job.logits(plain(job.tensor(job.head.source)), first, states["original"], "original"),
+        "original": job.logits(plain_matrix(job.tensor(job.head.source)), first, states["original"], "original"),
         "rotated": job.logits(
-            plain(job.rewritten(job.head, torch.float32)), job.rewritten_last(), states["rotated"], "rotated"
+            plain_matrix(job.rewritten(job.head, torch.float32)), job.rewritten_last(), states["rotated"], "rotated"
         ),
         "packed": job.logits(tasks.matrix(job.head), last, states["packed"]),
     }

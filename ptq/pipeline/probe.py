@@ -14,7 +14,7 @@ from ptq.files.shards import write_tensors
 from ptq.hf.blocks import UNRUN, Part
 from ptq.hf.routing import Routes, recorded, replayed
 from ptq.pipeline import rewrite
-from ptq.pipeline.ends import Matrix, plain
+from ptq.pipeline.ends import Matrix, plain_matrix
 from ptq.pipeline.job import Job
 from ptq.pipeline.proof import largest_error
 from ptq.statistics.outliers import MeasuredInput, from_tensors, observed, to_tensors, watching
@@ -38,7 +38,7 @@ class Probe:
         """States as they enter the first block; `packed` are the embeddings as they are written."""
         if self._file(0).exists():
             return
-        source = [plain(self.job.tensor(linear.source)) for linear in self.job.embeddings]
+        source = [plain_matrix(self.job.tensor(linear.source)) for linear in self.job.embeddings]
         states = {
             "original": self.job.embed(source, ids, "original"),
             "rotated": self.job.embed(source, ids, "rotated"),

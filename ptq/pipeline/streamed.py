@@ -18,8 +18,7 @@ from ptq.models.families import family_of
 from ptq.models.family import Family
 from ptq.pipeline import ends, target
 from ptq.pipeline.ends import Matrix
-from ptq.planning.outline import fused as joined
-from ptq.planning.outline import outline
+from ptq.planning.outline import joined, outline
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from ptq.engine import ALONE, Workers
 from ptq.files.shards import Shards, write_json
 from ptq.hf.blocks import Part
 from ptq.hf.routing import Routes
-from ptq.layers.linear import describe
+from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import guard
 from ptq.ops import matmul, memory
-from ptq.pipeline import finetune_blocks, finetune_full, solved
-from ptq.pipeline.ends import Matrix, plain
+from ptq.pipeline import finetune_blocks, finetune_full, solve
+from ptq.pipeline.ends import Matrix, plain_matrix
 from ptq.pipeline.finetune import HELD_OUT
 from ptq.pipeline.job import Job
 from ptq.pipeline.probe import Probe, row_by_row
@@ -116,7 +116,7 @@ class Tasks:
                     rotated, after = self.probe.run(index, part, states.get("rotated"), routes)
             if original is not None and rotated is not None:
                 self.probe.compare(index, original, rotated, routes)
-            if solved.crossed(self.job, index) and index + 1 < self.job.plan.blocks:
+            if solve.crossed_inputs(self.job, index) and index + 1 < self.job.plan.blocks:
                 with progress.step(f"block {index}: unquantised", weights):
                     with self.job.calibration():
                         self.teacher.through(index, part.run)
@@ -187,14 +187,15 @@ class Tasks:
             return format.pack(rounded), rounded.statistics()
         chosen = {}
         if isinstance(format, Choice):
-            format = format.choose(solved.held(self.job, linear, part.parameter(linear.dense_weight)), name=linear.name)
+            weight = solve.weight_or_rewritten(self.job, linear, part.parameter(linear.dense_weight))
+            format = format.choose(weight, name=linear.name)
             chosen = {CHOSEN: format.options()}
         codebook = format.codebook
         assert codebook is not None
         if recipe.rounding == "nearest":
-            rounded = nearest(solved.taken(self.job, linear, part), codebook, name=linear.name)
+            rounded = nearest(solve.take_weight(self.job, linear, part), codebook, name=linear.name)
         else:
-            rounded = solved.solved(self.job, self.hessians, linear, part, key, codebook)
+            rounded = solve.round_with_hessian(self.job, self.hessians, linear, part, key, codebook)
         return format.pack(rounded), rounded.statistics() | chosen
 
     def job_with_choices(self, linears: Iterable[LinearPlan]) -> Job:
@@ -220,7 +221,7 @@ class Tasks:
     def matrix(self, linear: LinearPlan) -> Matrix:
         """The embedding or the head as it is written."""
         tensors = {name.rpartition(".")[2]: tensor for name, tensor in self.written(f"{linear.name}.weight").items()}
-        return Matrix(tensors, None if linear.format is None else describe(linear))
+        return Matrix(tensors, None if linear.format is None else config_entry(linear))
 
     # --- calibration ----------------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ class Tasks:
             return
         matrices, chunks = [self.matrix(linear) for linear in self.job.embeddings], self.chunks_of(rows)
         if self.job.recipe.gptaq_alpha or self.job.plan.finetune != "none":
-            source = [plain(self.job.tensor(linear.source)) for linear in self.job.embeddings]
+            source = [plain_matrix(self.job.tensor(linear.source)) for linear in self.job.embeddings]
             model = "rotated" if self.job.recipe.gptaq_alpha else "original"
             self.teacher.write(0, len(chunks), lambda number: self.job.embed(source, chunks[number], model))
         self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrices, chunks[number]))
@@ -252,7 +253,7 @@ class Tasks:
                 part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
             with self.job.calibration():
                 self.hessians.take(
-                    str(index), part, names, self.hidden, index, self.teacher, solved.crossed(self.job, index)
+                    str(index), part, names, self.hidden, index, self.teacher, solve.crossed_inputs(self.job, index)
                 )
             for note in unseen(self.hessians, self.job.plan, index):
                 progress.say(note)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.hf.blocks import Part
-from ptq.layers.linear import Online, describe, online_of
+from ptq.layers.linear import Online, config_entry, online_of
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, frozen, loaded_signs, stored_signs
 from ptq.ops import activations, hadamard, matmul
 from ptq.pipeline.job import Job
@@ -71,7 +71,7 @@ def freeze(part: Part, linears: Iterable[LinearPlan], tensors: Values) -> None:
     """Put the written weights of linears, which are among `tensors`, into a part, for training around them."""
     for linear in linears:
         assert linear.format is not None, linear.name
-        online = online_of(describe(linear), linear.k, linear.n)
+        online = online_of(config_entry(linear), linear.k, linear.n)
         names = {leaf: f"{linear.name}.weight_{leaf}" for leaf in linear.format.buffers(linear.n, linear.k)}
         parts = {leaf: tensors[name].to(part.device) for leaf, name in names.items()}
         weight = linear.format.dequantize(parts, linear.n, linear.k)

@@ -246,7 +246,7 @@ def chosen(
 
     Raises InputError for a pattern that decides nothing (`ptq.planning.patterns`).
     """
-    linears = fused(plan.linears)
+    linears = joined(plan.linears)
     alone = skipped([linear.name for linear in linears if linear.statistics], recipe)
     first: dict[str, str] = {}  # of the linears that share an input, the first that is not skipped
     for linear in linears:
@@ -263,7 +263,7 @@ def chosen(
     return tuple(treated(linear) for linear in linears)
 
 
-def fused(linears: Iterable[LinearPlan]) -> tuple[LinearPlan, ...]:
+def joined(linears: Iterable[LinearPlan]) -> tuple[LinearPlan, ...]:
     """Neighbours of one name as one linear, with `parts` where something happens to the rows of one of them alone. Its
     role is all of theirs: `gate+up`."""
     return tuple(_joined(tuple(same)) for _, same in groupby(linears, lambda linear: linear.name))

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ptq.layers.linear import describe
+from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import NOT_OF_THE_FORMAT
 from ptq.planning.outline import of_any_expert
 from ptq.planning.plan import LinearPlan, Plan, Rotation
@@ -114,7 +114,7 @@ def _rotations(linear: LinearPlan) -> list[str]:
 def _format(linear: LinearPlan) -> str:
     if linear.format is None:
         return "as it is"
-    entry = describe(linear)
+    entry = config_entry(linear)
     if linear.clip_search is not None:
         entry["activation"]["clip"] = "searched"
     return f"{entry['format']} {_options(entry)}"

@@ -196,7 +196,7 @@ class DenseFormat:
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[Tensor, Scales]:
         dense = parts.get("dense")
         if dense is None or dense.shape != (n, k) or not dense.is_floating_point():
-            raise InputError(f"dense: expected one floating-point part `dense` [{n}, {k}], found {describe(parts)}")
+            raise InputError(f"dense: expected one floating-point part `dense` [{n}, {k}], found {parts_text(parts)}")
         return dense, {}
 
     def dequantize(self, parts: Parts, n: int, k: int) -> Float32[Tensor, "n k"]:
@@ -239,11 +239,11 @@ def check_parts(format: Format, parts: Parts, n: int, k: int) -> None:
     """Raise InputError where stored parts are not those of a weight [n, k], by name, shape and dtype."""
     expected = format.buffers(n, k)
     if {part: (tuple(t.shape), t.dtype) for part, t in parts.items()} != expected:
-        wanted = describe({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
-        raise InputError(f"{format.name} [{n}, {k}]: expected the parts {wanted}; found {describe(parts)}")
+        wanted = parts_text({part: torch.empty(s, dtype=d, device="meta") for part, (s, d) in expected.items()})
+        raise InputError(f"{format.name} [{n}, {k}]: expected the parts {wanted}; found {parts_text(parts)}")
 
 
-def describe(parts: Parts) -> str:
+def parts_text(parts: Parts) -> str:
     """Parts as text for a message: name, dtype and shape of each."""
     return (
         ", ".join(f"{part} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for part, t in parts.items())

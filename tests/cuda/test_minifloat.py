@@ -24,11 +24,11 @@ def weight(n: int, k: int, form: MinifloatFormat) -> tuple[dict[str, Tensor], di
     """Stored parts of a random weight, on the GPU; fragments; the float64 weight."""
     generator = torch.Generator().manual_seed(n + k)
     g = form.codebook.groups(k)
-    codes = torch.randint(0, 2**form.code.bits, (n, k), generator=generator, dtype=torch.uint8)
+    codes = torch.randint(0, 2**form.small_float.bits, (n, k), generator=generator, dtype=torch.uint8)
     scale = torch.rand(n, g, generator=generator).add(0.5).mul(0.02).bfloat16().view(torch.int16)
     if form.scale == "e8m0":
         scale = torch.randint(118, 124, (n, g), generator=generator, dtype=torch.uint8)
-    parts = {"codes": bitstream.pack(codes.to(GPU), form.code.bits), "scale": scale.to(GPU)}
+    parts = {"codes": bitstream.pack(codes.to(GPU), form.small_float.bits), "scale": scale.to(GPU)}
     packed = form.prepack(parts, GPU)
     assert "fragments" in packed
     return parts, packed, form.dequantize(parts, n, k).double()
@@ -44,8 +44,8 @@ def test_kernels_override_the_reference(op: str) -> None:
 def test_every_code_becomes_its_number(name: str, dtype: torch.dtype) -> None:
     """Subnormal float16 numbers too, which the tensor cores have to take as they are."""
     form = MinifloatFormat(name)
-    codes = torch.arange(32 * 64, device=GPU).mul(7).view(32, 64) % 2**form.code.bits
-    stored = bitstream.pack(codes.to(torch.uint8), form.code.bits)
+    codes = torch.arange(32 * 64, device=GPU).mul(7).view(32, 64) % 2**form.small_float.bits
+    stored = bitstream.pack(codes.to(torch.uint8), form.small_float.bits)
     parts = {"codes": stored, "scale": torch.ones(32, 1, device=GPU).bfloat16().view(torch.int16)}
     found = form.linear(torch.eye(64, device=GPU, dtype=dtype), form.prepack(parts, GPU))
     assert torch.equal(found.t().float(), form.dequantize(parts, 32, 64))
@@ -89,9 +89,9 @@ def test_quantised_tokens(name: str, tokens: int, dtype: torch.dtype) -> None:
         q_scale = 0.01 * torch.rand(tokens, device=GPU) + 0.001  # float16 ends at 65504
         bias = random(n, seed=i).to(GPU) if i % 3 else None
         found = form.linear_quantized(q, q_scale, packed, bias, dtype)
-        codes = bitstream.unpack(parts["codes"], form.code.bits, k)
-        wanted = tiled_ops.product(q, q_scale, codes, parts["scale"], bias, form.code, group_size, dtype)
-        if form.code.int8_shift is not None:
+        codes = bitstream.unpack(parts["codes"], form.small_float.bits, k)
+        wanted = tiled_ops.product(q, q_scale, codes, parts["scale"], bias, form.small_float, group_size, dtype)
+        if form.small_float.int8_shift is not None:
             assert agrees(found, wanted, k, group_size), (n, k, group_size)
         else:
             assert error(found, wanted) < {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 6e-3}[dtype]

@@ -17,7 +17,7 @@ from ptq.weights.formats import Codebook
 from ptq.weights.rounding import Rounded, ldlq, nearest
 
 
-def crossed(job: Job, index: int) -> list[str]:
+def crossed_inputs(job: Job, index: int) -> list[str]:
     """The inputs of a block whose cross moments between the original and the quantised model are taken (GPTAQ): those
     of all linears that are rounded, but not of experts, to which the two models route different tokens."""
     if job.recipe.rounding == "nearest" or job.recipe.gptaq_alpha == 0:
@@ -25,15 +25,17 @@ def crossed(job: Job, index: int) -> list[str]:
     return list(dict.fromkeys(x.statistics for x in job.plan.block(index) if x.statistics and x.expert is None))
 
 
-def solved(job: Job, hessians: Hessians, linear: LinearPlan, part: Part, key: str, codebook: Codebook) -> Rounded:
+def round_with_hessian(
+    job: Job, hessians: Hessians, linear: LinearPlan, part: Part, key: str, codebook: Codebook
+) -> Rounded:
     """A weight rounded with the Hessian of its input; to nearest, where no token of the text says what that is."""
     memory.give_back()
     drift = _drift(job, hessians, linear, part, key) if job.recipe.gptaq_alpha and linear.expert is None else None
     hessian, found = hessians.of(key, linear, job.plan)
     if hessian is None:
-        return replace(nearest(taken(job, linear, part), codebook, name=linear.name), **found)
+        return replace(nearest(take_weight(job, linear, part), codebook, name=linear.name), **found)
     rounded = ldlq(  # the weight is handed over, not kept: the solver frees it when it can
-        taken(job, linear, part), hessian, codebook, drift=drift,
+        take_weight(job, linear, part), hessian, codebook, drift=drift,
         damping=job.recipe.damping, sweeps=job.recipe.sweeps, name=linear.name,
     )  # fmt: skip
     return replace(rounded, **found)
@@ -42,15 +44,15 @@ def solved(job: Job, hessians: Hessians, linear: LinearPlan, part: Part, key: st
 def _drift(job: Job, hessians: Hessians, linear: LinearPlan, part: Part, key: str) -> Float32[Tensor, "n k"]:
     """alpha W C, with the cross moments C of the input."""
     assert linear.statistics is not None, linear.name
-    weight = held(job, linear, part.parameter(linear.dense_weight))
+    weight = weight_or_rewritten(job, linear, part.parameter(linear.dense_weight))
     return product(weight, hessians.cross(key, linear.statistics)).mul_(job.recipe.gptaq_alpha)
 
 
-def taken(job: Job, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
+def take_weight(job: Job, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
     """The rewritten weight of a linear, which the block then does not hold any more."""
-    return held(job, linear, part.take(linear.dense_weight))
+    return weight_or_rewritten(job, linear, part.take(linear.dense_weight))
 
 
-def held(job: Job, linear: LinearPlan, weight: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+def weight_or_rewritten(job: Job, linear: LinearPlan, weight: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     """A rewritten weight as a block held it, or made again where the block holds it no more."""
     return job.rewritten(linear, torch.float32) if weight.is_meta else weight
