@@ -47,6 +47,18 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes
     return build
 
 
+@SCHEDULES
+def test_the_emulation_reports_what_a_gpu_would_not(compiled, backwards: bool) -> None:
+    """Memory that an earlier kernel may still write, touched before that is waited for."""
+    test = compiled("emulation_host").test_emulation
+    test.restype = ctypes.c_char_p
+    said = [(test(fault, int(backwards)) or b"").decode() for fault in range(6)]
+    early = "ahead of follow_previous"
+    assert said[0] == "" and early in said[1] and early in said[2] and (early in said[3]) == backwards  # late copies
+    assert "a thread has not waited" in said[4] or early in said[4]
+    assert said[5].startswith("access beyond the end of a buffer (")
+
+
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 

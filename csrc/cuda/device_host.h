@@ -48,6 +48,7 @@ inline uint8_t* shared() {
 
 inline void follow_previous() {
     machine.fibers[machine.current].follows = true;
+    set_open(true);
 }
 inline void prefetch(const void* from, int bytes) {
     if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a misaligned prefetch");

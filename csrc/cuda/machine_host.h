@@ -57,6 +57,33 @@ struct Exchange {
     std::vector<std::vector<Product>> products;  // groups; the last one is not committed yet
 };
 
+// --- memory ----------------------------------------------------------------------------------------------------------
+
+// Memory whose last byte (rounded up to 16) lies right before a page that must not be touched.
+struct Guarded {
+    void* pages = nullptr;
+    size_t size = 0;
+    uint8_t* data = nullptr;
+    void allow(int access) const {
+        const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+        if (size > 2 * page) mprotect(static_cast<uint8_t*>(pages) + page, size - 2 * page, access);
+    }
+};
+inline Guarded guarded(size_t bytes) {
+    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = (bytes + page - 1) / page * page;
+    Guarded g;
+    g.size = used + 2 * page;
+    g.pages = mmap(nullptr, g.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    g.allow(PROT_READ | PROT_WRITE);
+    g.data = static_cast<uint8_t*>(g.pages) + page + used - (bytes + 15) / 16 * 16;
+    return g;
+}
+inline void release(const Guarded& g) {
+    munmap(g.pages, g.size);
+}
+
+// --- the machine -----------------------------------------------------------------------------------------------------
+
 constexpr int hopper_shared = 227 * 1024;  // of 9.0
 
 struct Machine {
@@ -66,7 +93,9 @@ struct Machine {
     std::vector<Fiber> fibers;
     std::vector<Exchange> warps;
     std::vector<BulkCopy> bulk;  // on their way
-    bool follows = false;        // the kernel has waited for the ones before it
+    std::vector<Guarded>
+        written;  // what earlier kernels may write; closed until a thread of a block has waited for them
+    bool open = true;
     int threads = 0, current = 0, at_barrier = 0;
     unsigned block[3] = {};
     uint8_t* shared = nullptr;
@@ -85,8 +114,14 @@ inline Machine machine;
                   m.current);
     siglongjmp(m.fault, 1);
 }
+inline void set_open(bool open) {
+    if (machine.open == open) return;
+    machine.open = open;
+    for (const Guarded& g : machine.written) g.allow(open ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
 inline void on_fault(int, siginfo_t*, void*) {
-    fail("access beyond the end of a buffer");
+    fail(machine.open ? "access beyond the end of a buffer"
+                      : "access beyond the end of a buffer, or ahead of follow_previous to what is no weight");
 }
 
 inline void fiber_main() {
@@ -111,6 +146,7 @@ inline void resume(int t) {
 inline void run_block() {
     Machine& m = machine;
     m.at_barrier = 0;
+    set_open(false);
     m.bulk.clear();
     for (Exchange& e : m.warps) e.arrived = 0, e.products.assign(1, {});
     for (Fiber& f : m.fibers) {
@@ -141,27 +177,8 @@ inline void run_block() {
         if (e.products.size() > 1 || !e.products[0].empty()) fail("a warp ends before its products");
 }
 
-// --- launch and memory -----------------------------------------------------------------------------------------------
-
-// Memory whose last byte (rounded up to 16) lies right before a page that must not be touched.
-struct Guarded {
-    void* pages = nullptr;
-    size_t size = 0;
-    uint8_t* data = nullptr;
-};
-inline Guarded guarded(size_t bytes) {
-    const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), used = (bytes + page - 1) / page * page;
-    Guarded g;
-    g.size = used + 2 * page;
-    g.pages = mmap(nullptr, g.size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    uint8_t* first = static_cast<uint8_t*>(g.pages) + page;
-    if (used) mprotect(first, used, PROT_READ | PROT_WRITE);
-    g.data = first + used - (bytes + 15) / 16 * 16;
-    return g;
-}
-inline void release(const Guarded& g) {
-    munmap(g.pages, g.size);
-}
+// --- launch
+// -----------------------------------------------------------------------------------------------------------
 
 template <auto kernel, class Parameters>
 const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Parameters& parameters) {
@@ -197,6 +214,7 @@ const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Pa
             run_block();
         }
     }
+    set_open(true);
     sigaction(SIGSEGV, &before_segv, nullptr);
     sigaction(SIGBUS, &before_bus, nullptr);
     release(memory);

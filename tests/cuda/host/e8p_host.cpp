@@ -29,6 +29,7 @@ extern "C" const char* test_e8p(int mode, int backwards, int type, const void* x
     Buffer xs(x, numbers * x_width, misalign ? x_width : 0);
     Buffer scales(q_scale, q_scale ? 4 * tokens : 0);
     Buffer y(nullptr, (weight_alone ? int64_t{n} * k : int64_t{tokens} * n) * width);
+    f.is_weight(), s.is_weight();
     const Weights w{static_cast<const uint8_t*>(f.data()), static_cast<const float*>(s.data()), n, k};
     const Number kind = bias ? Number::float32 : Number::none;
     const Device device{processors, shared, hopper_shared};

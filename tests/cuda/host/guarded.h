@@ -1,4 +1,5 @@
-// Device memory of the host tests: filled with NaNs, an untouchable page behind it, marks in front of it.
+// Device memory of the host tests: filled with NaNs, an untouchable page behind it, marks in front of it; and closed to
+// a block of threads until the first of them has waited for earlier kernels (follow_previous).
 #pragma once
 
 #include <cstring>
@@ -16,13 +17,20 @@ class Buffer {
         std::memset(memory_.data, 0xff, static_cast<size_t>(whole));
         data_ = memory_.data + 16 + offset;
         if (from) std::memcpy(data_, from, static_cast<size_t>(bytes));
+        cuda::machine.written.push_back(memory_);
     }
     Buffer(Buffer&& other) noexcept : memory_(other.memory_), data_(other.data_), bytes_(other.bytes_) {
         other.memory_ = {};
     }
     Buffer(const Buffer&) = delete;
     ~Buffer() {
-        if (memory_.pages) cuda::release(memory_);
+        if (!memory_.pages) return;
+        is_weight();
+        cuda::release(memory_);
+    }
+    // No kernel writes it: it may be read before earlier ones are waited for.
+    void is_weight() {
+        std::erase_if(cuda::machine.written, [&](const cuda::Guarded& g) { return g.pages == memory_.pages; });
     }
     void* data() const { return data_; }
     void give(void* to) const { std::memcpy(to, data_, static_cast<size_t>(bytes_)); }

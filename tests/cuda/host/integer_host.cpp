@@ -20,6 +20,7 @@ extern "C" const char* test_integer(int mode, int backwards, int type, const voi
     Buffer scales(q_scale, mode % 2 ? 4 * tokens : 0), packed(nullptr, mode == 3 ? packed_bytes(tokens, k) : 0);
     Buffer y(nullptr, (mode == 2 ? int64_t{n} * k : int64_t{tokens} * n) * width);
     Buffer partial(nullptr, splits > 1 ? int64_t{splits} * tokens * n * 4 : 0);
+    f.is_weight(), s.is_weight(), z.is_weight();
     const Weights w{static_cast<const uint8_t*>(f.data()),
                     static_cast<const uint16_t*>(s.data()),
                     zero ? static_cast<const uint8_t*>(z.data()) : nullptr,

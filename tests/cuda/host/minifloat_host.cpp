@@ -23,6 +23,7 @@ extern "C" const char* test_minifloat(int mode, int backwards, int type, const v
     Buffer xs(x, mode == 2 ? 0 : int64_t{tokens} * k * x_width, misalign ? x_width : 0);
     Buffer y(nullptr, (mode == 2 ? int64_t{n} * k : int64_t{tokens} * n) * width);
     Buffer partial(nullptr, splits > 1 ? int64_t{splits} * tokens * n * 4 : 0);
+    f.is_weight(), s.is_weight();
     const Weights w{static_cast<const uint8_t*>(f.data()),
                     static_cast<const uint16_t*>(s.data()),
                     nullptr,

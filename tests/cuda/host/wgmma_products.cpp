@@ -81,6 +81,7 @@ extern "C" const char* test_wgmma(int x_type, int backwards, int type, const voi
                           : Number::bfloat16,
               bias ? Number::float32 : Number::none,
               !misalign && k * x_width % 16 == 0};
+    p.fragments.is_weight(), p.scale.is_weight(), p.zero.is_weight();
     p.w = {static_cast<const uint8_t*>(p.fragments.data()),
            static_cast<const uint16_t*>(p.scale.data()),
            zero ? static_cast<const uint8_t*>(p.zero.data()) : nullptr,
