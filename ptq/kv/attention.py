@@ -214,7 +214,7 @@ def _before_forward(arguments: list[str], body: Any, args: tuple[Any, ...], kwar
     if config._attn_implementation != implementation(settings):
         raise InputError(
             f"the attention implementation was changed to {config._attn_implementation!r}: the model has a quantised "
-            "KV cache and needs its own; model.set_attn_implementation({implementation(settings)!r}) brings it back"
+            f"KV cache and needs its own; model.set_attn_implementation({implementation(settings)!r}) brings it back"
         )
     if not torch.compiler.is_compiling():
         _register(settings)  # a model that was pickled has come to another process
