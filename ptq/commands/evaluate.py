@@ -53,7 +53,7 @@ class Perplexity:
 
     @property
     def standard_error(self) -> float | None:
-        """Of the perplexity, to first order: d exp(loss) = exp(loss) d loss."""
+        """Standard error of the perplexity, to first order: d exp(loss) = exp(loss) d loss."""
         return None if self.loss_standard_error is None else self.perplexity * self.loss_standard_error
 
 

@@ -49,7 +49,7 @@ class Layer:
     signs: tuple[Tensor, ...]
     """The stored sign vectors; it has them as numbers."""
     versions: tuple[int, ...]
-    """Of the sign vectors, when it was made."""
+    """The versions of the sign vectors when it was made."""
 
     def is_over(self) -> bool:
         """Whether sign vectors have been written to since this was made."""
@@ -144,7 +144,7 @@ def _cache(
 
 
 def _rows(attention: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
-    """Those of q, k, v, o, gate, up and down, or the first four."""
+    """How many rows q, k, v, o, gate, up and down have, or the first four."""
     first, (output,), *mlp = sites
     rows = fast_attention.rows_of(attention) if len(first) == 1 else [linear.out_features for linear in first]
     rows.append(output.out_features)

@@ -67,7 +67,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
 
 
 def linears_of(module: nn.Module) -> list[Any]:
-    """Those of queries, keys and values, or one whose rows are theirs, and that of the output."""
+    """The linears of queries, keys and values, or one whose rows are theirs, and that of the output."""
     parts = module._modules
     return [parts[name] for name in ((FUSED,) if FUSED in parts else INPUTS) + (OUTPUT,)]
 
@@ -123,7 +123,7 @@ def _layer_on_cpu(module: Any, cache: Any, x: Float[Tensor, "b t k"]) -> tuple[C
 
 
 def _layer_on_gpu(module: Any, cache: Any, x: Float[Tensor, "b t k"]) -> tuple[CacheLayer | None, str]:
-    """The same on a GPU, which is not asked how many tokens a static cache has."""
+    """What `_layer_on_cpu` gives, on a GPU, which is not asked how many tokens a static cache has."""
     batch, tokens, d = *x.shape[:2], cast(int, module.head_dim)
     if type(cache) in (PackedCache, StaticPackedCache):
         layer, wanted = _packed_layer(module, cache, tokens), implementation(cache.settings)

@@ -59,7 +59,7 @@ def install(model: nn.Module) -> None:
 
 
 def norm_forward(module: nn.Module, eps: float, offset: float, round_first: bool, *args: Any, **kwargs: Any) -> Tensor:
-    """That of a norm of this kind."""
+    """The forward of an RMSNorm of this kind."""
     gain = module._parameters["weight"]
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
@@ -150,7 +150,7 @@ def activation_of(module: nn.Module) -> Any:
 
 
 def linears_of(module: nn.Module) -> list[Any]:
-    """Those of a gated MLP: gate, up and down, or one whose rows are those of gate and up, and down."""
+    """The linears of a gated MLP: gate, up and down, or one whose rows are those of gate and up, and down."""
     parts = module._modules
     return [parts[name] for name in ((FUSED,) if FUSED in parts else GATED) + (DOWN,)]
 

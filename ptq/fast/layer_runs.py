@@ -90,7 +90,7 @@ class Run:
 
 
 def _behind(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In the place of a layer that another one has answered for."""
+    """Stands for a layer that another one has answered for."""
     return hidden_states
 
 
@@ -122,7 +122,7 @@ class Stands:
         return self.stands
 
     def runs(self) -> list[Run]:
-        """Those that were found last."""
+        """The runs that were found last."""
         return [stand for stand in self.stands if isinstance(stand, Run)]
 
 
@@ -160,7 +160,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
 
 
 def _forward(model: Any, stands: Stands, *args: Any, **kwargs: Any) -> Any:
-    """That of a model with runs."""
+    """The forward of a model with runs."""
     view = model
     if not torch.compiler.is_compiling():
         if not args and _are_few(model, **kwargs):

@@ -62,8 +62,8 @@ class TensorInfo:
     offset: int
     nbytes: int
     scale: "Scale | None" = None
-    """Of a weight that the file holds as codes of 8 or 4 bits; `dtype` and `nbytes` are then of what is read (see
-    `ptq.files.published`). None: the file holds the tensor itself."""
+    """The scales of a weight that the file holds as codes of 8 or 4 bits; `dtype` and `nbytes` are then of what is read
+    (see `ptq.files.published`). None: the file holds the tensor itself."""
     stride: tuple[int, ...] | None = None
     """Elements from one to the next along each axis, of a tensor that is part of a larger one in the file; `offset` is
     that of its first element. None: its elements follow one another."""
@@ -124,7 +124,7 @@ def parse_json_object(
 
 
 def json_object(data: bytes, constant: Callable[[str], Any] = _refuse_constant) -> dict[str, Any]:
-    """The same. Raises ValueError that says what is wrong."""
+    """What `parse_json_object` gives. Raises ValueError that says what is wrong."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates, parse_constant=constant)
     except RecursionError:

@@ -133,7 +133,8 @@ def check_promised(plan: Plan, family: Family, tensors: Collection[str], promise
 
 
 def _check_bias_of_expert(linear: LinearPlan, owner: str, tensors: Collection[str], promised: Collection[str]) -> None:
-    """Of a linear that the model holds together with those of other experts, in the module `owner`."""
+    """Raise InputError for a bias that is promised and not there, or the reverse. The model holds the linear together
+    with those of other experts, in the module `owner`."""
     name = f"{linear.name}.bias"
     wholes = [f"{owner}.{leaf}" for leaf in fused.BIASES if leaf.startswith("down") == (linear.role == "down")]
     whole = next((name for name in wholes if name in promised), wholes[0])

@@ -30,7 +30,7 @@ class FusedLayout:
 
     @classmethod
     def of(cls, names: ExpertNames) -> "FusedLayout":
-        """That of a family."""
+        """The layout of a family's experts."""
         return cls(names.transposed, names.interleaved)
 
 
@@ -99,7 +99,7 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family, experts: int
 
 
 def _pieces(name: str, info: TensorInfo, names: ExpertNames, parts: int) -> Iterator[tuple[int, int, TensorInfo]]:
-    """Of a fused tensor with outputs of so many linears: number of the expert, which of the linears, and its tensor."""
+    """The parts of a fused tensor with outputs of so many linears: number of the expert, which linear, its tensor."""
     transposed = names.transposed and len(info.shape) == 3 and info.scale is None
     outputs = info.shape[2 if transposed else 1]
     if outputs % parts:

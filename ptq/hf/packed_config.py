@@ -126,8 +126,8 @@ class PtqConfig(QuantizationConfigMixin):
         return {name: self.schemes[scheme] for name, scheme in self.linears.items()}
 
     def entries_in(self, config: Any) -> dict[str, Any]:
-        """Those in the model of a transformers config: who gives it fewer blocks has no use for the entries of the
-        others, as transformers has none for their tensors."""
+        """The entries of linears that the model of a transformers config has: who gives it fewer blocks has no use
+        for those of the others, as transformers has none for their tensors."""
         family, blocks = family_or_default(config), config.num_hidden_layers
         numbers = {name: family.block_of(name) for name in self.linears}
         return {name: entry for name, entry in self.entries().items() if (numbers[name] or 0) < blocks}

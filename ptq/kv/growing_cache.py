@@ -99,8 +99,8 @@ class GrowingLayer(DynamicLayer):
 
 
 class GrowingWindowLayer(GrowingLayer, DynamicSlidingWindowLayer):
-    """The same with a sliding window, which goes through the room: its keys and values are those before the next token
-    that this one sees. `update` is transformers' own."""
+    """A `GrowingLayer` with a sliding window, which goes through the room: its keys and values are those before
+    the next token that this one sees. `update` is transformers' own."""
 
     update: Any = DynamicSlidingWindowLayer.update
     get_seq_length: Any = DynamicSlidingWindowLayer.get_seq_length

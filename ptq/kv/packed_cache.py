@@ -32,7 +32,7 @@ class Signature:
 
     @classmethod
     def of(cls, config: Any, settings: CacheQuantization) -> "Signature":
-        """That of a transformers config."""
+        """The signature of caches for a transformers config."""
         shape = shape_of(config)
         return cls(shape.blocks, shape.kv_heads, shape.head_dim, settings)
 

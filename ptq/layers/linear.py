@@ -82,7 +82,7 @@ class QuantLinear(PackedWeight):
 
     @property
     def input_bits(self) -> int:
-        """Of the integers that the input is quantised to; 0: it is not."""
+        """Bits of the integers that the input is quantised to; 0: it is not."""
         return 0 if self.online.activation is None else self.online.activation.bits
 
     def quantized_input(

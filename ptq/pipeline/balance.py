@@ -83,7 +83,7 @@ def row_sizes(
 
 
 def partners(shape: ModelShape, interleaved: bool) -> Int64[Tensor, " head_dim"]:
-    """Of every channel of a head, the one that RoPE turns it with: itself, where it turns neither."""
+    """For every channel of a head the one that RoPE turns it with: itself, where it turns neither."""
     channels = torch.arange(shape.head_dim)
     turned = channels[: shape.rotary]
     channels[: shape.rotary] = turned ^ 1 if interleaved else turned.roll(shape.rotary // 2)

@@ -62,7 +62,7 @@ class SearchedInput:
 
     @property
     def cost(self) -> int:
-        """Of a token, relative to that of others."""
+        """Weight of a token, relative to that of others."""
         return sum(linear.n * linear.k for linear in self.readers) // len(self.places)
 
 

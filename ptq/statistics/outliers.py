@@ -127,7 +127,7 @@ def _watch(module: nn.Module, name: str, found: dict[str, MeasuredInput], activa
 
 
 def to_tensors(inputs: Mapping[str, MeasuredInput]) -> dict[str, Tensor]:
-    """As tensors to store: `<linear>.peak` and `<linear>.sums`."""
+    """The measurements as tensors to store: `<linear>.peak` and `<linear>.sums`."""
     return {f"{name}.{leaf}": value for name, found in inputs.items() for leaf, value in vars(found).items()}
 
 
@@ -140,7 +140,7 @@ def from_tensors(tensors: Mapping[str, Tensor]) -> dict[str, MeasuredInput]:
 def by_position(
     original: Float[Tensor, "rows t v"], packed: Float[Tensor, "rows t v"], ids: Int[Tensor, "rows t"]
 ) -> Float64[Tensor, "3 rows t-1"]:
-    """Of the predictions of ids[:, 1:], in nats: both losses, the original's first, and KL(original || packed).
+    """What the predictions of ids[:, 1:] lose, in nats: both losses, the original's first, and KL(original || packed).
 
     Rows are independent, so results of several calls can be joined along axis 1.
     """

@@ -99,7 +99,7 @@ class Format(Protocol):
 
     name: ClassVar[str]
     version: ClassVar[int]
-    """Of the byte layout; a checkpoint records it, and another one is refused."""
+    """Version of the byte layout; a checkpoint records it, and another one is refused."""
 
     @property
     def codebook(self) -> Codebook | None:

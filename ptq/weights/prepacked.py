@@ -30,7 +30,7 @@ class Runtime:
     """Type of the torch device."""
     layout: str
     version: int
-    """Of the layout; a checkpoint records it, and another one is refused."""
+    """Version of the layout; a checkpoint records it, and another one is refused."""
 
 
 TARGETS = {

@@ -53,7 +53,7 @@ class Rounded:
     loss: float | None = None
     """Relative proxy loss tr(dW H dWᵀ) / tr(W H Wᵀ), over at most LOSS_ROWS rows; None without a Hessian."""
     nearest_loss: float | None = None
-    """The same for nearest rounding with the scales that the codebook fits to the weight alone."""
+    """The loss of nearest rounding with the scales that the codebook fits to the weight alone."""
     damping: float | None = None
     """What was added to the diagonal of H, relative to its mean."""
     dead: int = 0
@@ -63,7 +63,7 @@ class Rounded:
     note: str | None = None
     """Why `nearest` took the place of `ldlq`, if that is not what was asked for."""
     tokens: int | None = None
-    """Of a linear of an expert: how many tokens of the calibration text it was given."""
+    """How many tokens of the calibration text a linear of an expert was given; None for others."""
     shrinkage: float | None = None
     """Likewise: the share of its Hessian that is not its own (`ptq.statistics.shrinkage`)."""
 
@@ -213,7 +213,7 @@ def _columns(diagonal: Float32[Tensor, " k"], d: int) -> Int64[Tensor, " k"]:
 
 
 def _best_scales(part: Problem, codebook: ScaledCodebook, scales: Scales) -> Scales:
-    """Of the scales that the codebook proposes, those with which LDLQ of some rows has the least loss."""
+    """The scales, among those that the codebook proposes, with which LDLQ of some rows has the least loss."""
     return min(codebook.trials(scales), key=lambda trial: part.loss(_feedback(part, trial)[1]))
 
 
