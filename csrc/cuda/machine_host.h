@@ -92,10 +92,9 @@ struct Machine {
     size_t most_shared = least_shared;
     std::vector<Fiber> fibers;
     std::vector<Exchange> warps;
-    std::vector<BulkCopy> bulk;  // on their way
-    std::vector<Guarded>
-        written;  // what earlier kernels may write; closed until a thread of a block has waited for them
-    bool open = true;
+    std::vector<BulkCopy> bulk;    // on their way
+    std::vector<Guarded> written;  // what earlier kernels may write
+    bool open = true;              // it: once a thread of the block has waited for them
     int threads = 0, current = 0, at_barrier = 0;
     unsigned block[3] = {};
     uint8_t* shared = nullptr;

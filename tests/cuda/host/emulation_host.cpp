@@ -20,7 +20,8 @@ PTQ_KERNEL(32, 1) void kernel(Task p) {
     float x = p.fault == reads_early ? p.x[lane()] : 0;
     if (p.fault == writes_early) p.out[lane()] = w;
     if (p.fault == copies_early) copy_async<4>(mine, p.x + lane());
-    if (p.fault != never_waits) follow_previous();
+    if (p.fault == never_waits) return;
+    follow_previous();
     copy_commit();
     copy_wait<0>();
     x += p.x[lane() + (p.fault == reads_behind ? 4 : 0)];
