@@ -176,8 +176,7 @@ inline void run_block() {
         if (e.products.size() > 1 || !e.products[0].empty()) fail("a warp ends before its products");
 }
 
-// --- launch
-// -----------------------------------------------------------------------------------------------------------
+// --- launch ----------------------------------------------------------------------------------------------------------
 
 template <auto kernel, class Parameters>
 const char* launch(Grid grid, int threads, size_t shared_bytes, Stream, const Parameters& parameters) {
