@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq.layers.linear import QuantLinear
+from ptq.pipeline import stages
 from ptq.pipeline.job import Job
 from ptq.pipeline.pipeline import plan, preflight, proof
 from ptq.pipeline.tasks import Tasks
@@ -196,14 +197,14 @@ def test_hessians_are_of_what_the_clips_leave(
     planted: Path, calibration_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[dict[str, float]] = []
-    observe = Tasks._observe
+    observe = stages.observe
 
     def watched(tasks: Tasks, index: int, part: Any, *rest: Any) -> None:
         modules = {linear.name: part.module(linear.name) for linear in tasks.job.plan.block(index)}
         seen.append({name: module.online.activation.clip for name, module in modules.items()})
         observe(tasks, index, part, *rest)
 
-    monkeypatch.setattr(Tasks, "_observe", watched)
+    monkeypatch.setattr(stages, "observe", watched)
     ptq.quantize(planted, tmp_path / "out", of_text(calibration_text, rotate=False), QUIET)
     clips = {name: entry["clip"] for name, entry in in_config(tmp_path / "out").items()}
     assert {**seen[0], **seen[1]} == clips and len(set(clips.values())) > 2

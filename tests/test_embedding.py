@@ -20,7 +20,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.layers.embedding import PackedEmbedding, TiedHead
 from ptq.layers.linear import QuantLinear, swap
 from ptq.models.families import FAMILIES
-from ptq.pipeline import finetune_blocks, preflight
+from ptq.pipeline import finetune_blocks, preflight, stages
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import RECORD
@@ -228,7 +228,7 @@ def test_fine_tuning_around_a_packed_head(tied: bool, tmp_path: Path) -> None:
 
 def test_the_teacher_reads_the_original_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a block is trained on is what the original block makes of the original's input, not of the packed one."""
-    source, embed, teach = save_model(tmp_path / "model", **TINY), Tasks.embed, finetune_blocks.teach
+    source, embed, teach = save_model(tmp_path / "model", **TINY), stages.embed, finetune_blocks.teach
     rows: list[Tensor] = []
     checked: list[bool] = []
 
@@ -242,7 +242,7 @@ def test_the_teacher_reads_the_original_embedding(tmp_path: Path, monkeypatch: p
             packed = tasks.hidden.read(tasks.hidden.files(0)[0])
             checked.append(torch.equal(left, part.run(entered)) and not torch.equal(entered, packed))
 
-    monkeypatch.setattr(Tasks, "embed", lambda tasks, given: rows.append(given) or embed(tasks, given))
+    monkeypatch.setattr(stages, "embed", lambda tasks, given: rows.append(given) or embed(tasks, given))
     monkeypatch.setattr(finetune_blocks, "teach", taught)
     ptq.quantize(source, tmp_path / "out", recipe(source, finetune="blocks", embedding_bits=4), QUIET)
     assert checked == [True]

@@ -19,7 +19,7 @@ from fp6.plan import Fp6Recipe
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.linear import QuantLinear
 from ptq.models.state import StateLayout
-from ptq.pipeline import pipeline
+from ptq.pipeline import pipeline, stages
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job
 from quarot.plan import QuarotRecipe
@@ -174,14 +174,14 @@ def test_resume_is_byte_identical(tmp_path: Path, calibration_text: Path, monkey
     ptq.quantize(model, tmp_path / "whole", recipe, QUIET)
     rounds = []
 
-    def stop(self: Any, index: int, *arguments: Any) -> None:
+    def stop(tasks: Any, index: int, *arguments: Any) -> None:
         if index == 2:
             raise KeyboardInterrupt
         rounds.append(index)
-        original(self, index, *arguments)
+        original(tasks, index, *arguments)
 
-    original = pipeline.Tasks.block
-    monkeypatch.setattr(pipeline.Tasks, "block", stop)
+    original = stages.block
+    monkeypatch.setattr(stages, "block", stop)
     with pytest.raises(KeyboardInterrupt):
         ptq.quantize(model, tmp_path / "out", recipe, QUIET)
     monkeypatch.undo()

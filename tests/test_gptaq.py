@@ -11,7 +11,7 @@ from tiny_models import TINY, save_model
 
 import ptq
 from ptq.layers.linear import QuantLinear
-from ptq.pipeline import tasks
+from ptq.pipeline import stages
 from ptq.pipeline.job import Job
 from ptq.statistics.hessian import observe, whole
 from ptq.weights import factor, rounding
@@ -111,7 +111,7 @@ def text(tmp_path: Path) -> str:
 def test_a_run_with_an_alpha_stops_and_goes_on(
     method: type[Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tasks, "CHUNK_TOKENS", 64)
+    monkeypatch.setattr("ptq.pipeline.tasks.CHUNK_TOKENS", 64)
     model = save_model(tmp_path / "model", **TINY)
     options = {"calibration": text, "samples": 8, "sequence_length": 32, "embedding_bits": 4}
     if method is QuarotRecipe:
@@ -120,15 +120,15 @@ def test_a_run_with_an_alpha_stops_and_goes_on(
     assert "gptaq_alpha" not in plain.as_dict() and recipe.as_dict()["gptaq_alpha"] == 0.5
     ptq.quantize(model, tmp_path / "plain", plain, QUIET)
     ptq.quantize(model, tmp_path / "whole", recipe, QUIET)
-    real, calls = tasks.Tasks.advance, []
+    real, calls = stages.advance, []
 
-    def advance(self: tasks.Tasks, index: int) -> None:
+    def advance(tasks: Any, index: int) -> None:
         calls.append(index)
         if len(calls) == 1:
             raise KeyboardInterrupt
-        real(self, index)
+        real(tasks, index)
 
-    monkeypatch.setattr(tasks.Tasks, "advance", advance)
+    monkeypatch.setattr(stages, "advance", advance)
     with pytest.raises(KeyboardInterrupt):
         ptq.quantize(model, tmp_path / "out", recipe, QUIET)
     ptq.quantize(model, tmp_path / "out", recipe, QUIET)

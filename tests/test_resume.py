@@ -14,7 +14,7 @@ import pytest
 from tiny_models import TINY, save_model
 
 import ptq
-from ptq.pipeline import pipeline, preflight, tasks
+from ptq.pipeline import pipeline, preflight, stages, tasks
 from ptq.pipeline.work import UNFINISHED
 from ptq.recipe import Recipe
 from quarot.plan import QuarotRecipe
@@ -181,7 +181,7 @@ def test_blocks_that_are_done_are_not_looked_at_again(
         patch.setattr(pipeline, "_finish", lambda *_: (_ for _ in ()).throw(ptq.RunError("stopped")))
         with pytest.raises(ptq.RunError, match="stopped"):
             ptq.quantize(model, tmp_path / "out", asked, QUIET)
-    monkeypatch.setattr(tasks.Tasks, "block", lambda *_: pytest.fail("a block that is done was begun again"))
+    monkeypatch.setattr(stages, "block", lambda *_: pytest.fail("a block that is done was begun again"))
     ptq.quantize(model, tmp_path / "out", asked, QUIET)
 
 

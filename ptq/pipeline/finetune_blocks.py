@@ -11,12 +11,9 @@ for; Hessians are taken anew in every turn (what both are worth: docs/results.md
 as ever, training is done by the first process alone; the others read its files.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -29,11 +26,9 @@ from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import finetune, tuned
 from ptq.pipeline.progress import Progress
+from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.tuned import Trained, Values
 from ptq.planning.plan import LinearPlan
-
-if TYPE_CHECKING:
-    from ptq.pipeline.tasks import Tasks
 
 LOSSES = "losses."
 """What losses are called in a turn's file, before the number of the turn and the name of the training."""

@@ -12,10 +12,7 @@ on the way up only what enters each block is kept, on the way down the block is 
 embedding is trained as both. All of it is done by the first process alone.
 """
 
-from __future__ import annotations
-
 import json
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -29,11 +26,9 @@ from ptq.pipeline import available, finetune, tuned
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
+from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.tuned import Trained, Values
 from ptq.statistics.divergence import divergence
-
-if TYPE_CHECKING:
-    from ptq.pipeline.tasks import Tasks
 
 RATE = 0.1
 """Adam's steps, as a share of those within a block: errors of all blocks add up here."""

@@ -19,7 +19,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
-from ptq.pipeline import finetune_full, preflight, proof, token_rows
+from ptq.pipeline import finetune_full, preflight, proof, stages, token_rows
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job, calibrates_in_bfloat16
 from ptq.pipeline.progress import Progress, without_kernel_hints
@@ -177,14 +177,14 @@ def _tidy(out: Path, work: Path, record: Record) -> None:
 
 def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows t"], progress: Progress) -> None:
     """Every task in its order."""
-    tasks.ends(progress)
+    stages.ends(tasks, progress)
     if tasks.workers.first:
         tasks.probe.start(probe, [tasks.matrix(linear) for linear in tasks.job.embeddings])
     if rows is not None:
-        tasks.embed(rows)
+        stages.embed(tasks, rows)
     memory.give_back()  # the embedding is by far the largest weight
     for index in range(tasks.first_block(rows is not None), tasks.job.plan.blocks):
-        tasks.block(index, rows is not None, progress)
+        stages.block(tasks, index, rows is not None, progress)
     if tasks.job.plan.finetune == "full":
         assert rows is not None
         finetune_full.tune(tasks, rows, progress)
@@ -210,10 +210,10 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
             model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
             source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
             positions=positions if record.calibration else None,
-            text=f"calibration text {record.recipe['calibration']}", trainings=tasks.trainings(),
+            text=f"calibration text {record.recipe['calibration']}", trainings=stages.trainings(tasks),
         )  # fmt: skip
         report.write(made, folder)
-    write_record(folder, record, tasks.log(), tasks.trainings(), found, hashes.result())
+    write_record(folder, record, tasks.log(), stages.trainings(tasks), found, hashes.result())
     put_in_place(folder, out)
 
 

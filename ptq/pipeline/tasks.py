@@ -22,28 +22,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from ptq.engine import ALONE, Workers
 from ptq.files.shards import Shards, write_json
 from ptq.hf.blocks import Part
-from ptq.hf.routing import Routes
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import guard
-from ptq.ops import matmul, memory
-from ptq.pipeline import finetune_blocks, finetune_full, solve
-from ptq.pipeline.ends import Matrix, plain_matrix
+from ptq.pipeline import solve
+from ptq.pipeline.ends import Matrix
 from ptq.pipeline.finetune import HELD_OUT
 from ptq.pipeline.job import Job
-from ptq.pipeline.probe import Probe, row_by_row
+from ptq.pipeline.probe import Probe
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.work import FOLDERS, REST, remove_contents
 from ptq.planning.plan import LinearPlan
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.clip_search import CLIP, Clips
-from ptq.statistics.hessian import Hessians, unseen
+from ptq.statistics.hessian import Hessians
 from ptq.weights.formats import Choice
 from ptq.weights.rounding import Rounded, nearest, nearest_rows
 
@@ -83,63 +80,6 @@ class Tasks:
     def mark(self, linear: LinearPlan) -> Path:
         """The file that says that `linear` is done."""
         return self.work / "linears" / f"{linear.name}.json"
-
-    def ends(self, progress: Progress) -> None:
-        """The embedding and the head, norms, and the probe as it enters the first block."""
-        mine = self.workers.share(self.job.plan.ends(), lambda linear: linear.n * linear.k)
-        for linear in self.job.plan.ends():
-            with progress.step(linear.name, 0 if linear.format is None else linear.n * linear.k):
-                if linear in mine:
-                    self.linear(linear, None, "")
-        if self.workers.first:
-            self.rest()
-        self.workers.wait()
-
-    def block(self, index: int, calibrated: bool, progress: Progress) -> None:
-        """All tasks of one block: prove its rotations, round its linears, send everything through the packed block."""
-        weights = sum(linear.n * linear.k for linear in self.job.plan.block(index))
-        if not self.workers.agree(self.probe.done(index)):
-            if calibrated:
-                memory.give_back()
-            states = self.probe.states(index) if self.workers.first else {}
-            few = not calibrated and (not states or states["original"].shape[1] <= matmul.FEW_TOKENS)
-            part = self.job.original_block(index, as_stored=few)
-            routes = Routes(self.job.family.experts.logits if self.job.family.experts else 0)
-            original, before = self.probe.run_original(index, part, states.get("original"), routes)
-            if self.job.plan.finetune != "none":
-                finetune_blocks.teach(self, index, part)
-            rotated, after = original, before
-            with progress.step(f"block {index}: rotate", weights):
-                if any(linear.rewritten or linear.acts_online for linear in self.job.plan.block(index)):
-                    memory.give_back()
-                    self.job.rotate_block(index, part)
-                    rotated, after = self.probe.run(index, part, states.get("rotated"), routes)
-            if original is not None and rotated is not None:
-                self.probe.compare(index, original, rotated, routes)
-            if solve.crossed_inputs(self.job, index) and index + 1 < self.job.plan.blocks:
-                with progress.step(f"block {index}: unquantised", weights):
-                    with self.job.calibration():
-                        self.teacher.through(index, part.run)
-            if self.job.plan.finetune != "none":
-                del part
-                finetune_blocks.tune(self, index, progress)
-            else:
-                self.job.quantize_inputs(index, part)
-                with progress.step(f"block {index}: clips", 0):
-                    for note in self.clips.search(part, self.job.plan, self.hidden, index):
-                        progress.say(note)
-                with progress.step(f"block {index}: Hessians", weights * calibrated):
-                    self._observe(index, part, calibrated, progress)
-                self.round(list(self.job.plan.block(index)), part, progress, str(index))
-                del part
-            if original is not None and rotated is not None:
-                packed = row_by_row(self.packed_block(index), states["packed"])
-                left = {"original": original, "rotated": rotated, "packed": packed}
-                self.probe.write(index, left, before, after)
-            self.workers.wait()
-        if calibrated:
-            with progress.step(f"block {index}: forward", weights):
-                self.advance(index)
 
     def round(self, linears: Sequence[LinearPlan], part: Part | None, progress: Progress, key: str) -> None:
         """Round linears of a block, shared out among the processes by what they cost. `key`: the file of their
@@ -225,52 +165,12 @@ class Tasks:
 
     # --- calibration ----------------------------------------------------------------------------------------------
 
-    def embed(self, rows: Int[Tensor, "samples t"]) -> None:
-        """Hidden states of the calibration rows as they enter the first block."""
-        if self.first_block(calibrated=True) > 0 or self.hidden.complete(0):
-            return
-        matrices, chunks = [self.matrix(linear) for linear in self.job.embeddings], self.chunks_of(rows)
-        if self.job.recipe.gptaq_alpha or self.job.plan.finetune != "none":
-            source = [plain_matrix(self.job.tensor(linear.source)) for linear in self.job.embeddings]
-            model = "rotated" if self.job.recipe.gptaq_alpha else "original"
-            self.teacher.write(0, len(chunks), lambda number: self.job.embed(source, chunks[number], model))
-        self.hidden.write(0, len(chunks), lambda number: self.job.embed(matrices, chunks[number]))
-
     def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:
         """The calibration rows in chunks, each of which goes through a block in one call."""
         size = CHUNK_TOKENS // rows.shape[1]
         if self.job.plan.finetune != "none":
             size = min(size, len(rows) // HELD_OUT)  # one chunk of so many is held out
         return rows.split(max(1, size))
-
-    def _observe(self, index: int, part: Part, calibrated: bool, progress: Progress) -> None:
-        """The Hessians of a block whose linears are all rounded together."""
-        names = dict.fromkeys(linear.statistics for linear in self.job.plan.block(index) if linear.statistics)
-        calibrated &= self.job.recipe.rounding != "nearest"  # text may be there for the clips alone
-        if names and calibrated and not self.hessians.there(str(index)):
-            block = tuple(self.job.plan.block(index))
-            if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
-                part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
-            with self.job.calibration():
-                self.hessians.take(
-                    str(index), part, names, self.hidden, index, self.teacher, solve.crossed_inputs(self.job, index)
-                )
-            for note in unseen(self.hessians, self.job.plan, index):
-                progress.say(note)
-
-    def advance(self, index: int) -> None:
-        """Send the calibration rows through the packed block, and drop what only that block needed."""
-        if index + 1 == self.job.plan.blocks:  # nothing follows that would read them
-            self.hidden.write(index + 1, 0, lambda number: torch.empty(0))
-        elif not self.hidden.complete(index + 1):
-            part = self.packed_block(index)
-            with self.job.calibration():
-                self.hidden.through(index, part.run)
-        if self.workers.first:
-            self.hidden.drop(index)
-            self.teacher.drop(index)
-            self.hessians.drop(str(index))
-        self.workers.wait()
 
     def packed_block(self, index: int) -> Part:
         """A block as it is written and runs."""
@@ -282,11 +182,6 @@ class Tasks:
     def log(self) -> list[dict[str, object]]:
         """Name, seconds and error statistics of every linear."""
         return [{"name": linear.name, **json.loads(self.mark(linear).read_bytes())} for linear in self.job.plan.linears]
-
-    def trainings(self) -> dict[str, list[float | None]]:
-        """The losses on held-out rows of everything that was fine-tuned, by name, those of the starts first."""
-        blocks = (finetune_blocks.losses(self, index) for index in range(self.job.plan.blocks))
-        return {name: found for losses in (*blocks, finetune_full.losses(self)) for name, found in losses.items()}
 
     def place(self, mark: Path, tensors: Tensors, statistics: dict[str, object]) -> None:
         """Put tensors into the shards, then write their mark."""

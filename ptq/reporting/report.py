@@ -49,7 +49,7 @@ def build(
     `record` is `Record.as_dict()`; `result` the fields of `pipeline.Result` without `out`; `source` and `written` the
     tensors of the two checkpoints; `log` is `Tasks.log()`; `before` and `after` the observed inputs of the original
     and of the rotated blocks, by linear; `positions` what `outliers.by_position` found on rows of `text`; `trainings`
-    is `Tasks.trainings()`.
+    is `stages.trainings`.
     """
     drawn = _drawn(plan)
     quantised = [linear for linear in plan.packed_linears() if linear.format and linear.format.codebook]
