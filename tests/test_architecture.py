@@ -52,10 +52,11 @@ def test_imports_point_from_methods_to_ptq(path: Path) -> None:
     assert "scripts" not in found and "tests" not in found
 
 
-FOLDERS = re.findall(
-    r"^\| `ptq/(\w+)/` ", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE
-)
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+FOLDERS = re.findall(r"^\| `ptq/(\w+)/` ", PAGE, re.MULTILINE)
 """Of ptq/, in the order of the page: each stands on those before it."""
+KERNELS = re.findall(r"`(\w+)/`", PAGE.partition("| `csrc/` |")[2].partition("\n\n")[0])
+"""Folders of csrc/, in the order of the page."""
 FOR_ALL = {"errors", "recipe", "engine", "startup", "methods", "demo"}
 """What every folder may import, and what imports no folder."""
 
@@ -81,6 +82,17 @@ def test_a_folder_imports_only_those_before_it(path: Path) -> None:
         return  # the package and its commands: they may import everything
     before = {*FOLDERS[: FOLDERS.index(room) + 1]} if room in FOLDERS else set()
     assert {*parts_of_ptq(path)} <= before | FOR_ALL
+
+
+def test_every_folder_of_kernels_has_a_place() -> None:
+    assert sorted(KERNELS) == sorted(path.name for path in (ROOT / "csrc").iterdir())
+
+
+@pytest.mark.parametrize("folder", KERNELS)
+def test_a_folder_of_kernels_includes_only_those_before_it(folder: str) -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "csrc" / folder).iterdir())
+    included = {*re.findall(r'^#include "(\w+)/', sources, re.MULTILINE)}
+    assert included <= {*KERNELS[: KERNELS.index(folder) + 1]}
 
 
 @pytest.mark.parametrize("path", PACKAGED, ids=name_of)

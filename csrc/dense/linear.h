@@ -5,8 +5,8 @@
 // odd ones, 32 at a time. With AVX-512 BF16 one instruction multiplies both with x as it is: the fewer instructions
 // stand between two loads, the more of them wait for memory at once.
 #include "common/fetch.h"
+#include "common/lanes.h"
 #include "dense/kernels.h"
-#include "integer/lanes.h"
 
 namespace ptq::dense {
 namespace {
@@ -22,7 +22,7 @@ constexpr int64_t most_tokens = 1;
 
 inline float widened(const void* from, int64_t at, Number type) {
     if (type == Number::float32) return static_cast<const float*>(from)[at];
-    return integer::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[at]) << 16);
+    return vectors::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[at]) << 16);
 }
 
 // Whether x is multiplied as it is.
@@ -77,7 +77,7 @@ inline void store_result(const Linear& p, int64_t t, int64_t n, float y) {
     if (p.type == Number::float32) {
         static_cast<float*>(p.out)[at] = y;
     } else {
-        const float nearest = y == y ? integer::bfloat16(y) : integer::from_bits(0x7fc00000u);
+        const float nearest = y == y ? vectors::bfloat16(y) : vectors::from_bits(0x7fc00000u);
         uint32_t bits;
         std::memcpy(&bits, &nearest, sizeof bits);
         static_cast<uint16_t*>(p.out)[at] = static_cast<uint16_t>(bits >> 16);
@@ -104,7 +104,7 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
     }
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
-        store_result(p, from + t, n, integer::sum((acc[t][0] + acc[t][1]) + (acc[t][2] + acc[t][3])));
+        store_result(p, from + t, n, vectors::sum((acc[t][0] + acc[t][1]) + (acc[t][2] + acc[t][3])));
 }
 
 #if defined(__AVX512BF16__)
@@ -144,7 +144,7 @@ inline void row_of_pairs(const Linear& p, int64_t n, int64_t from) {
     }
 #pragma GCC unroll 4
     for (int t = 0; t < tokens; t++)
-        store_result(p, from + t, n, integer::sum((Lanes)((acc[t][0] + acc[t][1]) + (acc[t][2] + acc[t][3]))));
+        store_result(p, from + t, n, vectors::sum((Lanes)((acc[t][0] + acc[t][1]) + (acc[t][2] + acc[t][3]))));
 }
 #endif
 

@@ -5,16 +5,16 @@
 #include "common/fetch.h"
 #include "e8p_tiled/kernels.h"
 #include "e8p_tiled/numbers.h"
-#include "integer_tiled/decode_lanes.h"
+#include "tiles/few_tokens.h"
+#include "tiles/sums.h"
 
 namespace ptq::e8p_tiled {
 namespace {
 
-using integer_tiled::dot;
-using integer_tiled::load_bias;
-using integer_tiled::load_int;
-using integer_tiled::over_tokens;
-using integer_tiled::store_result;
+using tiles::dot;
+using tiles::load_bias;
+using tiles::over_tokens;
+using tiles::store_result;
 
 constexpr int64_t ahead = 8192;  // bytes that are fetched before they are needed: measured on Zen 5
 
@@ -59,9 +59,8 @@ void arrange(const Arrange& p, int64_t first, int64_t last) {
 template <int bits, int tokens>
 inline void integers(const Points<bits>& points, const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride,
                      SignedInts total[tokens]) {
-    constexpr int chains = integer_tiled::chains<tokens>;
-    SignedInts acc[tokens][chains] = {};
     if (blocks == 0) return static_cast<void>(std::fill_n(total, tokens, SignedInts{}));
+    tiles::IntegerSums<tokens> sums;
     auto begun = points.begin(block);
     for (int64_t b = 0; b < blocks; b++, q += block_columns) {
         fetch(block, block_bytes(bits));
@@ -70,17 +69,9 @@ inline void integers(const Points<bits>& points, const uint8_t* block, int64_t b
         block += b + 1 < blocks ? block_bytes(bits) : 0;
         begun = points.begin(block);
 #pragma GCC unroll 8
-        for (int i = 0; i < quads; i++)
-#pragma GCC unroll 16
-            for (int t = 0; t < tokens; t++)
-                acc[t][i % chains] =
-                    dot<are_wide(bits)>(acc[t][i % chains], weights[i], load_int(q + t * stride + 4 * i));
+        for (int i = 0; i < quads; i++) sums.template add<are_wide(bits)>(i, weights[i], q + 4 * i, stride);
     }
-#pragma GCC unroll 16
-    for (int t = 0; t < tokens; t++) {
-        total[t] = acc[t][0];
-        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
-    }
+    sums.total(total);
 }
 
 template <int bits, int tokens>

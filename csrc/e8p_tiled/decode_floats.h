@@ -2,17 +2,17 @@
 // end. Included once per level, by decode.h.
 //
 // With AVX-512 VNNI, points stay the bytes that come out of a block, and it is x that is brought to bytes: three or
-// four products of these take less time than bringing points to floats, or to pairs of bfloat16 (results.md, E8P
+// four products of these take less time than bringing points to floats, or to pairs of bfloat16 (processors.md, E8P
 // layers).
 #pragma once
 
-#include "integer_tiled/byte_unit.h"
+#include "tiles/byte_unit.h"
 
 namespace ptq::e8p_tiled {
 namespace {
 
-using integer_tiled::part_bytes;
-using integer_tiled::read;
+using tiles::part_bytes;
+using tiles::read;
 
 // --- x ---------------------------------------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ constexpr Form few_form = Form::bytes;
 void spread_bytes(const Floats& p, const Order&, int64_t t) {
     const int64_t width = blocks_in(p.w.k) * block_columns, stride = ByteRow::stride(p.w.k);
     const int count = ByteRow::count(p.x_type);
-    const integer_tiled::ByteUnit unit(p.x, p.x_type, t * p.w.k, (t + 1) * p.w.k, count);
+    const tiles::ByteUnit unit(p.x, p.x_type, t * p.w.k, (t + 1) * p.w.k, count);
     auto* to = reinterpret_cast<int8_t*>(p.spread + t * p.spread_stride);
     for (int64_t c = 0; c < p.w.k; c += block_columns) {
         float x[block_columns];
@@ -137,8 +137,7 @@ inline void multiply(const Points<bits>& points, const Floats& p, const uint8_t*
                      Lanes total[tokens]) {
     const int64_t blocks = blocks_in(p.w.k), stride = p.spread_stride;
     const uint8_t* x = p.spread + from * stride;
-    constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
-    Lanes acc[tokens][chains] = {};
+    tiles::FloatSums<tokens> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
         fetch(block, block_bytes(bits));
         Dwords weights[quads];
@@ -148,21 +147,10 @@ inline void multiply(const Points<bits>& points, const Floats& p, const uint8_t*
             Dwords numbers[4];
             to_floats<bits>(weights[i], numbers);
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-#pragma GCC unroll 4
-                for (int t = 0; t < tokens; t++) {
-                    float value;
-                    std::memcpy(&value, x + t * stride + (4 * i + j) * sizeof(float), sizeof value);
-                    acc[t][j % chains] = fma((Lanes)numbers[j], fill(value), acc[t][j % chains]);
-                }
-            }
+            for (int j = 0; j < 4; j++) sums.add(j, (Lanes)numbers[j], x + (4 * i + j) * sizeof(float), stride);
         }
     }
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++) {
-        total[t] = acc[t][0];
-        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
-    }
+    sums.total(total);
 }
 #endif
 

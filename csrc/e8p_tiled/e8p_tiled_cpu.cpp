@@ -14,7 +14,7 @@
 #include "common/parallel.h"
 #include "common/tensors.h"
 #include "gemm/panels_kernels.h"
-#include "integer_tiled/run_rows.h"
+#include "tiles/run_rows.h"
 
 namespace ptq::e8p_tiled {
 
@@ -141,7 +141,7 @@ Tensor linear_tiled(const Tensor& x, const Tensor& tiles, const Tensor& scale, c
 }  // namespace
 
 void run_quantized(const std::vector<Quantized>& problems) {
-    integer_tiled::run_rows(kernels().quantized, problems, [](const Quantized& p) { return is_many(p); }, many_tokens);
+    tiles::run_rows(kernels().quantized, problems, [](const Quantized& p) { return is_many(p); }, many_tokens);
 }
 
 void run_floats(const std::vector<Floats>& problems) {
@@ -150,7 +150,7 @@ void run_floats(const std::vector<Floats>& problems) {
         const std::unique_ptr<int32_t[]> room = spread(p, true);
         many_floats(p);
     };
-    integer_tiled::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many);
+    tiles::run_rows(kernels().floats, problems, [](const Floats& p) { return is_many(p); }, many);
 }
 
 namespace {

@@ -5,7 +5,7 @@
 
 #include "e8p_tiled/layout.h"
 #include "gemm/panels_kernels.h"
-#include "integer_tiled/kernels.h"
+#include "tiles/layout.h"
 
 namespace ptq::e8p_tiled {
 
@@ -45,7 +45,7 @@ enum class Form {
     bytes,   // integers, see `ByteRow`
 };
 
-// The bytes of the integers that the numbers of a token are (integer_tiled/byte_unit.h) are in a row each, the lowest
+// The bytes of the integers that the numbers of a token are (tiles/byte_unit.h) are in a row each, the lowest
 // first: x is the sum of the rows, each times its `factor`.
 struct ByteRow {
     static constexpr int64_t tail = 16;  // bytes of what follows the columns of a row:

@@ -8,16 +8,16 @@
 #include <cstdint>
 
 #include "e8p/multipliers.h"
-#include "integer_tiled/layout.h"
+#include "tiles/layout.h"
 
 namespace ptq::e8p_tiled {
 
 using e8p::multiplier;
 using e8p::stages;
-using integer_tiled::block_columns;
-using integer_tiled::blocks_in;
-using integer_tiled::row_tiles;
-using integer_tiled::tile_rows;
+using tiles::block_columns;
+using tiles::blocks_in;
+using tiles::row_tiles;
+using tiles::tile_rows;
 
 constexpr int64_t block_bytes(int bits) {
     return 64 * bits;

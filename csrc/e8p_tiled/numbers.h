@@ -4,8 +4,8 @@
 
 #include <bit>
 
+#include "common/lanes.h"
 #include "e8p_tiled/points.h"
-#include "integer/lanes.h"
 
 namespace ptq::e8p_tiled {
 namespace {

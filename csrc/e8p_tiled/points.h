@@ -11,8 +11,8 @@
 namespace ptq::e8p_tiled {
 namespace {
 
-using integer_tiled::Dwords;
-using integer_tiled::quads;
+using tiles::Dwords;
+using tiles::quads;
 
 // A block as eight vectors of four weights (bytes) for each of sixteen rows. Which columns lie in byte `i` of the rows
 // of vector `quad`: activations have to be in the same order.
@@ -186,7 +186,7 @@ struct Points {
     void unpack(const uint8_t* block, Dwords out[quads]) const {
         const Values& values = t.values[bits - 2];
         Dwords part[bits];
-        for (int i = 0; i < bits; i++) part[i] = integer_tiled::load_dwords(block + 64 * i);
+        for (int i = 0; i < bits; i++) part[i] = tiles::load_dwords(block + 64 * i);
         for (int i = 0; i < 4; i++) {
             const auto find = [&](const uint32_t* table, int p) { return look_up(table, part[p] >> 8 * i & 255u); };
             const Dwords code = find(t.nibbles[e8p_book], 0) ^ find(t.sign_nibbles, 1);

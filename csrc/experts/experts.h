@@ -9,8 +9,8 @@
 #include <optional>
 #include <vector>
 
-#include "common/input.h"
 #include "common/tensors.h"
+#include "hadamard/input.h"
 #include "steps/steps_cpu.h"
 
 namespace ptq::experts {

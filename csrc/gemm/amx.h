@@ -106,7 +106,7 @@ PTQ_INLINE void add_rows(const Common& common, const Group& g, int64_t token, in
 #pragma GCC unroll 3
     for (int r = 0; r < tiles; r++) {
         scale[r] = load(g.scale + r * tile_rows);
-        if constexpr (zeros) zero[r] = integer_tiled::load_zero(g.zero + r * common.zero_step) - common.p.w.byte_offset;
+        if constexpr (zeros) zero[r] = tiles::load_zero(g.zero + r * common.zero_step) - common.p.w.byte_offset;
     }
     for (; token < end; token++, sums += tile_rows, offset++)
 #pragma GCC unroll 3

@@ -10,12 +10,12 @@
 #include <cstring>
 #include <type_traits>
 
-#include "integer_tiled/decode_lanes.h"
+#include "tiles/few_tokens.h"
 
 namespace ptq::gemm {
 namespace {
 
-using integer_tiled::tile_rows;
+using tiles::tile_rows;
 
 // Tokens of a block of integers, and row tiles of a strip: so many sums of sixteen rows stay in registers, beside the
 // scaled sums of the groups before where `hold` says so. On Intel's processors ten additions begin before the first one
@@ -93,8 +93,7 @@ PTQ_INLINE void begin_group(const Block& b, int64_t group, SignedInts sum[tokens
     const int32_t* offset = b.offset + group * b.offset_step;
     if (b.zero) {
         SignedInts zero[tiles];
-        for (int r = 0; r < tiles; r++)
-            zero[r] = integer_tiled::load_zero(b.zero + group * tile_rows + r * b.zero_step);
+        for (int r = 0; r < tiles; r++) zero[r] = tiles::load_zero(b.zero + group * tile_rows + r * b.zero_step);
         PTQ_EACH_SUM sum[t][r] = zero[r] * offset[t];
     } else {
         PTQ_EACH_SUM sum[t][r] = SignedInts{} + offset[t];
@@ -220,7 +219,7 @@ struct Columns {
         const int64_t width = end - column;
         b.begins = column % group == 0, b.ends = end % group == 0 || end == all;
         b.groups = b.begins && width % group == 0 ? width / group : 0;
-        b.blocks = (b.groups ? group : width) / integer_tiled::block_columns;
+        b.blocks = (b.groups ? group : width) / tiles::block_columns;
     }
 };
 
@@ -254,9 +253,9 @@ void finish(const Results& p, const float* total, const float* factor, int64_t t
             Lanes y = load(total);
             if (factor) y *= load(factor + i);
             if (p.token_scale) y *= p.token_scale[first + t];
-            if (p.bias) y += integer_tiled::load_bias(p.bias, row + i, count);
+            if (p.bias) y += tiles::load_bias(p.bias, row + i, count);
             if (p.add) y += load(static_cast<const float*>(p.out) + (first + t) * p.n + row + i, count);
-            integer_tiled::store_result(p.out, p.type, (first + t) * p.n + row + i, y, count);
+            tiles::store_result(p.out, p.type, (first + t) * p.n + row + i, y, count);
         }
 }
 

@@ -34,7 +34,7 @@ inline Lanes product(Lanes sum, SignedInts w, uint32_t x) {
     if constexpr (mode == Mode::pairs)
         return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
 #endif
-    return fma((Lanes)w, fill(integer::from_bits(x)), sum);
+    return fma((Lanes)w, fill(vectors::from_bits(x)), sum);
 }
 
 inline SignedInts load_step(const uint8_t* from) {
@@ -65,13 +65,13 @@ struct Steps {
 template <int bits>
 struct QuadSteps {
     using Sum = SignedInts;
-    static constexpr int64_t x_step = integer_tiled::quads * quad_tokens;
+    static constexpr int64_t x_step = tiles::quads * quad_tokens;
     template <int tiles>
-    static constexpr int64_t codes_step = integer_tiled::quads * tiles * tile_rows * 4;
+    static constexpr int64_t codes_step = tiles::quads * tiles * tile_rows * 4;
 
     template <int tiles, int tokens>
     PTQ_INLINE static void multiply(const uint8_t* panel, int64_t, const uint32_t* x, SignedInts sum[tokens][tiles]) {
-        integer_tiled::multiply_quads<bits, tiles, tokens>(
+        tiles::multiply_quads<bits, tiles, tokens>(
             [&]<int i>(int r)
                 __attribute__((always_inline)) { return (Dwords)load_step(panel + (i * tiles + r) * tile_rows * 4); },
             x, quad_tokens, sum);

@@ -66,7 +66,7 @@ inline int32_t of_token(Ints sum, int64_t i) {
 
 // Blocks of tokens [first, last).
 void pack_quads(const Quads& p, int64_t first, int64_t last) {
-    constexpr int64_t step = integer_tiled::block_columns;
+    constexpr int64_t step = tiles::block_columns;
     const int64_t blocks = (p.from.t + quad_tokens - 1) / quad_tokens;
     std::vector<int8_t> spare(quad_tokens * p.columns);
     for (int64_t b = first; b < last; b++) {

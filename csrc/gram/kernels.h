@@ -4,11 +4,11 @@
 #include <cstdint>
 
 #include "gemm/panels_kernels.h"
-#include "integer_tiled/layout.h"
+#include "tiles/layout.h"
 
 namespace ptq::gram {
 
-using integer_tiled::tile_rows;
+using tiles::tile_rows;
 
 // x [t, k], and the same numbers as a weight of gemm/ whose rows are the channels and whose columns are the tokens:
 // [tile, step, 16], zeros behind the last token. A step is two tokens where `pairs`.

@@ -140,7 +140,7 @@ Tensor hadamard_to(const Tensor& x, const std::optional<Tensor>& signs, const st
 
 }  // namespace
 
-std::vector<Tensor> of_input(const Tensor& x, const steps_cuda::Input& input, bool aligned,
+std::vector<Tensor> of_input(const Tensor& x, const inputs::Input& input, bool aligned,
                              const std::optional<Tensor>& signs, const std::vector<Tensor>& factors, int64_t order,
                              int64_t bits, double clip) {
     constexpr const char* op = "the Hadamard transform of an input";

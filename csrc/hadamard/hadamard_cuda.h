@@ -5,8 +5,8 @@
 #include <tuple>
 #include <vector>
 
+#include "activations/input.cuh"
 #include "cuda/torch_cuda.h"
-#include "steps_cuda/input.cuh"
 
 namespace ptq::hadamard {
 
@@ -19,7 +19,7 @@ std::tuple<cuda::Tensor, cuda::Tensor> hadamard_quantize(const cuda::Tensor& x,
 
 // Both with `input` in front, in one launch: the transform of every token of x (contiguous, not empty), or with bits
 // its integers and their scales. `aligned`: so is all that `input` has. Nothing where the sizes need more launches.
-std::vector<cuda::Tensor> of_input(const cuda::Tensor& x, const steps_cuda::Input& input, bool aligned,
+std::vector<cuda::Tensor> of_input(const cuda::Tensor& x, const inputs::Input& input, bool aligned,
                                    const std::optional<cuda::Tensor>& signs, const std::vector<cuda::Tensor>& factors,
                                    int64_t order, int64_t bits, double clip);
 

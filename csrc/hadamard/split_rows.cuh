@@ -57,8 +57,8 @@ PTQ_DEVICE void stage(const Transform& p, int64_t start, int token, const float*
                 others[n].get(other);
                 PTQ_UNROLL
                 for (int j = 0; j < 8; j++)
-                    v[j] = p.input.up ? steps_cuda::gated<In>(v[j], other[j])
-                                      : steps_cuda::normed<In>(p.input, v[j], other[j], norms[0]);
+                    v[j] = p.input.up ? inputs::gated<In>(v[j], other[j])
+                                      : inputs::normed<In>(p.input, v[j], other[j], norms[0]);
             }
             if constexpr (source == Source::split) {
                 if (p.signs && !p.signs_last) {

@@ -2,7 +2,7 @@
 // memory as float32. No torch here.
 //
 // A chunk is `per_block` vectors, one after the other in memory; its element i lies at `padded(i)` in shared memory.
-//   1. load      16 neighbouring elements per thread: norm or gate (steps_cuda/input.cuh), signs, scale, the steps of
+//   1. load      16 neighbouring elements per thread: norm or gate (activations/input.cuh), signs, scale, the steps of
 //                Sylvester's matrix inside them
 //   2. first     the steps from distance 16 on, up to 5 of them in registers
 //   3. later     the steps from distance 256 on, up to 5 at once
@@ -12,10 +12,10 @@
 // different banks in every pass.
 #pragma once
 
+#include "activations/input.cuh"
 #include "activations/quantize.cuh"
 #include "hadamard/dense.cuh"
 #include "hadamard/split_layout.cuh"
-#include "steps_cuda/input.cuh"
 
 namespace ptq::hadamard {
 
@@ -29,7 +29,7 @@ struct Transform {
     void* out;           // the type of `in`, or int8 with `token_scale`, or of float32 any other
     float* token_scale;  // of quantised tokens, else null
     const float* signs;  // per element of a token, or null
-    steps_cuda::Input input;
+    inputs::Input input;
     int64_t vectors;    // in all
     int order, blocks;  // elements of a vector, vectors of a token
     int per_block;      // vectors of a chunk; for quantised tokens whole tokens
@@ -127,13 +127,13 @@ constexpr bool takes_input = !(sizeof(In) == 4 && sizeof(Out) == 2);
 template <class In>
 PTQ_DEVICE void find_norms(const Transform& p, int64_t start, int elements, float* norms, float* reduce) {
     const int k = p.order * p.blocks, tokens = elements / k;
-    const bool aligned = p.vectorised && k % steps_cuda::unit == 0, one = tokens == 1;
+    const bool aligned = p.vectorised && k % inputs::unit == 0, one = tokens == 1;
     const In* in = static_cast<const In*>(p.in);
     for (int t = one ? 0 : warp(); t < tokens; t += p.threads / 32) {
         const int64_t at = start + static_cast<int64_t>(t) * k;
-        const float total = one ? steps_cuda::squares_by_block(p.input, in, at, k, aligned, reduce, p.threads)
-                                : steps_cuda::squares_by_warp(p.input, in, at, k, aligned);
-        if ((one ? thread() : lane()) == 0) norms[t] = steps_cuda::inverse_norm(p.input, total, k);
+        const float total = one ? inputs::squares_by_block(p.input, in, at, k, aligned, reduce, p.threads)
+                                : inputs::squares_by_warp(p.input, in, at, k, aligned);
+        if ((one ? thread() : lane()) == 0) norms[t] = inputs::inverse_norm(p.input, total, k);
     }
     block_barrier();
 }
@@ -146,7 +146,7 @@ PTQ_DEVICE void make_input(const Transform& p, int64_t start, int first, int lef
     if (p.input.up) {
         load_numbers(static_cast<const In*>(p.input.up) + start + first, left, p.vectorised, other);
         PTQ_UNROLL
-        for (int i = 0; i < line; i++) v[i] = steps_cuda::gated<In>(v[i], other[i]);
+        for (int i = 0; i < line; i++) v[i] = inputs::gated<In>(v[i], other[i]);
         return;
     }
     const In* gain = static_cast<const In*>(p.input.gain);
@@ -155,11 +155,11 @@ PTQ_DEVICE void make_input(const Transform& p, int64_t start, int first, int lef
     if (k % line == 0) {
         load_numbers(gain + column, line, p.vectorised, other);
         PTQ_UNROLL
-        for (int i = 0; i < line; i++) v[i] = steps_cuda::normed<In>(p.input, v[i], other[i], norms[token]);
+        for (int i = 0; i < line; i++) v[i] = inputs::normed<In>(p.input, v[i], other[i], norms[token]);
         return;
     }
     for (int i = 0; i < line && i < left; i++) {
-        v[i] = steps_cuda::normed<In>(p.input, v[i], widen(gain[column]), norms[token]);
+        v[i] = inputs::normed<In>(p.input, v[i], widen(gain[column]), norms[token]);
         column = column + 1 == k ? 0 : column + 1;
         token += column == 0;
     }

@@ -28,9 +28,9 @@ struct Task {
     double scale;
     float* token_scale;
     activations::Grid8 grid8;
-    bool aligned;             // in and out, and what `input` has, are multiples of 16
-    steps_cuda::Input input;  // what follows is done by the fast kernel alone
-    Element out_element;      // of a result that is not quantised
+    bool aligned;         // in and out, and what `input` has, are multiples of 16
+    inputs::Input input;  // what follows is done by the fast kernel alone
+    Element out_element;  // of a result that is not quantised
 };
 
 using cuda::Device;

@@ -6,9 +6,12 @@
 // lane l adds those with (i / 8) % 16 == l in order of i, with fused multiply-adds, then `sum` adds the lanes.
 #pragma once
 
-#include "integer/lanes.h"
+#include "common/lanes.h"
+#include "integer/kernels.h"
 
 namespace ptq::integer {
+
+using namespace vectors;
 namespace {
 
 // lane l, vector j of a block <- x[8 l + j]; zeros beyond k, so that what is decoded there does not count.

@@ -5,6 +5,8 @@
 #include "integer/linear.h"
 
 namespace ptq::integer {
+
+using namespace vectors;
 namespace {
 
 constexpr int64_t depth = 4 * block;  // columns of a panel

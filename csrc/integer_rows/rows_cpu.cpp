@@ -1,5 +1,5 @@
 // ptq::integer_rows and integer_rows_tiled for the CPU: single rows of an integer weight as numbers, from the stored
-// bytes (quarot/integer.py) or from tiles (integer_tiled/layout.h). Schemas, fake kernels and references are in
+// bytes (quarot/integer.py) or from tiles (tiles/layout.h). Schemas, fake kernels and references are in
 // quarot/row_ops.py.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -12,7 +12,7 @@
 
 #include "common/linear.h"
 #include "common/tensors.h"
-#include "integer_tiled/layout.h"
+#include "tiles/layout.h"
 
 namespace ptq::integer_rows {
 namespace {
@@ -50,7 +50,7 @@ void stored_codes(const uint8_t* row, int bits, int64_t k, uint8_t* out) {
 
 // The codes of row `r` of a tile.
 void tiled_codes(const uint8_t* tile, int64_t r, int bits, int64_t k, uint8_t* out) {
-    using namespace integer_tiled;
+    using namespace tiles;
     for (int64_t first = 0; first < k; first += block_columns, tile += block_bytes(bits)) {
         uint8_t code[block_columns] = {};
         for (int shift = 0; shift < bits;) {
@@ -77,7 +77,7 @@ float from_bfloat16(uint16_t bfloat16) {
 
 // Rows [first, last) of the result; `code` has room for k bytes.
 void decode(const Rows& p, int64_t first, int64_t last, uint8_t* code) {
-    using namespace integer_tiled;
+    using namespace tiles;
     const int64_t bytes = (p.k * p.bits + 7) / 8;
     for (int64_t i = first; i < last; i++) {
         const int64_t row = p.index[i], tile = row / tile_rows, r = row % tile_rows;
@@ -149,7 +149,7 @@ Tensor rows(const Tensor& codes, const Tensor& scale, const std::optional<Tensor
 
 Tensor rows_tiled(const Tensor& tiles, const Tensor& scale, const std::optional<Tensor>& zero, const Tensor& index,
                   int64_t n, int64_t bits, int64_t group_size, int64_t k, ScalarType dtype) {
-    using namespace integer_tiled;
+    using namespace tiles;
     const Rows p = weight(bits, group_size, k, true);
     check_tensor("integer_rows_tiled", "tiles", tiles, ScalarType::Byte,
                  {row_tiles(n), blocks_in(k), block_bytes(p.bits)});

@@ -1,8 +1,11 @@
 // The kernels for few tokens, of one level: included after PTQ_LEVEL, the name of its table, is defined.
 // Sixteen rows lie in the sixteen lanes of a vector; a row tile is read once, for up to four tokens at a time.
-#include "integer_tiled/decode_lanes.h"
+#include "integer_tiled/kernels.h"
+#include "tiles/few_tokens.h"
 
 namespace ptq::integer_tiled {
+
+using namespace tiles;
 namespace {
 
 // --- quantised tokens ------------------------------------------------------------------------------------------------

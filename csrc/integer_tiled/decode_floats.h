@@ -9,18 +9,14 @@
 // kernel for quantised tokens multiplies the bytes as if they were four tokens, and their sums are exact.
 #pragma once
 
-#include "integer_tiled/byte_rows.h"
-#include "integer_tiled/pair_sums.h"
 #include "integer_tiled/pairs.h"
+#include "tiles/byte_rows.h"
+#include "tiles/sums.h"
 
 namespace ptq::integer_tiled {
-namespace {
 
-#if defined(__AVX512BF16__)
-constexpr bool in_pairs = true;
-#else
-constexpr bool in_pairs = false;
-#endif
+using namespace tiles;
+namespace {
 
 // --- x ---------------------------------------------------------------------------------------------------------------
 
@@ -40,13 +36,9 @@ void spread(const Floats& p, int64_t first, int64_t last) {
             for (int64_t i = g * size; i < (g + 1) * size; i += tile_rows) {
                 const Lanes x = read(p.x, p.x_type, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
                 sum += x;
-                uint8_t* to = p.spread + t * p.spread_stride;
-                if (in_pairs)
-                    store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x, parts);
-                else
-                    store_vector(to + i * sizeof(float), x);
+                store_columns(p.spread + t * p.spread_stride, i, x, parts);
             }
-            p.sums[t * p.w.groups + g] = integer::sum(sum);
+            p.sums[t * p.w.groups + g] = vectors::sum(sum);
         }
 }
 #endif
@@ -69,8 +61,7 @@ inline Lanes number_of(const uint8_t* block, const Dwords* codes, int i, int j) 
 template <int bits, int tokens>
 inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                             Lanes total[tokens]) {
-    constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
-    Lanes acc[tokens][chains] = {};
+    FloatSums<tokens> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
         fetch(block, block_bytes(bits));
         Dwords codes[quads];
@@ -78,21 +69,10 @@ inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t*
 #pragma GCC unroll 8
         for (int i = 0; i < quads; i++)
 #pragma GCC unroll 4
-            for (int j = 0; j < 4; j++) {
-                const Lanes w = number_of<bits>(block, codes, i, j);
-#pragma GCC unroll 4
-                for (int t = 0; t < tokens; t++) {
-                    float value;
-                    std::memcpy(&value, x + t * stride + (4 * i + j) * sizeof(float), sizeof value);
-                    acc[t][j % chains] = fma(w, fill(value), acc[t][j % chains]);
-                }
-            }
+            for (int j = 0; j < 4; j++)
+                sums.add(j, number_of<bits>(block, codes, i, j), x + (4 * i + j) * sizeof(float), stride);
     }
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++) {
-        total[t] = acc[t][0];
-        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
-    }
+    sums.total(total);
 }
 
 #if defined(__AVX512BF16__)

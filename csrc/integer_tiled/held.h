@@ -12,9 +12,11 @@
 #include "common/linear.h"
 #include "common/tensors.h"
 #include "integer_tiled/kernels.h"
-#include "integer_tiled/layout.h"
+#include "tiles/layout.h"
 
 namespace ptq::integer_tiled {
+
+using namespace tiles;
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;

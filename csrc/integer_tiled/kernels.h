@@ -51,12 +51,6 @@ struct Floats {
     int64_t t;
 };
 
-// Bytes of one token's `spread`: up to three bfloat16 numbers, one float, or four bytes, and what belongs to a group of
-// these, for each of the padded columns.
-inline int64_t spread_bytes(int64_t k) {
-    return (k + 63) / 64 * 64 * 6;
-}
-
 // Each works on units [first, last): row tiles; `sums` and `spread` on tokens.
 struct Kernels {
     void (*sums)(const Sums&, int64_t first, int64_t last);

@@ -6,9 +6,11 @@
 #include <vector>
 
 #include "integer_tiled/kernels.h"
-#include "integer_tiled/layout.h"
+#include "tiles/layout.h"
 
 namespace ptq::integer_tiled {
+
+using namespace tiles;
 namespace {
 
 template <class Word>

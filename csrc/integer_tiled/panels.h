@@ -3,10 +3,13 @@
 #pragma once
 
 #include "gemm/block.h"
-#include "integer_tiled/decode_lanes.h"
+#include "integer_tiled/kernels.h"
 #include "integer_tiled/pairs.h"
+#include "tiles/few_tokens.h"
 
 namespace ptq::integer_tiled {
+
+using namespace tiles;
 namespace {
 
 // Where the steps of a panel go.

@@ -14,7 +14,7 @@
 #include "activations/activations_cpu.h"
 #include "gemm/panels_kernels.h"
 #include "integer_tiled/held.h"
-#include "integer_tiled/run_rows.h"
+#include "tiles/run_rows.h"
 
 namespace ptq::integer_tiled {
 

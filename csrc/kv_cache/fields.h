@@ -1,14 +1,14 @@
 // Codes of sixteen tokens as floats, and the vector helpers of attention. Included once per level.
 #pragma once
 
-#include "integer/lanes.h"
-#include "integer/softmax.h"
+#include "common/lanes.h"
+#include "common/softmax.h"
 #include "kv_cache/kernels.h"
 
 namespace ptq::kv_cache {
 namespace {
 
-using integer::bfloat16, integer::exponential, integer::Ints, integer::nearest, integer::sum, integer::sums;
+using vectors::bfloat16, vectors::exponential, vectors::Ints, vectors::nearest, vectors::sum, vectors::sums;
 
 inline Ints load_words(const uint32_t* from) {
     return load_vector<Ints>(from);
@@ -60,7 +60,7 @@ struct Fields {
         if constexpr (BITS <= 4) {
             Lanes table;  // one instruction looks sixteen numbers up by the lowest four bits
             for (int i = 0; i < lanes; i++) table[i] = static_cast<float>(i & ((1 << BITS) - 1));
-            return integer::picked(table, x);
+            return vectors::picked(table, x);
         }
 #endif
         return as_floats(x & ((1u << BITS) - 1));

@@ -41,7 +41,7 @@ inline void quantize(const float* x, int64_t d, int bits, const Grid& g, uint8_t
     for (int64_t i = 0; i < d; i += lanes) {
         const int64_t count = std::min(lanes, d - i);
         const Lanes q = (load(x + i, count) - minimum) * inverse;
-        integer::store_codes(codes + i, nearest(min(max(q, Lanes{}), top)), count);
+        vectors::store_codes(codes + i, nearest(min(max(q, Lanes{}), top)), count);
     }
 }
 

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/input.h"
+#include "hadamard/input.h"
 #include "kv_cache/kv_cache_cpu.h"
 #include "steps/steps_cpu.h"
 

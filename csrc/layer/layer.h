@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "common/input.h"
 #include "common/tensors.h"
 #include "experts/experts.h"
+#include "hadamard/input.h"
 #include "layer/constants.h"
 #include "layer/decoder.h"
 #include "steps/steps_cpu.h"

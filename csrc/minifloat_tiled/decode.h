@@ -1,12 +1,12 @@
 // The kernels for few tokens, of one level: included after PTQ_LEVEL, the name of its table, is defined.
 // A row tile is read once, as one stream, for up to four tokens at a time.
 #include "minifloat_tiled/lookup.h"
+#include "tiles/sums.h"
 
 namespace ptq::minifloat_tiled {
 namespace {
 
-using integer_tiled::load_int;
-using integer_tiled::segment_blocks;
+using tiles::segment_blocks;
 
 // Super-blocks of a group.
 inline int64_t blocks_of(const Weight& w, int64_t group) {
@@ -33,23 +33,13 @@ void sums(const Quantized& p, int32_t* sums, int64_t first, int64_t last) {
 template <int bits, int tokens>
 inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int64_t stride, const Bytes<bits>& bytes,
                      SignedInts total[tokens]) {
-    constexpr int chains = integer_tiled::chains<tokens>;
-    SignedInts acc[tokens][chains] = {};
+    tiles::IntegerSums<tokens> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), q += block_columns) {
-        integer_tiled::fetch(block, block_bytes(bits));
-        over_quads<bits>(block, [&]<int i>(Dwords codes) {
-            const Dwords byte = bytes(codes);
-#pragma GCC unroll 16
-            for (int t = 0; t < tokens; t++)
-                acc[t][i % chains] =
-                    integer_tiled::dot<false>(acc[t][i % chains], byte, load_int(q + t * stride + 4 * i));
-        });
+        tiles::fetch(block, block_bytes(bits));
+        over_quads<bits>(block,
+                         [&]<int i>(Dwords codes) { sums.template add<false>(i, bytes(codes), q + 4 * i, stride); });
     }
-#pragma GCC unroll 16
-    for (int t = 0; t < tokens; t++) {
-        total[t] = acc[t][0];
-        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
-    }
+    sums.total(total);
 }
 
 // A group of more than 65536 columns: its integers may need 64 bits.
@@ -91,20 +81,19 @@ void quantized_tile(const Quantized& p, const Bytes<bits>& bytes, int64_t tile, 
         q += blocks * block_columns;
     }
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, w.n - row);
-    const Lanes bias = integer_tiled::load_bias(p.bias, row, count);
+    const Lanes bias = tiles::load_bias(p.bias, row, count);
     for (int t = 0; t < tokens; t++) {
         Lanes result = y[t] * p.q_scale[from + t];
         if (p.bias) result += bias;
-        integer_tiled::store_result(p.out, p.out_type, (from + t) * w.n + row, result, count);
+        tiles::store_result(p.out, p.out_type, (from + t) * w.n + row, result, count);
     }
 }
 
 template <int bits>
 void quantized_of(const Quantized& p, int64_t first, int64_t last) {
     const Bytes<bits> bytes(*p.w.element);
-    integer_tiled::over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
-        quantized_tile<bits, tokens>(p, bytes, tile, t);
-    });
+    tiles::over_tokens(p.t, first, last,
+                       [&]<int tokens>(int64_t tile, int64_t t) { quantized_tile<bits, tokens>(p, bytes, tile, t); });
 }
 
 void quantized(const Quantized& p, int64_t first, int64_t last) {

@@ -1,77 +1,58 @@
 // Few tokens of floating-point numbers. With AVX-512 BF16 one instruction adds the products of two columns; a float32 x
 // is cut into three bfloat16 numbers whose sum it is, exactly. With AVX-512 VNNI alone, x meets elements that are whole
-// as integers of four bytes (integer_tiled/byte_rows.h). Included once per level, by decode.h.
+// as integers of four bytes (tiles/byte_rows.h). Included once per level, by decode.h.
 #pragma once
 
-#include "integer_tiled/byte_rows.h"
-#include "integer_tiled/pair_sums.h"
 #include "minifloat_tiled/lookup.h"
+#include "tiles/byte_rows.h"
 
 namespace ptq::minifloat_tiled {
 namespace {
 
-#if defined(__AVX512BF16__)
-constexpr bool in_pairs = true;
-#else
-constexpr bool in_pairs = false;
-#endif
-using integer_tiled::part_bytes;
+using tiles::in_pairs;
+using tiles::part_bytes;
 
 void spread(const Floats& p, int64_t first, int64_t last) {
     const int64_t k = p.w.k;
 #if defined(PTQ_BYTE_ROWS)
     if (p.w.element->whole) {
         for (int64_t t = first; t < last; t++)
-            integer_tiled::spread_rows(p.x, p.x_type, t, k, p.w.blocks, p.w.group_blocks, p.spread, p.spread_stride);
+            tiles::spread_rows(p.x, p.x_type, t, k, p.w.blocks, p.w.group_blocks, p.spread, p.spread_stride);
         return;
     }
 #endif
     const int parts = p.x_type == Number::float32 ? 3 : 1;
     for (int64_t t = first; t < last; t++)
         for (int64_t i = 0; i < p.w.blocks * block_columns; i += tile_rows) {
-            const Lanes x = integer_tiled::read(p.x, p.x_type, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
-            uint8_t* to = p.spread + t * p.spread_stride;
-            if (in_pairs)
-                integer_tiled::store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x,
-                                           parts);
-            else
-                store_vector(to + i * sizeof(float), x);
+            const Lanes x = tiles::read(p.x, p.x_type, t * k + i, std::clamp(k - i, int64_t{0}, tile_rows));
+            tiles::store_columns(p.spread + t * p.spread_stride, i, x, parts);
         }
 }
 
 template <int bits, int tokens>
 inline void multiply_floats(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                             const Values<bits>& values, Lanes total[tokens]) {
-    constexpr int chains = tokens > 2 ? 1 : 4 / tokens;
-    Lanes acc[tokens][chains] = {};
+    tiles::FloatSums<tokens> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += block_columns * sizeof(float)) {
-        integer_tiled::fetch(block, block_bytes(bits));
+        tiles::fetch(block, block_bytes(bits));
         over_quads<bits>(block, [&]<int i>(Dwords codes) {
-            values.columns(codes, [&]<int j>(const Lanes& w) __attribute__((always_inline)) {
-#pragma GCC unroll 4
-                for (int t = 0; t < tokens; t++) {
-                    float number;
-                    std::memcpy(&number, x + t * stride + (4 * i + j) * sizeof number, sizeof number);
-                    acc[t][j % chains] = fma(w, fill(number), acc[t][j % chains]);
-                }
+            values.columns(codes, [&]<int j>(const Lanes& column) __attribute__((always_inline)) {
+                sums.add(j, column, x + (4 * i + j) * sizeof(float), stride);
             });
         });
     }
+    sums.total(total);
 #pragma GCC unroll 4
-    for (int t = 0; t < tokens; t++) {
-        total[t] = acc[t][0];
-        for (int c = 1; c < chains; c++) total[t] += acc[t][c];
-        total[t] *= values.factor;
-    }
+    for (int t = 0; t < tokens; t++) total[t] *= values.factor;
 }
 
 #if defined(__AVX512BF16__)
 template <int bits, int tokens, int parts>
 inline void multiply_pairs(const uint8_t* block, int64_t blocks, const uint8_t* x, int64_t stride,
                            const Pairs<bits>& pairs, Lanes total[tokens]) {
-    integer_tiled::PairSums<tokens, parts> sums;
+    tiles::PairSums<tokens, parts> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), x += parts * part_bytes) {
-        integer_tiled::fetch(block, block_bytes(bits));
+        tiles::fetch(block, block_bytes(bits));
         over_quads<bits>(block, [&]<int i>(Dwords codes) {
             const __m512bh even = pairs.template at<false>(codes), odd = pairs.template at<true>(codes);
             sums.add(2 * i, even, x + 8 * i, stride);
@@ -88,11 +69,11 @@ using Pairs = Values<bits>;
 template <int tokens>
 void finish(const Floats& p, Lanes (&y)[tokens], int64_t tile, int64_t from) {
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
-    const Lanes bias = integer_tiled::load_bias(p.bias, row, count);
+    const Lanes bias = tiles::load_bias(p.bias, row, count);
     for (int t = 0; t < tokens; t++) {
         if (p.token_scale) y[t] *= p.token_scale[from + t];
         if (p.bias) y[t] += bias;
-        integer_tiled::store_result(p.out, p.out_type, (from + t) * p.w.n + row, y[t], count);
+        tiles::store_result(p.out, p.out_type, (from + t) * p.w.n + row, y[t], count);
     }
 }
 
@@ -121,7 +102,7 @@ void floats_tile(const Floats& p, const Pairs<bits>& table, int64_t tile, int64_
 #if defined(PTQ_BYTE_ROWS)
 template <int bits, int tokens>
 void bytes_tile(const Floats& p, const Bytes<bits>& bytes, int64_t tile, int64_t from) {
-    using namespace integer_tiled;
+    using namespace tiles;
     const Weight& w = p.w;
     const uint8_t* block = tile_of(w, tile);
     const int64_t stride = p.spread_stride / byte_rows;
@@ -144,8 +125,8 @@ void bytes_tile(const Floats& p, const Bytes<bits>& bytes, int64_t tile, int64_t
 template <int bits>
 void bytes_of(const Floats& p, int64_t first, int64_t last) {
     const Bytes<bits> bytes(*p.w.element);
-    integer_tiled::over_tokens(
-        p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) { bytes_tile<bits, tokens>(p, bytes, tile, t); });
+    tiles::over_tokens(p.t, first, last,
+                       [&]<int tokens>(int64_t tile, int64_t t) { bytes_tile<bits, tokens>(p, bytes, tile, t); });
 }
 #endif
 
@@ -155,7 +136,7 @@ void floats_of(const Floats& p, int64_t first, int64_t last) {
     if (p.w.element->whole) return bytes_of<bits>(p, first, last);
 #endif
     const Pairs<bits> table(*p.w.element);
-    integer_tiled::over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
+    tiles::over_tokens(p.t, first, last, [&]<int tokens>(int64_t tile, int64_t t) {
         if (in_pairs && p.x_type == Number::float32)
             floats_tile<bits, tokens, in_pairs ? 3 : 1>(p, table, tile, t);
         else

@@ -11,16 +11,16 @@
 
 #include "common/cpu_level.h"
 #include "common/tensors.h"
-#include "integer_tiled/layout.h"
 #include "minifloat_tiled/kernels.h"
+#include "tiles/layout.h"
 
 namespace ptq::minifloat_tiled {
 
-using integer_tiled::block_bytes;
-using integer_tiled::block_columns;
-using integer_tiled::blocks_in;
-using integer_tiled::row_tiles;
-using integer_tiled::tile_rows;
+using tiles::block_bytes;
+using tiles::block_columns;
+using tiles::blocks_in;
+using tiles::row_tiles;
+using tiles::tile_rows;
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 

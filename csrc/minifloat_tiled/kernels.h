@@ -1,4 +1,4 @@
-// The kernels on tiles of small floats as plain C++: no torch here. Tiles are those of integer_tiled/layout.h.
+// The kernels on tiles of small floats as plain C++: no torch here. Tiles are those of tiles/layout.h.
 #pragma once
 
 #include "gemm/panels_kernels.h"
@@ -40,7 +40,7 @@ struct Quantized {
 };
 
 // y[t, n] = x Wᵀ: products exact for bfloat16 x, sums in float32, in an order that depends on the level and the number
-// of tokens; or sums of integers, exact within a group (integer_tiled/byte_rows.h).
+// of tokens; or sums of integers, exact within a group (tiles/byte_rows.h).
 struct Floats {
     Weight w;
     const void* x;  // [t, k]

@@ -7,17 +7,17 @@
 #include <bit>
 #include <cmath>
 
-#include "integer_tiled/decode_lanes.h"
 #include "minifloat_tiled/kernels.h"
+#include "tiles/few_tokens.h"
 
 namespace ptq::minifloat_tiled {
 namespace {
 
-using integer_tiled::block_bytes;
-using integer_tiled::block_columns;
-using integer_tiled::Dwords;
-using integer_tiled::quads;
-using integer_tiled::tile_rows;
+using tiles::block_bytes;
+using tiles::block_columns;
+using tiles::Dwords;
+using tiles::quads;
+using tiles::tile_rows;
 
 inline const uint8_t* tile_of(const Weight& w, int64_t tile) {
     return w.tiles + tile * w.blocks * block_bytes(w.element->bits);
@@ -42,7 +42,7 @@ inline Dwords shifted(Dwords x) {
 template <int bits>
 inline void load_planes(const uint8_t* block, Dwords planes[bits]) {
 #pragma GCC unroll 8
-    for (int v = 0; v < bits; v++) planes[v] = integer_tiled::load_dwords(block + 64 * v);
+    for (int v = 0; v < bits; v++) planes[v] = tiles::load_dwords(block + 64 * v);
 }
 
 // The codes of quad i in the lowest bits of the bytes; above them is anything.
@@ -137,7 +137,7 @@ struct Bytes {
         uint8_t bytes[64];
         std::memcpy(bytes, &codes, sizeof bytes);
         for (uint8_t& byte : bytes) byte = table[byte % most_codes];
-        return integer_tiled::load_dwords(bytes);
+        return tiles::load_dwords(bytes);
     }
 #endif
 };

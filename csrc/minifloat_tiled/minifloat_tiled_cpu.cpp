@@ -14,8 +14,8 @@
 
 #include "activations/activations_cpu.h"
 #include "common/linear.h"
-#include "integer_tiled/kernels.h"
-#include "integer_tiled/run_rows.h"
+#include "tiles/layout.h"
+#include "tiles/run_rows.h"
 
 namespace ptq::minifloat_tiled {
 
@@ -70,7 +70,7 @@ void many_tokens(const Quantized& p, const gemm::Tokens& from) {
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.
 void multiply(const Held& h, const Tensor& x, const Tensor& out, int64_t t, const float* token_scale) {
     const Weight& w = h.w;
-    const int64_t stride = integer_tiled::spread_bytes(w.k);
+    const int64_t stride = tiles::spread_bytes(w.k);
     Floats p{w,
              x.const_data_ptr(),
              number_of(x.scalar_type()),
@@ -155,11 +155,11 @@ Tensor linear_tokens(const Tensor& x, const Tensor& tiles, const Tensor& scale, 
 
 void run_quantized(const std::vector<Quantized>& problems) {
     const auto many = [](const Quantized& p) { many_tokens(p, {p.t, p.q_stride, p.q, nullptr, nullptr, 1}); };
-    integer_tiled::run_rows(kernels().quantized, problems, [](const Quantized& p) { return is_many(p); }, many);
+    tiles::run_rows(kernels().quantized, problems, [](const Quantized& p) { return is_many(p); }, many);
 }
 
 void run_floats(const std::vector<Floats>& problems) {
-    integer_tiled::run_rows(
+    tiles::run_rows(
         float_kernels(problems.front()).floats, problems, [](const Floats& p) { return is_many(p); }, many_floats);
 }
 

@@ -12,8 +12,8 @@
 #include "common/linear.h"
 #include "experts/experts.h"
 #include "gemm/tokens.h"
-#include "integer_tiled/kernels.h"
 #include "minifloat_tiled/minifloat_tiled_cpu.h"
+#include "tiles/layout.h"
 
 namespace ptq::minifloat_tiled {
 
@@ -51,7 +51,7 @@ struct Weights {
 
     // `scale`: a factor for every row of the results, or null.
     void floats(const Tensor& x, const float* scale, const std::vector<experts::Product>& products) const {
-        const int64_t rows = x.size(0), k = x.size(1), bytes = integer_tiled::spread_bytes(k);
+        const int64_t rows = x.size(0), k = x.size(1), bytes = tiles::spread_bytes(k);
         const int64_t size = k * experts::width_of(x.scalar_type());
         const std::unique_ptr<uint8_t[]> spread(new uint8_t[rows * bytes]);
         std::vector<Floats> problems;

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <vector>
 
-#include "integer/softmax.h"
+#include "common/softmax.h"
 #include "mixers/kernels.h"
 #include "steps/numbers.h"
 
@@ -15,14 +15,14 @@ using steps::rounded;
 using steps::write;
 
 inline Lanes silu(Lanes x) {
-    return integer::times_sigmoid(x, x);
+    return vectors::times_sigmoid(x, x);
 }
 
 // One number of a tensor.
 template <Number type>
 inline float at(const void* from, int64_t i) {
     if constexpr (type == Number::float32) return static_cast<const float*>(from)[i];
-    return integer::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[i]) << 16);
+    return vectors::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[i]) << 16);
 }
 
 template <Number type>
@@ -66,7 +66,7 @@ inline void vector_of(const void* from, int64_t start, int64_t d, bool norm, flo
         squares = fma(x, x, squares);
         std::memcpy(to + i, &x, std::min(lanes, d - i) * sizeof(float));
     }
-    if (norm) scale *= 1.0f / std::sqrt(integer::sum(squares) + 1e-6f);
+    if (norm) scale *= 1.0f / std::sqrt(vectors::sum(squares) + 1e-6f);
     for (int64_t i = 0; i < d; i++) to[i] *= scale;
 }
 
@@ -135,7 +135,7 @@ void norm_of(const GatedNorm& p, int64_t first, int64_t last) {
             const Lanes x = read<type>(p.x, start + i, std::min(lanes, p.k - i));
             squares += x * x;
         }
-        const float inverse = 1.0f / std::sqrt(integer::sum(squares) / static_cast<float>(p.k) + p.eps);
+        const float inverse = 1.0f / std::sqrt(vectors::sum(squares) / static_cast<float>(p.k) + p.eps);
         for (int64_t i = 0; i < p.k; i += lanes) {
             const int64_t count = std::min(lanes, p.k - i);
             const Lanes x = rounded<type>(read<type>(p.x, start + i, count) * inverse);

@@ -2,7 +2,7 @@
 // chunk by chunk, with a running maximum (flash attention, arXiv 2205.14135).
 #include <new>
 
-#include "integer/softmax.h"
+#include "common/softmax.h"
 #include "prefill/pack.h"
 #include "prefill/products.h"
 
@@ -91,7 +91,7 @@ inline Lanes power(Lanes x) {
         return (Lanes)_mm512_scalef_ps(z, y);
     }
 #endif
-    return integer::exponential(x);
+    return vectors::exponential(x);
 }
 
 inline float largest_of(const Lanes& x) {
@@ -165,7 +165,7 @@ void store_results(const Attention& p, const Rows& rows, const Scratch& scratch)
         const int64_t token = (rows.row + r) / p.groups, group = (rows.row + r) % p.groups;
         const int64_t to =
             ((rows.b * p.tokens + token) * p.heads * p.groups + rows.head * p.groups + group) * p.value_d;
-        const float total = integer::sum(scratch.total[r]), inverse = total == 0 ? 0 : 1 / total;
+        const float total = vectors::sum(scratch.total[r]), inverse = total == 0 ? 0 : 1 / total;
         for (int64_t c = 0; c < p.value_d; c += lanes) {
             const Lanes x = load(scratch.out + r * p.value_width() + c) * inverse;
             steps::write<type>(p.out, to + c, steps::rounded<type>(x), std::min(lanes, p.value_d - c));

@@ -4,7 +4,7 @@
 // for any number of threads and, of finite numbers, of query tokens.
 #include <cstring>
 
-#include "integer/softmax.h"
+#include "common/softmax.h"
 #include "steps/numbers.h"
 
 namespace ptq::steps {
@@ -47,7 +47,7 @@ inline void score_tile(const Attend& p, int64_t at, int64_t count, const float* 
             for (int t = 0; t < step; t++) total[r * tile + first + t] = acc[r][t];
     }
     float sum[lanes];
-    integer::sums(total, sum);
+    vectors::sums(total, sum);
     for (int r = 0; r < rows; r++) std::memcpy(score + r * chunk, sum + r * tile, tile * sizeof(float));
 }
 
@@ -118,16 +118,16 @@ inline float soften(float* score, int64_t seen, int64_t count, const uint8_t* ma
     }
     float top = high[0];
     for (int i = 1; i < lanes; i++) top = high[i] <= top ? top : high[i];
-    const float factor = *largest == none ? 0.0f : integer::exponential(fill(*largest - top))[0];
+    const float factor = *largest == none ? 0.0f : vectors::exponential(fill(*largest - top))[0];
     Lanes sum{};
     const float base = top == none ? 0.0f : top;  // a NaN, which is no maximum, shows in the sum of the weights
     for (int64_t s = 0; s < count; s += lanes) {
-        const Lanes weight = integer::exponential(load(score + s) - base);
+        const Lanes weight = vectors::exponential(load(score + s) - base);
         sum += weight;
         store(score + s, weight);
     }
     *largest = top;
-    *total = *total * factor + integer::sum(sum);
+    *total = *total * factor + vectors::sum(sum);
     return factor;
 }
 
@@ -230,7 +230,7 @@ void merge_of(const Attend& p, int64_t first, int64_t last) {
         const float base = largest == none ? 0.0f : largest;
         for (int64_t part = 0; part < p.parts(); part++) {
             const float* from = p.partial_row(unit, part, row);
-            const float factor = integer::exponential(fill(from[width] - base))[0];  // 0 where it sees nothing of it
+            const float factor = vectors::exponential(fill(from[width] - base))[0];  // 0 where it sees nothing of it
             total += factor * from[width + 1];
             for (int64_t c = 0; c < width; c += lanes)
                 store(sums.data() + c, load(sums.data() + c) + factor * load(from + c));

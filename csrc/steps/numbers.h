@@ -1,7 +1,7 @@
 // Sixteen numbers of a tensor as floats, and back: included once per level.
 #pragma once
 
-#include "integer/lanes.h"
+#include "common/lanes.h"
 #include "steps/kernels.h"
 
 namespace ptq::steps {

@@ -25,7 +25,7 @@ void norm_of(const Norm& p, int64_t first, int64_t last) {
             const Lanes x = read<type>(p.x, start + i, std::min(lanes, p.k - i));
             acc[0] += x * x;
         }
-        const float total = integer::sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
+        const float total = vectors::sum((acc[0] + acc[1]) + (acc[2] + acc[3]));
         const float inverse = 1.0f / std::sqrt(total / static_cast<float>(p.k) + p.eps);
         for (i = 0; i < p.k; i += lanes) {
             const int64_t count = std::min(lanes, p.k - i);
@@ -62,14 +62,14 @@ void rotary(const Rotary& p, const void* x, const void* cos, const void* sin, vo
 
 // (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z).
 inline Lanes activated(Lanes x, bool gelu) {
-    return integer::times_sigmoid(x, gelu ? 1.5957691216f * (x + 0.044715f * (x * x * x)) : x);  // 2 sqrt(2 / pi)
+    return vectors::times_sigmoid(x, gelu ? 1.5957691216f * (x + 0.044715f * (x * x * x)) : x);  // 2 sqrt(2 / pi)
 }
 
 template <Number type>
 inline Lanes clamped(Lanes gate, Lanes up, float alpha, Lanes limit) {
     gate = chosen(gate > limit, limit, gate);  // a NaN stays
     up = chosen(up > limit, limit, chosen(up < -limit, -limit, up));
-    const Lanes share = rounded<type>(integer::times_sigmoid(Lanes{} + 1.0f, rounded<type>(gate * alpha)));
+    const Lanes share = rounded<type>(vectors::times_sigmoid(Lanes{} + 1.0f, rounded<type>(gate * alpha)));
     return rounded<type>(up + 1.0f) * rounded<type>(gate * share);
 }
 

@@ -1,10 +1,12 @@
 // Inputs without a Hadamard transform: as numbers, or quantised per token. No torch here.
 #pragma once
 
+#include "activations/input.cuh"
 #include "activations/quantize.cuh"
-#include "steps_cuda/input.cuh"
 
 namespace ptq::steps_cuda {
+
+using namespace inputs;
 
 struct Tokens {
     Input in;

@@ -4,7 +4,7 @@ W[n, k] is padded with zeros to super-blocks of 16 rows and 32 columns. A code's
 the widest first, which holds the lowest bits. A plane of width p is p vectors of 64 bytes; byte 4 r + j of a vector
 (row r, j = 0..3) holds 8 / p fields, lowest bits first; field i of vector v belongs to column (v (8 / p) + i) 4 + j.
 So one instruction multiplies four neighbouring columns of sixteen rows with four activations, and a thread reads its
-rows as one stream. In memory: uint8 [row tiles, super-blocks, 64 bits] (`csrc/integer_tiled/layout.h`).
+rows as one stream. In memory: uint8 [row tiles, super-blocks, 64 bits] (`csrc/tiles/layout.h`).
 
 What a code stands for is another matter: the formats that use tiles say it.
 """

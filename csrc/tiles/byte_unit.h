@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <bit>
 
-#include "integer_tiled/decode_lanes.h"
+#include "tiles/few_tokens.h"
 
-namespace ptq::integer_tiled {
+namespace ptq::tiles {
 namespace {
 
 #if defined(__AVX512VNNI__)
@@ -58,4 +58,4 @@ class ByteUnit {
 #endif
 
 }  // namespace
-}  // namespace ptq::integer_tiled
+}  // namespace ptq::tiles

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "common/parallel.h"
-#include "integer_tiled/layout.h"
+#include "tiles/layout.h"
 
-namespace ptq::integer_tiled {
+namespace ptq::tiles {
 
 // The row tiles of all problems as one range of units: threads are woken once, and share all of it evenly.
 template <class Problem>
@@ -39,4 +39,4 @@ void run_rows(void (*kernel)(const Problem&, int64_t, int64_t), const std::vecto
     if (!few.empty()) run_rows(kernel, few);
 }
 
-}  // namespace ptq::integer_tiled
+}  // namespace ptq::tiles

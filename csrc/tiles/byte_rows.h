@@ -2,12 +2,12 @@
 // anonymous namespace; empty but where few tokens are multiplied so: with AVX-512 VNNI alone.
 #pragma once
 
-#include "integer_tiled/byte_unit.h"
+#include "tiles/byte_unit.h"
 
 #if defined(__AVX512VNNI__) && !defined(__AVX512BF16__)
 #define PTQ_BYTE_ROWS
 
-namespace ptq::integer_tiled {
+namespace ptq::tiles {
 namespace {
 
 // A token is four rows, of the lowest bytes first, which are equally far from one another in all of its `spread`.
@@ -68,5 +68,5 @@ inline void joined_rows(const SignedInts (&sums)[byte_rows * tokens], const Sign
 }
 
 }  // namespace
-}  // namespace ptq::integer_tiled
+}  // namespace ptq::tiles
 #endif

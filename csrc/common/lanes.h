@@ -10,9 +10,8 @@
 #include <vector>
 
 #include "common/sixteen.h"
-#include "integer/kernels.h"
 
-namespace ptq::integer {
+namespace ptq::vectors {
 namespace {
 
 using Ints = Dwords;
@@ -76,4 +75,4 @@ inline float bfloat16(float x) {
 }
 
 }  // namespace
-}  // namespace ptq::integer
+}  // namespace ptq::vectors

@@ -1,9 +1,9 @@
 // What attention and gates need of sixteen lanes: e^x, and the sums of many vectors. Included once per level.
 #pragma once
 
-#include "integer/lanes.h"
+#include "common/lanes.h"
 
-namespace ptq::integer {
+namespace ptq::vectors {
 namespace {
 
 // e^x for x <= 0, to about one unit in the last place; 0 for x below -87, NaN for NaN.
@@ -67,4 +67,4 @@ inline void sums(const Lanes* v, float* out) {
 #endif
 
 }  // namespace
-}  // namespace ptq::integer
+}  // namespace ptq::vectors

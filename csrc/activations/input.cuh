@@ -5,7 +5,7 @@
 
 #include "cuda/lines.cuh"
 
-namespace ptq::steps_cuda {
+namespace ptq::inputs {
 
 using namespace ptq::cuda;
 
@@ -105,4 +105,4 @@ PTQ_DEVICE float gated(float gate, float up) {
     return rounded<T>(multiply(rounded<T>(silu), up));
 }
 
-}  // namespace ptq::steps_cuda
+}  // namespace ptq::inputs

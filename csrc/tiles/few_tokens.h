@@ -6,11 +6,11 @@
 #include <bit>
 
 #include "common/fetch.h"
-#include "integer/lanes.h"
-#include "integer_tiled/kernels.h"
-#include "integer_tiled/layout.h"
+#include "common/lanes.h"
+#include "common/number.h"
+#include "tiles/layout.h"
 
-namespace ptq::integer_tiled {
+namespace ptq::tiles {
 namespace {
 
 constexpr int64_t ahead = 8192;           // bytes that are fetched before they are needed: measured on Zen 5
@@ -233,5 +233,20 @@ inline void store_pairs(uint8_t* to, Lanes x, int parts) {
     }
 }
 
+// Whether numbers are multiplied in pairs of bfloat16, else as floats.
+#if defined(__AVX512BF16__)
+constexpr bool in_pairs = true;
+#else
+constexpr bool in_pairs = false;
+#endif
+
+// Sixteen columns of a token, from i on, to where it is spread. `parts`: of a pair.
+inline void store_columns(uint8_t* to, int64_t i, Lanes x, int parts) {
+    if (in_pairs)
+        store_pairs(to + i / block_columns * parts * part_bytes + i % block_columns * 2, x, parts);
+    else
+        store_vector(to + i * sizeof(float), x);
+}
+
 }  // namespace
-}  // namespace ptq::integer_tiled
+}  // namespace ptq::tiles

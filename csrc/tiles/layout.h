@@ -20,7 +20,7 @@
 
 #include "common/sixteen.h"
 
-namespace ptq::integer_tiled {
+namespace ptq::tiles {
 namespace {
 
 constexpr int64_t tile_rows = 16;      // rows of W in a tile
@@ -39,6 +39,12 @@ constexpr int64_t blocks_in(int64_t k) {
 }
 constexpr int64_t tile_bytes(int64_t k, int bits) {
     return blocks_in(k) * block_bytes(bits);
+}
+
+// Bytes of one token's `spread`: up to three bfloat16 numbers, one float, or four bytes, and what belongs to a group of
+// these, for each of the padded columns.
+inline int64_t spread_bytes(int64_t k) {
+    return (k + 63) / 64 * 64 * 6;
 }
 
 // The planes of a code: their widths, where each begins in the super-block (in vectors of 64 bytes: the bits before
@@ -89,4 +95,4 @@ inline void unpack_block(const uint8_t* block, Dwords out[quads]) {
 }
 
 }  // namespace
-}  // namespace ptq::integer_tiled
+}  // namespace ptq::tiles
