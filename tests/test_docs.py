@@ -18,7 +18,7 @@ from ptq.weights.rounding import nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = ("add-a-family", "add-a-codebook", "add-a-kernel")
-PAGES = ("README", "architecture", "format", "math", "results", "processors", *GUIDES)
+PAGES = ("README", "architecture", "format", "math", "results", "perplexity", "processors", *GUIDES)
 
 
 def file(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""The scripts that make the tables of docs/results.md: what they compare, and what they say about it."""
+"""The scripts that make the tables of docs/results.md and perplexity.md: what they compare, and what they say of it."""
 
 import math
 import sys
