@@ -64,7 +64,7 @@ Out = Annotated[
 Calibration = Annotated[
     str | None,
     typer.Option(
-        help="Calibration text or chats: FILE.txt, FILE.jsonl, wikitext2, c4 or a dataset, NAME:CONFIGURATION:SPLIT."
+        help="Calibration text or chats: FILE.txt, FILE.jsonl, wikitext2, c4 or a dataset, NAME:CONFIG:SPLIT."
     ),
 ]
 EmbeddingBits = Annotated[

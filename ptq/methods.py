@@ -15,6 +15,6 @@ def planner(method: str) -> Callable[..., Any]:
 
 
 def commands() -> Iterator[Callable[[Any], None]]:
-    """The `register(app)` of what is done with checkpoints, and of every method."""
-    modules = "ptq.cli_checkpoints", *(f"{method}.cli" for method in METHODS)
+    """The `register(app)` of every method, and of what is done with checkpoints."""
+    modules = *(f"{method}.cli" for method in METHODS), "ptq.cli_checkpoints"
     return (import_module(module).register for module in modules)
