@@ -200,7 +200,8 @@ def is_first_process() -> bool:
 def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> None:
     """Print the plan as a table on stdout, and what else there is to say about it on stderr."""
     from ptq.ops.hadamard import construction
-    from ptq.pipeline import pipeline, preflight
+    from ptq.pipeline import pipeline
+    from ptq.pipeline.needs import needs_text
     from ptq.pipeline.progress import console
     from ptq.reporting import console_tables
     from ptq.statistics import text_sources
@@ -223,7 +224,7 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
         console.print(f"here and now the command would refuse: {refusal}", soft_wrap=True)
     if missing:
         console.print(f"its weights are not here yet: the command itself fetches {missing / 1e9:.1f} GB from the hub")
-    if recipe.calibration is None and model != "demo" and preflight.needs_text(plan, recipe):
+    if recipe.calibration is None and model != "demo" and needs_text(plan, recipe):
         console.print("to do this, the command needs --calibration TEXT")
 
 

@@ -60,53 +60,63 @@ class QuipSharpRecipe(Recipe):
 def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Tensors) -> Plan:
     """The plan of a model with these tensors."""
     made = outline(recipe.method, shape, family, tensors)
-    if recipe.finetune != "none" and any(linear.expert is not None for linear in made.linears):
-        raise InputError("--finetune is not made for models with experts: leave it out, and quantise without")
-    if recipe.finetune != "none" and (shape.layer_input or shape.without_keys):
-        raise InputError(
-            "--finetune is not made for models whose blocks share keys and values or have inputs of their own: leave "
-            "it out, and quantise without"
-        )
-    activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
-
-    def transformed(linear: LinearPlan) -> LinearPlan:
-        format = formats.get("quip_sharp/e8p", bits=int(recipe.width_of(linear.name) or recipe.bits))
-        if not recipe.rotate:
-            return replace(linear, activation=activation, format=format)
-        experts = linear.expert is not None and linear.role != "down"  # they read some tokens of one input
-        shared = f"{linear.block}.experts" if experts else linear.statistics
-        sides = {
-            "input": Rotation(linear.k, hadamard.largest_block(linear.k), f"SU.{shared}"),
-            "output": Rotation(linear.n, hadamard.largest_block(linear.n), f"SV.{linear.name}"),
-        }
-        online = {"online": sides["input"], "online_output": sides["output"]}
-        return replace(linear, **sides, **online, even_rows=True, activation=activation, format=format)
-
-    linears = chosen(made, recipe, tensors, transformed)
-    if recipe.finetune != "none" and not any(linear.format for linear in linears):
-        raise InputError("--skip leaves nothing that --finetune could train: leave one of them out")
+    linears = chosen(made, recipe, tensors, lambda linear: _rounded(linear, recipe))
+    if recipe.finetune != "none":
+        _check_finetuning(shape, linears)
     rotations = [side for linear in linears for side in (linear.input, linear.output) if side is not None]
-    widths = {
-        "hidden_size": shape.hidden,
-        "query width": shape.heads * shape.head_dim,
-        "value width": shape.kv_heads * shape.head_dim,
-        **mlp_widths(shape),
-    }
-    sizes = {rotation.size for rotation in rotations}
-    widths = {name: width for name, width in widths.items() if width in sizes}
-    widths |= {f"{linear.role} width": linear.n for linear in linears if "+" in linear.role and linear.output}
-    widths |= {
-        f"{linear.name.rpartition('.')[2]} {side}": rotation.size
-        for linear in linears
-        if linear.role.startswith("mixer")
-        for side, rotation in (("inputs", linear.input), ("outputs", linear.output))
-        if rotation is not None
-    }
     return replace(
         made,
         linears=linears,
         signs={rotation.signs: rotation.size for rotation in rotations if rotation.signs is not None},
         finetune=recipe.finetune,
         finetune_epochs=recipe.finetune_epochs,
-        notes=(*made.notes, *(block_notes(widths) if recipe.rotate else ())),
+        notes=(*made.notes, *(block_notes(_widths(shape, linears)) if recipe.rotate else ())),
     )
+
+
+def _rounded(linear: LinearPlan, recipe: QuipSharpRecipe) -> LinearPlan:
+    """A linear on the lattice, with a transform on both sides."""
+    activation = Activation(recipe.activation_bits, 1.0) if recipe.activation_bits < 16 else None
+    format = formats.get("quip_sharp/e8p", bits=int(recipe.width_of(linear.name) or recipe.bits))
+    if not recipe.rotate:
+        return replace(linear, activation=activation, format=format)
+    experts = linear.expert is not None and linear.role != "down"  # they read some tokens of one input
+    shared = f"{linear.block}.experts" if experts else linear.statistics
+    su = Rotation(linear.k, hadamard.largest_block(linear.k), f"SU.{shared}")
+    sv = Rotation(linear.n, hadamard.largest_block(linear.n), f"SV.{linear.name}")
+    return replace(
+        linear, input=su, output=sv, online=su, online_output=sv, even_rows=True, activation=activation, format=format
+    )
+
+
+def _check_finetuning(shape: ModelShape, linears: tuple[LinearPlan, ...]) -> None:
+    """Raise InputError for a model that cannot be fine-tuned."""
+    if any(linear.expert is not None for linear in linears):
+        raise InputError("--finetune is not made for models with experts: leave it out, and quantise without")
+    if shape.layer_input or shape.without_keys:
+        raise InputError(
+            "--finetune is not made for models whose blocks share keys and values or have inputs of their own: leave "
+            "it out, and quantise without"
+        )
+    if not any(linear.format for linear in linears):
+        raise InputError("--skip leaves nothing that --finetune could train: leave one of them out")
+
+
+def _widths(shape: ModelShape, linears: tuple[LinearPlan, ...]) -> dict[str, int]:
+    """The widths that are transformed, by what to call them."""
+    sizes = {side.size for linear in linears for side in (linear.input, linear.output) if side is not None}
+    of_model = {
+        "hidden_size": shape.hidden,
+        "query width": shape.heads * shape.head_dim,
+        "value width": shape.kv_heads * shape.head_dim,
+        **mlp_widths(shape),
+    }
+    fused = {f"{linear.role} width": linear.n for linear in linears if "+" in linear.role and linear.output}
+    of_mixers = {
+        f"{linear.name.rpartition('.')[2]} {side}": rotation.size
+        for linear in linears
+        if linear.role.startswith("mixer")
+        for side, rotation in (("inputs", linear.input), ("outputs", linear.output))
+        if rotation is not None
+    }
+    return {name: width for name, width in of_model.items() if width in sizes} | fused | of_mixers

@@ -279,7 +279,7 @@ def gptq_block(
         model, folder / "gptq", threads, rounding="gptq", group_size=group_size, samples=samples,
         sequence_length=sequence_length, calibration=str(calibration), gptaq_alpha=gptaq_alpha,
     )  # fmt: skip
-    from ptq.pipeline.tasks import CHUNK_TOKENS  # not before: this process has to be small
+    from ptq.statistics.chunks import CHUNK_TOKENS  # not before: this process has to be small
 
     h, m = shape.hidden, shape.intermediate
     parts = {

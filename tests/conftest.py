@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 from ptq.cli import app
 from ptq.ops import native
 from ptq.ops.op_declarations import REFERENCES
-from ptq.pipeline import preflight
+from ptq.pipeline import needs
 from ptq.planning.plan import LinearPlan, Plan
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -57,7 +57,7 @@ def shared() -> Path:
 def fast() -> Iterator[None]:
     """Whole runs without measuring the machine and without waiting for its disk: neither changes a result."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "_matmul_rate", lambda bfloat16=False: 1e9)
+        patch.setattr(needs, "_matmul_rate", lambda bfloat16=False: 1e9)
         patch.setattr(os, "fsync", lambda handle: None)
         yield
 

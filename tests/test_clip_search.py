@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from ptq.layers.linear import QuantLinear
-from ptq.pipeline import stages
+from ptq.pipeline import needs, stages
 from ptq.pipeline.job import Job
-from ptq.pipeline.pipeline import plan, preflight, proof
+from ptq.pipeline.pipeline import plan, proof
 from ptq.pipeline.tasks import Tasks
 from ptq.reporting import report_schema
 from ptq.statistics.clip_search import GRID, Errors, inputs_of, losses, measure
@@ -280,12 +280,12 @@ def test_the_plan_and_inspect_say_it(tiny: Path, calibration_text: Path, tmp_pat
 
 
 def test_the_estimate_counts_it(tiny: Path, calibration_text: Path) -> None:
-    def needs(**changes: Any) -> preflight.Estimate:
+    def needed(**changes: Any) -> needs.Estimate:
         recipe = of_text(calibration_text, **changes)
         return ptq.pipeline.pipeline.estimate(ptq.plan(str(tiny), recipe), str(tiny), recipe)
 
-    found, fixed = needs(), needs(activation_clip=0.9)
+    found, fixed = needed(), needed(activation_clip=0.9)
     assert found.seconds > fixed.seconds and (found.memory, found.work) == (fixed.memory, fixed.work)
-    nearest, plain = needs(rounding="nearest"), needs(rounding="nearest", activation_clip=0.9)
+    nearest, plain = needed(rounding="nearest"), needed(rounding="nearest", activation_clip=0.9)
     assert nearest.seconds > plain.seconds and plain.memory < nearest.memory < fixed.memory
     assert 0 < plain.work < nearest.work < fixed.work  # of plain, the marks alone

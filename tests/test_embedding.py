@@ -20,7 +20,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.layers.embedding import PackedEmbedding, TiedHead
 from ptq.layers.linear import QuantLinear, swap
 from ptq.models.families import FAMILIES
-from ptq.pipeline import finetune_blocks, preflight, stages
+from ptq.pipeline import finetune_blocks, needs, stages
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import RECORD
@@ -184,7 +184,7 @@ def test_the_plan(tmp_path: Path) -> None:
         expected = dict.fromkeys((EMBEDDING, HEAD), IntegerFormat(bits, group))
         assert {linear.name: linear.format for linear in found.ends()} == expected
         assert not any(linear.format for linear in found.linears if linear.name.startswith("model.layers"))
-        assert not preflight.needs_text(found, QuarotRecipe(embedding_bits=bits, weight_bits=16))
+        assert not needs.needs_text(found, QuarotRecipe(embedding_bits=bits, weight_bits=16))
     assert not any(linear.format for linear in ptq.plan(str(source), ends(embedding_bits=16)).plan.linears)
     odd = save_model(tmp_path / "odd", tie_word_embeddings=True)
     assert [linear.format for linear in ptq.plan(str(odd), ends()).plan.ends()] == [IntegerFormat(8, 0)]

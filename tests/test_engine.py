@@ -16,9 +16,10 @@ from tiny_models import TINY, save_model
 
 from ptq.engine import ALONE, Workers
 from ptq.errors import InputError, RunError
-from ptq.pipeline import pipeline, preflight, tasks
+from ptq.pipeline import needs, pipeline
 from ptq.pipeline.writer import LOG
 from ptq.recipe import Recipe, RunOptions
+from ptq.statistics import chunks
 from quarot.plan import QuarotRecipe
 
 QUIET = RunOptions(progress=False)
@@ -43,8 +44,8 @@ def worker(environment: dict[str, str], model: Path, out: Path, asked: Recipe) -
     """One process of a run, as torchrun would start it."""
     os.environ.update(environment)
     torch.set_num_threads(1)
-    preflight._matmul_rate = lambda bfloat16=False: 1e9
-    tasks.CHUNK_TOKENS = 32  # one row a chunk: 20 chunks, 5 parts
+    needs._matmul_rate = lambda bfloat16=False: 1e9
+    chunks.CHUNK_TOKENS = 32  # one row a chunk: 20 chunks, 5 parts
     try:
         pipeline.quantize(model, out, asked, QUIET)
     except InputError as error:

@@ -20,8 +20,9 @@ import ptq
 from ptq.demo import demo_path
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, loaded_signs
 from ptq.models.families import FAMILIES
-from ptq.pipeline import pipeline, preflight, tasks
+from ptq.pipeline import needs, pipeline, preflight
 from ptq.reporting import report_schema
+from ptq.statistics import chunks
 from quip_sharp.plan import QuipSharpRecipe
 
 NOISE = {"apertus", "nemotron"}
@@ -35,7 +36,7 @@ TRAINED = [
 def quick(fast: None) -> Iterator[None]:
     """One row in a chunk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "CHUNK_TOKENS", 32)
+        patch.setattr(chunks, "CHUNK_TOKENS", 32)
         yield
 
 
@@ -204,17 +205,17 @@ def test_no_text_at_all_is_refused(model: Path, tmp_path: Path) -> None:
 def test_memory_is_asked_for_before_anything_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs = {}
+    needed = {}
     for kind in ("none", "blocks", "full"):
         asked = recipe(model, finetune=kind, samples=16, sequence_length=2048)
         target = pipeline.plan(str(model), asked)
         large = replace(pipeline.shape_of(target.config), vocab=1 << 18, hidden=4096)
         sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
-        needs[kind] = preflight.estimate(target.plan, large, asked, sizes)
+        needed[kind] = needs.estimate(target.plan, large, asked, sizes)
     for less, more in (("none", "blocks"), ("blocks", "full")):
-        assert needs[less].memory < needs[more].memory
-        assert needs[less].work < needs[more].work
-        assert needs[less].seconds < needs[more].seconds
+        assert needed[less].memory < needed[more].memory
+        assert needed[less].work < needed[more].work
+        assert needed[less].seconds < needed[more].seconds
     monkeypatch.setattr(preflight.available.psutil, "virtual_memory", lambda: type("M", (), {"available": 1 << 20}))
     with pytest.raises(ptq.InputError, match="fine-tune less"):
         ptq.quantize(model, tmp_path / "out", recipe(model), QUIET)
@@ -228,7 +229,7 @@ def test_the_demo_comes_closer_to_its_original_on_text_that_it_was_not_tuned_on(
     """The probe's rows belong to no set of calibration rows; one epoch each, 8192 tokens."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "CHUNK_TOKENS", 1024)
+        patch.setattr(chunks, "CHUNK_TOKENS", 1024)
         for kind in ("none", "full"):
             asked = QuipSharpRecipe(
                 finetune=kind,

@@ -111,7 +111,7 @@ def text(tmp_path: Path) -> str:
 def test_a_run_with_an_alpha_stops_and_goes_on(
     method: type[Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ptq.pipeline.tasks.CHUNK_TOKENS", 64)
+    monkeypatch.setattr("ptq.statistics.chunks.CHUNK_TOKENS", 64)
     model = save_model(tmp_path / "model", **TINY)
     options = {"calibration": text, "samples": 8, "sequence_length": 32, "embedding_bits": 4}
     if method is QuarotRecipe:

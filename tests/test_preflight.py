@@ -16,8 +16,8 @@ from fp6.plan import Fp6Recipe
 from ptq.engine import Workers
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
-from ptq.pipeline import pipeline, preflight
-from ptq.pipeline.preflight import Estimate
+from ptq.pipeline import needs, pipeline, preflight
+from ptq.pipeline.needs import Estimate
 from ptq.statistics import clip_search
 from quarot.plan import QuarotRecipe, plan
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("fast")
 BLOCKS, HIDDEN, INTERMEDIATE = 2, 4096, 11008
 
 
-def needs(**changes: Any) -> Estimate:
+def needed(**changes: Any) -> Estimate:
     """Of a Llama of that size, on a single token of calibration text."""
     config = tiny_config(
         "llama", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=32, num_key_value_heads=32,
@@ -37,20 +37,20 @@ def needs(**changes: Any) -> Estimate:
     shape = shape_of(config)
     recipe = QuarotRecipe(samples=1, sequence_length=1, **changes)
     made = plan(shape, FAMILIES["llama"], recipe, dict.fromkeys(["model.embed_tokens.weight"], torch.empty(())))
-    return preflight.estimate(made, shape, recipe, {"model.embed_tokens.weight": 4 * shape.vocab * HIDDEN})
+    return needs.estimate(made, shape, recipe, {"model.embed_tokens.weight": 4 * shape.vocab * HIDDEN})
 
 
 def test_memory_of_the_solver() -> None:
     """H of the widest input, and beside it down_proj twice, in float32."""
     solver = 4 * INTERMEDIATE**2 + 8 * HIDDEN * INTERMEDIATE
-    assert solver < needs().memory - needs(rounding="nearest").memory < 1.5 * solver
+    assert solver < needed().memory - needed(rounding="nearest").memory < 1.5 * solver
 
 
 def test_time_of_the_solver() -> None:
     """n k² multiplications and additions for a linear, k³ for the factor of an H, a billion of either in a second."""
     linears = 4 * HIDDEN**3 + 2 * INTERMEDIATE * HIDDEN**2 + HIDDEN * INTERMEDIATE**2
     factors = 3 * HIDDEN**3 + INTERMEDIATE**3
-    added = needs().seconds - needs(rounding="nearest").seconds
+    added = needed().seconds - needed(rounding="nearest").seconds
     assert added == pytest.approx(BLOCKS * 2 * (linears + factors) / 1e9, rel=0.01)
 
 
@@ -59,7 +59,7 @@ def test_time_of_the_search_for_clips() -> None:
     weights = 4 * HIDDEN**2 + 3 * HIDDEN * INTERMEDIATE
     for rounding in ("gptq", "nearest"):
         common = dict(rounding=rounding, activation_bits=4)
-        added = needs(**common, activation_clip="search").seconds - needs(**common).seconds
+        added = needed(**common, activation_clip="search").seconds - needed(**common).seconds
         passes = 1 + 1 + len(clip_search.GRID) + (rounding == "nearest")  # and with it through the packed block
         assert added == pytest.approx(BLOCKS * 2 * passes * weights / 1e9, rel=0.01)
 
@@ -119,8 +119,8 @@ def test_another_work_folder_is_no_help_where_the_result_is_too_large(
 
 def test_a_run_without_statistics_needs_a_work_folder_too(tiny: Path) -> None:
     recipe = Fp6Recipe()
-    needs = pipeline.estimate(pipeline.plan(str(tiny), recipe), str(tiny), recipe)
-    assert needs.work == preflight.MARK_BYTES * 15
+    needed = pipeline.estimate(pipeline.plan(str(tiny), recipe), str(tiny), recipe)
+    assert needed.work == needs.MARK_BYTES * 15
 
 
 def test_what_a_run_before_has_left_counts_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,7 +143,7 @@ def test_every_process_needs_its_memory(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_processes_of_this_machine_are_counted(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory(monkeypatch, 2 * preflight.BASE_MEMORY)
+    memory(monkeypatch, 2 * needs.BASE_MEMORY)
     with monkeypatch.context() as patch:
         patch.setattr(pipeline.engine, "workers", lambda: nullcontext(Workers(local_count=2)))
         check_refused(quantize("rotate", tiny, tmp_path / "out"), "this run needs about 1.05 GB of memory")

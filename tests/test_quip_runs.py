@@ -25,8 +25,8 @@ from ptq.hf.packed_config import PtqConfig
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import loaded_signs, stored_signs
 from ptq.models.families import FAMILIES
-from ptq.pipeline import preflight, tasks
-from ptq.statistics import hessian
+from ptq.pipeline import needs
+from ptq.statistics import chunks, hessian
 from quip_sharp.plan import QuipSharpRecipe
 
 QUIET = ptq.RunOptions(progress=False, report=False)
@@ -37,8 +37,8 @@ DOWN = "model.layers.0.mlp.down_proj"
 @pytest.fixture(scope="module", autouse=True)
 def fast() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "CHUNK_TOKENS", 64)
-        patch.setattr(preflight, "_matmul_rate", lambda bfloat16=False: 1e9)
+        patch.setattr(chunks, "CHUNK_TOKENS", 64)
+        patch.setattr(needs, "_matmul_rate", lambda bfloat16=False: 1e9)
         yield
 
 

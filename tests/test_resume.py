@@ -14,9 +14,10 @@ import pytest
 from tiny_models import TINY, save_model
 
 import ptq
-from ptq.pipeline import pipeline, preflight, stages, tasks
+from ptq.pipeline import needs, pipeline, stages
 from ptq.pipeline.work import UNFINISHED
 from ptq.recipe import Recipe
+from ptq.statistics import chunks
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
 
@@ -29,8 +30,8 @@ KILLS = 20
 def fast() -> Iterator[None]:
     """No measuring of the machine, no waiting for its disk: neither matters here. Small chunks: more files."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tasks, "CHUNK_TOKENS", 64)
-        patch.setattr(preflight, "_matmul_rate", lambda bfloat16=False: 1e9)
+        patch.setattr(chunks, "CHUNK_TOKENS", 64)
+        patch.setattr(needs, "_matmul_rate", lambda bfloat16=False: 1e9)
         patch.setattr(os, "fsync", lambda handle: None)
         yield
 
@@ -204,8 +205,8 @@ def child(model: Path, out: Path, recipe: Recipe) -> None:
     import torch
 
     torch.set_num_threads(1)
-    preflight._matmul_rate = lambda bfloat16=False: 1e9
-    tasks.CHUNK_TOKENS = 32  # more files, so more moments to be killed between
+    needs._matmul_rate = lambda bfloat16=False: 1e9
+    chunks.CHUNK_TOKENS = 32  # more files, so more moments to be killed between
     pipeline.quantize(model, out, recipe, QUIET)
 
 

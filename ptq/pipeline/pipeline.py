@@ -19,9 +19,10 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
-from ptq.pipeline import finetune_full, preflight, proof, stages, token_rows
+from ptq.pipeline import finetune_full, needs, preflight, proof, stages, token_rows
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job, calibrates_in_bfloat16
+from ptq.pipeline.needs import Estimate
 from ptq.pipeline.progress import Progress, without_kernel_hints
 from ptq.pipeline.target import Target, plan
 from ptq.pipeline.tasks import Tasks
@@ -46,12 +47,12 @@ from ptq.statistics import calibration, outliers
 DEFAULTS = RunOptions()
 
 
-def estimate(target: Target, model: str, recipe: Recipe) -> preflight.Estimate:
+def estimate(target: Target, model: str, recipe: Recipe) -> Estimate:
     """What a run will need on this machine. Raises InputError for rows that are longer than the model's limit."""
     sizes = {name: info.nbytes for name, info in target.checkpoint.tensors.items()}
     recipe = _resolved(recipe, model, target.config)
     bfloat16 = calibrates_in_bfloat16(target.checkpoint, target.family)
-    return preflight.estimate(target.plan, shape_of(target.config), recipe, sizes, bfloat16)
+    return needs.estimate(target.plan, shape_of(target.config), recipe, sizes, bfloat16)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
         return _quantize(plan(model, recipe), model, work, out, recipe, options, workers)
 
 
-def refusal(needs: preflight.Estimate, out: Path, options: RunOptions) -> str | None:
+def refusal(needed: Estimate, out: Path, options: RunOptions) -> str | None:
     """Why a run with such needs would be refused on this machine, its output folder being as it is; None: it would not,
     as far as can be told without weights and text."""
     out, work = _folders(out, options)
@@ -103,7 +104,7 @@ def refusal(needs: preflight.Estimate, out: Path, options: RunOptions) -> str | 
         return f"{out}: holds the result of a run (of this very one nothing would be left to do)"
     try:
         check_out(out)
-        preflight.check(needs, work, out)
+        preflight.check(needed, work, out)
     except InputError as error:
         return str(error)
     return None
@@ -144,8 +145,8 @@ def _quantize(
             _tidy(out, work, record)
         return read_result(out)
     check_folders(out, work, target.checkpoint.folder)
-    needs = estimate(target, model, recipe)
-    preflight.check(needs, work, out, workers.local_count)
+    needed = estimate(target, model, recipe)
+    preflight.check(needed, work, out, workers.local_count)
     workers.wait()  # the others have looked at the folders too
     job = Job(recipe=recipe, signs=record.sign_vectors(target.plan), device=device, **vars(target))
     calibrated, visible = rows is not None, options.progress and workers.first
@@ -155,7 +156,7 @@ def _quantize(
         if workers.first:
             open_work(work, record, options.restart and not workers.again)
         warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows)
-        for note in (*target.plan.notes, *warnings, str(needs)):
+        for note in (*target.plan.notes, *warnings, str(needed)):
             progress.say(note)
         if done := rounded_before(work, target.plan):
             progress.say(done)

@@ -38,14 +38,13 @@ from ptq.pipeline.probe import Probe
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.work import FOLDERS, REST, remove_contents
 from ptq.planning.plan import LinearPlan
+from ptq.statistics import chunks
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.clip_search import CLIP, Clips
 from ptq.statistics.hessian import Hessians
 from ptq.weights.formats import Choice
 from ptq.weights.rounding import Rounded, nearest, nearest_rows
 
-CHUNK_TOKENS = 1024
-"""Calibration tokens that go through a block at a time: bounds the memory of activations."""
 CHOSEN = "chosen"
 """Key of a linear's mark: the options of its format, where the plan leaves a choice."""
 
@@ -167,7 +166,7 @@ class Tasks:
 
     def chunks_of(self, rows: Int[Tensor, "samples t"]) -> tuple[Int[Tensor, "some t"], ...]:
         """The calibration rows in chunks, each of which goes through a block in one call."""
-        size = CHUNK_TOKENS // rows.shape[1]
+        size = chunks.CHUNK_TOKENS // rows.shape[1]
         if self.job.plan.finetune != "none":
             size = min(size, len(rows) // HELD_OUT)  # one chunk of so many is held out
         return rows.split(max(1, size))

@@ -12,7 +12,7 @@ from ptq.errors import InputError
 from ptq.hf.loading import load_tokenizer
 from ptq.models.model_shape import shape_of
 from ptq.pipeline.finetune import HELD_OUT
-from ptq.pipeline.preflight import needs_hessians, needs_text
+from ptq.pipeline.needs import needs_hessians, needs_text
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
 from ptq.statistics import calibration

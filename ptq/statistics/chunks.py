@@ -12,6 +12,9 @@ from torch import Tensor
 from ptq.engine import Workers
 from ptq.files.shards import write_tensors
 
+CHUNK_TOKENS = 1024
+"""Calibration tokens that go through a block at a time: bounds the memory of activations."""
+
 
 class Chunks:
     """The hidden states of one model, made by all processes together."""

@@ -1,0 +1,261 @@
+"""How long a run will take, and how much memory and disk it needs: orders of magnitude, from its plan."""
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+
+from ptq.models.model_shape import ModelShape
+from ptq.ops import matmul
+from ptq.pipeline import finetune
+from ptq.pipeline.finetune_full import LOGITS
+from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.rotations import mlp_widths
+from ptq.recipe import Recipe
+from ptq.statistics import clip_search
+from ptq.statistics.chunks import CHUNK_TOKENS
+from ptq.statistics.clip_search import is_searched
+from ptq.statistics.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
+
+ELEMENT_RATE = 1e9
+"""Numbers per second and core that training goes through outside of matrix products, there and back."""
+BASE_MEMORY = 500 << 20
+"""Bytes that Python, torch and transformers take before any weight is read."""
+ENDS_SHARE = 0.3
+"""Share of the result above which it is said what embedding and head take."""
+MARK_BYTES = 8192
+"""What the work folder holds of a linear beside its statistics, on disk: a mark, and what its report says."""
+STREAM_RATE = 60e6
+"""Weights per second that are read, rewritten in float64, rounded and written on one core: a cautious figure."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Needs of a run, in seconds and bytes. Orders of magnitude: the time within a factor of two or so."""
+
+    seconds: float
+    memory: int
+    work: int
+    """Bytes of the work folder at its largest."""
+    out: int
+    """Bytes of the result."""
+    ends: int = 0
+    """Bytes of the result that embeddings and head take, where they stay as they are and the rest does not."""
+    remedy: str = "close other programs or use a machine with more"
+    """What to do where the memory is not enough: the end of a sentence."""
+
+    def __str__(self) -> str:
+        most = f"; embeddings and head are {size_text(self.ends)} of that: see --embedding-bits"
+        return (
+            f"estimate: {_duration(self.seconds)}, {size_text(self.memory)} of memory, {size_text(self.work)} of disk "
+            f"while it works, {size_text(self.out)} for the result{most if self.ends > ENDS_SHARE * self.out else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class _Block:
+    """What a step of the calibration takes; operations are those of one block."""
+
+    passes: float = 0.0
+    """Operations in products with calibration rows, which may be in bfloat16."""
+    others: float = 0.0
+    """All other operations."""
+    memory: int = 0
+    """Bytes, beside those of the steps before."""
+    disk: int = 0
+
+    def __add__(self, other: "_Block") -> "_Block":
+        return _Block(
+            self.passes + other.passes,
+            self.others + other.others,
+            self.memory + other.memory,
+            self.disk + other.disk,
+        )
+
+
+def largest_block(plan: Plan) -> list[LinearPlan]:
+    """The linears of the block with most weights: blocks with experts may stand beside others."""
+    blocks: dict[int, list[LinearPlan]] = {}
+    for linear in plan.linears:
+        if linear.block is not None:
+            blocks.setdefault(linear.block, []).append(linear)
+    return max(blocks.values(), key=lambda block: sum(linear.n * linear.k for linear in block))
+
+
+def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int], bfloat16: bool = False) -> Estimate:
+    """Needs of a run with a recipe whose `sequence_length` is known; `sizes` maps the source's tensors to their bytes,
+    `bfloat16`: calibration rows are multiplied in it. Measures the machine for a moment."""
+    length = recipe.sequence_length
+    assert length is not None
+    block = largest_block(plan)
+    largest = max((4 if linear.role == "layer_embedding" else 6) * linear.n * linear.k for linear in plan.linears)
+    needs = _Block(memory=max(4 * _weights(block) + 12 * max(x.n * x.k for x in block), largest))
+    seconds = _weights(plan.linears) / (STREAM_RATE * torch.get_num_threads())
+    if needs_text(plan, recipe):
+        found = _calibrating(block, shape, recipe, length)
+        if needs_hessians(plan, recipe):
+            found += _solving(block, shape, recipe, length)
+        rate = _matmul_rate()
+        seconds += plan.blocks * (found.passes / (_matmul_rate(bfloat16) if bfloat16 else rate) + found.others / rate)
+        needs += found
+    if needs_text(plan, recipe) or recipe.calibration is not None:
+        needs += _Block(memory=_mixing(block, shape, length))
+    packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
+    work = needs.disk + MARK_BYTES * len(plan.linears)
+    made = Estimate(seconds, BASE_MEMORY + needs.memory, work, packed, _plain_ends(plan, sizes))
+    return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
+
+
+def _weights(linears: Iterable[LinearPlan]) -> int:
+    return sum(linear.n * linear.k for linear in linears)
+
+
+def _calibrating(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Block:
+    """The calibration rows go through a block; the clips of its inputs are searched. On disk are the rows in front of a
+    block and behind it."""
+    tokens = recipe.samples * length
+    return _Block(
+        passes=2 * tokens * _active(block, shape),
+        others=_clip_search(block, shape, tokens, length),
+        memory=4 * CHUNK_TOKENS * (3 * shape.state + 4 * max(mlp_widths(shape).values())),
+        disk=2 * 4 * tokens * shape.state,
+    )
+
+
+def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Block:
+    """Hessians are summed, and weights rounded with them. On disk is every Hessian, and the parts that it is the sum
+    of."""
+    tokens = recipe.samples * length
+    inputs = {linear.statistics: linear.k for linear in block if linear.statistics}
+    hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
+    square = sum(share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
+    solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
+    found = _Block(passes=tokens * (2 * _active(block, shape) + square), others=2.0 * solve)
+    crossed = {x.statistics: x.k for x in block if x.statistics and x.expert is None and recipe.gptaq_alpha}
+    if crossed:  # the rows of another model, its products, and the cross moments of both
+        squares = sum(k**2 for k in crossed.values())
+        hessians += 4 * squares
+        found += _Block(
+            passes=tokens * (4 * _active(block, shape) + 2 * squares),
+            others=6.0 * sum(x.n * x.k**2 for x in block if x.expert is None),
+            memory=4 * CHUNK_TOKENS * sum(crossed.values()) + 4 * max(x.n * x.k for x in block),
+            disk=2 * 4 * tokens * shape.state,
+        )
+    # Beside the block and its Hessians: H, and of experts the sum of all.
+    solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
+    parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
+    return found + _Block(memory=max(hessians, solver), disk=parts * hessians)
+
+
+def _active(block: list[LinearPlan], shape: ModelShape) -> float:
+    """Weights that a token is multiplied with."""
+    return sum(share(linear, shape) * linear.n * linear.k for linear in block)
+
+
+def _mixing(block: list[LinearPlan], shape: ModelShape, length: int) -> int:
+    """Bytes beside the weights while a mixer runs on a chunk: what its linears give, some times; and of latent
+    attention the scores, which torch holds whole, and three times, where keys are wider than values."""
+    widths = sum(linear.n for linear in block if linear.role.startswith("mixer"))
+    latent = any(linear.role == "mixer_inside" for linear in block)
+    return 4 * max(length, CHUNK_TOKENS) * 3 * (widths + latent * shape.heads * length)
+
+
+def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, length: int) -> Estimate:
+    """The same with fine-tuning. While a block is trained, its weights are there six times: values, the best of them,
+    gradients, two averages of these, and the state before. So is the head, at the end."""
+    block, head = sum(linear.n * linear.k for linear in largest_block(plan)), shape.vocab * shape.hidden
+    tokens = max(length, CHUNK_TOKENS)
+    activations = 4 * tokens * (24 * shape.hidden + 10 * shape.intermediate)  # what the gradient needs of one block
+    memory = BASE_MEMORY + 4 * 6 * block + activations
+    kept = 4 * 4 * block
+    numbers = 24 * shape.hidden + 10 * shape.intermediate + 6 * shape.heads * length  # of a token in a block
+    passes = finetune.weights(plan) / block
+    seconds = 8 * finetune.weights(plan) / _matmul_rate() + passes * numbers / (ELEMENT_RATE * torch.get_num_threads())
+    if plan.finetune == "full":
+        states = 4 * tokens * shape.hidden * plan.blocks
+        memory = max(memory, BASE_MEMORY + 4 * (8 * head + block) + activations + states + 8 * 4 * LOGITS)
+        kept = max(kept, 4 * 4 * head)
+    return replace(
+        made,
+        seconds=made.seconds + samples * length * seconds,
+        memory=max(made.memory, memory),
+        work=2 * made.work + kept,
+        remedy="fine-tune less (--finetune blocks or none), close other programs or use a machine with more",
+    )
+
+
+def _clip_search(block: list[LinearPlan], shape: ModelShape, tokens: int, length: int) -> float:
+    """Operations of the search for clips in a block: the sample goes through it, and then through its weights once for
+    every clip. (The memory is less than a pass of the block takes.)"""
+    searched = [linear for linear in block if linear.clip_search]
+    if not searched:
+        return 0.0
+    sample = min(tokens, clip_search.CHUNKS * max(length, CHUNK_TOKENS))
+    passed = sample * _active(block, shape)
+    experts = max(1, shape.experts)
+    most = {True: max(clip_search.TOKENS / experts, clip_search.CHUNKS), False: clip_search.TOKENS}
+    tried = sum(min(most[x.expert is not None], share(x, shape) * sample) * x.n * x.k for x in searched)
+    return 2 * (passed + (1 + len(clip_search.GRID)) * tried)
+
+
+def share(linear: LinearPlan, shape: ModelShape) -> float:
+    """The share of all tokens that a linear sees: less than 1 for one of an expert."""
+    return 1.0 if linear.expert is None else shape.experts_per_token / shape.experts
+
+
+def needs_text(plan: Plan, recipe: Recipe) -> bool:
+    """Whether a run needs calibration text."""
+    return needs_hessians(plan, recipe) or is_searched(plan)
+
+
+def needs_hessians(plan: Plan, recipe: Recipe) -> bool:
+    """Whether a run takes Hessians."""
+    solved = recipe.rounding != "nearest" or plan.finetune != "none"
+    return solved and any(linear.statistics for linear in plan.linears)
+
+
+def _plain_ends(plan: Plan, sizes: dict[str, int]) -> int:
+    """Bytes of embeddings and head, where they are not packed beside linears that are."""
+    rounded = any(linear.format is not None and linear.format.codebook is not None for linear in plan.linears)
+    return rounded * sum(sizes[linear.source] for linear in plan.ends() if linear.format is None)
+
+
+def _packed_bytes(linear: LinearPlan, sizes: dict[str, int]) -> int:
+    if linear.format is None:
+        return sizes[linear.source]
+    buffers = linear.format.buffers(linear.n, linear.k).values()
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in buffers)
+
+
+def _matmul_rate(bfloat16: bool = False) -> float:
+    """Operations per second of products in float32, or in bfloat16: the best of a tenth of a second, on one thread, as
+    what else the machine does at the moment will pass."""
+    threads, a = torch.get_num_threads(), torch.ones(512, 512)
+    torch.set_num_threads(1)
+    try:
+        with matmul.in_bfloat16() if bfloat16 else nullcontext():
+            best, start = math.inf, time.perf_counter()
+            while time.perf_counter() - start < 0.1:
+                before = time.perf_counter()
+                matmul.linear(a, a, None)
+                best = min(best, time.perf_counter() - before)
+    finally:
+        torch.set_num_threads(threads)
+    return threads * 2 * 512**3 / best
+
+
+def size_text(nbytes: int | float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.3g} TB"
+
+
+def _duration(seconds: int | float) -> str:
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
