@@ -10,6 +10,12 @@ its magnitude (exponent and mantissa, which are contiguous). The bits that are l
 turned to the left by `turns`, as 32-bit words, they make up one more word, whose first slots hold the last pairs of the
 group. Pairs go to groups in their order, in a group to words, in a word to slots.
 
+Half a word of e2m3, whose slots are (15, 4) and (9, 10): signs s, magnitudes m, and four bits that are left over. Those
+of three words make up the fourth, turned by 12, 8 and 4, and fill its bits from 4 on: eight pairs in three words.
+
+    bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
+          s0 m1 m1 m1 m1 m1 s1 m0 m0 m0 m0 m0  .  .  .  .
+
 With bfloat16 numbers in mind: their sign is bit 15, and a magnitude whose exponent begins at bit 7 is the number, but
 for a power of two. The first slot of most elements is there already, so one mask takes it; the second one of some gets
 there in one shift.

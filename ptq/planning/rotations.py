@@ -41,37 +41,30 @@ WRITERS = ("attention_output", "mixer_output", "down", "latent_output")
 def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep_tied: bool) -> Plan:
     """The outline `plan` with R1 and R2, and with R4 if `online`. `keep_tied`: a tied head stays tied, which takes R1
     online; otherwise it becomes a weight of its own."""
-    residual = None
-    if family.rotate_residual:
-        residual = Rotation(shape.hidden, hadamard.largest_block(shape.hidden), "R1")
-    ends = {linear.role: linear for linear in plan.ends()}
-    linears = [_r2(linear, shape) for linear in plan.linears if linear.role not in ends]
-    if online:
-        linears = list(_r4(linears, shape, family))
+    residual = Rotation(shape.hidden, hadamard.largest_block(shape.hidden), "R1") if family.rotate_residual else None
     tied = shape.tied and residual is not None and family.norm_tensors  # without a gain the ends are rotated alike
     untied, kept_tied = tied and not keep_tied, tied and keep_tied
+    embedding, *others = plan.ends()
     if untied:
-        embedding = ends["embedding"]
-        ends["head"] = replace(embedding, name=family.head, role="head")
+        others.append(replace(embedding, name=family.head, role="head"))
+    inside = [_r2(linear, shape) for linear in plan.linears if linear.block is not None]
+    if online:
+        inside = list(_r4(inside, shape, family))
     if residual is not None:
-        inside = {linear.name for linear in linears if shape.latent and linear.expert is not None}
-        linears = [x if x.name in inside else _r1(x, family, residual) for x in linears]
+        latent = {linear.name for linear in inside if shape.latent and linear.expert is not None}
+        inside = [linear if linear.name in latent else _r1(linear, family, residual) for linear in inside]
     if residual is not None and not kept_tied:
-        # Rows of the embedding are residual vectors e -> R e: the input side of a [vocab, hidden] matrix.
-        ends["embedding"] = replace(ends["embedding"], input=residual)
-        if "head" in ends:
-            gain = f"{family.final_norm}.weight" if family.norm_tensors else None
-            ends["head"] = replace(ends["head"], input=residual, norm=gain)
+        embedding, *others = (_r1(linear, family, residual) for linear in (embedding, *others))
     folded = family.norms(shape.blocks, last=not kept_tied) if residual else ()
     rewritten = {*folded, f"{family.head}.bias"} if untied else {*folded}  # the head is now a linear
     return replace(
         plan,
-        linears=(ends.pop("embedding"), *linears, *ends.values()),
+        linears=(embedding, *inside, *others),
         unit_norms=folded,
         kept=tuple(name for name in plan.kept if name not in rewritten),
         untied=untied,
         online_residual=residual if kept_tied else None,
-        signs=_sign_lengths(linears, shape, residual),
+        signs=_sign_lengths(inside, shape, residual),
         notes=(*plan.notes, *_notes(shape, family, online, untied)),
     )
 
@@ -79,6 +72,10 @@ def rotated(plan: Plan, shape: ModelShape, family: Family, *, online: bool, keep
 def _r1(linear: LinearPlan, family: Family, residual: Rotation) -> LinearPlan:
     if linear.role in WRITERS:
         return replace(linear, output=residual)
+    if linear.role == "embedding":  # its rows are residual vectors e -> R e: the input side of a [vocab, hidden] matrix
+        return replace(linear, input=residual)
+    if linear.role == "head":
+        return replace(linear, input=residual, norm=f"{family.final_norm}.weight" if family.norm_tensors else None)
     if linear.role not in READERS:
         return linear
     norm = getattr(family, READERS[linear.role])
