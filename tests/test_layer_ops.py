@@ -309,6 +309,14 @@ def other(name: str, value: Any) -> Any:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_the_fields_are_the_arguments_of_the_ops(format: str) -> None:
+    op, _ = arguments(torch.float32, format)
+    names = [argument.name for argument in op._schema.arguments]
+    assert names[: len(layer_ops.HeldLayer._fields)] == [*layer_ops.HeldLayer._fields]
+    assert TOKEN == [*layer_ops.Token._fields]
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_schema_and_fake(format: str) -> None:
     for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
         for cache in ("plain", "sinks"):

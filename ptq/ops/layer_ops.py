@@ -36,8 +36,8 @@ Since C++ refers to them, `torch.utils.swap_tensors` refuses them.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -60,6 +60,52 @@ DECODE_SCHEMA = (
 
 FIRST_ROLES = (0, 3, 4, 6, 7)
 """Of q, k, v, o, gate, up and down, that with which each input starts."""
+QKV_INPUT, O_INPUT, GATE_UP_INPUT, DOWN_INPUT = range(4)
+"""The inputs, in the order of `input_bits` and the lists beside it."""
+ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, ATTENDED_NORM, MLP_OUTPUT_NORM = range(6)
+"""The norms, in the order of `gains`: before attention, before the MLP, of queries, of keys, behind attention, behind
+the MLP."""
+
+
+class HeldLayer(NamedTuple):
+    """What the op of a format takes of a layer, but its weights: the arguments of `SCHEMA`, in their order."""
+
+    gains: list[Tensor]
+    eps: list[float]
+    offset: list[float]
+    round_first: list[int]
+    biases: list[Tensor]
+    input_bits: list[int]
+    clips: list[float]
+    su: list[Tensor]
+    factors: list[Tensor]
+    counts: list[int]
+    orders: list[int]
+    sv: list[Tensor]
+    back_factors: list[Tensor]
+    back_counts: list[int]
+    back_orders: list[int]
+    gelu: bool
+    rows: list[int]
+
+
+class Token(NamedTuple):
+    """What `ptq::decode_layers` takes of one layer behind its handle: the arguments of `DECODE_SCHEMA`, in their
+    order."""
+
+    x: Float[Tensor, "b t k"]
+    cos: Tensor
+    sin: Tensor
+    cache: list[Tensor]
+    before: int
+    cache_bits: list[int]
+    cache_clip: float
+    cache_factors: list[Tensor]
+    cache_order: int
+    scaling: float
+    residual_multiplier: float
+    mask: Tensor | None = None
+
 
 Products = Callable[..., list[Tensor]]
 """products(input, biases, first, last, dtype, weights ...): those of weights [first, last) with an input of numbers
@@ -67,17 +113,20 @@ Products = Callable[..., list[Tensor]]
 
 
 Layer = Callable[..., Tensor]
-"""layer(x, cos, sin, ...), as `ptq::decode_layers` has them behind its first argument, but those of one layer."""
+"""layer(x, cos, sin, ...): the fields of `Token`."""
 
 
 def declare_layer(op: str, weights: str, products: Products) -> Callable[..., Layer]:
     """Declare `ptq::<op>`, whose last arguments are the `weights` of a schema. Returns a function that makes a layer in
     Python of the same arguments."""
 
-    of_rows = [argument.split()[1] for argument in weights.split(", ")].index("n")
+    n_place = [argument.split()[1] for argument in weights.split(", ")].index("n")
+    count = len(HeldLayer._fields)
 
-    def layer(*held: Any) -> Layer:
-        return lambda *token: _layer(products, of_rows, held, *token)
+    def layer(*arguments: Any) -> Layer:
+        held, packed = HeldLayer(*arguments[:count]), arguments[count:]
+        sites = _sites(packed[n_place], held)
+        return lambda *token: _layer(products, held, sites, packed, Token(*token))
 
     def reference(*held: Any) -> Tensor:
         handle = torch.empty(1, dtype=torch.uint8)
@@ -133,69 +182,90 @@ def _bias_of(biases: list[Tensor], which: int) -> Tensor | None:
     return biases[which] if biases and biases[which].numel() else None
 
 
-def _split(factors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
-    return [factors[start:end] for start, end in pairwise(ends)]
+class _Site(NamedTuple):
+    """An input of a layer, the weights [first, last) that multiply it, and what is done around them."""
+
+    first: int
+    last: int
+    rows: list[int]
+    """Of what the products are for: one weight may be for all of them."""
+    treatment: tuple[Any, ...]
+    """Of the input, as `ptq.ops.input_steps.treated` takes it."""
 
 
-def _sites(n: list[int], rows: list[int]) -> list[tuple[int, int, list[int]]]:
-    """The first weight of each input, the one behind its last, and the rows of what they are for."""
-    sites, at = [], 0
-    for first, last in pairwise(FIRST_ROLES):
-        if first < len(rows):
-            each = rows[first:last]
-            count = 1 if n[at] == sum(each) else len(each)
-            sites.append((at, at + count, each))
-            at += count
+def _sites(n: list[int], held: HeldLayer) -> list[_Site]:
+    """The inputs of a layer whose weights have n rows each."""
+    sites, first, factors = [], 0, _split(held.factors, held.counts)
+    for i, (role, next_role) in enumerate(pairwise(FIRST_ROLES)):
+        if role < len(held.rows):
+            rows = held.rows[role:next_role]
+            last = first + (1 if n[first] == sum(rows) else len(rows))
+            signs = held.su[i] if held.su else None
+            treatment = signs, factors[i], held.orders[i], held.input_bits[i], held.clips[i]
+            sites.append(_Site(first, last, rows, treatment))
+            first = last
     return sites
 
 
+def _split(factors: list[Tensor], counts: list[int]) -> list[list[Tensor]]:
+    ends = [0, *accumulate(counts)]
+    return [factors[start:end] for start, end in pairwise(ends)]
+
+
 def _layer(
-    products, of_rows, held, x, cos, sin, cache, before, cache_bits, cache_clip, cache_factors, cache_order, scaling,
-    residual_multiplier, mask=None,
-):  # fmt: skip
-    gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, *held = held
-    sv, back_factors, back_counts, back_orders, gelu, rows, *weights = held
-    inputs, outputs = _split(factors, counts), _split(back_factors, back_counts)
-    sites = _sites(weights[of_rows], rows)
+    products: Products, held: HeldLayer, sites: list[_Site], weights: Sequence[Any], token: Token
+) -> Float[Tensor, "b t k"]:
+    """What a layer makes of the last tokens, step by step."""
 
     def norm(x: Float[Tensor, "b t k"], which: int) -> Float[Tensor, "b t k"]:
-        if not gains[which].numel():
-            return x
-        by_head = x.unflatten(-1, (-1, len(gains[which])))
-        numbers = eps[which], offset[which], bool(round_first[which])
-        return torch.ops.ptq.rms_norm(by_head, gains[which], *numbers).flatten(-2)
+        return _norm(held, which, x)
+
+    def linears(x: Float[Tensor, "b t k"], which: int) -> Sequence[Tensor]:
+        return _linears(products, held, sites[which], weights, x)
 
     def added(x: Float[Tensor, "b t k"], y: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
-        return x + (y if residual_multiplier == 1 else y * residual_multiplier)
+        return x + (y if token.residual_multiplier == 1 else y * token.residual_multiplier)
 
-    def linears(x: Float[Tensor, "b t k"], site: int) -> Sequence[Tensor]:
-        first, last, each = sites[site]
-        signs = su[site] if su else None
-        seen = treated(x, signs, inputs[site], orders[site], input_bits[site], clips[site])
-        if not back_orders[first]:
-            found = products(seen, biases[first:last], first, last, x.dtype, *weights)
-            return found if len(found) == len(each) else found[0].split(each, -1)
-        back = []
-        for i, y in enumerate(products(seen, [], first, last, torch.float32, *weights), first):
-            y = torch.ops.ptq.hadamard(y.float(), sv[i] if sv else None, outputs[i], back_orders[i], -1, True)
-            bias = _bias_of(biases, i)
-            back.append((y if bias is None else y + bias).to(x.dtype))
-        return back if len(back) == len(each) else back[0].split(each, -1)
-
-    q, k, v = linears(norm(x, 0), 0)
-    q, k = norm(q, 2), norm(k, 3)
-    if len(cache) == 2:
-        attended = torch.ops.ptq.decode_attention(q, k, v, cos, sin, *cache, before, scaling, mask)
-    else:
-        numbers = before, *cache_bits, cache_clip, cache_factors, cache_order, scaling
-        sinks = cache[4:] or (None, None, None)
-        attended = torch.ops.ptq.kv_decode_attention(q, k, v, cos, sin, *cache[:4], *numbers, *sinks, mask)
-    y = added(x, norm(linears(attended, 1)[0], 4))
-    if len(orders) == 2:
+    x = token.x
+    q, k, v = linears(norm(x, ATTENTION_NORM), QKV_INPUT)
+    attended = _attended(norm(q, Q_NORM), norm(k, K_NORM), v, token)
+    y = added(x, norm(linears(attended, O_INPUT)[0], ATTENDED_NORM))
+    if len(sites) <= GATE_UP_INPUT:
         return y
-    act = torch.ops.ptq.gelu_mul if gelu else torch.ops.ptq.silu_mul
-    gated = act(*linears(norm(y, 1), 2))
-    return added(y, norm(linears(gated, 3)[0], 5))
+    act = torch.ops.ptq.gelu_mul if held.gelu else torch.ops.ptq.silu_mul
+    gated = act(*linears(norm(y, MLP_NORM), GATE_UP_INPUT))
+    return added(y, norm(linears(gated, DOWN_INPUT)[0], MLP_OUTPUT_NORM))
+
+
+def _norm(held: HeldLayer, which: int, x: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
+    gain = held.gains[which]
+    if not gain.numel():
+        return x
+    numbers = held.eps[which], held.offset[which], bool(held.round_first[which])
+    return torch.ops.ptq.rms_norm(x.unflatten(-1, (-1, len(gain))), gain, *numbers).flatten(-2)
+
+
+def _linears(
+    products: Products, held: HeldLayer, site: _Site, weights: Sequence[Any], x: Float[Tensor, "b t k"]
+) -> Sequence[Tensor]:
+    """What the linears of one input give, in the rows that they are for."""
+    first, last, rows, treatment = site
+    seen = treated(x, *treatment)
+    if held.back_orders[first]:
+        factors, found = _split(held.back_factors, held.back_counts), []
+        for i, y in enumerate(products(seen, [], first, last, torch.float32, *weights), first):
+            signs, bias = held.sv[i] if held.sv else None, _bias_of(held.biases, i)
+            y = torch.ops.ptq.hadamard(y.float(), signs, factors[i], held.back_orders[i], -1, True)
+            found.append((y if bias is None else y + bias).to(x.dtype))
+    else:
+        found = products(seen, held.biases[first:last], first, last, x.dtype, *weights)
+    return found if len(found) == len(rows) else found[0].split(rows, -1)
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, token: Token) -> Tensor:
+    turns, cache = (token.cos, token.sin), token.cache
+    if len(cache) == 2:
+        return torch.ops.ptq.decode_attention(q, k, v, *turns, *cache, token.before, token.scaling, token.mask)
+    numbers = token.before, *token.cache_bits, token.cache_clip, token.cache_factors, token.cache_order, token.scaling
+    sinks = cache[4:] or (None, None, None)
+    return torch.ops.ptq.kv_decode_attention(q, k, v, *turns, *cache[:4], *numbers, *sinks, token.mask)
