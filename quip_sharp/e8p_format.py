@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.ops import tiles
+from ptq.ops.expert_ops import ExpertSteps
 from ptq.weights.formats import Parts, Rows, Scales, check_parts
 from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
@@ -102,13 +103,15 @@ class E8PFormat(LaidOut):
         weights: Sequence[Parts],
         signs: tuple[Sequence[Tensor], Sequence[Tensor]],
         width: int,
-        treatments: Sequence[Any],
+        steps: ExpertSteps,
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.weights.layouts`."""
         held = tiles.listed(weights, "tiles", "scale")
         if held is None:
             return None
-        return OPS.e8p_experts.default(x, *rows, *held[:2], *signs, width, self.bits, *treatments)
+        gate, down, biases, clamped = steps
+        treatments = gate.bits, gate.clip, down.bits, down.clip, gate.factors, gate.order, down.factors, down.order
+        return OPS.e8p_experts.default(x, *rows, *held[:2], *signs, width, self.bits, *treatments, biases, clamped)
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         n, c = parts["abs"].shape

@@ -21,8 +21,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ptq.layers.linear import Online, QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.layers.shared_input import is_heard, is_here
-from ptq.ops import hadamard
-from ptq.ops.activations import Activation
+from ptq.ops.expert_ops import ExpertSteps
 from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 from ptq.weights.formats import Rows
@@ -38,7 +37,8 @@ class _Kind:
     """What experts must have in common."""
 
     format: LaidOut
-    plain: Online
+    gate: Online
+    """Of gates and ups."""
     down: Online
     has_biases: bool
     clamped: tuple[float, ...]
@@ -53,19 +53,18 @@ class _Kind:
         is gone: `_are_same` takes a weak reference that died for None."""
         linears, width = list(chain.from_iterable(roles)), roles[0][0].out_features
         weights = [linear.parts() for linear in linears]
-        plain, down = _integers(self.plain.activation), _integers(self.down.activation)
         biases = [linear._parameters["bias"] for linear in linears] if self.has_biases else []
         learns = torch.is_grad_enabled()
         if any(bias is None or (learns and bias.requires_grad) for bias in biases):
             return None
-        inside = hadamard.dense_factors(self.down.input, CPU)
-        if self.plain.signs:
-            su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
-            signs = cast(Any, su), cast(Any, [linear.signs(OUTPUT_SIGNS) for linear in linears])
-            outside = hadamard.dense_factors(self.plain.input, CPU)
-            treatments = *plain, *down, *outside, *inside, biases, self.clamped
-            return self.format.transformed_experts(x, rows, weights, signs, width, treatments)
-        return self.format.experts(x, rows, weights, width, (*plain, *inside, *down, biases, self.clamped))
+        treatments = self.gate.treatment(None, CPU), self.down.treatment(None, CPU)
+        steps = ExpertSteps(*treatments, cast(list[Tensor], biases), self.clamped)
+        if not self.gate.signs:
+            return self.format.experts(x, rows, weights, width, steps)
+        su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
+        sv = [linear.signs(OUTPUT_SIGNS) for linear in linears]
+        signs = cast(list[Tensor], su), cast(list[Tensor], sv)
+        return self.format.transformed_experts(x, rows, weights, signs, width, steps)
 
 
 class _Expert:
@@ -164,24 +163,20 @@ def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     if not all(type(linear) is QuantLinear and is_here(linear) and not is_heard(linear) for linear in linears):
         return None
     gate, up, down = linears
-    format, plain, inside = gate.format, gate.online, down.online
-    if up.format != format or down.format != format or up.online != plain:
+    format, first, second = gate.format, gate.online, down.online
+    if up.format != format or down.format != format or up.online != first:
         return None
     has_bias, *others = (linear._parameters["bias"] is not None for linear in linears)
     if others != [has_bias, has_bias]:
         return None
     if not isinstance(format, LaidOut):
         return None
-    if plain.signs and inside.signs:
-        if (plain.input, plain.output) != (inside.output, inside.input):
+    if first.signs and second.signs:
+        if (first.input, first.output) != (second.output, second.input):
             return None
         su = [linear._parameters[INPUT_SIGNS] for linear in (gate, up)]
         alike = torch.equal(*su)
-        return _Kind(format, plain, inside, has_bias, clamped, su[0].numpy().tobytes()) if alike else None
-    if plain.input is not None or any(online.signs or online.output is not None for online in (plain, inside)):
+        return _Kind(format, first, second, has_bias, clamped, su[0].numpy().tobytes()) if alike else None
+    if first.input is not None or any(online.signs or online.output is not None for online in (first, second)):
         return None
-    return _Kind(format, plain, inside, has_bias, clamped)
-
-
-def _integers(activation: Activation | None) -> tuple[int, float]:
-    return (0, 1.0) if activation is None else (activation.bits, activation.clip)
+    return _Kind(format, first, second, has_bias, clamped)

@@ -54,7 +54,8 @@ def merge(linears: Sequence[QuantLinear]) -> Merged | None:
     format, all_parts = linears[0].format, [linear.parts() for linear in linears]
     if any(linear.format != format or linear.online.output is not None for linear in linears):
         return None
-    if len({(linear.in_features, linear.input_bits) for linear in linears}) > 1 or "fragments" not in all_parts[0]:
+    inputs = {(linear.in_features, linear.online.input_bits) for linear in linears}
+    if len(inputs) > 1 or "fragments" not in all_parts[0]:
         return None
     for linear, parts in zip(linears, all_parts, strict=True):
         tiles = {tensor.shape[0] for name, tensor in parts.items() if name != "shape" and tensor.dim() == 3}
@@ -72,7 +73,7 @@ def merge(linears: Sequence[QuantLinear]) -> Merged | None:
     whole["shape"] = all_parts[0]["shape"].new_empty(n, k, 0)
     rows = tuple(linear.out_features for linear in linears)
     bias = _joined(given, pieces) if given else None
-    return Merged(format, whole, bias, linears[0].input_bits, rows, tuple(pieces))
+    return Merged(format, whole, bias, linears[0].online.input_bits, rows, tuple(pieces))
 
 
 def _joined(tensors: Sequence[Tensor], pieces: list[tuple[Tensor, int]]) -> Tensor:

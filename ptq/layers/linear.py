@@ -24,6 +24,7 @@ from ptq.layers.packed_weight import (
 from ptq.layers.shared_input import HERE, SharedInput
 from ptq.ops import activations, hadamard, input_steps, matmul
 from ptq.ops.activations import Activation
+from ptq.ops.input_steps import Treatment
 from ptq.planning.plan import LinearPlan
 from ptq.weights.formats import Format, IntegerInput
 from ptq.weights.layouts import LaidOut
@@ -44,6 +45,17 @@ class Online:
     signs: bool = False
     """Whether there are vectors su [k] and sv [n]."""
     activation: Activation | None = None
+
+    @property
+    def input_bits(self) -> int:
+        """Bits of the integers that the input is quantised to; 0: it is not."""
+        return 0 if self.activation is None else self.activation.bits
+
+    def treatment(self, signs: Float32[Tensor, " k"] | None, device: torch.device) -> Treatment:
+        """What is done to the input, as ops on a device take it; `signs`: su."""
+        factors, order = hadamard.dense_factors(self.input, device)
+        clip = 1.0 if self.activation is None else self.activation.clip
+        return Treatment(signs, factors, order, self.input_bits, clip)
 
 
 class QuantLinear(PackedWeight):
@@ -72,18 +84,9 @@ class QuantLinear(PackedWeight):
         stored = self._parameters.get(name)
         return None if stored is None else kept_signs(self._signs, name, stored)
 
-    def treatment(self) -> tuple[Tensor | None, list[Tensor], int, int, float]:
-        """What is done to the input, as the ops of `ptq.ops.input_steps` take it: signs, dense factors and order (0: no
-        transform), bits (0: it is not quantised) and clip."""
-        online, device = self.online, next(iter(self.parts().values())).device
-        factors, order = hadamard.dense_factors(online.input, device)
-        clip = 1.0 if online.activation is None else online.activation.clip
-        return self.signs(INPUT_SIGNS), factors, order, self.input_bits, clip
-
-    @property
-    def input_bits(self) -> int:
-        """Bits of the integers that the input is quantised to; 0: it is not."""
-        return 0 if self.online.activation is None else self.online.activation.bits
+    def treatment(self) -> Treatment:
+        """What is done to the input, as the ops of `ptq.ops.input_steps` take it."""
+        return self.online.treatment(self.signs(INPUT_SIGNS), next(iter(self.parts().values())).device)
 
     def quantized_input(
         self, x: Float[Tensor, "*batch k"]
@@ -125,7 +128,7 @@ class QuantLinear(PackedWeight):
         bias, dtype = self._bias_and_dtype(dtype)
         if len(seen) == 2:
             return cast(IntegerInput, self.format).linear_quantized(
-                seen[0], seen[1], self.parts(), bias, dtype, self.input_bits
+                seen[0], seen[1], self.parts(), bias, dtype, self.online.input_bits
             )
         x = seen[0].bfloat16() if matmul.PRODUCTS.bfloat16 else seen[0]
         return self.format.linear(x, self.parts(), bias).to(dtype)

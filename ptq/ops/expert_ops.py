@@ -13,16 +13,30 @@ and has bits of its own. All is done by the functions of the ops that do one ste
 """
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ptq.ops.input_steps import treated
+from ptq.ops.input_steps import Treatment, treated
 from ptq.ops.op_declarations import declare, like_first
 
 ROWS = "Tensor x, int[] tokens, int[] counts, float[] shares"
 TREATMENTS = "int input_bits, float clip, Tensor[] factors, int order, int down_bits, float down_clip"
 INSIDE = "Tensor[] biases, float[] clamped"
+
+
+class ExpertSteps(NamedTuple):
+    """What experts do besides multiplying, the same for all of them but for biases and for signs, which are not here:
+    each down has its own."""
+
+    gate_input: Treatment
+    """Of the input that gate and up share."""
+    down_input: Treatment
+    biases: list[Tensor]
+    """Empty, or one for each weight."""
+    clamped: Sequence[float]
+    """Alpha and limit of `ptq::clamped_swiglu`; empty: silu(gate) * up."""
 
 
 def gated(gate: Tensor, up: Tensor, clamped: Sequence[float]) -> Tensor:
@@ -42,6 +56,8 @@ def declare_experts(
     def reference(x, tokens, counts, shares, *rest):
         parts, width, format = rest[:lists], rest[lists], rest[lists + 1 : lists + 1 + count]
         input_bits, clip, factors, order, down_bits, down_clip, biases, clamped = rest[lists + 1 + count :]
+        gate_input = Treatment(None, [], 0, input_bits, clip)
+        down_input = Treatment(None, factors, order, down_bits, down_clip)
         total, row = torch.zeros_like(x), 0
 
         def product(into: tuple[Tensor, ...], place: int, n: int) -> Tensor:
@@ -52,9 +68,9 @@ def declare_experts(
 
         for expert, rows in enumerate(counts):
             here = tokens[row : row + rows]
-            into = treated(x[here], None, [], 0, input_bits, clip)
+            into = treated(x[here], *gate_input)
             gate, up = (product(into, place, width) for place in (expert, len(counts) + expert))
-            into = treated(gated(gate, up, clamped), None, factors, order, down_bits, down_clip)
+            into = treated(gated(gate, up, clamped), *down_input)
             y = product(into, 2 * len(counts) + expert, x.shape[1])
             for token, each, share in zip(here, y, shares[row : row + rows], strict=True):
                 total[token] += (each.float() * share).to(x.dtype)

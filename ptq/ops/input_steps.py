@@ -10,6 +10,8 @@ Numbers are those of the single ops (`ptq.ops.steps`), one after the other on th
 is one launch; elsewhere they are what stands here.
 """
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
@@ -20,10 +22,23 @@ from ptq.ops.op_declarations import reference_of
 _TREATMENT = "Tensor? signs, Tensor[] factors, int order, int bits, float clip"
 
 
+class Treatment(NamedTuple):
+    """What is done to an input, as the ops above take it."""
+
+    signs: Tensor | None
+    factors: list[Tensor]
+    """The dense factors of the Hadamard transform."""
+    order: int
+    """0: no transform."""
+    bits: int
+    """0: it is not quantised."""
+    clip: float
+
+
 def treated(
     x: Float[Tensor, "*t k"], signs: Tensor | None, factors: list[Tensor], order: int, bits: int, clip: float
 ) -> tuple[Tensor, ...]:
-    """x as weights see it: numbers, or integers and their scales. The treatment is that of the ops above."""
+    """x as weights see it: numbers, or integers and their scales. The arguments behind x are those of a `Treatment`."""
     if bits and order:
         return torch.ops.ptq.hadamard_quantize(x, signs, factors, order, bits, clip)
     if bits:

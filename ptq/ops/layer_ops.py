@@ -44,7 +44,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq.ops import kv_step as _kv_step  # noqa: F401 (registers the ops)
-from ptq.ops.input_steps import treated
+from ptq.ops.input_steps import Treatment, treated
 from ptq.ops.op_declarations import declare
 
 SCHEMA = (
@@ -189,8 +189,8 @@ class _Site(NamedTuple):
     last: int
     rows: list[int]
     """Of what the products are for: one weight may be for all of them."""
-    treatment: tuple[Any, ...]
-    """Of the input, as `ptq.ops.input_steps.treated` takes it."""
+    treatment: Treatment
+    """Of the input."""
 
 
 def _sites(n: list[int], held: HeldLayer) -> list[_Site]:
@@ -201,7 +201,7 @@ def _sites(n: list[int], held: HeldLayer) -> list[_Site]:
             rows = held.rows[role:next_role]
             last = first + (1 if n[first] == sum(rows) else len(rows))
             signs = held.su[i] if held.su else None
-            treatment = signs, factors[i], held.orders[i], held.input_bits[i], held.clips[i]
+            treatment = Treatment(signs, factors[i], held.orders[i], held.input_bits[i], held.clips[i])
             sites.append(_Site(first, last, rows, treatment))
             first = last
     return sites

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ptq.ops.activations import Activation
+from ptq.ops.expert_ops import ExpertSteps
 from ptq.ops.op_declarations import call
 from ptq.ops.tiles import applies, listed
 from ptq.weights.formats import Format, LayerOp, Parts, Rows
@@ -155,15 +156,16 @@ class LaidOut(Format):
         return None if held is None else (self.ops.layer, (*held, *self.numbers))
 
     def experts(
-        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, treatments: Sequence[Any]
+        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, steps: ExpertSteps
     ) -> Float[Tensor, "t k"] | None:
-        """Several experts (`ptq.ops.expert_ops`). `weights`: those of all gates, all ups, all downs. `treatments`: bits
-        (0: not quantised) and clip of the input of gate and up; dense factors and order (0: no transform), bits and
-        clip of that of down; biases, and what stands between the products."""
+        """Several experts (`ptq.ops.expert_ops`), whose input is not transformed. `weights`: those of all gates, all
+        ups, all downs; `width`: rows of a gate."""
         held = listed(weights, "tiles", *self.scale_parts)
         if self.ops.experts is None or held is None:
             return None
-        return self.ops.experts(x, *rows, *held[:-1], width, *self.numbers, *treatments)
+        gate, down, biases, clamped = steps
+        treatments = gate.bits, gate.clip, down.factors, down.order, down.bits, down.clip
+        return self.ops.experts(x, *rows, *held[:-1], width, *self.numbers, *treatments, biases, clamped)
 
     def transformed_experts(
         self,
@@ -172,10 +174,9 @@ class LaidOut(Format):
         weights: Sequence[Parts],
         signs: tuple[Sequence[Tensor], Sequence[Tensor]],
         width: int,
-        treatments: Sequence[Any],
+        steps: ExpertSteps,
     ) -> Float[Tensor, "t k"] | None:
-        """`experts` whose linears have signs and transforms of their own on both sides (QuIP#). `signs`: those of the
-        input of gates and ups, then of each down's; those of all products. `treatments`: bits and clip of the input of
-        gate and up, those of down's; dense factors and order of the transform for x's width, and of that for an
-        expert's; biases, and what stands between the products."""
+        """`experts` whose linears have signs and transforms on both sides (QuIP#): the products of gate and up go back
+        through the transform of the input of down, those of down through that of the input of gate and up. `signs`:
+        those of the input of gates and ups, then of each down's; those of all products."""
         return None
