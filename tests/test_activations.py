@@ -190,7 +190,7 @@ def dense_layer(activation: Activation | None, construction: str | None = None) 
 def test_a_dense_layer_multiplies_what_it_was_quantised_to(construction: str | None) -> None:
     x, layer = random(2, 3, 24), dense_layer(Activation(4, 0.9), construction)
     seen = activations.dequantize(*Activation(4, 0.9).quantize(x, construction))
-    assert torch.equal(layer.transform(x), seen)
+    assert torch.equal(layer.effective_input(x), seen)
     torch.testing.assert_close(layer(x), seen @ layer.weight_dense.T + layer.bias)
     assert "Activation(bits=4, clip=0.9)" in repr(layer)
     assert not torch.allclose(dense_layer(None, construction)(x), layer(x), atol=1e-3)

@@ -122,7 +122,9 @@ def test_what_is_measured_of_a_block(tiny: Path) -> None:
     for one in inputs:
         module = part.module(one.name)
         assert isinstance(module, QuantLinear)
-        module.register_forward_pre_hook(lambda m, x, to=seen[one.name]: to.append(m.turned(x[0]).flatten(0, 1)[1::2]))
+        module.register_forward_pre_hook(
+            lambda m, x, to=seen[one.name]: to.append(m.transformed_input(x[0]).flatten(0, 1)[1::2])
+        )
     found = measure(part, inputs, chunks, 10)
     for one in inputs:
         weights = [part.parameter(linear.dense_weight) for linear in one.readers]

@@ -83,7 +83,7 @@ def test_cross_moments_are_of_the_exact_and_of_the_quantised_input(tiny: Path) -
     def kept(state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         module = part.module(DOWN)
         assert isinstance(module, QuantLinear)
-        handle = module.register_forward_pre_hook(lambda m, x: seen.update(x=m.transform(x[0]).flatten(0, 1)))
+        handle = module.register_forward_pre_hook(lambda m, x: seen.update(x=m.effective_input(x[0]).flatten(0, 1)))
         left = part.run(state)
         handle.remove()
         return left, seen["x"].double()

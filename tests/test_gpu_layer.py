@@ -219,7 +219,7 @@ def test_a_linear_is_its_treatment_its_product_and_its_end(count: ModuleType) ->
     linear: QuantLinear = model.model.layers[0].mlp.down_proj
     x = torch.randn(2, 256)
     seen = torch.ops.ptq.gate_input(x, torch.ones(2, 256), *linear.treatment())
-    found = linear.finished(linear.product_of(seen, x.dtype), x.dtype)
+    found = linear.output_of(linear.product_of(seen, x.dtype), x.dtype)
     assert torch.equal(found, linear(torch.ops.ptq.silu_mul(x, torch.ones(2, 256))))
 
 

@@ -128,7 +128,7 @@ def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], ac
     """What a linear gives for act(gate) * up; on a GPU act is silu."""
     if gpu_ops_serve(gate, up) and stays_on_gpu(linear) and not is_heard(linear):
         seen = torch.ops.ptq.gate_input.default(gate, up, *linear.treatment())
-        return linear.finished(linear.product_of(seen, gate.dtype), gate.dtype)
+        return linear.output_of(linear.product_of(seen, gate.dtype), gate.dtype)
     op = torch.ops.ptq.silu_mul if act == SILU else torch.ops.ptq.gelu_mul
     return linear(op.default(gate, up))
 

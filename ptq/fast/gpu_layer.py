@@ -82,7 +82,7 @@ def run(steps: Steps, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tens
         attended = attention(hidden_states=x, **others)[0]
     total, *seen = torch.ops.ptq.norm_input(x, attended, *second_norm, *steps.gated[0].treatment())
     gated = products(steps.gated, steps.merged[1], seen, x, MERGED_ROWS[1])
-    gate, up = (linear.finished(y, x.dtype) for linear, y in zip(steps.gated, gated, strict=True))
+    gate, up = (linear.output_of(y, x.dtype) for linear, y in zip(steps.gated, gated, strict=True))
     return total + fast_steps.down(steps.down, gate, up)
 
 

@@ -70,7 +70,7 @@ class QuantLinear(PackedWeight):
         super().__init__(n, k, format)
         self.online = online
         self.takes_integers = isinstance(self.format, IntegerInput)  # asked once: such a question is slow
-        self.takes_numbers = isinstance(self.format, LaidOut)
+        self.is_laid_out = isinstance(self.format, LaidOut)
         self.shared: SharedInput | None = None  # set in a loaded model, see ptq/layers/shared_input.py
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(stored_signs(torch.ones(k))))
@@ -88,6 +88,10 @@ class QuantLinear(PackedWeight):
         """What is done to the input, as the ops of `ptq.ops.input_steps` take it."""
         return self.online.treatment(self.signs(INPUT_SIGNS), next(iter(self.parts().values())).device)
 
+    def transformed_input(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
+        """The input after signs and Hadamard transform, before it is quantised."""
+        return x if self.online.input is None else hadamard.apply(x, self.signs(INPUT_SIGNS), self.online.input)
+
     def quantized_input(
         self, x: Float[Tensor, "*batch k"]
     ) -> tuple[Int8[Tensor, "*batch k"], Float32[Tensor, "*batch"]]:
@@ -95,19 +99,15 @@ class QuantLinear(PackedWeight):
         assert self.online.activation is not None
         return self.online.activation.quantize(x, self.online.input, self.signs(INPUT_SIGNS))
 
-    def transform(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
-        """The input as the weight sees it: transformed, and the numbers that it was quantised to."""
+    def effective_input(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
+        """The numbers that the weight multiplies: the transformed input, or what its integers stand for."""
         if self.online.activation is not None:
             return activations.dequantize(*self.quantized_input(x)).to(x.dtype)
-        return self.turned(x)
-
-    def turned(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch k"]:
-        """The input after signs and Hadamard transform, before it is quantised."""
-        return x if self.online.input is None else hadamard.apply(x, self.signs(INPUT_SIGNS), self.online.input)
+        return self.transformed_input(x)
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
         """x Wᵀ + b, in the dtype of x."""
-        return self.finished(self._product(x), x.dtype)
+        return self.output_of(self._product(x), x.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
         for ready in (HERE.given if matmul.lies_on_gpu(x) else None, self.shared):
@@ -115,16 +115,16 @@ class QuantLinear(PackedWeight):
             if found is not None:
                 return found
         integers = self.online.activation is not None and self.takes_integers
-        if integers and self.takes_numbers and self.online.input is None:
+        if integers and self.is_laid_out and self.online.input is None:
             format, after = cast(LaidOut, self.format), self._bias_and_dtype(x.dtype)
             found = format.linear_tokens(x, cast(Activation, self.online.activation), self.parts(), *after)
             if found is not None:
                 return found
-        return self.product_of(self.quantized_input(x) if integers else (self.transform(x),), x.dtype)
+        return self.product_of(self.quantized_input(x) if integers else (self.effective_input(x),), x.dtype)
 
     def product_of(self, seen: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """The product with an input that was treated: numbers, or integers and scales. Before what is done to it where
-        there is an output transform: then without bias, in float32."""
+        """The product with an input that was treated (`ptq.ops.input_steps.treated`): numbers, or integers and scales.
+        Where there is an output transform, it is still to come: then without bias, in float32."""
         bias, dtype = self._bias_and_dtype(dtype)
         if len(seen) == 2:
             return cast(IntegerInput, self.format).linear_quantized(
@@ -136,7 +136,7 @@ class QuantLinear(PackedWeight):
     def _bias_and_dtype(self, dtype: torch.dtype) -> tuple[Tensor | None, torch.dtype]:
         return (self._parameters["bias"], dtype) if self.online.output is None else (None, torch.float32)
 
-    def finished(self, product: Float[Tensor, "*batch n"], dtype: torch.dtype) -> Float[Tensor, "*batch n"]:
+    def output_of(self, product: Float[Tensor, "*batch n"], dtype: torch.dtype) -> Float[Tensor, "*batch n"]:
         """What the layer gives, from its product."""
         if self.online.output is None:
             return product

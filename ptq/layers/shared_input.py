@@ -253,7 +253,7 @@ def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:
             cast(IntegerInput, linear.format).linear_quantized(q, scale, part, bias, dtype)
             for linear, part, bias in zip(members, parts, biases, strict=True)
         ]
-    seen = first.transform(x)
+    seen = first.effective_input(x)
     found = None if together is None else together.linears(seen, parts, biases)
     if found is None:
         found = [

@@ -163,7 +163,7 @@ def _watch(part: Part, readers: Sequence[LinearPlan], most: int, found: Errors) 
         step = max(1, -(-len(x) // most))
         x = x[step // 2 :: step]
         weights = [part.parameter(linear.dense_weight) for linear in readers]
-        sums, tokens = losses(module.turned(x).float(), weights, bits)
+        sums, tokens = losses(module.transformed_input(x).float(), weights, bits)
         found.sums += sums
         found.tokens += tokens
 

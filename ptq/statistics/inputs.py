@@ -34,7 +34,7 @@ def run_until_seen(
 
     def watch(name: str, module: nn.Module) -> torch.utils.hooks.RemovableHandle:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            x = module.transform(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
+            x = module.effective_input(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
             see(name, x.flatten(0, -2).float().contiguous())
             missing.discard(name)
             if not missing:

@@ -119,7 +119,7 @@ def watching(
 
 def _watch(module: nn.Module, name: str, found: dict[str, MeasuredInput], activation: Activation | None):
     def add(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        x = module.turned(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
+        x = module.transformed_input(inputs[0]) if isinstance(module, QuantLinear) else inputs[0]
         seen = measure(x, activation)
         found[name] = found[name] + seen if name in found else seen
 
