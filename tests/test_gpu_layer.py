@@ -19,8 +19,8 @@ from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
 from ptq.fast import fast_decode, fast_layer, fast_steps, gpu_layer
 from ptq.fast.merged import merge
+from ptq.layers.given import HERE, Given
 from ptq.layers.linear import QuantLinear
-from ptq.layers.shared_input import HERE, Given
 from ptq.models.families import FAMILIES
 from ptq.ops import hadamard, input_steps, matmul, prefill_attention, steps
 from ptq.weights import layouts

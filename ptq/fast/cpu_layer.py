@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from ptq.fast import fast_attention, fast_steps
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
-from ptq.layers.linear import QuantLinear
+from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
-from ptq.layers.shared_input import is_alike, is_here
 from ptq.ops import hadamard
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
 from ptq.weights.formats import LayerOp
@@ -78,7 +77,7 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
         sites.extend((gated, [last]))
     linears = [linear for site in sites for linear in site]
     if None in kinds or not all(
-        type(linear) is QuantLinear and is_here(linear) and "forward" not in vars(linear) for linear in linears
+        type(linear) is QuantLinear and stays_on_cpu(linear) and "forward" not in vars(linear) for linear in linears
     ):
         return None
     treatments, op, rows = _treatments(sites), _op_of(linears), _rows(attention, sites)
@@ -163,7 +162,7 @@ def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
 def _treatments(sites: Sequence[Sequence[QuantLinear]]) -> tuple[Any, ...] | None:
     """What is done to the inputs and the products; None where linears treat one input in different ways. A site is the
     linears of one input."""
-    if not all(is_alike(first, other) for first, *others in sites for other in others):
+    if not all(treat_input_alike(first, other) for first, *others in sites for other in others):
         return None
     firsts, linears = [site[0] for site in sites], [linear for site in sites for linear in site]
     outputs = [linear.online.output for linear in linears]

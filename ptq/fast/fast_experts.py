@@ -18,9 +18,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq.layers.linear import Online, QuantLinear
+from ptq.layers.linear import Online, QuantLinear, must_be_called, stays_on_cpu
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.layers.shared_input import is_heard, is_here
 from ptq.ops.expert_ops import ExpertSteps
 from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
@@ -160,7 +159,9 @@ class FewTokens:
 
 def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     """None where there is no one call for this expert."""
-    if not all(type(linear) is QuantLinear and is_here(linear) and not is_heard(linear) for linear in linears):
+    if not all(
+        type(linear) is QuantLinear and stays_on_cpu(linear) and not must_be_called(linear) for linear in linears
+    ):
         return None
     gate, up, down = linears
     format, first, second = gate.format, gate.online, down.online

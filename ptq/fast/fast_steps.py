@@ -27,7 +27,8 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_mixers
 from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
-from ptq.layers.shared_input import is_heard, products, stays_on_gpu
+from ptq.layers.linear import must_be_called, stays_on_gpu
+from ptq.layers.shared_input import products
 from ptq.ops import steps
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve_few, few_tokens_linear, gpu_ops_serve, ops_serve
 from ptq.ops.op_declarations import wants_gradient
@@ -126,7 +127,7 @@ def _gated_forward(module: nn.Module, act: str, activation: nn.Module, *args: An
 
 def down(linear: Any, gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"], act: str = SILU) -> Float[Tensor, "*t n"]:
     """What a linear gives for act(gate) * up; on a GPU act is silu."""
-    if gpu_ops_serve(gate, up) and stays_on_gpu(linear) and not is_heard(linear):
+    if gpu_ops_serve(gate, up) and stays_on_gpu(linear) and not must_be_called(linear):
         seen = torch.ops.ptq.gate_input.default(gate, up, *linear.treatment())
         return linear.output_of(linear.product_of(seen, gate.dtype), gate.dtype)
     op = torch.ops.ptq.silu_mul if act == SILU else torch.ops.ptq.gelu_mul

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_steps
 from ptq.fast.merged import Merged, merge
-from ptq.layers.linear import QuantLinear
-from ptq.layers.shared_input import Given, is_alike, stays_on_gpu
+from ptq.layers.given import Given
+from ptq.layers.linear import QuantLinear, stays_on_gpu, treat_input_alike
 from ptq.ops import matmul
 
 Norm = tuple[Tensor, float, float, bool]
@@ -62,7 +62,7 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     if not all(stays_on_gpu(linear) for linear in (*first, *gated, down)):
         return None
     linears = cast(list[QuantLinear], [*first, *gated])
-    if not all(is_alike(linears[0], x) for x in linears[1:3]) or not is_alike(linears[3], linears[4]):
+    if not all(treat_input_alike(linears[0], x) for x in linears[1:3]) or not treat_input_alike(linears[3], linears[4]):
         return None
     gains = [cast(Tensor, norm._parameters["weight"]) for norm in before]  # no Parameter under functional_call
     full = [(gain, *cast(tuple[float, float, bool], kind)) for gain, kind in zip(gains, kinds, strict=True)]

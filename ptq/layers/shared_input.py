@@ -11,26 +11,22 @@ place, or when the linears are given another. A first linear whose followers do 
 """
 
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from ptq.layers.linear import QuantLinear, must_be_called, stays_on_cpu, treat_input_alike
 from ptq.layers.packed_weight import INPUT_SIGNS, version
 from ptq.ops import matmul
 from ptq.ops.op_declarations import takes_forward_derivatives, wants_gradient
 from ptq.weights.formats import IntegerInput
 from ptq.weights.layouts import LaidOut
 
-if TYPE_CHECKING:
-    from ptq.layers.linear import QuantLinear
-
-SOLO = 3
+MOST_TIMES_ALONE = 3
 """A linear that was called alone so many times is not watched any more."""
 
 
@@ -41,8 +37,8 @@ class _Call:
 
     x: "weakref.ref[Tensor]"
     version: int
-    called: list["QuantLinear"]
-    ready: dict["QuantLinear", Tensor] = field(default_factory=dict)
+    called: list[QuantLinear]
+    ready: dict[QuantLinear, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,15 +46,29 @@ class _Group:
     """Linears that were given the same tensor, in the order of their calls, with facts about them that are slow to find
     out."""
 
-    members: tuple["QuantLinear", ...]
+    members: tuple[QuantLinear, ...]
     signs: tuple[Any, ...]
     together: LaidOut | None
 
     @classmethod
-    def of(cls, members: Sequence["QuantLinear"]) -> "_Group":
+    def of(cls, members: Sequence[QuantLinear]) -> "_Group":
         format = members[0].format
         one = isinstance(format, LaidOut) and all(linear.format == format for linear in members)
         return cls(tuple(members), _signs_of(members), format if one else None)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class _First:
+    """What is known of a linear that was the first one to be called with an input. It `leads`, once others were called
+    behind it, until these do not come; then it is not believed again. One that nobody follows is let go."""
+
+    leads: _Group | None = None
+    """Itself and its followers: it multiplies for all of them."""
+    times_alone: int = 0
+    is_believed: bool = True
+
+
+NEW = _First()
 
 
 class SharedInput:
@@ -66,8 +76,7 @@ class SharedInput:
 
     def __init__(self) -> None:
         self._last: _Call | None = None
-        self._together: dict[QuantLinear, _Group] = {}
-        self._alone: dict[QuantLinear, int] = {}
+        self._firsts: dict[nn.Module, _First] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # copies and pickles learn anew
@@ -75,8 +84,8 @@ class SharedInput:
     def __setstate__(self, state: dict[str, Any]) -> None:
         SharedInput.__init__(self)
 
-    def product(self, linear: "QuantLinear", x: Tensor) -> Tensor | None:
-        """The product of a linear before what it does to its output; None: compute it alone."""
+    def product(self, linear: QuantLinear, x: Tensor) -> Tensor | None:
+        """See `ptq.layers.given.ProductSource`; None: compute it alone."""
         last = self._last
         if last is not None and last.x() is x:
             found = last.ready.pop(linear, None)
@@ -89,20 +98,20 @@ class SharedInput:
         if last is not None:
             self._learn(last)
         call = _Call(weakref.ref(x, self._forget), version(x), [linear])
-        group = self._together.get(linear)
+        group = self._firsts.get(linear, NEW).leads
         products = None if group is None else _products(group, x)
         if group is not None and products is not None:
             call.ready = dict(zip(group.members, products, strict=True))
         self._last = call
         return call.ready.pop(linear, None)
 
-    def group(self, linears: Sequence["QuantLinear"]) -> _Group | None:
-        """What is known of exactly these linears; None where one of them `is_heard`."""
-        found = self._together.get(linears[0])
+    def group(self, linears: Sequence[nn.Module]) -> _Group | None:
+        """What is known of exactly these linears; None where one of them `must_be_called`."""
+        found = self._firsts.get(linears[0], NEW).leads
         if found is None or len(found.members) != len(linears):
             return None
         for linear, member in zip(linears, found.members, strict=True):
-            if linear is not member or is_heard(linear):
+            if linear is not member or must_be_called(linear):
                 return None
         return found
 
@@ -115,44 +124,27 @@ class SharedInput:
             self._learn(last)
 
     def _learn(self, last: _Call) -> None:
+        """Note how the linears were called with an input that is over."""
         first, *others = last.called
-        if last.ready:
-            self._together.pop(first, None)
-            self._alone[first] = SOLO
-        elif others and first not in self._together and self._alone.get(first, 0) < SOLO:
-            alike = all(is_alike(first, other) for other in others)  # signs may have been written to
-            if alike and len(set(last.called)) == len(last.called) and all(is_here(linear) for linear in last.called):
-                self._together[first] = _Group.of(last.called)
-        elif not others and first not in self._together:
-            self._alone[first] = self._alone.get(first, 0) + 1
-            if self._alone[first] >= SOLO:
-                first.shared = None
+        known = self._firsts.get(first, NEW)
+        if last.ready:  # some of those that it leads have not come
+            self._firsts[first] = _First(is_believed=False)
+        elif known.leads is not None:
+            return
+        elif others:
+            if known.is_believed and _belong_together(last.called):
+                self._firsts[first] = _First(_Group.of(last.called))
+        elif known.is_believed and known.times_alone + 1 < MOST_TIMES_ALONE:
+            self._firsts[first] = _First(times_alone=known.times_alone + 1)
+        else:
+            first.shared = None
 
 
-class Given:
-    """Within it, and in this thread, linears that are called with x find their products ready, before what is done to
-    their outputs."""
-
-    def __init__(self, x: Tensor, ready: dict["QuantLinear", Tensor]) -> None:
-        self.x, self.ready, self.before = x, ready, HERE.given
-
-    def product(self, linear: "QuantLinear", x: Tensor) -> Tensor | None:
-        """See `SharedInput.product`."""
-        return self.ready.pop(linear, None) if x is self.x else None
-
-    def __enter__(self) -> None:
-        HERE.given = self
-
-    def __exit__(self, *error: Any) -> None:
-        HERE.given = self.before
-
-
-class _Here(threading.local):
-    given: Given | None = None
-
-
-HERE = _Here()
-"""The `Given` that this thread is in, if any."""
+def _belong_together(called: Sequence[QuantLinear]) -> bool:
+    """Whether the first of some linears may multiply for all. They were alike when they were attached, but signs may
+    have been written to since."""
+    alike = all(treat_input_alike(called[0], other) for other in called[1:])
+    return alike and len(set(called)) == len(called) and all(map(stays_on_cpu, called))
 
 
 def products(linears: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
@@ -168,13 +160,11 @@ def products(linears: Sequence[Any], x: Tensor) -> Sequence[Tensor]:
 
 def attach(model: nn.Module) -> None:
     """Let the packed linears of a model share their inputs, parent by parent."""
-    from ptq.layers.linear import QuantLinear
-
     for parent in model.modules():
-        left = [child for child in parent.children() if isinstance(child, QuantLinear) and is_here(child)]
+        left = [child for child in parent.children() if isinstance(child, QuantLinear) and stays_on_cpu(child)]
         while left:
             first, *others = left
-            alike = [first, *(linear for linear in others if is_alike(first, linear))]
+            alike = [first, *(linear for linear in others if treat_input_alike(first, linear))]
             left = [linear for linear in others if linear not in alike]
             if len(alike) > 1:
                 shared = SharedInput()
@@ -182,45 +172,12 @@ def attach(model: nn.Module) -> None:
                     linear.shared = shared
 
 
-def is_alike(a: "QuantLinear", b: "QuantLinear") -> bool:
-    """Whether two linears do the same to an input, and both or neither something to their output."""
-    if a.in_features != b.in_features or a.takes_integers != b.takes_integers:
-        return False
-    if (a.online.input, a.online.signs, a.online.activation) != (b.online.input, b.online.signs, b.online.activation):
-        return False
-    if (a.online.output is None) != (b.online.output is None):
-        return False
-    return not a.online.signs or torch.equal(a.get_parameter(INPUT_SIGNS), b.get_parameter(INPUT_SIGNS))
-
-
-def _signs_of(members: Sequence["QuantLinear"]) -> tuple[Any, ...]:
+def _signs_of(members: Sequence[QuantLinear]) -> tuple[Any, ...]:
     """What tells whether sign vectors have changed since they were compared."""
     if not members[0].online.signs:
         return ()
     held = [linear._parameters[INPUT_SIGNS] for linear in members]
     return tuple((id(signs), version(signs)) for signs in held if signs is not None)
-
-
-def is_here(linear: "QuantLinear") -> bool:
-    """Whether the weight stays on the CPU: nothing brings it here for a call and takes it away after."""
-    parts = linear.parts().values()
-    return all(part.device.type == "cpu" for part in parts) and not hasattr(linear, "_hf_hook")
-
-
-def is_heard(linear: nn.Module) -> bool:
-    """Whether a linear must be called: somebody listens to it, or to all modules, or has changed what it does."""
-    hooks = linear._forward_hooks or linear._forward_pre_hooks or _global_forward_hooks or _global_forward_pre_hooks
-    return bool(hooks) or "forward" in vars(linear)
-
-
-def stays_on_gpu(linear: Any) -> bool:
-    """Whether a linear is packed, stays on a GPU, and takes its input as `ptq.ops.input_steps` gives it."""
-    from ptq.layers.linear import QuantLinear
-
-    if type(linear) is not QuantLinear or "forward" in vars(linear) or hasattr(linear, "_hf_hook"):
-        return False
-    takes = linear.online.activation is None or linear.takes_integers
-    return takes and all(matmul.lies_on_gpu(part) for part in linear.parts().values())
 
 
 def _is_eligible(x: Tensor) -> bool:
