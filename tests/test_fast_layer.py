@@ -197,7 +197,7 @@ CLIPS = {
 
 
 def in_one_call(layer: Any) -> str:
-    found = layer.forward.args[1].found
+    found = layer.forward.on_cpu.found
     return "nothing" if found is None else "all" if found.has_mlp else "attention"
 
 

@@ -1,6 +1,8 @@
 """Decoding in few steps after somebody has changed the model: hooks, other forwards, other numbers, copies."""
 
 import copy
+import functools
+import inspect
 import pickle
 from typing import Any
 
@@ -12,6 +14,8 @@ from tiny_models import decode
 from torch import nn
 from torch.func import functional_call
 
+from ptq.fast import fast_layer, watched
+
 packed = _packed
 
 
@@ -20,7 +24,7 @@ def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> No
     wanted = decode(model)
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         layer = again.get_decoder().layers[0]
-        assert layer.forward.args[0] is layer
+        assert layer.forward.layer is layer
         assert all(torch.equal(a, b) for a, b in zip(decode(again), wanted, strict=True))
     calls = counted_layers(monkeypatch)
     heard = []
@@ -31,6 +35,18 @@ def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> No
         assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
         hook.remove()
         assert calls == [1] * 4 and heard.count(module) == 5
+
+
+def test_who_wraps_a_forward_sees_its_arguments(packed) -> None:
+    """As accelerate does it: what it puts there is not ours, and brings nothing of ours along."""
+    model = packed("W4A8")
+    wanted, layer = decode(model), model.get_decoder().layers[0]
+    own = layer.forward
+    assert str(inspect.signature(own)).startswith("(hidden_states: ")
+    layer.forward = functools.update_wrapper(functools.partial(lambda *args, **kwargs: own(*args, **kwargs)), own)
+    assert vars(layer.forward) == {"__module__": own.__module__, "__doc__": own.__doc__, "__wrapped__": own}
+    assert not fast_layer.is_fast(layer) and watched._is_ours(own) and not watched._is_ours(layer.forward)
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before it decodes", "while it decodes"])

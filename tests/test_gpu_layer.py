@@ -132,7 +132,7 @@ def test_a_model_that_moves(count: ModuleType, monkeypatch: pytest.MonkeyPatch) 
         assert torch.equal(model(ids).logits, wanted) and len(found) == len(model.model.layers)
         gpu.setattr(gpu_layer.Steps, "is_over", lambda steps: steps is found[0] or steps is found[1])
         assert torch.equal(model(ids).logits, wanted) and len(found) == 2 * len(model.model.layers)
-    known = [layer.forward.args[2] for layer in model.model.layers]
+    known = [layer.forward.on_gpu for layer in model.model.layers]
     assert all(one.found is not None for one in known)
     model(ids)
     assert all(one.found is None for one in known)

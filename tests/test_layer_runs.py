@@ -282,7 +282,7 @@ def test_hidden_states_that_are_elsewhere(packed, monkeypatch: pytest.MonkeyPatc
     (run,) = model.model.forward.args[1].runs()
     assert run.known is not None
     away = torch.zeros(1, 1, 72, device="meta")
-    assert run._stretches(away) == [(run.layers, [])] and run.known is None
+    assert run._segments(away) == [(run.layers, [])] and run.known is None
 
 
 def test_a_layer_that_somebody_listens_to_or_has_replaced(packed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,8 +316,8 @@ def test_copies_have_runs_of_their_own(packed, monkeypatch: pytest.MonkeyPatch) 
     for copied in again:
         calls.clear()
         assert same(decode(copied), wanted) and calls == [2] * 4
-        body, stands = copied.model.forward.args
-        assert body is copied.model and stands.runs()[0].layers == list(copied.model.layers)
+        body, substitutes = copied.model.forward.args
+        assert body is copied.model and substitutes.runs()[0].layers == list(copied.model.layers)
 
 
 def test_the_names_of_its_arguments_are_known(packed) -> None:
@@ -333,7 +333,7 @@ def test_a_forward_sees_the_model_but_for_its_layers(packed, monkeypatch: pytest
         self.seen = len(seen)
         seen.append(self)
 
-    monkeypatch.setattr(layer_runs, "_stands", lambda model, layers: [layer_runs._behind])
+    monkeypatch.setattr(layer_runs, "_substitutes", lambda model, layers: [layer_runs._pass_on])
     monkeypatch.setattr(LlamaModel, "forward", forward)
     model(input_ids=torch.tensor([[5]]), **{CACHE: DynamicCache()})
     model(input_ids=torch.tensor([[5]]))
@@ -341,7 +341,7 @@ def test_a_forward_sees_the_model_but_for_its_layers(packed, monkeypatch: pytest
     assert own is model and view is not model and model.seen == 1
     assert isinstance(view, LlamaModel) and str(type(view)) == str(LlamaModel) and vars(view) is vars(model)
     assert (
-        view.layers == [layer_runs._behind]
+        view.layers == [layer_runs._pass_on]
         and view.norm is model.norm
         and dict(view.named_modules()).keys() >= {"layers"}
     )

@@ -12,7 +12,6 @@ numbers are those of the single ops to the bit.
 """
 
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -41,9 +40,9 @@ OTHERS = ("position_embeddings", "attention_mask", "position_ids", CACHE, "use_c
 """What a layer is called with besides its input."""
 
 
-class Known:
-    """What is known of a decoder layer, for as long as it holds the very modules and parameters that `find` found, and
-    what that gave is not over (`is_over`)."""
+class Replacement:
+    """What may take the place of a decoder layer's own code: what `find` makes of its parts, for as long as the layer
+    holds the very modules and parameters that it was found for."""
 
     def __init__(self, find: Callable[..., Any], layout: NormNames) -> None:
         self.find, self.layout = find, layout
@@ -58,24 +57,26 @@ class Known:
         return {"find": self.find, "layout": self.layout}  # copies and pickles find out anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        Known.__init__(self, **state)
+        Replacement.__init__(self, **state)
 
-    def of(self, layer: nn.Module) -> Any:
-        """What was found; None where there is nothing, or somebody listens in."""
-        found = self.whatever_listens(layer)
+    def if_unheard(self, layer: nn.Module) -> Any:
+        """What `current` gives; None also where somebody listens in, or a dropout drops."""
+        found = self.current(layer)
         return None if self.watched is None or self.watched.must_be_called() else found
 
-    def whatever_listens(self, layer: nn.Module) -> Any:
-        """What was found; None where there is nothing."""
-        if self.watched is None or not self.watched.is_same() or (self.found is not None and self.found.is_over()):
+    def current(self, layer: nn.Module) -> Any:
+        """What was found, or is found now where the layer has changed; None where there is nothing."""
+        if self.watched is None or not self.watched.is_same():
             self.forget()  # merged weights go before others are made
             parts = _parts(self.layout, layer)
             others = [layer._modules[name] for name in layer._modules.keys() - {ATTENTION, MLP, *self.layout}]
             dropouts = [module for module in others if type(module) is nn.Dropout]
             inside = [*dropouts, *_inside(*parts)]
             watched = Watched([layer, *inside], inside)
-            known = len(dropouts) == len(others) and watched.are_ours()
-            self.found = self.find(*parts) if known else None
+            fits = len(dropouts) == len(others) and watched.are_ours()
+            self.found = self.find(*parts) if fits else None
+            if self.found is not None:
+                watched.expires_with(self.found)
             self.watched = watched  # last: another thread may look
         return self.found
 
@@ -86,49 +87,61 @@ def _inside(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None])
     return chain.from_iterable(part.modules() for part in inside if part is not None)
 
 
+class FastForward:
+    """The forward of a decoder layer that `install` has made fast. (Slots, because who wraps a forward copies its
+    `__dict__`.)"""
+
+    __slots__ = ("layer", "on_cpu", "on_gpu")
+
+    def __init__(self, layer: nn.Module, layout: NormNames) -> None:
+        self.layer = layer
+        self.on_cpu = Replacement(cpu_layer.layer_of, layout)
+        self.on_gpu = Replacement(gpu_layer.steps_of, layout)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer = self.layer
+        if not args and not layer.training and not torch.compiler.is_compiling():
+            if matmul.lies_on_gpu(hidden_states):
+                if self.on_cpu.watched:
+                    self.on_cpu.forget()  # replaced weights would stay in memory
+                steps = self.on_gpu.if_unheard(layer) if multiplier(layer) == 1 else None
+                found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
+            else:
+                if self.on_gpu.watched:
+                    self.on_gpu.forget()  # merged weights would stay on the GPU
+                found = _decoded(layer, self.on_cpu, hidden_states, **kwargs)
+            if found is not None:
+                return found
+        return type(layer).forward(layer, hidden_states, *args, **kwargs)
+
+
 def install(model: nn.Module) -> None:
     """Make the decoder layers of a model fast where they are what the steps compute."""
     for module in model.modules():
         layout = None if "forward" in vars(module) else _layout_of(module)
         if layout is not None:
-            known = (Known(find, layout) for find in (cpu_layer.layer_of, gpu_layer.steps_of))
-            module.forward = functools.partial(_forward, module, *known)
+            module.forward = FastForward(module, layout)
+
+
+def fast_forward_of(layer: nn.Module) -> FastForward | None:
+    """The forward that `install` has given a module; None for one that it has not made fast."""
+    forward = vars(layer).get("forward")
+    return forward if isinstance(forward, FastForward) else None
 
 
 def is_fast(layer: nn.Module) -> bool:
     """Whether `install` has made a module fast."""
-    return getattr(vars(layer).get("forward"), "func", None) is _forward
+    return fast_forward_of(layer) is not None
 
 
-def known_of(layer: Any) -> Known:
-    """What is known of a fast layer on the CPU."""
-    return layer.forward.args[1]
-
-
-def _forward(module: nn.Module, on_cpu: Known, on_gpu: Known, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-    if not args and not module.training and not torch.compiler.is_compiling():
-        if matmul.lies_on_gpu(hidden_states):
-            if on_cpu.watched:
-                on_cpu.forget()  # replaced weights would stay in memory
-            steps = on_gpu.of(module) if multiplier(module) == 1 else None
-            found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
-        else:
-            if on_gpu.watched:
-                on_gpu.forget()  # merged weights would stay on the GPU
-            found = _decoded(module, on_cpu, hidden_states, **kwargs)
-        if found is not None:
-            return found
-    return type(module).forward(module, hidden_states, *args, **kwargs)
-
-
-def _decoded(module: nn.Module, known: Known, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+def _decoded(module: nn.Module, on_cpu: Replacement, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     if not fast_attention.are_decoded(x.shape[1], others.get("attention_mask")):
         return None
-    layer = known.of(module)
+    layer = on_cpu.if_unheard(module)
     y = None if layer is None else cpu_layer.run([layer], x, others, [multiplier(module)])
     if y is None or layer is None or layer.has_mlp:
         return y
-    _, mlp, (_, before, _, after) = _parts(known.layout, module)
+    _, mlp, (_, before, _, after) = _parts(on_cpu.layout, module)
     z = mlp(y if before is None else before(y))
     z = z[0] if isinstance(z, tuple) else z  # experts may give their router's logits, too
     z = z if after is None else after(z)

@@ -34,7 +34,7 @@ GIVEN = CACHES | {"attention_mask", "position_ids", "cache_position", "use_cache
 """What the forward of a model may be called with besides tokens; everything else must be None or False."""
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Layers of a run, and what the op takes for them: nothing, where they are called one by one."""
 
     layers: list[nn.Module]
@@ -42,7 +42,7 @@ class Stretch(NamedTuple):
 
 
 class Run:
-    """Stands for the first of some decoder layers that a model calls alike, and answers for all."""
+    """Takes the place of the first of some decoder layers that a model calls alike, and answers for all."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
@@ -50,11 +50,11 @@ class Run:
 
     def forget(self) -> None:
         """Find out anew next time."""
-        self.known: tuple[Watched, list[Stretch]] | None = None
+        self.known: tuple[Watched, list[Segment]] | None = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = hidden_states
-        for layers, found in [Stretch(self.layers, [])] if args else self._stretches(x):
+        for layers, found in [Segment(self.layers, [])] if args else self._segments(x):
             y = cpu_layer.run(found, x, kwargs, list(map(fast_layer.multiplier, layers))) if found else None
             if y is None:
                 for layer in layers:
@@ -63,48 +63,54 @@ class Run:
                 x = y
         return x
 
-    def _stretches(self, x: Float[Tensor, "b t k"]) -> list[Stretch]:
+    def _segments(self, x: Float[Tensor, "b t k"]) -> list[Segment]:
         """How the layers are called now, where the first of them is given x."""
-        one_by_one = [Stretch(self.layers, [])]
+        one_by_one = [Segment(self.layers, [])]
         if not x.is_cpu:
             self.forget()
         if not x.is_cpu or any(layer.training for layer in self.layers):
             return one_by_one
         known = self.known  # another thread may forget it
-        if known is None or not known[0].is_same() or any(layer.is_over() for _, found in known[1] for layer in found):
+        if known is None or not known[0].is_same():
             known = self.known = self._find()
         return one_by_one if known[0].must_be_called() else known[1]
 
-    def _find(self) -> tuple[Watched, list[Stretch]]:
-        """What a call is checked against, and the stretches of this run."""
-        fast = [fast_layer.known_of(layer) if fast_layer.is_fast(layer) else None for layer in self.layers]
-        found: list[Any] = [known and known.whatever_listens(x) for known, x in zip(fast, self.layers, strict=True)]
-        whole = [layer is not None and layer.has_mlp for layer in found]
-        watched = [known.watched for known, fits in zip(fast, whole, strict=True) if known and known.watched and fits]
-        stretches, start = [], 0
-        for fits, group in groupby(whole):
-            stop = start + len(list(group))
-            stretches.append(Stretch(self.layers[start:stop], found[start:stop] if fits else []))
-            start = stop
-        return Watched.all_of(watched, self.layers), stretches
+    def _find(self) -> tuple[Watched, list[Segment]]:
+        """What a call is checked against, and the segments of this run."""
+        known = [(layer, _whole(layer)) for layer in self.layers]
+        segments = []
+        for _, group in groupby(known, lambda pair: pair[1] is not None):
+            pairs = list(group)
+            segments.append(Segment([layer for layer, _ in pairs], [whole[0] for _, whole in pairs if whole]))
+        return Watched.all_of([whole[1] for _, whole in known if whole], self.layers), segments
 
 
-def _behind(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Stands for a layer that another one has answered for."""
+def _whole(layer: nn.Module) -> tuple[cpu_layer.Layer, Watched] | None:
+    """What the op takes for all of a layer, and what that depends on; None where the layer must be called."""
+    fast = fast_layer.fast_forward_of(layer)
+    if fast is not None:
+        found, watched = fast.on_cpu.current(layer), fast.on_cpu.watched
+        if found is not None and found.has_mlp and watched is not None:
+            return found, watched
+    return None
+
+
+def _pass_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Takes the place of a layer that the first one of its run has answered for."""
     return hidden_states
 
 
-Stand = Run | nn.Module | Callable[..., Tensor]
+Substitute = Run | nn.Module | Callable[..., Tensor]
 
 
-class Stands:
-    """What `layers` are in the forward of a model that is given few tokens, for as long as it has the same layers and
-    the same forward."""
+class Substitutes:
+    """What a model's forward goes through in the place of `layers` where it is given few tokens, for as long as the
+    model has the same layers and the same forward."""
 
     def __init__(self) -> None:
         self.layers: list[nn.Module] = []
         self.tried: Any = None
-        self.stands: list[Stand] = []
+        self.found: list[Substitute] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # copies and pickles find out anew
@@ -112,44 +118,44 @@ class Stands:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()
 
-    def of(self, model: Any) -> list[Stand]:
+    def current(self, model: Any) -> list[Substitute]:
         """One for each layer."""
         layers = model._modules[LAYERS]._modules
         same = len(layers) == len(self.layers) and all(map(is_, layers.values(), self.layers))
         if not same or type(model).forward is not self.tried:
             self.layers, self.tried = list(layers.values()), type(model).forward
-            self.stands = _stands(model, self.layers)
-        return self.stands
+            self.found = _substitutes(model, self.layers)
+        return self.found
 
     def runs(self) -> list[Run]:
         """The runs that were found last."""
-        return [stand for stand in self.stands if isinstance(stand, Run)]
+        return [one for one in self.found if isinstance(one, Run)]
 
 
-def _stands(model: nn.Module, layers: list[nn.Module]) -> list[Stand]:
-    """One for each layer: a run for the first of some that are fast and called alike, `_behind` for the others of them,
+def _substitutes(model: nn.Module, layers: list[nn.Module]) -> list[Substitute]:
+    """One for each layer: a run for the first of some that are fast and called alike, `_pass_on` for those behind it,
     and else the layer itself."""
-    stands: list[Stand] = list(layers)
+    found: list[Substitute] = list(layers)
     fast = list(map(fast_layer.is_fast, layers))
     if sum(fast) < 2:
-        return stands
+        return found
     start = 0
     for i, alike in enumerate([*_called_alike(model, layers), False], 1):
         if not alike or not fast[i - 1] or not fast[i]:
             if i - start > 1:
-                stands[start:i] = [Run(layers[start:i]), *[_behind] * (i - start - 1)]
+                found[start:i] = [Run(layers[start:i]), *[_pass_on] * (i - start - 1)]
             start = i
-    return stands
+    return found
 
 
 def install(model: nn.Module) -> None:
     """Let decoder layers that are fast (`ptq.fast.fast_layer`) be called in runs where the model allows it."""
     for module in model.modules():
         if isinstance(module._modules.get(LAYERS), nn.ModuleList) and "forward" not in vars(module):
-            stands = Stands()
-            stands.of(module)
-            if stands.runs():
-                module.forward = functools.partial(_forward, module, stands)
+            substitutes = Substitutes()
+            substitutes.current(module)
+            if substitutes.runs():
+                module.forward = functools.partial(_forward, module, substitutes)
                 vars(module.forward)["__signature__"] = _signature(type(module).forward)
 
 
@@ -159,16 +165,16 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature:
     return inspect.Signature([p.replace(annotation=p.empty) for p in parameters])
 
 
-def _forward(model: Any, stands: Stands, *args: Any, **kwargs: Any) -> Any:
+def _forward(model: Any, substitutes: Substitutes, *args: Any, **kwargs: Any) -> Any:
     """The forward of a model with runs."""
     view = model
     if not torch.compiler.is_compiling():
         if not args and _are_few(model, **kwargs):
             view = object.__new__(_view_class(type(model)))
             object.__setattr__(view, "__dict__", vars(model))
-            object.__setattr__(view, LAYERS, stands.of(model))
+            object.__setattr__(view, LAYERS, substitutes.current(model))
         else:
-            for run in stands.runs():
+            for run in substitutes.runs():
                 run.forget()  # layers that were changed may fit again, and of those that have moved memory is freed
     return type(model).forward(view, *args, **kwargs)
 

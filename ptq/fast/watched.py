@@ -1,14 +1,21 @@
-"""Modules that are watched for as long as something else may take the place of their own code."""
+"""Detects changes to modules, while something else takes the place of their own code."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from operator import is_
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 Hooks = dict[int, Any]
+
+
+@runtime_checkable
+class Expiring(Protocol):
+    """What was found out about modules, and says itself when it is over."""
+
+    def is_over(self) -> bool: ...
 
 
 class Watched:
@@ -21,6 +28,7 @@ class Watched:
         self._forwards = list(_forwards(self._instances))
         self._hooks: list[Hooks] = [hooks for m in quiet for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
+        self._found: list[Expiring] = []
 
     @classmethod
     def all_of(cls, watched: Iterable["Watched"], quiet: list[nn.Module]) -> "Watched":
@@ -33,15 +41,21 @@ class Watched:
             made._forwards += each._forwards
             made._hooks += each._hooks
             made._dropouts += each._dropouts
+            made._found += each._found
         return made
 
+    def expires_with(self, found: Expiring) -> None:
+        """From now on `is_same` asks this, too."""
+        self._found.append(found)
+
     def is_same(self) -> bool:
-        """Whether they hold what they held."""
+        """Whether they hold what they held, and what was found out about them is not over."""
         now = chain.from_iterable(map(dict.values, self._owners))
         return (
             sum(map(len, self._owners)) == len(self._held)
             and all(map(is_, now, self._held))
             and all(map(is_, _forwards(self._instances), self._forwards))
+            and not any(found.is_over() for found in self._found)
         )
 
     def are_ours(self) -> bool:
@@ -61,7 +75,12 @@ def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
 
 
 def _is_ours(forward: Any) -> bool:
-    return forward is None or getattr(getattr(forward, "func", None), "__module__", "").startswith("ptq.")
+    """Whether a forward is none, an object of this package, or one of its functions with some arguments bound."""
+    return forward is None or _module_of(getattr(forward, "func", type(forward))).startswith("ptq.")
+
+
+def _module_of(function: Any) -> str:
+    return getattr(function, "__module__", None) or ""
 
 
 def _is_idle(hooks: Hooks) -> bool:
