@@ -21,7 +21,7 @@ from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.ops import hadamard
-from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
+from ptq.ops.layer_ops import HeldLayer
 from ptq.weights.formats import LayerOp
 from ptq.weights.layouts import LaidOut
 
@@ -68,34 +68,45 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
     if kind is None:
         return None
     of_heads = [attention.get_submodule(name) if kind.normed else None for name in fast_attention.NORMS]
-    normed = [*norms[:2], *of_heads, *norms[2:]]
-    kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in normed]
-    *first, output = fast_attention.linears_of(attention)
-    sites = [first, [output]]
-    if mlp is not None:
-        *gated, last = fast_steps.linears_of(mlp)
-        sites.extend((gated, [last]))
+    normed, sites = _norms([*norms[:2], *of_heads, *norms[2:]]), _sites(attention, mlp)
     linears = [linear for site in sites for linear in site]
-    if None in kinds or not all(
+    if normed is None or not all(
         type(linear) is QuantLinear and stays_on_cpu(linear) and "forward" not in vars(linear) for linear in linears
     ):
         return None
-    treatments, op, rows = _treatments(sites), _op_of(linears), _rows(attention, sites)
-    if treatments is None or op is None:
+    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(attention, sites)
+    if transforms is None or op is None:
         return None
-    gains = [NONE if norm is None else cast(Tensor, norm._parameters["weight"]) for norm in normed]
-    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, kinds), strict=True))
     biases = [linear._parameters["bias"] for linear in linears]
     given = [bias for bias in biases if bias is not None]
     full = [NONE if bias is None else bias for bias in biases] if given else []
-    d = cast(int, attention.head_dim)
-    stored = tuple(
+    make, weights = op
+    handle = make(*HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows), *weights)
+    floats = tuple(x for x in (*normed["gains"], *given) if x is not NONE)
+    signs = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
-    floats = tuple(x for x in (*gains, *given) if x is not NONE)
-    handle = op[0](gains, eps, offset, round_first, full, *treatments, gelu, rows, *op[1])
-    heads, versions = (rows[1] // d, d), tuple(map(version, stored))
-    return Layer(handle, mlp is not None, attention, kind, heads, floats, stored, versions)
+    d = cast(int, attention.head_dim)
+    return Layer(handle, mlp is not None, attention, kind, (rows[1] // d, d), floats, signs, tuple(map(version, signs)))
+
+
+def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
+    """The fields of norms, which are in the order of `ptq.ops.layer_ops`; None where one is of another kind."""
+    kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in norms]
+    if None in kinds:
+        return None
+    gains = [NONE if norm is None else norm._parameters["weight"] for norm in norms]
+    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, kinds), strict=True))
+    return dict(gains=gains, eps=eps, offset=offset, round_first=round_first)
+
+
+def _sites(attention: nn.Module, mlp: nn.Module | None) -> list[list[Any]]:
+    """The linears of each input."""
+    *first, output = fast_attention.linears_of(attention)
+    if mlp is None:
+        return [first, [output]]
+    *gated, down = fast_steps.linears_of(mlp)
+    return [first, [output], gated, [down]]
 
 
 def run(
@@ -147,8 +158,9 @@ def _rows(attention: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[
     first, (output,), *mlp = sites
     rows = fast_attention.rows_of(attention) if len(first) == 1 else [linear.out_features for linear in first]
     rows.append(output.out_features)
-    for down in mlp[1:]:
-        rows.extend((down[0].in_features, down[0].in_features, down[0].out_features))
+    if mlp:
+        _, (down,) = mlp
+        rows.extend((down.in_features, down.in_features, down.out_features))
     return rows
 
 
@@ -159,27 +171,27 @@ def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
     return format.layer_op([linear.parts() for linear in linears])
 
 
-def _treatments(sites: Sequence[Sequence[QuantLinear]]) -> tuple[Any, ...] | None:
-    """What is done to the inputs and the products; None where linears treat one input in different ways. A site is the
-    linears of one input."""
+def _transforms(sites: Sequence[Sequence[QuantLinear]]) -> dict[str, list[Any]] | None:
+    """The fields of what is done to inputs and products; None where linears treat one input in different ways."""
     if not all(treat_input_alike(first, other) for first, *others in sites for other in others):
         return None
-    firsts, linears = [site[0] for site in sites], [linear for site in sites for linear in site]
+    linears = [linear for site in sites for linear in site]
     outputs = [linear.online.output for linear in linears]
     signed = {linear.online.signs for linear in linears}
     if len({output is None for output in outputs}) > 1 or len(signed) > 1:
         return None
-    su, factors, orders, bits, clips = zip(*(linear.treatment() for linear in firsts), strict=True)
-    cpu = torch.device("cpu")
-    back, back_orders = zip(*(hadamard.dense_factors(output, cpu) for output in outputs), strict=True)
-    both = all(signed)
-    sv = [linear.signs(OUTPUT_SIGNS) for linear in linears] if both else []
-    return (
-        list(bits), list(clips), list(su) if both else [], *_flat(factors), list(orders), sv, *_flat(back),
-        list(back_orders),
-    )  # fmt: skip
-
-
-def _flat(factors: Sequence[list[Tensor]]) -> tuple[list[Tensor], list[int]]:
-    """The dense factors of several transforms in one list, and how many each has."""
-    return [factor for each in factors for factor in each], [len(each) for each in factors]
+    into = [site[0].treatment() for site in sites]
+    back = [hadamard.dense_factors(output, torch.device("cpu")) for output in outputs]
+    has_signs = all(signed)
+    return dict(
+        input_bits=[one.bits for one in into],
+        clips=[one.clip for one in into],
+        su=[one.signs for one in into] if has_signs else [],
+        factors=[factor for one in into for factor in one.factors],
+        counts=[len(one.factors) for one in into],
+        orders=[one.order for one in into],
+        sv=[linear.signs(OUTPUT_SIGNS) for linear in linears] if has_signs else [],
+        back_factors=[factor for factors, _ in back for factor in factors],
+        back_counts=[len(factors) for factors, _ in back],
+        back_orders=[order for _, order in back],
+    )
