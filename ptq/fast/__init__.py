@@ -1,1 +1,1 @@
-"""What a loaded model does in another way, to the same numbers: norms, attention, whole layers, mixers, experts."""
+"""Faster replacements for parts of a loaded model that give the same numbers: norms, attention, layers, experts."""

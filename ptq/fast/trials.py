@@ -1,4 +1,4 @@
-"""Where modules of a model are tried on random numbers, before others take their place, and how functions get them."""
+"""Checks on random inputs that a replacement gives a module's numbers, and functions with other globals."""
 
 import functools
 import inspect
