@@ -8,6 +8,7 @@ import functools
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from importlib import metadata
@@ -117,7 +118,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(1) from error
         except (Exception, KeyboardInterrupt) as error:
             if kwargs.get("debug"):
-                raise
+                traceback.print_exception(error)
             print(f"quantize: {_sentence(error)}", file=sys.stderr)
             raise typer.Exit(_exit_code(error)) from error
 
@@ -161,9 +162,9 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     bits = "" if result.bits_per_weight is None else f", {result.bits_per_weight:.3f} bits per quantised weight"
     console.print(f"{result.out}: {result.nbytes / 1e6:.2f} MB{bits}", soft_wrap=True)
     if finished_before:
-        console.print(
-            "finished before, by the same command: nothing was done, its files are as they were written", soft_wrap=True
-        )
+        console.print("finished before: nothing was done, its files are as they were written", soft_wrap=True)
+        if options.report and not (result.out / PAGE).is_file():
+            console.print(f"that run had --no-report: for a report, remove {result.out} and repeat it", soft_wrap=True)
         return
     close = f"before rounding, the model equals the original to {result.rotation_error:.1e}"
     console.print(

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ptq.errors import InputError, RunError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 PATIENCE = timedelta(days=30)
 """How long a process waits for the others: their tasks may take hours, and torchrun tells of dead ones."""
@@ -67,11 +68,9 @@ class Workers:
                 mine.add(item)
         return mine
 
-    def check_same(self, fingerprint: str, what: str, limit: int) -> None:
-        """Raise InputError, in every process, where they are not about to do the same, or are more than can share it.
-
-        `what` names the versions of this process.
-        """
+    def check_same(self, run: R, differences: Callable[[R, R], list[str]], limit: int) -> None:
+        """Raise InputError, in every process, where they are not about to do the same `run`, or are more than can share
+        it. `differences` names what two runs differ in."""
         if self.count == 1:
             return
         if self.count > limit:
@@ -79,14 +78,14 @@ class Workers:
                 f"torchrun started {self.count} processes, but a block has {limit} layers to share; start at most "
                 f"{limit}"
             )
-        found: list[tuple[str, str]] = [("", "")] * self.count
+        found: list[Any] = [None] * self.count
         with _lost():
-            dist.all_gather_object(found, (fingerprint, what))
-        for rank, (other, versions) in enumerate(found):
-            if other != found[0][0]:
+            dist.all_gather_object(found, run)
+        for rank, other in enumerate(found):
+            if named := differences(other, found[0]):
                 raise InputError(
-                    f"process {rank} is about to do another run than process 0 ({versions}; {found[0][1]}): start all "
-                    "with the same command, packages, model and calibration data"
+                    f"process {rank} is about to do another run than process 0 ({'; '.join(named)}): start all with "
+                    "the same command, packages, model and calibration data"
                 )
 
 

@@ -56,6 +56,8 @@ class Recipe:
     not that of the others. Of several that match a linear the first counts, and before all of them `skip`."""
 
     def __post_init__(self) -> None:
+        if type(self) is Recipe:
+            raise InputError("a recipe of no method: use QuarotRecipe, QuipSharpRecipe or Fp6Recipe")
         if self.rounding not in ("nearest", "gptq", "ldlq"):
             raise InputError(f"rounding must be nearest, gptq or ldlq, found {self.rounding!r}")
         if isinstance(self.calibration, Path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -223,7 +224,7 @@ def main(
         measured = measure(Options(model, text, dataset, context, device, dtype, against))
     except Exception as error:
         if debug:
-            raise
+            traceback.print_exception(error)
         known = isinstance(error, InputError | RunError)
         sentence = str(error) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
         print(f"error: {sentence}", file=sys.stderr)

@@ -189,6 +189,13 @@ def test_not_utf8_names_the_byte(tmp_path):
         load_rows(str(tmp_path / "a.jsonl"), tokenizer, 1, 1, seed=0)
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc")
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\n')
+    for name in ("a.txt", "a.jsonl"):
+        assert load_rows(str(tmp_path / name), tokenizer, 1, 4, seed=0).tolist() == [[300, *b"abc"]]
+
+
 def test_jsonl_documents_are_joined_by_an_empty_line(tmp_path):
     lines = [json.dumps({"text": "one", "content": "no"}), "", json.dumps({"content": "zwei", "id": 2})]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

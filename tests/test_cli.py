@@ -87,7 +87,7 @@ def test_a_folder_that_may_not_be_written(tiny: Path, tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_a_folder(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    check_refused(quantize("rotate", tiny, tmp_path / "file" / "out"), "Not a directory", code=1)
+    check_refused(quantize("rotate", tiny, tmp_path / "file" / "out"), "file/out: lies below a file")
 
 
 def test_what_cannot_fit_is_refused_before_it_starts(
@@ -106,7 +106,7 @@ def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
-    check_refused(quantize("rotate", "org/model", tmp_path / "out"), "check the network", code=1)
+    check_refused(quantize("rotate", "org/model", tmp_path / "out"), "no such folder here")
     check_refused(quantize("rotate", "no such thing", tmp_path / "out"), "no such folder")
     assert listing(tmp_path) == {}
 
@@ -238,7 +238,20 @@ def test_the_process(tiny: Path, tmp_path: Path) -> None:
 
 def test_debug_shows_the_traceback(tiny: Path, tmp_path: Path) -> None:
     result = quantize("quarot", tiny, tmp_path / "out", "--weight-bits", "1", "--debug")
-    assert isinstance(result.exception, ptq.InputError)
+    assert result.exit_code == 2 and "Traceback" in result.stderr and "found 1\n" in result.stderr
+
+
+def test_a_report_that_was_left_out_is_not_promised(tiny: Path, tmp_path: Path) -> None:
+    assert quantize("fp6", tiny, tmp_path / "out", "--no-report").exit_code == 0
+    again = quantize("fp6", tiny, tmp_path / "out", "--no-report").stderr
+    assert "finished before" in again and "--no-report" not in again
+    asked = quantize("fp6", tiny, tmp_path / "out").stderr
+    assert "finished before" in asked and f"for a report, remove {tmp_path / 'out'} and repeat" in asked
+
+
+def test_a_skip_of_everything_is_said(tiny: Path, tmp_path: Path) -> None:
+    result = quantize("fp6", tiny, tmp_path / "out", "--skip", "*")
+    assert result.exit_code == 0 and "nothing is quantised: --skip leaves every linear alone" in result.stderr
 
 
 def test_paths_are_printed_as_they_are(tiny: Path, tmp_path: Path) -> None:

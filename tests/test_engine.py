@@ -135,13 +135,14 @@ def test_a_process_with_another_recipe_is_refused_by_all(model: Path, tmp_path: 
     out.parent.mkdir()
     assert finish(start(2, model, out, recipe(model), recipe(model, seed=1))) == [2, 2]
     for rank in (0, 1):
-        assert "process 1 is about to do another run than process 0" in (out.parent / f"error{rank}").read_text()
+        said = (out.parent / f"error{rank}").read_text()
+        assert "process 1 is about to do another run than process 0 (seed: 0 -> 1): start all" in said
     assert sorted(os.listdir(out.parent)) == ["error0", "error1"]
 
 
 def test_too_many_processes_are_refused() -> None:
     with pytest.raises(InputError, match="started 8 processes, but a block has 7 layers to share; start at most 7"):
-        Workers(0, 8).check_same("", "", limit=7)
+        Workers(0, 8).check_same("", lambda *_: [], limit=7)
 
 
 def test_restart_throws_work_away_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,6 +259,14 @@ def test_a_missing_tensor(leaf: str, damaged: Path) -> None:
         load(damaged)
 
 
+@pytest.mark.parametrize("name", ["embed_tokens", "layers.1.input_layernorm", "layers.1.mlp.down_proj", "norm"])
+def test_a_missing_plain_tensor(name: str, damaged: Path) -> None:
+    """transformers says so and goes on with random numbers."""
+    edit_tensors(damaged, lambda tensors: tensors.pop(f"model.{name}.weight"))
+    with pytest.raises(ptq.InputError, match=f"model.{name}.weight' is missing"):
+        load(damaged)
+
+
 def test_a_tensor_of_another_shape(damaged: Path) -> None:
     name = f"{DOWN}.weight_scale"
     edit_tensors(damaged, lambda tensors: tensors.update({name: tensors[name][:, :1].contiguous()}))

@@ -101,7 +101,7 @@ def test_a_repository_without_safetensors(tmp_path, monkeypatch):
         (errors.RevisionNotFoundError("x", response=RESPONSE), InputError, "no such revision; name a branch"),
         (errors.HFValidationError("x"), InputError, "neither a local folder nor"),
         (errors.LocalEntryNotFoundError("x"), RunError, "run again, which continues it, or pass a local folder"),
-        (errors.OfflineModeIsEnabled("x"), RunError, "OfflineModeIsEnabled.*run again, which continues it"),
+        (errors.OfflineModeIsEnabled("x"), InputError, "no such folder here, .*check the path"),
         (ReadTimeout("x"), RunError, "ReadTimeout.*run again, which continues it"),
         (errors.HfHubHTTPError("x", response=RESPONSE), RunError, "check the network"),
         (ConnectionResetError("x"), RunError, "check the network"),

@@ -208,7 +208,7 @@ def test_a_hub_that_stumbles(served: Hub, tmp_path: Path, monkeypatch: pytest.Mo
     assert not any(served.refusals["model.safetensors"]) or not any(served.refusals["-00001-of-00002.safetensors"])
     served.refusals = {"/api/models/org/name": [500] * 9}
     result = quantize("fp6", "org/name", tmp_path / "out", "--plan")
-    assert result.exit_code == 1 and "check the network" in sentence(result)
+    assert result.exit_code == 2 and "HF_HUB_OFFLINE is set" in sentence(result)
     assert served.weights_fetched() < weights(served.folder) / 3
 
 
@@ -227,7 +227,7 @@ def test_what_is_here_serves_where_the_hub_cannot_be_asked(served: Hub, tmp_path
     offline = ("fp6", "org/name", tmp_path / "out", "--plan")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     result = quantize(*offline)
-    assert result.exit_code == 1 and "check the network" in sentence(result)
+    assert result.exit_code == 2 and "HF_HUB_OFFLINE is set" in sentence(result)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     source.resolve("org/name")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -92,7 +92,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a config that was edited": (edit_config(rms_norm_eps=1e-3), "SHA-256 differs"),
     "a config that is lost": (lambda folder: (folder / "config.json").unlink(), "config.json: missing"),
     "weights that are lost": (lambda folder: (folder / "model.safetensors").unlink(), "holds neither"),
-    "a second file of weights": (lambda f: shutil.copy(f / "model.safetensors", f / "more.safetensors"), "SHA-256"),
+    "a second file of weights": (
+        lambda f: shutil.copy(f / "model.safetensors", f / "more.safetensors"),
+        "no file of this checkpoint; remove it",
+    ),
     "another tokenizer": (flip("tokenizer.json", 40), "tokenizer.json: is not the file"),
     "other settings of generation": (flip("generation_config.json", -2), "generation_config.json: is not the file"),
     "settings that are lost": (lambda folder: (folder / "generation_config.json").unlink(), "json: is missing"),

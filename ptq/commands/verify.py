@@ -144,6 +144,8 @@ def _check_hashes(folder: Path, hashes: dict[str, str]) -> set[str]:
     weights = {name for name in added if name.endswith(".safetensors") or name == INDEX}
     for name in sorted(expected.keys() | weights):
         if expected.get(name) != hashes.get(name):
+            if name not in expected:
+                raise InputError(f"{folder / name}: no file of this checkpoint; remove it")
             what = "is missing" if name not in hashes else "is not the file that was written (its SHA-256 differs)"
             raise InputError(f"{folder / name}: {what}; fetch it again")
     return added

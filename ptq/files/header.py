@@ -111,7 +111,10 @@ def tagged(word: str) -> dict[str, str]:
 
 
 def parse_json_object(
-    data: bytes, where: str | Path, constant: Callable[[str], Any] = _refuse_constant
+    data: bytes,
+    where: str | Path,
+    constant: Callable[[str], Any] = _refuse_constant,
+    remedy: str = "fetch the file again",
 ) -> dict[str, Any]:
     """Parse UTF-8 JSON from a stranger: an object, no duplicate names. `constant` is called for Infinity and NaN.
 
@@ -120,7 +123,7 @@ def parse_json_object(
     try:
         return json_object(data, constant)
     except ValueError as error:
-        raise InputError(f"{where}: {error}; fetch the file again") from None
+        raise InputError(f"{where}: {error}; {remedy}") from None
 
 
 def json_object(data: bytes, constant: Callable[[str], Any] = _refuse_constant) -> dict[str, Any]:

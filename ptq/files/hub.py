@@ -84,7 +84,7 @@ def _cached(name: str) -> Path | None:
     """The folder of a model that was downloaded before; None where it was not, or not whole."""
     try:
         return Path(_snapshot(name, local_files_only=True))
-    except RunError:
+    except (InputError, RunError):
         return None
 
 
@@ -160,9 +160,11 @@ def _snapshot(name: str, **options: Any) -> Any:
 @contextmanager
 def _explained(name: str) -> Iterator[None]:
     """Turn errors of the hub into one sentence."""
+    import huggingface_hub
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
+        OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
     )
@@ -181,6 +183,12 @@ def _explained(name: str) -> Iterator[None]:
         raise InputError(
             f"{name}: neither a local folder nor a public hub repository; "
             "check the name, or run `hf auth login` if it is private"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "there is no network"
+        raise InputError(
+            f"{name}: no such folder here, and a hub model of that name was not downloaded before, nor can be now "
+            f"({why}); check the path"
         ) from error
     except Exception as error:  # the hub's HTTP, Xet and cache layers share no base class; the cause stays chained
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:

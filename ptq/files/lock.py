@@ -44,6 +44,8 @@ def _locked(folder: Path) -> int:
             if not path.parent.exists():
                 path.parent.mkdir(parents=True)
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except (NotADirectoryError, FileExistsError) as error:
+            raise InputError(f"{folder}: lies below a file; name another folder") from error
         except OSError as error:
             raise RunError(f"{path}: cannot be made ({error.strerror}); name a folder that can be written") from error
         try:

@@ -14,7 +14,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@\w[\w./-]*)?", re
 def resolve(model: str) -> Path:
     """The local folder of MODEL; downloads it if it is a hub name, through huggingface_hub and its cache.
 
-    Raises InputError for what is neither, RunError for a download that did not finish.
+    Raises InputError for what is neither (or cannot be asked for), RunError for a download that did not finish.
     """
     return local_folder(model) or hub.download(model)
 

@@ -75,6 +75,7 @@ class PtqQuantizer(HfQuantizer):
             stored = stored_in(paths, model)
             check_files(replaced | ends, stored, paths[0].parent, model)
             self.narrow = {name: info.dtype for name, info in stored.items() if info.dtype == model.config.dtype}
+            _refuse_missing(model, paths[0].parent)
             if turned is None:
                 residual.refuse_unread(paths)
 
@@ -125,6 +126,24 @@ class PtqQuantizer(HfQuantizer):
 
 
 register_quantizer(QUANT_METHOD)(PtqQuantizer)
+
+
+def _refuse_missing(model: PreTrainedModel, folder: Path) -> None:
+    """Let loading end in an InputError where the files lack a plain tensor of the model, which transformers would fill
+    with random numbers. A head of another kind than that of the checkpoint begins so, and is let through."""
+    adjust = model._adjust_missing_and_unexpected_keys  # where transformers itself decides what it says is missing
+
+    def adjusted(info: Any) -> None:
+        del vars(model)["_adjust_missing_and_unexpected_keys"]
+        adjust(info)
+        known = family_or_default(model.config)
+        parts = known.layers, known.embedding, known.final_norm, known.head
+        ours = tuple(_inside(f"{part}.", model) for part in parts)
+        missing = sorted(name for name in info.missing_keys if _inside(name, model).startswith(ours))
+        if missing:
+            raise InputError(f"{folder}: tensor {missing[0]!r} is missing; the checkpoint is damaged")
+
+    vars(model)["_adjust_missing_and_unexpected_keys"] = adjusted
 
 
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

@@ -26,7 +26,16 @@ from ptq.pipeline.needs import Estimate
 from ptq.pipeline.progress import Progress, without_kernel_hints
 from ptq.pipeline.target import Target, plan
 from ptq.pipeline.tasks import Tasks
-from ptq.pipeline.work import RECORD, Record, open_work, read_record, remove_finished_work, remove_work, rounded_before
+from ptq.pipeline.work import (
+    RECORD,
+    Record,
+    differences,
+    open_work,
+    read_record,
+    remove_finished_work,
+    remove_work,
+    rounded_before,
+)
 from ptq.pipeline.writer import (
     check_folders,
     check_out,
@@ -138,7 +147,8 @@ def _quantize(
     used = (probe,) if rows is None else (rows, probe)
     tokens = calibration.fingerprint(*used) if recipe.calibration else None
     record = Record.of(recipe, target.plan, target.checkpoint.identity(), tokens)
-    workers.check_same(record.as_dict()["fingerprint"], record.version, limit=len(list(target.plan.block(0))))
+    asking = {key: value for key, value in record.as_dict().items() if key != "signs"}
+    workers.check_same(asking, differences, limit=len(list(target.plan.block(0))))
     _check_tied(target)
     if workers.agree(is_finished(out, record)):
         if workers.first:

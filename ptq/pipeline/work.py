@@ -89,10 +89,10 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, record.as_dict())
         return
-    differences = compare(record, read_record(path))
-    if differences:
+    found = compare(record, read_record(path))
+    if found:
         raise InputError(
-            f"{folder}: holds unfinished work of another run ({'; '.join(differences)}); "
+            f"{folder}: holds unfinished work of another run ({'; '.join(found)}); "
             "repeat that command to finish it, or pass --restart to throw it away"
         )
     for inside in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
@@ -167,7 +167,11 @@ def read_record(path: Path) -> dict[str, Any]:
 
 def compare(new: Record, stored: dict[str, Any]) -> list[str]:
     """What differs between a run and a stored record, one sentence part each; empty where they are the same run."""
-    mine = new.as_dict()
+    return differences(new.as_dict(), stored)
+
+
+def differences(mine: dict[str, Any], stored: dict[str, Any]) -> list[str]:
+    """`compare`, of two records."""
     if mine["fingerprint"] == stored.get("fingerprint"):
         return []
     theirs = stored["recipe"]

@@ -70,8 +70,9 @@ def _join(rows: Iterable[Row], tokenizer: Any, limit: int) -> str:
 
 
 def _decode(data: bytes, path: Path, offset: int = 0) -> str:
+    """The text; a byte order mark at the start of a file, which some editors put there, is none of it."""
     try:
-        return data.decode("utf-8")
+        return data.decode("utf-8" if offset else "utf-8-sig")
     except UnicodeDecodeError as error:
         at = offset + error.start
         raise InputError(
@@ -116,7 +117,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 offset += len(raw)
                 if line.strip():
                     where = f"{path}: line {number}"
-                    yield where, parse_json_object(raw, where)
+                    yield where, parse_json_object(line.encode(), where, remedy="correct that line")
     except OSError as error:
         raise _cannot_read(path, error) from error
 
