@@ -37,7 +37,8 @@ def fp6(
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Input channels that share a scale; 0: one scale per output channel. Default: 0, with e8m0 scales 32."
+            help="Input channels that share a scale, a divisor of all; 0: one per output channel. Default: 0, with "
+            "e8m0 scales 32."
         ),
     ] = None,
     scale: Annotated[

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -27,3 +28,14 @@ def refused(what: str) -> Iterator[None]:
         if isinstance(error, KeyError):  # which says the key alone, as of a table of activation functions
             reason = f"it knows no {reason}"
         raise InputError(f"{what}: {reason}") from error
+
+
+@contextmanager
+def in_folder(folder: Path) -> Iterator[None]:
+    """For code that knows the config.json, but not where it lies: its errors name the folder."""
+    try:
+        yield
+    except InputError as error:
+        if not str(error).startswith("config.json: "):
+            raise
+        raise InputError(f"{folder}/{error}") from error

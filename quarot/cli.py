@@ -33,7 +33,9 @@ def quarot(
     model: cli.Model,
     out: cli.Out,
     weight_bits: Annotated[int, typer.Option(help="Bits per weight: 2 to 8; 16 leaves them unrounded.")] = 4,
-    group_size: Annotated[int, typer.Option(help="Input channels that share a scale; 0: one per output channel.")] = 0,
+    group_size: Annotated[
+        int, typer.Option(help="Input channels that share a scale, a divisor of all; 0: one per output channel.")
+    ] = 0,
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")
     ] = True,

@@ -43,12 +43,12 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "odd embedding bits": (["--embedding-bits", "5"], "embedding bits must be 4, 6 or 8, or 16"),
     "an activation clip above one": (
         ["--activation-bits", "8", "--activation-clip", "1.01"],
-        "activation clip must lie above 0",
+        "activation clip must be above 0",
     ),
-    "no activation clip": (["--activation-bits", "8", "--activation-clip", "0"], "activation clip must lie above 0"),
+    "no activation clip": (["--activation-bits", "8", "--activation-clip", "0"], "activation clip must be above 0"),
     "an activation clip that is no number": (
         ["--activation-bits", "8", "--activation-clip", "nan"],
-        "activation clip must lie above 0",
+        "activation clip must be above 0",
     ),
     "damping of nothing": (["--rounding", "nearest", "--damping", "0.5"], "--damping does nothing with"),
     "groups of nothing": (["--weight-bits", "16", "--group-size", "32"], "--group-size does nothing with"),

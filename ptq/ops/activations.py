@@ -70,7 +70,7 @@ def _check(bits: object, clip: object) -> None:
     if type(bits) is not int or not 2 <= bits <= 8:
         raise InputError(f"activation bits must be 2 to 8, found {bits!r}")
     if not isinstance(clip, int | float) or type(clip) is bool or not 0 < clip <= 1:
-        raise InputError(f"the activation clip must lie above 0 and at most at 1, found {clip!r}")
+        raise InputError(f"the activation clip must be above 0 and at most 1, found {clip!r}")
 
 
 # --- ops ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
+from ptq.errors import in_folder
 from ptq.files.checkpoint import Checkpoint, check_finite
 from ptq.hf import residual
 from ptq.hf.blocks import Part
@@ -43,10 +44,11 @@ class Streamed:
         checkpoint = Checkpoint.open(folder)
         stated = checkpoint.config.get("quantization_config")
         if isinstance(stated, dict) and stated.get("quant_method") == QUANT_METHOD:
-            config = transformers_config(checkpoint)
-            family = family_of(checkpoint.config).for_config(config)
-            check_whole(checkpoint, family)
-            return cls(checkpoint, config, family, PtqConfig.parse(checkpoint.config))
+            with in_folder(folder):
+                config = transformers_config(checkpoint)
+                family = family_of(checkpoint.config).for_config(config)
+                check_whole(checkpoint, family)
+                return cls(checkpoint, config, family, PtqConfig.parse(checkpoint.config))
         found = target.opened(str(folder))
         plan = outline("", found.shape, found.family, found.checkpoint.tensors)
         target.check(found, replace(plan, linears=joined(plan.linears)))

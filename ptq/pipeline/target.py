@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedConfig
 
 from ptq import methods
-from ptq.errors import InputError
+from ptq.errors import InputError, in_folder
 from ptq.files import beside, published, source
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import fused, text_model, transposed
@@ -49,6 +49,11 @@ def opened(model: str) -> Source:
     family.
     """
     checkpoint = Checkpoint.open(source.resolve(model))
+    with in_folder(checkpoint.folder):
+        return _opened(checkpoint)
+
+
+def _opened(checkpoint: Checkpoint) -> Source:
     checkpoint, notes = text_model.alone(checkpoint)
     checkpoint, more = published.dequantised(checkpoint)
     check_generates(checkpoint.config)
@@ -78,6 +83,11 @@ def check(found: Source, plan: Plan) -> None:
 def plan(model: str, recipe: Recipe) -> Target:
     """The plan for a model. Raises InputError as `opened` and `check` do, and for a recipe that does not fit."""
     found = opened(model)
+    with in_folder(found.checkpoint.folder):
+        return _planned(found, recipe)
+
+
+def _planned(found: Source, recipe: Recipe) -> Target:
     shape, family, tensors = as_turned(found.shape, found.config), found.family, found.checkpoint.tensors
     plan = methods.planner(recipe.method)(shape, family, recipe, tensors)
     plan = ends.packed(plan, recipe.embedding_bits)

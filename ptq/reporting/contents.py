@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ptq.errors import InputError
+from ptq.errors import InputError, in_folder
 from ptq.files import published
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf.described import packed_modules, transformers_config
@@ -53,6 +53,11 @@ class Contents:
 def summary(checkpoint: Checkpoint) -> Contents:
     """Summarise a checkpoint; one that was published in few bits as plain. Raises InputError where it is quantised by
     another package."""
+    with in_folder(checkpoint.folder):
+        return _summary(checkpoint)
+
+
+def _summary(checkpoint: Checkpoint) -> Contents:
     packed = None if published.form(checkpoint.config) is not None else PtqConfig.parse(checkpoint.config)
     page = checkpoint.folder / PAGE
     report = str(page) if page.is_file() else None
