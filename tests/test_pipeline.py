@@ -121,6 +121,14 @@ def test_random_states_and_settings_of_the_caller_are_left_alone(
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
+def test_a_caller_in_autocast(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
+    ptq.quantize(tiny, tmp_path / "plain", gptq(calibration_text), QUIET)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ptq.quantize(tiny, tmp_path / "out", gptq(calibration_text), QUIET)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "out"))
+    assert first == second
+
+
 def test_a_wrong_rotation_is_found_before_anything_is_rounded(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

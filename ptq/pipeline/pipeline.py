@@ -98,7 +98,8 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
             f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe, found a {type(recipe).__name__}"
         )
     model, (out, work) = str(model), _folders(out, options)
-    with engine.workers() as workers, without_kernel_hints():
+    plain = torch.autocast("cpu", enabled=False)  # whatever the caller is in: the solvers count on float32
+    with engine.workers() as workers, without_kernel_hints(), plain:
         with source.outline(model) as (folder, missing):
             if missing:
                 _foresee(folder, model, work, out, recipe, options, workers)
