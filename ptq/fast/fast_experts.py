@@ -5,6 +5,7 @@ format that computes it, experts that treat their inputs alike, and nobody who l
 `ptq.hf.experts` goes on one by one. The numbers are the same to the bit.
 """
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ptq.layers.linear import Online, QuantLinear, must_be_called, stays_on_cpu
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.ops.expert_ops import ExpertSteps
+from ptq.ops.input_steps import Treatment
 from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 from ptq.weights.formats import Rows
@@ -45,6 +47,11 @@ class _Kind:
     su: bytes = b""
     """The signs of the input of gates and ups, where there are any."""
 
+    @functools.cached_property
+    def treatments(self) -> tuple[Treatment, Treatment]:
+        """What is done to the input of gate and up, and to that of down, but for signs."""
+        return self.gate.treatment(None, CPU), self.down.treatment(None, CPU)
+
     def compute(
         self, x: Float[Tensor, "t k"], rows: Rows, roles: Sequence[Sequence[QuantLinear]]
     ) -> Float[Tensor, "t k"] | None:
@@ -56,8 +63,7 @@ class _Kind:
         learns = torch.is_grad_enabled()
         if any(bias is None or (learns and bias.requires_grad) for bias in biases):
             return None
-        treatments = self.gate.treatment(None, CPU), self.down.treatment(None, CPU)
-        steps = ExpertSteps(*treatments, cast(list[Tensor], biases), self.clamped)
+        steps = ExpertSteps(*self.treatments, cast(list[Tensor], biases), self.clamped)
         if not self.gate.signs:
             return self.format.experts(x, rows, weights, width, steps)
         su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
-from operator import is_
+from operator import is_, methodcaller
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 Hooks = dict[int, Any]
+IS_OVER = methodcaller("is_over")
 
 
 @runtime_checkable
@@ -55,7 +56,7 @@ class Watched:
             sum(map(len, self._owners)) == len(self._held)
             and all(map(is_, now, self._held))
             and all(map(is_, _forwards(self._instances), self._forwards))
-            and not any(found.is_over() for found in self._found)
+            and not any(map(IS_OVER, self._found))
         )
 
     def are_ours(self) -> bool:
