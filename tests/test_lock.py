@@ -45,9 +45,16 @@ def test_a_file_that_its_holder_removed_is_no_lock(tmp_path: Path) -> None:
             assert (tmp_path / "out.lock").exists()
 
 
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ptq.RunError, match=r"out\.lock: cannot be made"), exclusive(tmp_path / "file" / "out"):
+    with pytest.raises(ptq.InputError, match=r"file/out: lies below a file"), exclusive(tmp_path / "file" / "out"):
+        pass
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(ptq.RunError, match=r"out\.lock: cannot be made \(Permission"), exclusive(tmp_path / "out"):
         pass
 
 
