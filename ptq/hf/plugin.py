@@ -131,7 +131,10 @@ register_quantizer(QUANT_METHOD)(PtqQuantizer)
 def _refuse_missing(model: PreTrainedModel, folder: Path) -> None:
     """Let loading end in an InputError where the files lack a plain tensor of the model, which transformers would fill
     with random numbers. A head of another kind than that of the checkpoint begins so, and is let through."""
-    adjust = model._adjust_missing_and_unexpected_keys  # where transformers itself decides what it says is missing
+    # Where transformers itself decides what it says is missing; a version that does so elsewhere still loads.
+    adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
+    if adjust is None:
+        return
 
     def adjusted(info: Any) -> None:
         del vars(model)["_adjust_missing_and_unexpected_keys"]
