@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ops_at
 
+import fp6.minifloat_ops  # noqa: F401 (declares the ops)
 from fp6 import element
 from fp6.element import ELEMENTS, Element, element_of
 from ptq.errors import InputError
