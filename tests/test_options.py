@@ -85,12 +85,21 @@ def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
     assert listing(tmp_path) == {}
 
 
-@pytest.mark.parametrize("arguments", [["quarot"], ["quarot", "demo", "out", "--no-such-option"],
-                                       ["quarot", "demo", "out", "--rounding", "up"], ["no-such-command"]])  # fmt: skip
-def test_wrong_usage(arguments: list[str]) -> None:
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["quarot"], "missing argument 'MODEL' (see `quantize quarot --help`)"),
+    (["quaro"], "no such command 'quaro'. Did you mean 'quarot'? (see `quantize --help`)"),
+    (["fp6", "demo", "out", "--no-such-option"], "no such option: --no-such-option (see `quantize fp6 --help`)"),
+    (["quarot", "demo", "out", "--rounding", "up"], "invalid value for '--rounding': 'up' is not one of 'nearest', "),
+])  # fmt: skip
+def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None:
     result = quantize(*arguments)
-    assert result.exit_code == 2
-    assert "Usage" in result.stderr and "Traceback" not in result.stderr
+    check_refused(result, message)
+    assert result.output.count("\n") == 1
+
+
+def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
+    result = quantize()
+    assert result.exit_code == 2 and "Usage: quantize [OPTIONS] COMMAND" in result.stdout
 
 
 @pytest.mark.parametrize(
