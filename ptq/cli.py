@@ -9,38 +9,19 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ptq import methods, startup
 from ptq.errors import InputError, RunError
 from ptq.files import source
 from ptq.recipe import Recipe, RunOptions
-
-UsageError: Any = typer.BadParameter.__base__
-"""What Typer raises for wrong usage; it has no public name for it, and its own class or click's, as its version is."""
-
-
-class Commands(TyperGroup):
-    """The commands, and wrong usage of them answered as every other error is: in one sentence, without a box."""
-
-    def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
-        args = sys.argv[1:] if args is None else args
-        try:
-            code = super().main(args or ["--help"], *rest, **{**settings, "standalone_mode": False})
-        except UsageError as error:
-            message = error.format_message().replace(": Value error, ", ": ")
-            help_of = error.ctx.command_path if error.ctx is not None else "quantize"
-            print(f"quantize: {message[:1].lower()}{message[1:].rstrip('.')} (see `{help_of} --help`)", file=sys.stderr)
-            code = 2
-        sys.exit(code if args else 2)
-
+from ptq.usage import Commands
 
 app = typer.Typer(
     name="quantize",

@@ -30,8 +30,13 @@ from ptq.hf.loading import load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.statistics import text_sources
 from ptq.statistics.calibration import bos_of
+from ptq.usage import OneCommand
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 class Dataset(StrEnum):
@@ -202,7 +207,7 @@ def with_error(value: float, error: float | None) -> str:
     return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else " (one window: no standard error)")
 
 
-@app.command()
+@app.command(cls=OneCommand)
 def main(
     model: Annotated[str, typer.Argument(help="A folder, a hub name, or `demo`.")],
     text: Annotated[
@@ -227,7 +232,7 @@ def main(
             traceback.print_exception(error)
         known = isinstance(error, InputError | RunError)
         sentence = str(error) if known else f"{type(error).__name__}: {' '.join(str(error).split())}"
-        print(f"error: {sentence}", file=sys.stderr)
+        print(f"perplexity.py: {sentence}", file=sys.stderr)
         raise typer.Exit(2 if isinstance(error, InputError) else 1) from error
     if as_json_:
         print(as_json(measured))

@@ -308,6 +308,8 @@ def test_script_refuses_bad_input_in_one_sentence(run_script, model_folder, tmp_
         ((str(tmp_path), "--text", str(text)), "holds no tokenizer"),
         ((str(tmp_path / "absent"), "--text", str(text)), "no such folder"),
         ((str(text), "--text", str(text)), "a file; pass the folder"),
+        ((), "missing argument 'model' (see `"),
+        ((folder, "--windows", "3"), "no such option: --windows (see `"),
     ]:
         done = run_script(*arguments)
         assert (done.exit_code, done.stdout) == (2, ""), done.stderr

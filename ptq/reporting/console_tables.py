@@ -53,9 +53,10 @@ def contents_table(contents: Contents) -> str:
             f"{scheme['format']} v{scheme['version']}", _options(scheme), _matrices(scheme),
             str(len(group.linears)), f"{group.weights:,}", f"{group.nbytes / 1e6:.2f}", f"{group.bits_per_weight:.3f}"
         )  # fmt: skip
+    if contents.bits_per_weight is not None:
+        table.add_row("all quantised weights", "", "", "", "", "", f"{contents.bits_per_weight:.3f}")
     table.add_row("plain tensors", "", "", "", "", f"{contents.plain_bytes / 1e6:.2f}", "")
-    bits = "" if contents.bits_per_weight is None else f"{contents.bits_per_weight:.3f}"
-    table.add_row("all", "", "", "", "", f"{contents.nbytes / 1e6:.2f}", bits)
+    table.add_row("the checkpoint", "", "", "", "", f"{contents.nbytes / 1e6:.2f}", "")
     return _render(table)
 
 

@@ -1,0 +1,38 @@
+"""Wrong usage of a command, answered as its other errors are: in one sentence on stderr, where Typer draws a box."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+UsageError: Any = typer.BadParameter.__base__
+"""What Typer raises for wrong usage; it has no public name for it, and its own class or click's, as its version is."""
+
+
+class OneCommand(TyperCommand):
+    """A program that is one command."""
+
+    def main(self, *args: Any, **settings: Any) -> Any:
+        sys.exit(_exit_code(super().main, *args, **settings))
+
+
+class Commands(TyperGroup):
+    """A program of several commands. Without one it shows its help, and that is wrong usage."""
+
+    def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
+        args = sys.argv[1:] if args is None else args
+        code = _exit_code(super().main, args or ["--help"], *rest, **settings)
+        sys.exit(code if args else 2)
+
+
+def _exit_code(main: Callable[..., Any], *args: Any, **settings: Any) -> int:
+    """Run a program up to its exit code, which is 2 after wrong usage."""
+    try:
+        return main(*args, **{**settings, "standalone_mode": False}) or 0
+    except UsageError as error:
+        path = error.ctx.command_path
+        message = error.format_message().replace(": Value error, ", ": ").rstrip(".")
+        print(f"{path.split()[0]}: {message[:1].lower()}{message[1:]} (see `{path} --help`)", file=sys.stderr)
+        return 2
