@@ -362,7 +362,7 @@ def test_parts_that_do_not_fit(spoil) -> None:
 def test_elements_outside_the_kernels_are_refused() -> None:
     if not native.load():
         pytest.skip("native kernels are not built")
-    for exponent, mantissa in ((1, 2), (6, 2), (3, 5), (2, 0)):
+    for exponent, mantissa in ((1, 2), (6, 2), (3, 5), (2, 0), (3, 2**63 - 1)):
         with pytest.raises(RuntimeError, match="no element of"):
             torch.ops.ptq.minifloat_fit(randn(2, 4), exponent, mantissa, 0, False, False)
     assert Element(5, 2).bits == 8

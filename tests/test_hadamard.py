@@ -279,6 +279,28 @@ def test_what_does_not_fit_is_refused():
         hadamard.apply(random(2, 172), None, 172)
 
 
+@pytest.mark.skipif(not LEVELS, reason="native kernels are not built")
+def test_factors_that_are_no_codes_are_refused():
+    """Kernels take codes for addresses."""
+    factors, _ = hadamard._factors(12, torch.device("cpu"))
+    for byte in (1, 128, 255):
+        spoilt = factors[0].clone()
+        spoilt[1, 2, 3] = byte
+        with pytest.raises(RuntimeError, match="not 8 times 0..15"):
+            torch.ops.ptq.hadamard(random(2, 12), None, [spoilt], 12, -1, False)
+
+
+def test_autograd_sees_a_transform_in_place():
+    w = random(4, 12).requires_grad_()
+    with pytest.raises(InputError, match="no gradient"):
+        hadamard.apply(w, None, 12, inplace=True)
+    x = w * 2
+    loss = (x * x).sum()  # has saved x
+    hadamard.apply(x.detach(), None, 12, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_dense_factors_are_bounded():
     """For 9344 = 73 x 128 there is a Paley matrix of order 4672: it would take seconds and gigabytes to build."""
     assert hadamard.largest_block(9344) == 128

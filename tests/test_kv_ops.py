@@ -147,6 +147,17 @@ def test_attend_against_float64(level: str | None, case: tuple[int, ...], bits: 
         torch.testing.assert_close(found.double(), exact(q, keys, values, d**-0.5, used), rtol=1e-4, atol=2e-5)
 
 
+def test_sinks_lie_where_there_are_tokens() -> None:
+    """In front of the first and behind the last token there are none."""
+    x, sinks, starts = random(5, 2, 7, 4), random(5, 2, 3, 4, seed=1), torch.tensor([0, -2, 5, -3, 9])
+    expected = x.clone()
+    for row, start in enumerate(starts.tolist()):
+        for j in range(3):
+            if 0 <= start + j < 7:
+                expected[row, :, start + j] = sinks[row, :, j]
+    assert torch.equal(kv_ops.place_sinks(x, starts, sinks), expected)
+
+
 @pytest.mark.parametrize("bits", [(3, 4), (6, 6)])
 def test_levels_and_threads_do_not_change_a_bit(bits: tuple[int, int], set_level: Callable[..., str]) -> None:
     if not native.load():

@@ -9,6 +9,7 @@
 #endif
 
 #include "activations/quantize.h"
+#include "common/bfloat16.h"
 
 #if defined(__AVX512F__)
 #define PTQ_VECTOR_BYTES 64
@@ -30,7 +31,7 @@ inline float widen(float x) {
     return x;
 }
 inline float widen(uint16_t bits) {
-    return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+    return from_bfloat16(bits);
 }
 
 template <class Vector, class T>

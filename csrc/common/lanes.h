@@ -9,6 +9,7 @@
 #include <limits>
 #include <vector>
 
+#include "common/bfloat16.h"
 #include "common/sixteen.h"
 
 namespace ptq::vectors {
@@ -60,18 +61,6 @@ inline Lanes quantise(Lanes x, Lanes inverse, Lanes zero, Lanes top) {
 
 inline void store_codes(uint8_t* to, Lanes x, int64_t count) {
     store_bytes(to, (Dwords)converted<SignedInts>(x), count);
-}
-
-inline float from_bits(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-// The nearest bfloat16 number, ties to even, as a float.
-inline float bfloat16(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
 }
 
 }  // namespace

@@ -11,6 +11,8 @@
 #include <optional>
 #include <vector>
 
+#include "common/bfloat16.h"
+
 namespace ptq {
 
 // A contiguous tensor on the CPU, with whatever lies in its memory.
@@ -87,16 +89,10 @@ inline torch::stable::Tensor as_float(const torch::stable::Tensor& x) {
         return compact(torch::stable::to(x, ScalarType::Float));
     const torch::stable::Tensor in = compact(x), out = fresh(in.sizes(), ScalarType::Float);
     const auto* from = static_cast<const uint16_t*>(in.const_data_ptr());
-    auto* to = static_cast<uint32_t*>(out.mutable_data_ptr());
+    auto* to = static_cast<float*>(out.mutable_data_ptr());
     const int64_t count = in.numel();  // asked for once: that is a call
-    for (int64_t i = 0; i < count; i++) to[i] = static_cast<uint32_t>(from[i]) << 16;
+    for (int64_t i = 0; i < count; i++) to[i] = from_bfloat16(from[i]);
     return out;
-}
-
-// The bits of the bfloat16 next to a float32 of these bits, halves to even.
-inline uint16_t nearest_bfloat16(uint32_t bits) {
-    const uint32_t nearest = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
-    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : nearest);
 }
 
 // x, contiguous and float32, in another dtype.
@@ -105,10 +101,10 @@ inline torch::stable::Tensor from_float(const torch::stable::Tensor& x, torch::h
     if (type == ScalarType::Float) return x;
     if (type != ScalarType::BFloat16 || x.numel() > few_numbers) return torch::stable::to(x, type);
     const torch::stable::Tensor out = fresh(x.sizes(), type);
-    const auto* from = static_cast<const uint32_t*>(x.const_data_ptr());
+    const auto* from = static_cast<const float*>(x.const_data_ptr());
     auto* to = static_cast<uint16_t*>(out.mutable_data_ptr());
     const int64_t count = x.numel();
-    for (int64_t i = 0; i < count; i++) to[i] = nearest_bfloat16(from[i]);
+    for (int64_t i = 0; i < count; i++) to[i] = to_bfloat16(from[i]);
     return out;
 }
 

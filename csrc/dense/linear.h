@@ -22,7 +22,7 @@ constexpr int64_t most_tokens = 1;
 
 inline float widened(const void* from, int64_t at, Number type) {
     if (type == Number::float32) return static_cast<const float*>(from)[at];
-    return vectors::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[at]) << 16);
+    return from_bfloat16(static_cast<const uint16_t*>(from)[at]);
 }
 
 // Whether x is multiplied as it is.
@@ -74,14 +74,10 @@ inline void multiply_step(const Lanes w[chains], const float* x, int64_t stride,
 inline void store_result(const Linear& p, int64_t t, int64_t n, float y) {
     if (p.bias) y += widened(p.bias, n, p.type);
     const int64_t at = t * p.n + n;
-    if (p.type == Number::float32) {
+    if (p.type == Number::float32)
         static_cast<float*>(p.out)[at] = y;
-    } else {
-        const float nearest = y == y ? vectors::bfloat16(y) : vectors::from_bits(0x7fc00000u);
-        uint32_t bits;
-        std::memcpy(&bits, &nearest, sizeof bits);
-        static_cast<uint16_t*>(p.out)[at] = static_cast<uint16_t>(bits >> 16);
-    }
+    else
+        static_cast<uint16_t*>(p.out)[at] = to_bfloat16(y);
 }
 
 template <Number type, int tokens>  // `type` of the weight

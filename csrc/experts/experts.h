@@ -60,17 +60,8 @@ bool any_few(const std::vector<Problem>& problems) {
 
 struct Brain {
     uint16_t bits;
-    static Brain of(float x) {
-        uint32_t all;
-        std::memcpy(&all, &x, sizeof all);
-        return {nearest_bfloat16(all)};
-    }
-    operator float() const {
-        const uint32_t all = static_cast<uint32_t>(bits) << 16;
-        float x;
-        std::memcpy(&x, &all, sizeof x);
-        return x;
-    }
+    static Brain of(float x) { return {to_bfloat16(x)}; }
+    operator float() const { return from_bfloat16(bits); }
 };
 struct Single {
     float x;

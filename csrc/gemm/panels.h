@@ -34,7 +34,7 @@ inline Lanes product(Lanes sum, SignedInts w, uint32_t x) {
     if constexpr (mode == Mode::pairs)
         return (Lanes)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(static_cast<int>(x)));
 #endif
-    return fma((Lanes)w, fill(vectors::from_bits(x)), sum);
+    return fma((Lanes)w, fill(std::bit_cast<float>(x)), sum);
 }
 
 inline SignedInts load_step(const uint8_t* from) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <optional>
@@ -29,6 +30,17 @@ using torch::stable::Tensor;
 
 Run* kernel() {
     return at_level<run_portable, run_avx2, run_avx2, run_avx512>();
+}
+
+// Whether all bytes of [2, K / 4, K] are codes of four signs, 8 times 0..15: kernels take them for addresses.
+bool are_codes(const Tensor& factor) {
+    const auto* codes = static_cast<const uint8_t*>(factor.const_data_ptr());
+    uint64_t bits = 0, eight;
+    for (int64_t i = 0, count = factor.numel(); i < count; i += sizeof eight) {
+        std::memcpy(&eight, codes + i, sizeof eight);
+        bits |= eight;
+    }
+    return (bits & 0x8787878787878787u) == 0;
 }
 
 // The sizes and matrices of a transform, without data: x is contiguous, of a type that the kernel knows.
@@ -57,6 +69,7 @@ Problem problem(const Tensor& x, const std::vector<Tensor>& factors, int64_t ord
         STD_TORCH_CHECK(
             shape && f.scalar_type() == ScalarType::Byte && f.is_contiguous() && p.doublings % f.size(2) == 0,
             "hadamard: a dense factor must be contiguous uint8 [2, K / 4, K] with K dividing the order");
+        STD_TORCH_CHECK(are_codes(f), "hadamard: a dense factor holds a byte that is not 8 times 0..15");
         p.factor_order[p.factors] = f.size(2);
         p.codes[p.factors++] =
             static_cast<const uint8_t*>(f.const_data_ptr()) + (transpose ? f.size(1) * f.size(2) : 0);

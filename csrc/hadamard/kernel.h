@@ -8,6 +8,7 @@
 #include <new>
 #include <type_traits>
 
+#include "common/bfloat16.h"
 #include "hadamard/dense.h"
 #include "hadamard/sylvester.h"
 #include "hadamard/units.h"
@@ -23,19 +24,14 @@ inline T widen(T x) {
     return x;
 }
 inline float widen(Bfloat16 x) {
-    const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
-    float y;
-    std::memcpy(&y, &bits, 4);
-    return y;
+    return from_bfloat16(x.bits);
 }
 template <class T>
 inline void narrow(T x, T* to) {
     *to = x;
 }
-inline void narrow(float x, Bfloat16* to) {  // to nearest, ties to even
-    uint32_t bits;
-    std::memcpy(&bits, &x, 4);
-    to->bits = static_cast<uint16_t>(x != x ? 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+inline void narrow(float x, Bfloat16* to) {
+    to->bits = to_bfloat16(x);
 }
 
 // in[count] -> buffer, or back: times `scale`, and times signs[count] where there are some.

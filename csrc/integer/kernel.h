@@ -49,10 +49,10 @@ void fit_group(const Fit& p, const float* x, int64_t count, float* scale, uint8_
         *zero = static_cast<uint8_t>(z);
     }
     float best = std::numeric_limits<float>::infinity();
-    *scale = bfloat16(full);
+    *scale = rounded_to_bfloat16(full);
     for (int64_t i = 0; i < p.steps; i += lanes) {
         Lanes s{};
-        for (int64_t j = 0; j < lanes; j++) s[j] = bfloat16(full * p.shrink[std::min(i + j, p.steps - 1)]);
+        for (int64_t j = 0; j < lanes; j++) s[j] = rounded_to_bfloat16(full * p.shrink[std::min(i + j, p.steps - 1)]);
         const Lanes low = fill(-z), high = fill(top - z);
         const Lanes e = squared_errors(x, count, s, low, high);
         for (int64_t j = 0; j < lanes; j++)

@@ -101,7 +101,7 @@ struct Affine {
 };
 
 inline Affine affine(const Linear& p, int64_t at) {
-    const float scale = from_bits(static_cast<uint32_t>(p.scale[at]) << 16);
+    const float scale = from_bfloat16(p.scale[at]);
     return {fill(scale), fill(-scale * (p.zero ? p.zero[at] : static_cast<float>(1 << (p.bits - 1))))};
 }
 

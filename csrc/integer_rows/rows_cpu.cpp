@@ -68,13 +68,6 @@ void tiled_codes(const uint8_t* tile, int64_t r, int bits, int64_t k, uint8_t* o
     }
 }
 
-float from_bfloat16(uint16_t bfloat16) {
-    const uint32_t bits = static_cast<uint32_t>(bfloat16) << 16;
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 // Rows [first, last) of the result; `code` has room for k bytes.
 void decode(const Rows& p, int64_t first, int64_t last, uint8_t* code) {
     using namespace tiles;
@@ -91,10 +84,8 @@ void decode(const Rows& p, int64_t first, int64_t last, uint8_t* code) {
             const int zero = p.zero ? p.zero[at] : 1 << (p.bits - 1);
             for (int64_t c = g * p.group; c < (g + 1) * p.group; c++) {
                 const float x = static_cast<float>(code[c] - zero) * scale;
-                uint32_t whole;
-                std::memcpy(&whole, &x, sizeof x);
                 if (p.number == Number::bfloat16)
-                    static_cast<uint16_t*>(p.out)[i * p.k + c] = nearest_bfloat16(whole);
+                    static_cast<uint16_t*>(p.out)[i * p.k + c] = to_bfloat16(x);
                 else
                     static_cast<float*>(p.out)[i * p.k + c] = x;
             }

@@ -8,7 +8,7 @@
 namespace ptq::kv_cache {
 namespace {
 
-using vectors::bfloat16, vectors::exponential, vectors::Ints, vectors::nearest, vectors::sum, vectors::sums;
+using vectors::exponential, vectors::Ints, vectors::nearest, vectors::sum, vectors::sums;
 
 inline Ints load_words(const uint32_t* from) {
     return load_vector<Ints>(from);

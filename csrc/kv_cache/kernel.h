@@ -6,7 +6,7 @@ namespace {
 
 inline uint16_t bfloat16_bits(float x) {
     uint32_t bits;
-    const float rounded = bfloat16(x);
+    const float rounded = rounded_to_bfloat16(x);
     std::memcpy(&bits, &rounded, sizeof bits);
     return static_cast<uint16_t>(bits >> 16);
 }
@@ -27,7 +27,8 @@ inline Grid grid(const float* x, int64_t d, int bits, float clip) {
     for (int i = 0; i < lanes; i++) l = std::min(l, low[i]), h = std::max(h, high[i]);
     l *= clip, h *= clip;
     const float top = static_cast<float>((1 << bits) - 1);
-    const float scale = bfloat16(h - l < 1e-30f ? 1.0f : h / top - l / top), minimum = bfloat16(l);
+    const float scale = rounded_to_bfloat16(h - l < 1e-30f ? 1.0f : h / top - l / top),
+                minimum = rounded_to_bfloat16(l);
     const float check = sum(poison) + scale * 0.0f + minimum * 0.0f;
     return {scale, minimum, check == 0};
 }

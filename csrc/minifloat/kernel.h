@@ -42,14 +42,14 @@ float fitted(const Rounder& round, Element e, const T* x, int64_t count, bool po
     int vectors = 1;
     const float full = most / largest_of(e);
     if (power) {
-        const int base = static_cast<int>(bits_of(most) >> 23) - 127 - e.top();
+        const int base = static_cast<int>(std::bit_cast<uint32_t>(most) >> 23) - 127 - e.top();
         if (!search) return std::ldexp(1.0f, base);
         for (int i = 0; i < lanes; i++) candidates[0][i] = std::ldexp(1.0f, base + powers[std::min(i, 3)]);
     } else {
-        if (!search) return to_bfloat16(full);
+        if (!search) return rounded_to_bfloat16(full);
         vectors = factors / lanes;
         for (int i = 0; i < factors; i++)
-            candidates[i / lanes][i % lanes] = to_bfloat16(full * (static_cast<float>(i + 1) / 16));
+            candidates[i / lanes][i % lanes] = rounded_to_bfloat16(full * (static_cast<float>(i + 1) / 16));
     }
     float best = std::numeric_limits<float>::infinity(), scale = candidates[0][0];
     for (int v = 0; v < vectors; v++) {

@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "common/bfloat16.h"
 #include "common/sixteen.h"
 #include "minifloat/kernels.h"
 
@@ -30,23 +31,8 @@ inline double sum(Lanes x) {
     for (int i = 0; i < lanes; i++) total += x[i];
     return total;
 }
-inline uint32_t bits_of(float x) {
-    uint32_t bits;
-    std::memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-inline float from_bits(uint32_t bits) {
-    float x;
-    std::memcpy(&x, &bits, sizeof x);
-    return x;
-}
-inline float number(const uint16_t* from) {  // bfloat16
-    return from_bits(static_cast<uint32_t>(*from) << 16);
-}
-// The nearest bfloat16 number, ties to even, as a float.
-inline float to_bfloat16(float x) {
-    const uint32_t bits = bits_of(x);
-    return from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u);
+inline float number(const uint16_t* from) {
+    return from_bfloat16(*from);
 }
 
 inline float largest_of(Element e) {

@@ -26,7 +26,7 @@ const Kernels& kernels() {
 }
 
 Element element_of(int64_t exponent, int64_t mantissa) {
-    STD_TORCH_CHECK(exponent >= 2 && exponent <= 5 && mantissa >= 1 && exponent + mantissa <= 7,
+    STD_TORCH_CHECK(exponent >= 2 && exponent <= 5 && mantissa >= 1 && mantissa <= 7 - exponent,
                     "minifloat: no element of ", exponent, " exponent and ", mantissa, " mantissa bits");
     return {static_cast<int>(exponent), static_cast<int>(mantissa)};
 }

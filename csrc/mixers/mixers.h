@@ -22,7 +22,7 @@ inline Lanes silu(Lanes x) {
 template <Number type>
 inline float at(const void* from, int64_t i) {
     if constexpr (type == Number::float32) return static_cast<const float*>(from)[i];
-    return vectors::from_bits(static_cast<uint32_t>(static_cast<const uint16_t*>(from)[i]) << 16);
+    return from_bfloat16(static_cast<const uint16_t*>(from)[i]);
 }
 
 template <Number type>

@@ -264,7 +264,10 @@ def _run(x: Tensor, signs: Tensor | None, order: int | str, dim: int, transpose:
     if signs is not None:
         signs = signs.to(x.device, compute_dtype(x.dtype))
     if inplace:
+        if x.requires_grad and torch.is_grad_enabled():
+            raise InputError("a Hadamard transform in place has no gradient; leave inplace=True out")
         torch.ops.ptq.hadamard_(x, signs, factors, size, dim, transpose)
+        torch.autograd.graph.increment_version(x)  # for what has saved x; ops of a library do not
         return x
     return call(torch.ops.ptq.hadamard.default, x, signs, factors, size, dim, transpose)
 
@@ -279,7 +282,8 @@ def apply(
     """R x for every vector on the last axis, R = H diag(signs); with `transpose` its inverse, R^T x = signs * (H^T x).
 
     `order` is an order or a stored construction; n must be a multiple of it (block-diagonal H). Half types compute in
-    float32. Differentiable in x (not in `signs`, not in place). Raises InputError for an order that does not fit.
+    float32. Differentiable in x (not in `signs`). Raises InputError for an order that does not fit, and in place for
+    an x with gradients.
     """
     return _run(x, signs, order, -1, transpose, inplace)
 

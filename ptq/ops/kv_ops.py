@@ -166,8 +166,9 @@ def place_sinks(
     """x with the sinks in their places: sink j of row i is token starts[i] + j, if there is such a token."""
     x = x.clone()
     for row, start in enumerate(starts.tolist()):
-        count = max(0, min(sinks.shape[2], x.shape[2] - start))
-        x[row, :, start : start + count] = sinks[row, :, :count].to(x.dtype)
+        first, end = max(start, 0), min(start + sinks.shape[2], x.shape[2])
+        if first < end:
+            x[row, :, first:end] = sinks[row, :, first - start : end - start].to(x.dtype)
     return x
 
 
