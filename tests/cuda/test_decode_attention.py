@@ -117,9 +117,10 @@ def test_what_does_not_fit_is_refused() -> None:
     torch.cuda.synchronize()  # no error sticks
 
 
-def test_a_graph_serves_every_step() -> None:
+@pytest.mark.parametrize("room", [256, 4352])  # by one block of threads; by several, and merged
+def test_a_graph_serves_every_step(room: int) -> None:
     """What is decoded by one captured step, and step by step."""
-    d, room = 64, 256
+    d = 64
     given = on_gpu(rows(1, 1, (4, 2), d, d, torch.bfloat16))
     held = [[torch.zeros(1, 2, room, d, dtype=torch.bfloat16, device=GPU) for _ in range(2)] for _ in range(2)]
     at = torch.zeros((), dtype=torch.long, device=GPU)
