@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import ptq
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.pipeline import preflight
+from quarot.plan import QuarotRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -129,6 +130,10 @@ def test_a_run_reports_its_proofs(tiny: Path, tmp_path: Path) -> None:
     rotated = quantize("rotate", tiny, tmp_path / "rotated")
     assert rotated.exit_code == 0 and "quality" not in rotated.stderr and "KL" not in rotated.stderr
     assert "no longer the embedding's own weight: 96 x 16 numbers" in rotated.stderr
+
+
+def test_a_plan_of_the_library_prints_as_that_of_the_command(tiny: Path, tmp_path: Path) -> None:
+    assert str(ptq.plan(str(tiny), QuarotRecipe())) in quantize("quarot", tiny, tmp_path / "out", "--plan").stdout
 
 
 def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:

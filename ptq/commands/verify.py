@@ -118,7 +118,10 @@ def check_integrity(folder: Path) -> Verification:
     if recorded:
         added = _check_hashes(folder, hashes)
     elif not groups:
-        raise InputError(f"{folder}: has no {RECORD}: it was not made by quantize, or the file is lost")
+        raise InputError(
+            f"{folder}: is plain and has no {RECORD}, the record of a run, to check it by: it was not made by "
+            "quantize, or by `dequantize`, which writes none"
+        )
     for name in found.tensors:
         check_finite(name, found.read(name))
     if not recorded:

@@ -17,6 +17,7 @@ from ptq.models.model_shape import ModelShape, shape_of
 from ptq.pipeline import ends
 from ptq.planning.plan import Plan, check_claims, check_tensors
 from ptq.recipe import Recipe
+from ptq.reporting import console_tables
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class Target:
     config: PreTrainedConfig
     family: Family
     plan: Plan
+
+    def __str__(self) -> str:
+        """What happens to every linear, as `--plan` shows it."""
+        return console_tables.plan_table(self.plan)
 
 
 def opened(model: str) -> Source:
