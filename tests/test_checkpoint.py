@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+from pathlib import Path
 
 import pytest
 import torch
@@ -264,12 +265,12 @@ def test_quantised_sources_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
 def test_check_finite(dtype):
     tensor = torch.ones(5, 37).to(dtype)
-    check_finite("w", tensor)
+    check_finite(Path("m"), "w", tensor)
     tensor[3, 9] = float("inf")
     tensor[4, 1] = float("nan")
     tensor[4, 36] = float("nan")
-    with pytest.raises(InputError, match=r"'w' holds 2 NaN and 1 Inf of 185 values, the first at \[3, 9\]"):
-        check_finite("w", tensor)
+    with pytest.raises(InputError, match=r"m: tensor 'w' holds 2 NaN and 1 Inf of 185 values, the first at \[3, 9\]"):
+        check_finite(Path("m"), "w", tensor)
 
 
 def test_check_finite_at_every_position_and_other_shapes():
@@ -278,12 +279,12 @@ def test_check_finite_at_every_position_and_other_shapes():
             tensor = torch.zeros(67)
             tensor[at] = value
             with pytest.raises(InputError, match=rf"first at \[{at}\]"):
-                check_finite("w", tensor)
+                check_finite(Path("m"), "w", tensor)
     with pytest.raises(InputError, match=r"1 NaN"):
-        check_finite("w", torch.tensor(float("nan")))
-    check_finite("w", torch.empty(0))
-    check_finite("w", torch.ones(3, dtype=torch.int32))
-    check_finite("w", torch.full((3,), torch.finfo(torch.float32).max))
+        check_finite(Path("m"), "w", torch.tensor(float("nan")))
+    check_finite(Path("m"), "w", torch.empty(0))
+    check_finite(Path("m"), "w", torch.ones(3, dtype=torch.int32))
+    check_finite(Path("m"), "w", torch.full((3,), torch.finfo(torch.float32).max))
 
 
 def test_read_header_of_the_library_agrees_on_positions(tmp_path):

@@ -143,4 +143,4 @@ def test_verify_without_a_record(packed: Path, tmp_path: Path) -> None:
     tensors["model.norm.weight"][3] = torch.nan
     save_file(tensors, saved / "model.safetensors", {"format": "pt"})
     result = quantize("verify", saved)
-    assert result.exit_code == 2 and "tensor 'model.norm.weight' holds 1 NaN" in result.stderr.splitlines()[-1]
+    check_refused(result, f"quantize: {saved}/model.safetensors: tensor 'model.norm.weight' holds 1 NaN")

@@ -13,7 +13,7 @@ from ptq.commands import evaluate
 from ptq.commands.windows import Windows, check_fit, context_for, windows_from_text
 from ptq.errors import InputError
 from ptq.files import source
-from ptq.files.checkpoint import INDEX, Checkpoint, check_finite
+from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.hf.loading import load_config, load_model, load_tokenizer
 from ptq.models.state import StateLayout
 from ptq.pipeline import writer
@@ -123,7 +123,7 @@ def check_integrity(folder: Path) -> Verification:
             "quantize, or by `dequantize`, which writes none"
         )
     for name in found.tensors:
-        check_finite(name, found.read(name))
+        found.read_finite(name)
     if not recorded:
         _check_runs(folder, load_model(folder))  # which checks the shape and dtype of every packed tensor
     return Verification(len(found.tensors), len(hashes) - len(added), recorded, tuple(sorted(added)))

@@ -174,6 +174,12 @@ class Checkpoint:
         codes = read_tensor(self.folder / info.scale.codes.shard, info.scale.codes).flatten(0, -2)
         return dequantize(codes, factors, info.scale.block, info.dtype).view(info.shape)
 
+    def read_finite(self, name: str) -> Shaped[Tensor, "..."]:
+        """`read`; raises InputError for a tensor that holds NaN or Inf, too."""
+        tensor = self.read(name)
+        check_finite(self.folder / self.tensors[name].shard, name, tensor)
+        return tensor
+
     def identity(self) -> str:
         """SHA-256 that tells one checkpoint from another without reading all of it.
 
@@ -254,8 +260,9 @@ def read_range(path: Path, offset: int, into: memoryview) -> None:
         raise RunError(f"{path}: reading failed at byte {offset + done} ({error.strerror}); check the disk") from error
 
 
-def check_finite(name: str, tensor: Shaped[Tensor, "..."]) -> None:
-    """Raise InputError if a floating-point tensor holds NaN or Inf: how many of each, and where the first one is."""
+def check_finite(path: Path, name: str, tensor: Shaped[Tensor, "..."]) -> None:
+    """Raise InputError if a tensor of floating-point numbers, from this file, holds NaN or Inf: how many, and where the
+    first one is."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
     values = tensor if tensor.dtype.itemsize > 1 else tensor.float()  # aminmax knows no 8-bit floats
@@ -266,6 +273,6 @@ def check_finite(name: str, tensor: Shaped[Tensor, "..."]) -> None:
     first = torch.unravel_index((~values.isfinite()).flatten().to(torch.uint8).argmax(), values.shape)
     at = ", ".join(str(int(i)) for i in first)
     raise InputError(
-        f"tensor {name!r} holds {nans} NaN and {infs} Inf of {tensor.numel()} values, the first at [{at}]; "
+        f"{path}: tensor {name!r} holds {nans} NaN and {infs} Inf of {tensor.numel()} values, the first at [{at}]; "
         "the checkpoint is damaged or was trained badly: fetch it again or pass another"
     )

@@ -10,7 +10,7 @@ from jaxtyping import Float, Float64, Int, Int64
 from torch import Tensor
 
 from ptq.errors import refused
-from ptq.files.checkpoint import Checkpoint, check_finite
+from ptq.files.checkpoint import Checkpoint
 from ptq.hf import residual
 from ptq.hf.blocks import UNRUN, Part
 from ptq.layers.linear import config_entry
@@ -63,9 +63,7 @@ class Job:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite."""
-        tensor = self.checkpoint.read(name)
-        check_finite(name, tensor)
-        return tensor
+        return self.checkpoint.read_finite(name)
 
     def rewritten(self, linear: LinearPlan, dtype: torch.dtype) -> Tensor:
         """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, Int64
 from torch import Tensor, nn
 
 from ptq.errors import in_folder
-from ptq.files.checkpoint import Checkpoint, check_finite
+from ptq.files.checkpoint import Checkpoint
 from ptq.hf import residual
 from ptq.hf.blocks import Part
 from ptq.hf.described import check_whole, transformers_config
@@ -106,7 +106,4 @@ class Streamed:
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors that are read. Raises InputError for one that is not finite."""
-        found = {name: self.checkpoint.read(name) for name in names if name not in self.unused}
-        for name, tensor in found.items():
-            check_finite(name, tensor)
-        return found
+        return {name: self.checkpoint.read_finite(name) for name in names if name not in self.unused}
