@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ptq.errors import InputError, RunError
-from ptq.files.checkpoint import INDEX, SINGLE, Checkpoint, check_finite, refuse_quantised
+from ptq.files.checkpoint import INDEX, SINGLE, Checkpoint, check_numbers, refuse_quantised
 from ptq.files.header import DTYPES, read_header
 
 CONFIG = {"model_type": "llama"}
@@ -263,28 +263,37 @@ def test_quantised_sources_are_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
-def test_check_finite(dtype):
+def test_check_numbers(dtype):
     tensor = torch.ones(5, 37).to(dtype)
-    check_finite(Path("m"), "w", tensor)
+    check_numbers(Path("m"), "w", tensor)
     tensor[3, 9] = float("inf")
     tensor[4, 1] = float("nan")
     tensor[4, 36] = float("nan")
     with pytest.raises(InputError, match=r"m: tensor 'w' holds 2 NaN and 1 Inf of 185 values, the first at \[3, 9\]"):
-        check_finite(Path("m"), "w", tensor)
+        check_numbers(Path("m"), "w", tensor)
 
 
-def test_check_finite_at_every_position_and_other_shapes():
+def test_check_numbers_at_every_position_and_other_shapes():
     for at in range(67):  # vector bodies and tails
         for value in (float("nan"), float("inf"), -float("inf")):
             tensor = torch.zeros(67)
             tensor[at] = value
             with pytest.raises(InputError, match=rf"first at \[{at}\]"):
-                check_finite(Path("m"), "w", tensor)
+                check_numbers(Path("m"), "w", tensor)
     with pytest.raises(InputError, match=r"1 NaN"):
-        check_finite(Path("m"), "w", torch.tensor(float("nan")))
-    check_finite(Path("m"), "w", torch.empty(0))
-    check_finite(Path("m"), "w", torch.ones(3, dtype=torch.int32))
-    check_finite(Path("m"), "w", torch.full((3,), torch.finfo(torch.float32).max))
+        check_numbers(Path("m"), "w", torch.tensor(float("nan")))
+    check_numbers(Path("m"), "w", torch.empty(0))
+    check_numbers(Path("m"), "w", torch.ones(3, dtype=torch.int32))
+    check_numbers(Path("m"), "w", torch.full((3,), -1e15))
+
+
+def test_numbers_that_no_model_is_trained_to():
+    """Their squares leave float32: a flipped bit of an exponent makes such a one."""
+    tensor = torch.ones(5, 37)
+    tensor[2, 1], tensor[4, 0] = -3e38, 2e15
+    message = r"m: tensor 'w' holds 2 of 185 values beyond 1e\+15, up to 3e\+38, the first at \[2, 1\]; the"
+    with pytest.raises(InputError, match=message):
+        check_numbers(Path("m"), "w", tensor)
 
 
 def test_read_header_of_the_library_agrees_on_positions(tmp_path):

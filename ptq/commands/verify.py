@@ -123,7 +123,7 @@ def check_integrity(folder: Path) -> Verification:
             "quantize, or by `dequantize`, which writes none"
         )
     for name in found.tensors:
-        found.read_finite(name)
+        found.read_checked(name)
     if not recorded:
         _check_runs(folder, load_model(folder))  # which checks the shape and dtype of every packed tensor
     return Verification(len(found.tensors), len(hashes) - len(added), recorded, tuple(sorted(added)))

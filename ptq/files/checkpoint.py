@@ -26,6 +26,8 @@ UNFINISHED = "work.json"
 """The record inside a work folder: another name than in a checkpoint, so that neither is taken for the other."""
 MAX_CONFIG_BYTES = 16_000_000
 MAX_INDEX_BYTES = 100_000_000
+LARGEST = 1e15
+"""No weight is trained to more; sums of its squares would leave float32."""
 QUANTISATION = ("quantization_config", "compression_config")
 """Keys of config.json under which it says how the weights are quantised."""
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
@@ -174,10 +176,10 @@ class Checkpoint:
         codes = read_tensor(self.folder / info.scale.codes.shard, info.scale.codes).flatten(0, -2)
         return dequantize(codes, factors, info.scale.block, info.dtype).view(info.shape)
 
-    def read_finite(self, name: str) -> Shaped[Tensor, "..."]:
-        """`read`; raises InputError for a tensor that holds NaN or Inf, too."""
+    def read_checked(self, name: str) -> Shaped[Tensor, "..."]:
+        """`read`; raises InputError for NaN, Inf and what no model is trained to, too."""
         tensor = self.read(name)
-        check_finite(self.folder / self.tensors[name].shard, name, tensor)
+        check_numbers(self.folder / self.tensors[name].shard, name, tensor)
         return tensor
 
     def identity(self) -> str:
@@ -260,19 +262,22 @@ def read_range(path: Path, offset: int, into: memoryview) -> None:
         raise RunError(f"{path}: reading failed at byte {offset + done} ({error.strerror}); check the disk") from error
 
 
-def check_finite(path: Path, name: str, tensor: Shaped[Tensor, "..."]) -> None:
-    """Raise InputError if a tensor of floating-point numbers, from this file, holds NaN or Inf: how many, and where the
-    first one is."""
+def check_numbers(path: Path, name: str, tensor: Shaped[Tensor, "..."]) -> None:
+    """Raise InputError if a tensor of floating-point numbers, from this file, holds NaN, Inf or what no model is
+    trained to (`LARGEST`): how many, and where the first one is."""
     if not tensor.is_floating_point() or tensor.numel() == 0:
         return
     values = tensor if tensor.dtype.itemsize > 1 else tensor.float()  # aminmax knows no 8-bit floats
     low, high = torch.aminmax(values)  # one pass, no temporaries; NaN wins both
-    if math.isfinite(low) and math.isfinite(high):
+    if -LARGEST <= low and high <= LARGEST:
         return
     nans, infs = int(values.isnan().sum()), int(values.isinf().sum())
-    first = torch.unravel_index((~values.isfinite()).flatten().to(torch.uint8).argmax(), values.shape)
-    at = ", ".join(str(int(i)) for i in first)
+    found, wrong = f"{nans} NaN and {infs} Inf of {tensor.numel()} values", ~values.isfinite()
+    if not nans + infs:
+        wrong = values.abs() > LARGEST
+        found = f"{int(wrong.sum())} of {tensor.numel()} values beyond {LARGEST:.0e}, up to {max(-low, high):.0e}"
+    at = ", ".join(str(int(i)) for i in torch.unravel_index(wrong.flatten().to(torch.uint8).argmax(), values.shape))
     raise InputError(
-        f"{path}: tensor {name!r} holds {nans} NaN and {infs} Inf of {tensor.numel()} values, the first at [{at}]; "
-        "the checkpoint is damaged or was trained badly: fetch it again or pass another"
+        f"{path}: tensor {name!r} holds {found}, the first at [{at}]; the checkpoint is damaged or was trained badly: "
+        "fetch it again or pass another"
     )

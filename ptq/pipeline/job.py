@@ -63,7 +63,7 @@ class Job:
 
     def tensor(self, name: str) -> Tensor:
         """A tensor of the source. Raises InputError where it is not finite."""
-        return self.checkpoint.read_finite(name)
+        return self.checkpoint.read_checked(name)
 
     def rewritten(self, linear: LinearPlan, dtype: torch.dtype) -> Tensor:
         """The weight of a linear after folding and rotation, cast once from float64 to `dtype`; on the job's device."""

@@ -106,4 +106,4 @@ class Streamed:
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors that are read. Raises InputError for one that is not finite."""
-        return {name: self.checkpoint.read_finite(name) for name in names if name not in self.unused}
+        return {name: self.checkpoint.read_checked(name) for name in names if name not in self.unused}
