@@ -18,6 +18,7 @@ from ptq.models.families import FAMILIES
 from ptq.models.model_shape import shape_of
 from ptq.pipeline import needs, pipeline, preflight
 from ptq.pipeline.needs import Estimate
+from ptq.reporting.sizes import size_text
 from ptq.statistics import clip_search
 from quarot.plan import QuarotRecipe, plan
 
@@ -85,6 +86,11 @@ def test_memory_of_the_scores_of_latent_attention(tmp_path: Path) -> None:
         found.append(pipeline.estimate(pipeline.plan(folder, recipe), folder, recipe).memory)
     scores = 4 * (32 - 4) * length**2
     assert 2.5 * scores < found[1] - found[0] < 4 * scores
+
+
+def test_sizes_have_three_digits() -> None:
+    found = [size_text(nbytes) for nbytes in (0, 999, 1000, 1500, 999_499, 999_700_000, 12_345_678, 5e12)]
+    assert found == ["0 B", "999 B", "1 KB", "1.5 KB", "999 KB", "1 GB", "12.3 MB", "5 TB"]
 
 
 def test_result_and_work_share_a_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from ptq.pipeline.finetune_full import LOGITS
 from ptq.planning.plan import LinearPlan, Plan
 from ptq.planning.rotations import mlp_widths
 from ptq.recipe import Recipe
+from ptq.reporting.sizes import size_text
 from ptq.statistics import clip_search
 from ptq.statistics.chunks import CHUNK_TOKENS
 from ptq.statistics.clip_search import is_searched
@@ -245,14 +246,6 @@ def _matmul_rate(bfloat16: bool = False) -> float:
     finally:
         torch.set_num_threads(threads)
     return threads * 2 * 512**3 / best
-
-
-def size_text(nbytes: int | float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"
 
 
 def _duration(seconds: int | float) -> str:

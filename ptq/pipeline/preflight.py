@@ -9,10 +9,11 @@ from torch import Tensor
 from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
 from ptq.pipeline import available
-from ptq.pipeline.needs import Estimate, needs_hessians, share, size_text
+from ptq.pipeline.needs import Estimate, needs_hessians, share
 from ptq.pipeline.writer import partial_folder
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
+from ptq.reporting.sizes import size_text
 
 FEWEST_TOKENS = 10
 """Different tokens that calibration text has at least."""

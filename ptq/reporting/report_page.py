@@ -10,6 +10,7 @@ from ptq.reporting import charts, report_tables
 from ptq.reporting.charts import Place, Series
 from ptq.reporting.report_schema import Layer, Observed, Positions, Report
 from ptq.reporting.report_tables import value as _value
+from ptq.reporting.sizes import size_text
 
 BEFORE, AFTER = "#d9822b", "#1a56c4"
 KINDS = ("#1a56c4", "#5b9bd5", "#12877d", "#8e5ea2", "#d9822b", "#b5502f", "#7a8b1f", "#5f6368")
@@ -50,7 +51,7 @@ def page(report: Report) -> str:
 
 
 def _header(report: Report) -> str:
-    cards = [(f"{_bytes(report.bytes_before)} → {_bytes(report.bytes_after)}", "all tensors, before and after")]
+    cards = [(f"{size_text(report.bytes_before)} → {size_text(report.bytes_after)}", "all tensors, before and after")]
     if report.bits_per_weight is not None:
         weights = f"{report.quantised_weights:,} quantised weights, scales included"
         cards.append((f"{report.bits_per_weight:.3f} bits", f"per weight, true: {weights}"))
@@ -270,15 +271,8 @@ def _footer(report: Report) -> str:
     return f'<p class="note">The same numbers are in report.json. {made}</p>'
 
 
-def _bytes(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.3g} {unit}" if size < 999.5 * factor else f"{size / factor:.0f} {unit}"
-    return f"{size} B"
-
-
 def _share(size: int, whole: int) -> str:
-    return f"{_bytes(size)}, {100 * size / whole:.1f} %" if size else ""
+    return f"{size_text(size)}, {100 * size / whole:.1f} %" if size else ""
 
 
 def _plain(value: Any) -> str:
