@@ -194,6 +194,12 @@ def test_inspect(packed: Path, tiny: Path) -> None:
     assert "0.000" not in quantize("inspect", tiny).stdout
 
 
+def test_inspect_of_a_model_without_sizes(packed: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(packed, tmp_path / "copy")
+    edit_config(hidden_size=0)(copy)
+    check_refused(quantize("inspect", copy), f"{copy}/config.json: ")
+
+
 def test_inspect_shows_what_happens_when_the_model_runs(packed: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(packed, tmp_path / "copy")
     content = json.loads((packed / "config.json").read_text())["quantization_config"]

@@ -282,6 +282,14 @@ def test_a_tensor_of_another_dtype(dtype: torch.dtype, damaged: Path) -> None:
         load(damaged)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens", "model.layers.1.input_layernorm", "model.norm"])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.complex64])
+def test_a_plain_tensor_of_another_kind(dtype: torch.dtype, name: str, damaged: Path) -> None:
+    edit_tensors(damaged, lambda tensors: tensors.update({f"{name}.weight": tensors[f"{name}.weight"].to(dtype)}))
+    with pytest.raises(ptq.InputError, match=rf"{name}.weight' is {dtype}, expected torch.float32"):
+        load(damaged)
+
+
 # --- hostile configs ------------------------------------------------------------------------------------------------
 
 

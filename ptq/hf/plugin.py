@@ -74,6 +74,7 @@ class PtqQuantizer(HfQuantizer):
             paths = [Path(file) for file in files]
             stored = stored_in(paths, model)
             check_files(replaced | ends, stored, paths[0].parent, model)
+            _refuse_other_numbers(model, stored, paths[0].parent)
             self.narrow = {name: info.dtype for name, info in stored.items() if info.dtype == model.config.dtype}
             _refuse_missing(model, paths[0].parent)
             if turned is None:
@@ -126,6 +127,15 @@ class PtqQuantizer(HfQuantizer):
 
 
 register_quantizer(QUANT_METHOD)(PtqQuantizer)
+
+
+def _refuse_other_numbers(model: PreTrainedModel, stored: Mapping[str, TensorInfo], folder: Path) -> None:
+    """Raise InputError for a plain tensor of integers or complex numbers where the model has real ones: transformers
+    would leave it as it is."""
+    for name, parameter in model.state_dict().items():
+        info = stored.get(_inside(name, model))
+        if info is not None and parameter.is_floating_point() and not info.dtype.is_floating_point:
+            raise InputError(f"{folder}: tensor {name!r} is {info.dtype}, expected {model.config.dtype}")
 
 
 def _refuse_missing(model: PreTrainedModel, folder: Path) -> None:

@@ -78,6 +78,8 @@ def _summary(checkpoint: Checkpoint) -> Contents:
         if not linears:
             continue
         weights = sum(modules[linear].out_features * modules[linear].in_features for linear in linears)
+        if not weights:
+            raise InputError(f"config.json: {linears[0]} has no weights by its sizes")
         groups.append(Group(scheme, linears, weights, sum(stored.get(linear, 0) for linear in linears)))
     packed_bytes = sum(group.nbytes for group in groups)
     plain_bytes = checkpoint.nbytes - packed_bytes
