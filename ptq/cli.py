@@ -4,6 +4,7 @@ What needs torch or transformers is imported by the command that needs it, for b
 mistyped option are answered without them.
 """
 
+import errno
 import functools
 import os
 import shlex
@@ -129,7 +130,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, KeyboardInterrupt):
         return startup.INTERRUPTED
-    return 2 if isinstance(error, InputError) else 1
+    too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
+    return 2 if isinstance(error, InputError) or too_long else 1
 
 
 def _sentence(error: BaseException) -> str:
@@ -155,7 +157,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     from ptq.pipeline.work import RECORD
     from ptq.reporting.report_schema import PAGE
 
-    finished_before = (out.expanduser() / RECORD).is_file()
+    finished_before = (source.path_of(out) / RECORD).is_file()
     with startup.interruptible():
         result = pipeline.quantize(model, out, recipe, options)
     if not is_first_process():

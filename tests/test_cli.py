@@ -86,6 +86,17 @@ def test_a_folder_that_may_not_be_written(tiny: Path, tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
+@pytest.mark.parametrize(
+    "arguments", [["~no-such-user/x", "out"], ["demo", "~no-such-user/x"], ["demo", "out", "--work", "~no-such-user/x"]]
+)
+def test_a_home_of_nobody(arguments: list[str]) -> None:
+    check_refused(quantize("fp6", *arguments), "~no-such-user/x: there is no such user")
+
+
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    check_refused(quantize("fp6", "demo", tmp_path / ("x" * 300)), "File name too long")
+
+
 def test_a_path_that_cannot_be_a_folder(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     check_refused(quantize("rotate", tiny, tmp_path / "file" / "out"), "file/out: lies below a file")

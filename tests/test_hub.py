@@ -109,10 +109,22 @@ def test_a_repository_without_safetensors(tmp_path, monkeypatch):
     ],
 )
 def test_download_errors(monkeypatch, error, kind, words):
+    monkeypatch.setattr("ptq.files.hub.is_known", lambda: True)
     hub(monkeypatch, error=error)
     with pytest.raises(kind, match=f"^org/name: .*{words}") as caught:
         resolve("org/name")
     assert "\n" not in str(caught.value) and caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("known", "offline", "words"), [(False, False, "there is no network"), (True, True, "HF_HUB_OF")]
+)
+def test_what_is_not_here_cannot_be_fetched(monkeypatch, known, offline, words):
+    hub(monkeypatch, error=errors.LocalEntryNotFoundError("x"))
+    monkeypatch.setattr("ptq.files.hub.is_known", lambda: known)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", offline)
+    with pytest.raises(InputError, match=f"nor can be now .{words}"):
+        resolve("org/name")
 
 
 def test_an_interrupt_passes_through(monkeypatch):

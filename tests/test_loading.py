@@ -78,6 +78,13 @@ def test_configs_without_end_are_refused_by_every_command(key: str, tmp_path: Pa
         check_refused(quantize(*arguments), " 100000000, but the checkpoint has")
 
 
+def test_classes_without_end_are_left_out(model: Path, tmp_path: Path) -> None:
+    """transformers makes a name of every one, which took minutes and gigabytes."""
+    edit_config(num_labels=10**9)(model)
+    assert quantize("fp6", model, tmp_path / "out", "--plan").exit_code == 0
+    assert quantize("inspect", model).exit_code == 0
+
+
 def test_blocks_for_multi_token_prediction_without_end(model: Path, tmp_path: Path) -> None:
     edit_config(num_nextn_predict_layers=10**8)(model)
     assert quantize("fp6", model, tmp_path / "out").exit_code == 0

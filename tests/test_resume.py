@@ -122,6 +122,59 @@ def test_a_crash_at_any_moment_costs_nothing(crashed: tuple[list[Path], dict[str
     check_all_continue(copies, expected, model, recipe(model))
 
 
+def check_needs_restart(folder: Path, model: Path, path: Path) -> None:
+    """The same call refuses what is damaged, by its name; with --restart it begins again."""
+    with pytest.raises(ptq.InputError, match=f"{path}: this file of unfinished work is damaged .*; pass --restart"):
+        ptq.quantize(model, folder / "out", recipe(model), QUIET)
+    ptq.quantize(model, folder / "out", recipe(model), ptq.RunOptions(progress=False, restart=True))
+
+
+def moment(crashed: tuple[list[Path], dict[str, bytes]], folder: Path, there: str, not_there: str) -> Path:
+    """A copy of the first picture with one file in its work folder, and without another."""
+    found = (p for p in crashed[0] if (p / "out.work" / there).exists() and not (p / "out.work" / not_there).exists())
+    return shutil.copytree(next(found), folder / "moment")
+
+
+def test_a_lost_chunk_is_missed(crashed: tuple[list[Path], dict[str, bytes]], model: Path, tmp_path: Path) -> None:
+    """Else a block would be calibrated on fewer rows, and nobody would know."""
+    folder = moment(crashed, tmp_path, "hidden/0/complete", "hidden/1")
+    (folder / "out.work/hidden/0/00001.safetensors").unlink()
+    check_needs_restart(folder, model, folder / "out.work/hidden/0/complete")
+    assert contents(folder / "out") == crashed[1]
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"\xff\xfe", b'{"error": '], ids=repr)
+@pytest.mark.parametrize(
+    ("name", "there", "not_there"),
+    [
+        ("hidden/0/00000.safetensors", "hidden/0/complete", "hidden/1"),
+        ("linears/model.embed_tokens.json", "linears/model.embed_tokens.json", "hidden/1"),
+        ("probe/0.safetensors", "probe/0.safetensors", "probe/1.safetensors"),
+        ("outliers/0.safetensors", "probe/1.safetensors", "probe/2.safetensors"),
+    ],
+)
+def test_damaged_work_is_refused(
+    name: str,
+    there: str,
+    not_there: str,
+    content: bytes,
+    crashed: tuple[list[Path], dict[str, bytes]],
+    model: Path,
+    tmp_path: Path,
+) -> None:
+    folder = moment(crashed, tmp_path, there, not_there)
+    (folder / "out.work" / name).write_bytes(content)
+    check_needs_restart(folder, model, folder / "out.work" / name)
+
+
+def test_work_without_its_record(crashed: tuple[list[Path], dict[str, bytes]], model: Path, tmp_path: Path) -> None:
+    folder = moment(crashed, tmp_path, "hidden/0/complete", "hidden/1")
+    (folder / "out.work/work.json").unlink()
+    for restart in (False, True):
+        with pytest.raises(ptq.InputError, match="out.work: is unfinished work that has lost its work.json, .*remove"):
+            ptq.quantize(model, folder / "out", recipe(model), ptq.RunOptions(progress=False, restart=restart))
+
+
 def test_a_crash_without_calibration_costs_nothing(model: Path, tmp_path: Path) -> None:
     asked = recipe(model, rounding="nearest")
     pictures, expected = photographed(model, tmp_path, asked)

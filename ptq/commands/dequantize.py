@@ -11,6 +11,7 @@ from ptq.errors import InputError
 from ptq.files import dtypes
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.shards import Specs
+from ptq.files.source import path_of
 from ptq.hf import dequantized, residual
 from ptq.hf.described import check_whole, packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
@@ -29,7 +30,7 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     Raises InputError for a checkpoint that is not packed, or damaged, for families whose plain weights transformers
     reads in another form, and for a folder that exists. RunError for a full disk.
     """
-    out = out.expanduser().absolute()
+    out = path_of(out).absolute()
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None:

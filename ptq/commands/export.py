@@ -13,6 +13,7 @@ from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import read_as
 from ptq.files.shards import Specs
+from ptq.files.source import path_of
 from ptq.hf.described import packed_modules, plain_linears, transformers_config
 from ptq.hf.packed_config import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
@@ -39,7 +40,7 @@ def export(checkpoint: Path, out: Path) -> int:
     a packed KV cache or embedding, inputs in few bits, formats of this package; and for models with experts, a damaged
     checkpoint and a folder that exists. RunError for a full disk.
     """
-    out = out.expanduser().absolute()
+    out = path_of(out).absolute()
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None or not packed.linears:

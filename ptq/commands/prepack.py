@@ -12,6 +12,7 @@ from ptq.errors import InputError
 from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.shards import Shards, Specs, write_json
+from ptq.files.source import path_of
 from ptq.hf.described import packed_modules, transformers_config
 from ptq.hf.packed_config import OPTIONAL, PtqConfig
 from ptq.layers.embedding import PackedEmbedding
@@ -33,7 +34,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     exists; RunError for a full disk.
     """
     target_of(target)
-    out = out.expanduser().absolute()
+    out = path_of(out).absolute()
     source = Checkpoint.open(checkpoint)
     packed = PtqConfig.parse(source.config)
     if packed is None:

@@ -164,6 +164,7 @@ def _explained(name: str) -> Iterator[None]:
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
+        LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
         RevisionNotFoundError,
@@ -184,18 +185,25 @@ def _explained(name: str) -> Iterator[None]:
             f"{name}: neither a local folder nor a public hub repository; "
             "check the name, or run `hf auth login` if it is private"
         ) from error
-    except OfflineModeIsEnabled as error:
-        why = "HF_HUB_OFFLINE is set" if huggingface_hub.constants.HF_HUB_OFFLINE else "there is no network"
+    except (OfflineModeIsEnabled, LocalEntryNotFoundError) as error:
+        offline = huggingface_hub.constants.HF_HUB_OFFLINE
+        if isinstance(error, LocalEntryNotFoundError) and not offline and is_known():
+            raise _unfinished(name, error) from error
+        why = "HF_HUB_OFFLINE is set" if offline else "there is no network"
         raise InputError(
             f"{name}: no such folder here, and a hub model of that name was not downloaded before, nor can be now "
             f"({why}); check the path"
         ) from error
     except Exception as error:  # the hub's HTTP, Xet and cache layers share no base class; the cause stays chained
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            reason = "the disk of the hub cache (HF_HOME) is full; free some space and"
-        else:
-            reason = f"the download from the hub did not finish ({type(error).__name__}); check the network and"
-        raise RunError(
-            f"{name}: no such folder here, and as a hub name: {reason} run again, which continues it, or pass a local "
-            "folder"
-        ) from error
+        raise _unfinished(name, error) from error
+
+
+def _unfinished(name: str, error: Exception) -> RunError:
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        reason = "the disk of the hub cache (HF_HOME) is full; free some space and"
+    else:
+        reason = f"the download from the hub did not finish ({type(error).__name__}); check the network and"
+    return RunError(
+        f"{name}: no such folder here, and as a hub name: {reason} run again, which continues it, or pass a local "
+        "folder"
+    )

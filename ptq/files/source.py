@@ -26,6 +26,14 @@ def outline(model: str) -> AbstractContextManager[tuple[Path, int]]:
     return hub.outline(model) if folder is None else nullcontext((folder, 0))
 
 
+def path_of(text: str | Path) -> Path:
+    """The path that a user means: `~` is a home. Raises InputError for that of nobody."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise InputError(f"{text}: there is no such user; check the path") from error
+
+
 def local_folder(model: str) -> Path | None:
     """The folder that MODEL names; None where it can only be a hub name. Raises InputError for what is neither.
 
@@ -38,7 +46,7 @@ def local_folder(model: str) -> Path | None:
         return Path(demo_path())
     if not model:
         raise InputError("the name of the model is empty; pass a folder, or a name on the hub")
-    path = Path(model).expanduser()
+    path = path_of(model)
     if path.is_dir():
         return path
     if path.exists():

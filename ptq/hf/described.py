@@ -24,8 +24,9 @@ from ptq.models.family import Family
 from ptq.models.model_shape import EXPERTS, ModelShape
 from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
 
-IGNORED = ("auto_map", "attn_implementation", "_attn_implementation")
-"""Entries of a config.json, and of those inside of it, that are left out: code, and how somebody computed."""
+IGNORED = ("auto_map", "attn_implementation", "_attn_implementation", "num_labels")
+"""Entries of a config.json, and of those inside of it, that are left out: code, how somebody computed, and how many
+classes there are, of each of which transformers makes a name."""
 
 
 def transformers_config(checkpoint: Checkpoint) -> PreTrainedConfig:

@@ -5,17 +5,16 @@ float16, norms in the source's dtype), so what is kept is what was measured; the
 cast. The best on held-out rows is kept, and the start counts: nothing ends worse than it began.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ptq.errors import RunError
+from ptq.files import unfinished
 from ptq.files.shards import write_tensors
 from ptq.pipeline import rewrite
 from ptq.pipeline.tuned import Trained, Values
@@ -87,7 +86,7 @@ def weights(plan: Plan) -> int:
 
 def rounding_error(marks: Iterable[Path]) -> float:
     """Root of the mean relative squared error of rounded weights, from the marks of their tasks."""
-    errors = [json.loads(mark.read_bytes()).get("error", 0.0) for mark in marks]
+    errors = [unfinished.read_json(mark).get("error", 0.0) for mark in marks]
     return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
 
@@ -180,7 +179,7 @@ def _save(state: _State, file: Path) -> None:
 
 
 def _load(task: Task) -> _State:
-    tensors = {name: tensor.clone() for name, tensor in load_file(task.file).items()}
+    tensors = unfinished.read_tensors(task.file)
     losses, counts = tensors.pop("losses").tolist(), tensors.pop("counts").tolist()
     kinds: dict[str, Values] = {}
     for name, tensor in tensors.items():

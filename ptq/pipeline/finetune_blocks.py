@@ -11,15 +11,14 @@ for; Hessians are taken anew in every turn (what both are worth: docs/results.md
 as ever, training is done by the first process alone; the others read its files.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file
 from torch import Tensor
 
+from ptq.files import unfinished
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
 from ptq.layers.linear import config_entry
@@ -74,7 +73,8 @@ def tune(tasks: Tasks, index: int, progress: Progress) -> None:
         before, left = ([linear for some in part for linear in some] for part in (turns[:number], turns[number + 1 :]))
         turn = _Turn(tasks, index, number, before, group, left)
         if not tasks.workers.agree(turn.file.exists()):
-            _take(turn, _start(turn) if previous is None else _read(previous, tasks.job.device), progress)
+            start = _start(turn) if previous is None else unfinished.read_tensors(previous, tasks.job.device)
+            _take(turn, start, progress)
         if tasks.workers.first:
             tasks.hessians.drop(turn.key)
             if previous is not None:
@@ -112,10 +112,6 @@ def _start(turn: _Turn) -> Values:
         tensors |= job.sign_tensors(linear)
     tensors |= dict(job.norms_and_kept(f"{job.plan.layers}.{turn.index}."))
     return tuned.read(job, tensors)
-
-
-def _read(file: Path, device: torch.device | str = "cpu") -> Values:
-    return {name: value.clone().to(device) for name, value in load_file(file).items()}
 
 
 def _rewritten(turn: _Turn, values: Values) -> Part:
@@ -195,7 +191,7 @@ def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str
 
 def _place_trained(tasks: Tasks, index: int, file: Path) -> None:
     """Put what has been trained into the shards, and say so."""
-    values = _read(file)
+    values = unfinished.read_tensors(file)
     trained = [name for name in sorted(values) if LOSSES in name]
     found = [[name.partition(" ")[2], finetune.json_losses(values.pop(name))] for name in trained]
     values = tuned.shared([linear for linear in tasks.job.plan.block(index) if linear.statistics], values)
@@ -206,7 +202,7 @@ def _place_trained(tasks: Tasks, index: int, file: Path) -> None:
 def losses(tasks: Tasks, index: int) -> dict[str, list[float | None]]:
     """The losses on held-out rows in all turns of a block, relative to the mean square of what they were to match."""
     mark = _mark(tasks, index)
-    return dict(json.loads(mark.read_bytes())["losses"]) if mark.exists() else {}
+    return dict(unfinished.read_json(mark)["losses"]) if mark.exists() else {}
 
 
 def _mark(tasks: Tasks, index: int) -> Path:

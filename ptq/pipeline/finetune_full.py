@@ -12,13 +12,11 @@ on the way up only what enters each block is kept, on the way down the block is 
 embedding is trained as both. All of it is done by the first process alone.
 """
 
-import json
-
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file
 from torch import Tensor
 
+from ptq.files import unfinished
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
@@ -42,7 +40,7 @@ def tune(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> No
     if tasks.workers.first and not mark.exists():
         if not file.exists():
             _train(tasks, rows, progress)
-        values = {name: value.clone() for name, value in load_file(file).items()}
+        values = unfinished.read_tensors(file)
         losses = finetune.json_losses(values.pop("losses"))
         tasks.shards.place(tuned.written(tasks.job, tuned.shared(tasks.job.plan.linears, values)))
         _measure(tasks)
@@ -53,7 +51,7 @@ def tune(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> No
 def losses(tasks: Tasks) -> dict[str, list[float | None]]:
     """Mean KL divergences on held-out rows, nats per token."""
     mark = tasks.work / "tuned" / "full.json"
-    return json.loads(mark.read_bytes()) if mark.exists() else {}
+    return unfinished.read_json(mark) if mark.exists() else {}
 
 
 def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> None:

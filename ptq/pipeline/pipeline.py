@@ -122,8 +122,8 @@ def refusal(needed: Estimate, out: Path, options: RunOptions) -> str | None:
 
 def _folders(out: str | Path, options: RunOptions) -> tuple[Path, Path]:
     """Where the result and the unfinished work go."""
-    out = Path(out).expanduser().absolute()
-    return out, Path(options.work or out.with_name(f"{out.name}.work")).expanduser().resolve()
+    out = source.path_of(out).absolute()
+    return out, source.path_of(options.work or out.with_name(f"{out.name}.work")).resolve()
 
 
 def _foresee(

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ptq.errors import InputError, RunError, refused
+from ptq.files import unfinished
 from ptq.files.shards import write_tensors
 from ptq.hf.blocks import UNRUN, Part
 from ptq.hf.routing import Routes, recorded, replayed
@@ -104,20 +104,18 @@ class Probe:
 
     def replace(self, packed: Float[Tensor, "rows t k"]) -> None:
         """Put the states of another packed model, as they left its last block, in the place of the packed ones here."""
-        states = load_file(file := self._file(self.job.plan.blocks))
-        write_tensors(
-            file, {**{name: state.clone() for name, state in states.items()}, "packed": packed}, durable=False
-        )
+        states = unfinished.read_tensors(file := self._file(self.job.plan.blocks))
+        write_tensors(file, {**states, "packed": packed}, durable=False)
 
     def states(self, index: int) -> dict[str, Tensor]:
         """The states as they enter a block, or leave the last one, by model; of the first also the `ids`."""
-        return {name: state.clone().to(self.job.device) for name, state in load_file(self._file(index)).items()}
+        return unfinished.read_tensors(self._file(index), self.job.device)
 
     def outliers(self) -> tuple[dict[str, MeasuredInput], dict[str, MeasuredInput]]:
         """The inputs of the linears in the original and in the rotated model."""
         found: dict[str, Tensor] = {}
         for index in range(self.job.plan.blocks):
-            found |= load_file(self.work / "outliers" / f"{index}.safetensors")
+            found |= unfinished.read_tensors(self.work / "outliers" / f"{index}.safetensors")
         sides = ({k.removeprefix(side): v for k, v in found.items() if k.startswith(side)} for side in SIDES)
         before, after = (from_tensors(side) for side in sides)
         return before, after

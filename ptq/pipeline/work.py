@@ -113,6 +113,10 @@ def _check_ours(folder: Path) -> None:
 def _check_empty(folder: Path) -> None:
     """Raise InputError where a folder holds more than the half-written record of a run that was killed at once."""
     names = [] if not folder.exists() else [e.name for e in folder.iterdir()] if folder.is_dir() else [folder.name]
+    if names and all(name in (REST, *FOLDERS) for name in names):
+        raise InputError(
+            f"{folder}: is unfinished work that has lost its {UNFINISHED}, so nothing tells of what run; remove it"
+        )
     if any(not name.startswith(f"{UNFINISHED}.") for name in names):
         raise InputError(
             f"{folder}: holds something that is not unfinished work of ptq; name another folder with --work"

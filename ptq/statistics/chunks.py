@@ -1,4 +1,4 @@
-"""The calibration rows as they enter a block, in files: `<folder>/<block>/<chunk>`, and `complete` behind them."""
+"""The calibration rows as they enter a block, in files: `<folder>/<block>/<chunk>`, and `complete`, their number."""
 
 import shutil
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ptq.engine import Workers
-from ptq.files.shards import write_tensors
+from ptq.files import unfinished
+from ptq.files.shards import write_json, write_tensors
 
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
@@ -36,7 +36,7 @@ class Chunks:
                 write_tensors(path, {"hidden": chunk(number)}, durable=False)
         self.workers.wait()
         if self.workers.first:
-            self._mark(index).touch()
+            write_json(self._mark(index), {"chunks": count}, durable=False)
         self.workers.wait()
 
     def through(self, index: int, run: Callable[[Tensor], Tensor]) -> None:
@@ -46,12 +46,15 @@ class Chunks:
             self.write(index + 1, len(chunks), lambda number: run(self.read(chunks[number])))
 
     def files(self, index: int) -> list[Path]:
-        """The chunks as they enter a block."""
-        return sorted((self.folder / str(index)).glob("*.safetensors"), key=lambda path: int(path.stem))
+        """The chunks as they enter a block. Raises InputError where some that were there are lost."""
+        found = sorted((self.folder / str(index)).glob("*.safetensors"), key=lambda path: int(path.stem))
+        if (written := unfinished.read_json(mark := self._mark(index)).get("chunks")) != len(found):
+            raise unfinished.damaged(mark, f"it counts {written} chunks, beside it are {len(found)}")
+        return found
 
     def read(self, path: Path) -> Float[Tensor, "batch t k"]:
         """One chunk."""
-        return load_file(path)["hidden"].clone().to(self.device)
+        return unfinished.read_tensors(path, self.device)["hidden"]
 
     def drop(self, index: int) -> None:
         """Remove the chunks of a block that is done with."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ptq.errors import InputError, RunError
-from ptq.files import hub
+from ptq.files import hub, source
 from ptq.files.header import parse_json_object
 
 TEXT_FIELDS = ("text", "content")
@@ -31,7 +31,7 @@ def is_file(spec: str) -> bool:
 
 def check(spec: str) -> None:
     """Raise InputError for what `load` refuses before it reads: a file that is not there, a name that is none."""
-    path = Path(spec).expanduser()
+    path = source.path_of(spec)
     if is_file(spec):
         try:
             path.open("rb").close()
@@ -91,7 +91,7 @@ def read_text(path: Path, tokenizer: Any = None, limit: int = sys.maxsize - 1) -
     Raises InputError for a file that cannot be read, is not UTF-8 or no text, or has a line without text where there
     must be one.
     """
-    path = path.expanduser()
+    path = source.path_of(path)
     if path.suffix.lower() == ".jsonl":
         return _join(_jsonl_rows(path), tokenizer, limit)
     if path.suffix.lower() in DATA_FILES:
