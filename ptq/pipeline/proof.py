@@ -17,6 +17,8 @@ from ptq.statistics.divergence import divergence
 LOGITS_TOLERANCE = 1e-3
 """Relative float32 difference of logits above which a rotation is called wrong; right ones stay near 1e-6."""
 
+REMEDY = "if files of this run were changed or damaged in between, --restart begins again; otherwise please report it"
+
 
 @dataclass(frozen=True)
 class RowAgreement:
@@ -60,10 +62,10 @@ def compare(
     if not error < LOGITS_TOLERANCE:  # also where it is NaN
         raise RunError(
             f"the rotated model's logits differ from the original's by {error:.1e} (relative), so there is no result; "
-            "please report it"
+            f"{REMEDY}"
         )
     if not (packed.isfinite() | never).all():
-        raise RunError("the packed model's logits are not finite, so there is no result; please report it")
+        raise RunError(f"the packed model's logits are not finite, so there is no result; {REMEDY}")
     p, q = original.double().log_softmax(-1), packed.double().log_softmax(-1)
     return RowAgreement(
         error, divergence(p, q).mean().item(), (original.argmax(-1) == packed.argmax(-1)).double().mean().item()
@@ -83,13 +85,12 @@ def reload(checkpoint: Checkpoint, job: Job, ids: Int[Tensor, "b t"], logits: Fl
     kept = job.residual_signs() | job.beside_embedding()
     for name, tensor in kept.items():
         if not torch.equal(checkpoint.read(name), tensor):
-            raise RunError(f"{checkpoint.folder}: the written tensor {name!r} is not that of the run; please report it")
+            raise RunError(f"{checkpoint.folder}: the written tensor {name!r} is not that of the run; {REMEDY}")
     model = Streamed(checkpoint, job.config, job.family, PtqConfig.parse(checkpoint.config), device=job.device)
     state = model.embed(ids)
     for index in range(model.blocks):
         state = model.run(index, state)
     if not torch.equal(torch.cat(list(model.logits(state))), logits):
         raise RunError(
-            f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; if another run "
-            "has written to the same OUT meanwhile, --restart begins again, otherwise please report it"
+            f"{checkpoint.folder}: the written checkpoint does not give the logits that were measured; {REMEDY}"
         )
