@@ -4,13 +4,6 @@
 namespace ptq::kv_cache {
 namespace {
 
-inline uint16_t bfloat16_bits(float x) {
-    uint32_t bits;
-    const float rounded = rounded_to_bfloat16(x);
-    std::memcpy(&bits, &rounded, sizeof bits);
-    return static_cast<uint16_t>(bits >> 16);
-}
-
 struct Grid {
     float scale, minimum;
     bool finite;
@@ -78,8 +71,8 @@ void append(const Append& p, int64_t first, int64_t last) {
             if (to.bits == 6) store_plane<2>(codes.data(), to.d, 4, word, stride);
             if (to.bits == 3) store_plane<1>(codes.data(), to.d, 2, word, stride);
             uint16_t* scales = to.scales_of(index, head) + t % chunk;
-            scales[0] = g.finite ? bfloat16_bits(g.scale) : 0x7fc0;
-            scales[chunk] = g.finite ? bfloat16_bits(g.minimum) : 0x7fc0;
+            scales[0] = g.finite ? to_bfloat16(g.scale) : 0x7fc0;
+            scales[chunk] = g.finite ? to_bfloat16(g.minimum) : 0x7fc0;
         }
     }
 }
