@@ -17,7 +17,7 @@ from jaxtyping import Float, Float64, Num
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.ops.op_declarations import call, declare, lasting
+from ptq.ops.op_declarations import call, declare, lasting, wants_gradient
 from ptq.ops.paley import paley, paley1, paley2, prime_power
 
 MAX_ORDER = 1 << 24  # far beyond any layer; bounds what a hostile checkpoint can ask for
@@ -264,7 +264,7 @@ def _run(x: Tensor, signs: Tensor | None, order: int | str, dim: int, transpose:
     if signs is not None:
         signs = signs.to(x.device, compute_dtype(x.dtype))
     if inplace:
-        if x.requires_grad and torch.is_grad_enabled():
+        if wants_gradient(x):
             raise InputError("a Hadamard transform in place has no gradient; leave inplace=True out")
         torch.ops.ptq.hadamard_(x, signs, factors, size, dim, transpose)
         torch.autograd.graph.increment_version(x)  # for what has saved x; ops of a library do not

@@ -1,6 +1,7 @@
 """How ops of the library `ptq::` are declared: schema, fake kernel (shapes, for `torch.compile`), reference in PyTorch.
 
-The reference serves every device for which no native kernel is registered (`ptq.ops.native`).
+The reference serves every device for which no native kernel is registered (`ptq.ops.native`). Autograd does not see
+what a kernel changes in place (`Tensor(a!)` in the schema): that is for tensors without a history.
 """
 
 from collections.abc import Callable, Iterator
