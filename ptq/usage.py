@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -32,7 +33,8 @@ def _exit_code(main: Callable[..., Any], *args: Any, **settings: Any) -> int:
     try:
         return main(*args, **{**settings, "standalone_mode": False}) or 0
     except UsageError as error:
-        path = error.ctx.command_path
+        program = settings.get("prog_name") or Path(sys.argv[0]).name
+        path = program if error.ctx is None else error.ctx.command_path  # None: an option without its value
         message = error.format_message().replace(": Value error, ", ": ").rstrip(".")
-        print(f"{path.split()[0]}: {message[:1].lower()}{message[1:]} (see `{path} --help`)", file=sys.stderr)
+        print(f"{program}: {message[:1].lower()}{message[1:]} (see `{path} --help`)", file=sys.stderr)
         return 2

@@ -310,6 +310,7 @@ def test_script_refuses_bad_input_in_one_sentence(run_script, model_folder, tmp_
         ((str(text), "--text", str(text)), "a file; pass the folder"),
         ((), "missing argument 'model' (see `"),
         ((folder, "--windows", "3"), "no such option: --windows (see `"),
+        ((folder, "--text"), "option '--text' requires an argument (see `"),
     ]:
         done = run_script(*arguments)
         assert (done.exit_code, done.stdout) == (2, ""), done.stderr

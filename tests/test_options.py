@@ -89,6 +89,8 @@ def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
     (["quarot"], "missing argument 'MODEL' (see `quantize quarot --help`)"),
     (["quaro"], "no such command 'quaro'. Did you mean 'quarot'? (see `quantize --help`)"),
     (["fp6", "demo", "out", "--no-such-option"], "no such option: --no-such-option (see `quantize fp6 --help`)"),
+    (["fp6", "demo", "out", "--element"], "option '--element' requires an argument (see `quantize --help`)"),
+    (["fp6", "demo", "out", "--report=3"], "option '--report' does not take a value (see `quantize --help`)"),
     (["quarot", "demo", "out", "--rounding", "up"], "invalid value for '--rounding': 'up' is not one of 'nearest', "),
 ])  # fmt: skip
 def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None:
