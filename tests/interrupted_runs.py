@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,3 +86,31 @@ def photographed(model: Path, folder: Path, recipe: Recipe) -> tuple[list[Path],
         camera = Camera(patch, folder / "run", folder / "album")
         ptq.quantize(model, folder / "run" / "out", recipe, QUIET)
     return [folder / "album" / str(i) for i in range(camera.pictures)], contents(folder / "run" / "out")
+
+
+def check_all_continue(pictures: list[Path], expected: dict[str, bytes], model: Path, recipe: Recipe) -> None:
+    for picture in pictures:
+        ptq.quantize(model, picture / "out", recipe, QUIET)
+        assert contents(picture / "out") == expected, picture
+        assert os.listdir(picture) == ["out"], picture
+
+
+def appeared(folder: Path) -> set[str]:
+    """Every path that there is now; folders vanish while they are read."""
+    return {os.path.join(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)}
+
+
+def kill_or_finish(process: Any, folder: Path, chance: random.Random) -> bool:
+    """Kill a process after a random number of new files and a random moment; True where it ended before."""
+    seen, new = appeared(folder), 0
+    moment = chance.randint(0, 12)
+    while process.is_alive() and new < moment:
+        now = appeared(folder)
+        new += len(now - seen)
+        seen |= now
+        time.sleep(0.0005)
+    time.sleep(chance.random() * 0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode in (0, -9)
+    return process.exitcode == 0

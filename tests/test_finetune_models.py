@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import check_refused, quantize
+from interrupted_runs import QUIET, check_all_continue, contents, photographed
 from safetensors.torch import load_file
 from test_engine import finish, start
-from test_resume import QUIET, check_all_continue, contents, photographed
 from tiny_models import DISTINCT, TINY, save_model
 from transformers import AutoModelForCausalLM
 

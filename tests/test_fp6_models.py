@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import check_refused, edit_tensors, listing, quantize
+from interrupted_runs import LOG, check_all_continue, kill_or_finish, photographed
 from safetensors.torch import load_file, save_file
 from test_engine import contents, finish, start
-from test_resume import LOG, check_all_continue, kill_or_finish, photographed
 from tiny_models import DISTINCT, save_model
 from transformers import AutoModelForCausalLM
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import by_role, check_refused, quantize
+from interrupted_runs import check_all_continue, photographed
+from interrupted_runs import recipe as gptq
 from safetensors.torch import load_file, save_file
 from test_fast_layer import counted_layers
-from test_resume import check_all_continue, photographed
-from test_resume import recipe as gptq
 from tiny_models import TINY, decode, save_model, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import check_refused, quantize
+from interrupted_runs import check_all_continue, contents, photographed
 from safetensors.torch import load_file, save_file
 from test_engine import finish, start
-from test_resume import check_all_continue, contents, photographed
 from tiny_models import TINY, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 

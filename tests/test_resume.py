@@ -4,13 +4,12 @@ import multiprocessing
 import os
 import random
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted_runs import QUIET, contents, photographed, quick, recipe
+from interrupted_runs import QUIET, check_all_continue, contents, kill_or_finish, photographed, quick, recipe
 from tiny_models import TINY, save_model
 
 import ptq
@@ -40,13 +39,6 @@ def crashed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list
 
 
 # --- a crash at every single change of the disk ---------------------------------------------------------------------
-
-
-def check_all_continue(pictures: list[Path], expected: dict[str, bytes], model: Path, recipe: Recipe) -> None:
-    for picture in pictures:
-        ptq.quantize(model, picture / "out", recipe, QUIET)
-        assert contents(picture / "out") == expected, picture
-        assert os.listdir(picture) == ["out"], picture
 
 
 def test_a_crash_at_any_moment_costs_nothing(crashed: tuple[list[Path], dict[str, bytes]], model: Path) -> None:
@@ -145,11 +137,6 @@ def child(model: Path, out: Path, recipe: Recipe) -> None:
     pipeline.quantize(model, out, recipe, QUIET)
 
 
-def appeared(folder: Path) -> set[str]:
-    """Every path that there is now; folders vanish while they are read."""
-    return {os.path.join(root, name) for root, folders, files in os.walk(folder) for name in (*folders, *files)}
-
-
 @pytest.mark.parametrize("tuned", [False, True], ids=["GPTQ", "fine-tuned"])
 def test_kill_and_continue_gives_the_same_bytes(tuned: bool, model: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # it imports once; its children start in a moment
@@ -179,19 +166,3 @@ def test_kill_and_continue_gives_the_same_bytes(tuned: bool, model: Path, tmp_pa
         assert contents(out) == expected
         assert os.listdir(out.parent) == ["out"]
     assert kills > 2 * runs, "most runs should be killed several times"
-
-
-def kill_or_finish(process: Any, folder: Path, chance: random.Random) -> bool:
-    """Kill a process after a random number of new files and a random moment; True where it ended before."""
-    seen, new = appeared(folder), 0
-    moment = chance.randint(0, 12)
-    while process.is_alive() and new < moment:
-        now = appeared(folder)
-        new += len(now - seen)
-        seen |= now
-        time.sleep(0.0005)
-    time.sleep(chance.random() * 0.005)
-    process.kill()
-    process.join()
-    assert process.exitcode in (0, -9)
-    return process.exitcode == 0
