@@ -14,9 +14,10 @@
 //                                 their scales, which no kernel of a model writes. It lets the next kernel begin, which
 //                                 will wait likewise
 //   prefetch(from, bytes)         into the L2 cache; multiples of 16
+//   prefetch_line(from)           likewise the 128 bytes around an address
 //   load<V>(from), store(to, V)   aligned as V is, in global or shared memory
-//   load_once<V>(from)            of global memory that is not written meanwhile nor read again; in its place in the
-//                                 order of instructions
+//   load_once(V&, from, wanted)   of global memory that is not written meanwhile nor read again, where it is wanted;
+//                                 in its place in the order of instructions
 //   copy_async<bytes>(shared, global), copy_commit(), copy_wait<pending>()
 //   mma<T>(c, a, b0, b1)          m16n8k16, T = Half or Bfloat16, float32 sums
 //   mma_u8s8(c, a, b0, b1)        m16n8k32, A unsigned, B signed bytes, int32 sums

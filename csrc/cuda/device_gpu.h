@@ -56,6 +56,10 @@ PTQ_DEVICE void prefetch([[maybe_unused]] const void* from, [[maybe_unused]] int
 #endif
 }
 
+PTQ_DEVICE void prefetch_line(const void* from) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
 PTQ_DEVICE void block_barrier() {
     __syncthreads();
 }
@@ -108,20 +112,22 @@ PTQ_DEVICE void store<Floats4>(void* to, Floats4 v) {
     *static_cast<float4*>(to) = {v.number[0], v.number[1], v.number[2], v.number[3]};
 }
 
+// With a predicate, where the compiler would branch around each.
 template <class V>
-PTQ_DEVICE V load_once(const void* from) {
-    V v;
+PTQ_DEVICE void load_once(V& v, const void* from, bool wanted) {
     if constexpr (sizeof(V) == 16)
-        asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
-                     : "l"(from));
+        asm volatile(
+            "{ .reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+            : "+r"(v.word[0]), "+r"(v.word[1]), "+r"(v.word[2]), "+r"(v.word[3])
+            : "l"(from), "r"(static_cast<int>(wanted)));
     else if constexpr (sizeof(V) == 8)
-        asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
-                     : "=r"(v.word[0]), "=r"(v.word[1])
-                     : "l"(from));
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %3, 0; @p ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2]; }"
+                     : "+r"(v.word[0]), "+r"(v.word[1])
+                     : "l"(from), "r"(static_cast<int>(wanted)));
     else
-        asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(v) : "l"(from));
-    return v;
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p ld.global.nc.L1::no_allocate.u32 %0, [%1]; }"
+                     : "+r"(v)
+                     : "l"(from), "r"(static_cast<int>(wanted)));
 }
 
 template <int bytes>

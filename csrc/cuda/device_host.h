@@ -53,6 +53,7 @@ inline void follow_previous() {
 inline void prefetch(const void* from, int bytes) {
     if (reinterpret_cast<uintptr_t>(from) % 16 || bytes % 16) fail("a misaligned prefetch");
 }
+inline void prefetch_line(const void*) {}
 
 inline void block_barrier() {
     Machine& m = machine;
@@ -105,8 +106,8 @@ V load(const void* from) {
     return value;
 }
 template <class V>
-V load_once(const void* from) {
-    return load<V>(from);
+void load_once(V& value, const void* from, bool wanted) {
+    if (wanted) value = load<V>(from);
 }
 template <class V>
 void store(void* to, V value) {

@@ -22,31 +22,33 @@ PTQ_BOTH constexpr int plane_width(int all, int low) {
     return all - low >= 4 ? 4 : all - low >= 2 ? 2 : 1;
 }
 
-// A lane's words of one block, out of shared memory, or `once` out of global memory. `from` is its part of the first
-// plane.
-template <class V, bool once>
-PTQ_DEVICE V load_plane(const void* from) {
+// A lane's words of one block, out of shared memory, or `once` out of global memory, where they are wanted. `from` is
+// its part of the first plane.
+template <bool once, class V>
+PTQ_DEVICE void load_plane(V& v, const void* from, bool wanted) {
     if constexpr (once)
-        return load_once<V>(from);
+        load_once(v, from, wanted);
     else
-        return load<V>(from);
+        v = load<V>(from);
 }
 template <int all, bool once = false, int low = 0>
-PTQ_DEVICE void load_block(const uint8_t* from, uint32_t (&words)[all]) {
+PTQ_DEVICE void load_block(const uint8_t* from, uint32_t (&words)[all], bool wanted = true) {
     constexpr int width = plane_width(all, low), first = plane_width(all, 0);
     const uint8_t* at = from + 128 * low + 4 * (width - first) * lane();
     if constexpr (width == 4) {
-        const Words4 v = load_plane<Words4, once>(at);
+        Words4 v{{words[low], words[low + 1], words[low + 2], words[low + 3]}};
+        load_plane<once>(v, at, wanted);
         PTQ_UNROLL
         for (int i = 0; i < 4; i++) words[low + i] = v.word[i];
     } else if constexpr (width == 2) {
-        const Words2 v = load_plane<Words2, once>(at);
+        Words2 v{{words[low], words[low + 1]}};
+        load_plane<once>(v, at, wanted);
         words[low] = v.word[0];
         words[low + 1] = v.word[1];
     } else {
-        words[low] = load_plane<uint32_t, once>(at);
+        load_plane<once>(words[low], at, wanted);
     }
-    if constexpr (low + width < all) load_block<all, once, low + width>(from, words);
+    if constexpr (low + width < all) load_block<all, once, low + width>(from, words, wanted);
 }
 template <int all>
 PTQ_DEVICE int lane_part() {
@@ -139,7 +141,7 @@ template <class S>
 struct Walk {
     const uint8_t* from[S::tiles];  // of the first block, this lane's part
     int left = 0;                   // blocks from it on
-    uint32_t words[S::steps][S::tiles][S::words];
+    uint32_t words[S::steps][S::tiles][S::words] = {};
 
     PTQ_DEVICE void begin(const uint8_t* weights, int n, int k, Range range, int tile) {
         left = range.last - range.first;
@@ -152,9 +154,9 @@ struct Walk {
         }
     }
     PTQ_DEVICE void fetch(int step) {
-        if (step >= left) return;
         PTQ_UNROLL
-        for (int r = 0; r < S::tiles; r++) load_block<S::words, true>(from[r] + step * S::block_bytes, words[step][r]);
+        for (int r = 0; r < S::tiles; r++)
+            load_block<S::words, true>(from[r] + step * S::block_bytes, words[step][r], step < left);
     }
     PTQ_DEVICE void advance() {
         left -= S::steps;

@@ -25,7 +25,7 @@ void dequantize_kernel(const Dequantize p) {
     const int blocks = (p.w.k + block_columns - 1) / block_columns, tile = block_x();
     const int block = block_y() * dequantize_warps + warp();
     if (block >= blocks) return;
-    uint32_t stored[Code::bits], words[Code::words];
+    uint32_t stored[Code::bits] = {}, words[Code::words];
     load_block<Code::bits, true>(p.w.fragments +
                                      (static_cast<int64_t>(tile) * blocks + block) * block_bytes(Code::bits) +
                                      lane_part<Code::bits>(),

@@ -19,7 +19,7 @@ bool has_room(int tokens, const Device& device) {
 }
 
 // How a product of few tokens is spread over the device: `buffers` of tokens, all of them where that leaves room for as
-// many blocks of threads as registers do, and as many `blocks` for all rows as finish together.
+// many blocks of threads as registers do, and as many `blocks` for all rows as run at once.
 struct Spread {
     int buffers, blocks;
     size_t shared_bytes;
@@ -32,8 +32,8 @@ Spread spread_of(const Weights& w, int tokens, int splits, const Device& device)
     const int buffers = bytes(chunks) <= room ? chunks : 2;
     if (!S::roams) return {buffers, groups, static_cast<size_t>(bytes(buffers))};
     const int resident = std::clamp(device.shared_per_processor / (bytes(buffers) + 1024), 1, S::resident);
-    const int at_once = std::max(1, device.processors * resident / splits), each = (groups + at_once - 1) / at_once;
-    return {buffers, (groups + each - 1) / each, static_cast<size_t>(bytes(buffers))};
+    const int at_once = std::max(1, device.processors * resident / splits);
+    return {buffers, std::min(groups, at_once), static_cast<size_t>(bytes(buffers))};
 }
 
 // Splits of the columns, where the rows alone would leave most of the device idle: with few of them, or, of products of

@@ -1,7 +1,9 @@
 // y = x W^T + bias for tokens x in float16 or bfloat16, with W in fragments: decoded in registers, multiplied on the
 // tensor cores with W as operand A. The numbers of codes are exact in both types; a group's sum is float32 and is
-// multiplied with the group's scale in float32. Sums over splits of the columns are added in their order. No torch
-// here.
+// multiplied with the group's scale in float32. Sums over splits of the columns are added in their order.
+//
+// Of up to 8 tokens, codes are multiplied as they are stored (`raw`), in a fifth fewer instructions; where that leaves
+// their zero in, the tokens are added up as well, by one more mma, to take it off each sum. No torch here.
 #pragma once
 
 #include "fragments_cuda/weights.cuh"
@@ -25,11 +27,13 @@ struct Linear {
 template <class T, class S>
 struct Sums {
     using Code = typename S::Code;
+    static constexpr bool raw = Code::has_raw && S::token_tiles == 1, has_ones = raw && Code::raw_one != 0;
     const Weights& w;
     const int first_half;
     Scales<S> scales, next;
     float sum[S::tiles][S::token_tiles][4] = {}, total[S::tiles][S::token_tiles][4] = {};
-    float scale[S::tiles][2] = {};
+    float ones[S::token_tiles][4] = {};  // of the tokens, in the group
+    float scale[S::tiles][2] = {}, zero[S::tiles][2] = {};
     typename Code::template Offset<T> offset[S::tiles][2] = {};
 
     PTQ_DEVICE Sums(const Weights& w_, Range range, int tile)
@@ -54,9 +58,13 @@ struct Sums {
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
         for (int i = 0; i < 4; i++) {
+            if constexpr (has_ones) sum[r][m][i] -= (Code::has_zeros ? zero[r][i / 2] : Code::zero) * ones[m][i];
             total[r][m][i] += scale[r][i / 2] * sum[r][m][i];
             sum[r][m][i] = 0;
         }
+        PTQ_UNROLL
+        for (int m = 0; m < S::token_tiles; m++) PTQ_UNROLL
+        for (int i = 0; i < 4; i++) ones[m][i] = 0;
     }
     PTQ_DEVICE void enter() {
         flush();
@@ -64,7 +72,10 @@ struct Sums {
         for (int r = 0; r < S::tiles; r++) PTQ_UNROLL
         for (int second = 0; second < 2; second++) {
             scale[r][second] = scales.number(r, second);
-            if (scales.zero_from) offset[r][second].set(scales.zero[r][second]);
+            if constexpr (raw)
+                zero[r][second] = static_cast<float>(scales.zero[r][second]);
+            else if (scales.zero_from)
+                offset[r][second].set(scales.zero[r][second]);
         }
         scales.advance();
     }
@@ -75,19 +86,44 @@ struct Sums {
             if (scales.enters(block, h)) enter();
             Words4 b[S::token_tiles];
             PTQ_UNROLL
-            for (int m = 0; m < S::token_tiles; m++)
+            for (int m = 0; m < S::token_tiles; m++) {
                 b[m] = load<Words4>(tokens + 8 * m * Buffers<S, 2>::row_bytes + 2 * half_columns * h);
-            PTQ_UNROLL
-            for (int u = 0; u < 2; u++) PTQ_UNROLL
-            for (int r = 0; r < S::tiles; r++) {
-                uint32_t a[4];
-                PTQ_UNROLL
-                for (int j = 0; j < 4; j++)
-                    a[j] = Code::template numbers<T>(words.of[r], 2 * h + u, j, offset[r][j % 2]);
-                PTQ_UNROLL
-                for (int m = 0; m < S::token_tiles; m++) mma<T>(sum[r][m], a, b[m].word[2 * u], b[m].word[2 * u + 1]);
+                if constexpr (raw)
+                    for (uint32_t& word : b[m].word) word = lifted<T>(word);
             }
+            PTQ_UNROLL
+            for (int u = 0; u < 2; u++) multiply(words, 2 * h + u, b);
         }
+    }
+    // One mma step of every row tile.
+    PTQ_DEVICE void multiply(const Words<S>& words, int s, const Words4 (&b)[S::token_tiles]) {
+        const int u = s % 2;
+        uint32_t a[4];
+        PTQ_UNROLL
+        for (int r = 0; r < S::tiles; r++) {
+            PTQ_UNROLL
+            for (int j = 0; j < 4; j++) {
+                if constexpr (raw)
+                    a[j] = Code::template raw<T>(words.of[r], s, j);
+                else
+                    a[j] = Code::template numbers<T>(words.of[r], s, j, offset[r][j % 2]);
+            }
+            PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++) mma<T>(sum[r][m], a, b[m].word[2 * u], b[m].word[2 * u + 1]);
+        }
+        if constexpr (has_ones) {
+            PTQ_UNROLL
+            for (int j = 0; j < 4; j++) a[j] = Code::raw_one << 4 * (j % 2);
+            PTQ_UNROLL
+            for (int m = 0; m < S::token_tiles; m++) mma<T>(ones[m], a, b[m].word[2 * u], b[m].word[2 * u + 1]);
+        }
+    }
+    // What a total of row `row` of a tile is to be multiplied with.
+    PTQ_DEVICE static float factor(int row) {
+        if constexpr (raw)
+            return Code::template raw_factor<T>(row / 8);
+        else
+            return Code::template factor<T>;
     }
 };
 
@@ -123,7 +159,7 @@ void linear_kernel(const Linear p) {
         feed.run(sums, S::roams && rows + p.blocks < groups ? tile_of(rows + p.blocks) : -1);
         sums.flush();
         hand_over<S, 2>(sums.total, rooms, turn++, [&](int a, int r, int row, int token, float sum) {
-            write_out(p, sum * S::Code::template factor<T>, tile_rows * ((rows * S::across + a) * S::tiles + r) + row,
+            write_out(p, sum * Sums<T, S>::factor(row), tile_rows * ((rows * S::across + a) * S::tiles + r) + row,
                       place.first_token + token);
         });
         if constexpr (!S::roams) return;

@@ -8,10 +8,15 @@
 //   numbers<T>(words, s, j, offset)    a pair in packed halves: code values times 1 / factor<T>, exactly
 //   factor<T>                          a power of two
 //   Offset<T>                          of a row and a group; set(zero)
+//   has_raw, raw<T>(words, s, j)       likewise in fewer instructions, or none: a pair as it is stored, zero included;
+//   raw_factor<T>(second)              of rows g + 8 second: values times 1 / raw_factor, once tokens are `lifted`
+//   raw_one                            1 likewise, of j = 0 (of 1 and 3 it lies 4 bits higher); 0 if there are no zeros
 //   bytes(words, s, second)            step s of row g + 8 second, columns 0, 2, 1, 3: values times 2^shift, plus zero
 //   whole_bytes                        whether all eight bits of them differ
 //   shift, zero                        of `bytes`; `zero` unless zeros are stored, which they can be if `has_zeros`
 #pragma once
+
+#include <type_traits>
 
 #include "cuda/numbers.cuh"
 #include "cuda/stream.cuh"
@@ -40,6 +45,17 @@ template <class Code_, int token_tiles_, int tiles_, int across_, int along_>
 struct Shape : StreamShape<Code_::bits, block_columns, token_tiles_, tiles_, across_, along_> {
     using Code = Code_;
 };
+
+// bfloat16 tokens that meet `raw` numbers, which are so small that products would vanish: times 2^80, so below 2^48.
+constexpr int lift = 80;
+template <class T>
+PTQ_DEVICE uint32_t lifted(uint32_t pair) {
+    if constexpr (std::is_same_v<T, Half>) return pair;
+    return fma2<T>(pair, static_cast<uint32_t>(127 + lift) << 7 | static_cast<uint32_t>(127 + lift) << 23, 0x80008000u);
+}
+PTQ_BOTH constexpr float power_of_two(int e) {
+    return e < 0 ? 0.5f * power_of_two(e + 1) : e > 0 ? 2 * power_of_two(e - 1) : 1;
+}
 
 // Before the wait for the kernel that makes the tokens: the blocks that a warp begins with, and their scales, into the
 // L2 cache.
@@ -83,7 +99,7 @@ struct Scales {
     int left;                  // groups from that one on
     int begins;                // its first half of 32 columns
     int halves;
-    bool inside;                  // a group may begin inside a block
+    int inside;                   // whether a group may begin inside a block
     uint32_t scale[S::tiles][2];  // bits of bfloat16: to do anything with them here would wait for them
     int zero[S::tiles][2];
 
@@ -92,6 +108,7 @@ struct Scales {
         zero_from = S::Code::has_zeros ? w.zero : nullptr;
         halves = w.halves;
         inside = w.groups > 1 && halves % 2;
+        keep(inside);
         int group = first_half / halves;
         group = group < w.groups ? group : w.groups - 1;
         left = w.groups - group;

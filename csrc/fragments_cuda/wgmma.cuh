@@ -112,7 +112,7 @@ struct WgmmaWalk {
                             lane_part<S::Code::bits>();
         PTQ_UNROLL
         for (int r = 0; r < S::tiles; r++) {
-            uint32_t stored[S::Code::bits], words[S::Code::words];
+            uint32_t stored[S::Code::bits] = {}, words[S::Code::words];
             load_block<S::Code::bits>(at + r * S::blocks * S::block_bytes, stored);
             PTQ_UNROLL
             for (int v = 0; v < S::Code::bits; v++) words[v] = stored[v];

@@ -52,6 +52,20 @@ struct Integer {
         }
     };
 
+    // Subnormal numbers are multiplied as exactly: code * 2^-24 or 2^-20 in float16, 2^-133 or 2^-129 in bfloat16.
+    static constexpr bool has_raw = bits == 4;
+    static constexpr uint32_t raw_one = 0x00010001u;
+    template <class T>
+    static PTQ_DEVICE uint32_t raw(const uint32_t (&all)[words], int s, int j) {
+        const uint32_t word = j < 2 ? all[s] : all[s] >> 8;
+        return word & (j % 2 ? 0x00f000f0u : 0x000f000fu);
+    }
+    template <class T>
+    static PTQ_DEVICE constexpr float raw_factor(int second) {
+        constexpr int power = std::is_same_v<T, Half> ? 24 : 133 - fragments::lift;
+        return second ? fragments::power_of_two(power - 4) : fragments::power_of_two(power);
+    }
+
     static PTQ_DEVICE void complete(uint32_t (&)[words]) {}
     template <class T>
     static PTQ_DEVICE uint32_t numbers(const uint32_t (&all)[words], int s, int j, const Offset<T>& o) {

@@ -79,6 +79,17 @@ struct Minifloat {
         else
             return scaled(all, s, j, 0x80008000u);  // plus -0
     }
+    // What numbers<Bfloat16> multiplies is left to tokens and results.
+    static constexpr bool has_raw = true;
+    static constexpr uint32_t raw_one = 0;
+    template <class T>
+    static PTQ_DEVICE uint32_t raw(const uint32_t (&all)[words], int s, int j) {
+        return placed<(std::is_same_v<T, Half> ? 10 : 7) - mantissa>(all, s, j);
+    }
+    template <class T>
+    static PTQ_DEVICE constexpr float raw_factor(int) {
+        return std::is_same_v<T, Half> ? factor<Half> : fragments::power_of_two(127 - bias - fragments::lift);
+    }
     static PTQ_DEVICE uint32_t bytes(const uint32_t (&all)[words], int s, int second) {
         static_assert(has_bytes);
         return byte_permute(scaled(all, s, second, middle), scaled(all, s, second + 2, middle), 0x6240);
