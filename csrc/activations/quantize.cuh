@@ -102,14 +102,14 @@ inline int threads_for(int k) {
 }
 
 // A token of k numbers by the block, or with `by_warp` by a warp; beyond k are zeros.
-template <class T>
-PTQ_DEVICE void quantize_lines(const Grid8& grid, const Line<T> (&lines)[held], int k, bool by_warp, int8_t* q,
+template <class T, int count>
+PTQ_DEVICE void quantize_lines(const Grid8& grid, const Line<T> (&lines)[count], int k, bool by_warp, int8_t* q,
                                float* scale, bool aligned, uint32_t* reduce, int threads) {
     const int worker = by_warp ? lane() : thread(), workers = by_warp ? 32 : threads;
     float v[unit];
     uint32_t top = 0;
     PTQ_UNROLL
-    for (int n = 0; n < held; n++) {
+    for (int n = 0; n < count; n++) {
         lines[n].get(v);
         PTQ_UNROLL
         for (int j = 0; j < unit; j++) top = larger(top, bits_of(v[j]) & 0x7fffffffu);
@@ -117,7 +117,7 @@ PTQ_DEVICE void quantize_lines(const Grid8& grid, const Line<T> (&lines)[held], 
     const Scale s = scale_of(grid, by_warp ? largest_in_warp(top) : largest_in_block(top, reduce, threads));
     if (worker == 0) *scale = s.scale;
     PTQ_UNROLL
-    for (int n = 0; n < held; n++) {
+    for (int n = 0; n < count; n++) {
         const int i = unit * (worker + n * workers);
         if (i >= k) break;
         lines[n].get(v);

@@ -153,6 +153,7 @@ PTQ_DEVICE Place place_of(const Transform& p) {
 template <class In, class Out, int tiles, Source source>
 PTQ_KERNEL(most_split_threads, 1)
 void split_kernel(const Transform p) {
+    prefetch_codes(p);
     follow_previous();
     Words4* matrix = reinterpret_cast<Words4*>(shared());
     uint32_t* reduce = reinterpret_cast<uint32_t*>(matrix + 32 * tiles * tiles);

@@ -36,29 +36,33 @@ PTQ_DEVICE void load_matrix(const Transform& p, int tiles, Words4* to) {
     }
 }
 
-// The token at `start` after the norm or the gate, and times the signs, in shared memory.
+// Before the wait for earlier kernels: a decoded token waits for nothing else from memory that is not in the L2 cache.
+PTQ_DEVICE void prefetch_codes(const Transform& p) {
+    if (const int at = 128 * thread(); p.factors.count && at < p.split.rows * p.split.rows / 4)
+        prefetch_line(p.factors.codes[0] + at);
+}
+
+// The token at `start` after the norm, and times the signs, in shared memory.
 template <class In, Source source>
 PTQ_DEVICE void stage(const Transform& p, int64_t start, int token, const float* norms, float* buffer) {
     const In* in = static_cast<const In*>(p.input.added ? p.input.sum : p.in) + start;
-    const In* beside = p.input.up ? static_cast<const In*>(p.input.up) + start : static_cast<const In*>(p.input.gain);
+    const In* gain = static_cast<const In*>(p.input.gain);
     constexpr int together = 8 / sizeof(In);
     const int step = 8 * p.threads;
     for (int first = 8 * thread(); first < token; first += together * step) {
         Line<In> lines[together], others[together];
         load_lines(in, first, step, token, p.vectorised, lines);
-        if (beside) load_lines(beside, first, step, token, p.vectorised, others);
+        if (gain) load_lines(gain, first, step, token, p.vectorised, others);
         PTQ_UNROLL
         for (int n = 0; n < together; n++) {
             const int i = first + n * step;
             if (i >= token) break;
             float v[8], other[8];
             lines[n].get(v);
-            if (beside) {
+            if (gain) {
                 others[n].get(other);
                 PTQ_UNROLL
-                for (int j = 0; j < 8; j++)
-                    v[j] = p.input.up ? inputs::gated<In>(v[j], other[j])
-                                      : inputs::normed<In>(p.input, v[j], other[j], norms[0]);
+                for (int j = 0; j < 8; j++) v[j] = inputs::normed<In>(p.input, v[j], other[j], norms[0]);
             }
             if constexpr (source == Source::split) {
                 if (p.signs && !p.signs_last) {

@@ -2,7 +2,7 @@
 // memory as float32. No torch here.
 //
 // A chunk is `per_block` vectors, one after the other in memory; its element i lies at `padded(i)` in shared memory.
-//   1. load      16 neighbouring elements per thread: norm or gate (activations/input.cuh), signs, scale, the steps of
+//   1. load      16 neighbouring elements per thread: norm (activations/input.cuh), signs, scale, the steps of
 //                Sylvester's matrix inside them
 //   2. first     the steps from distance 16 on, up to 5 of them in registers
 //   3. later     the steps from distance 256 on, up to 5 at once
@@ -138,17 +138,10 @@ PTQ_DEVICE void find_norms(const Transform& p, int64_t start, int elements, floa
     block_barrier();
 }
 
-// What a norm or a gate makes of a line that begins at element `first` of the chunk.
+// What a norm makes of a line that begins at element `first` of the chunk.
 template <class In>
-PTQ_DEVICE void make_input(const Transform& p, int64_t start, int first, int left, const float* norms,
-                           float (&v)[line]) {
+PTQ_DEVICE void make_input(const Transform& p, int first, int left, const float* norms, float (&v)[line]) {
     float other[line];
-    if (p.input.up) {
-        load_numbers(static_cast<const In*>(p.input.up) + start + first, left, p.vectorised, other);
-        PTQ_UNROLL
-        for (int i = 0; i < line; i++) v[i] = inputs::gated<In>(v[i], other[i]);
-        return;
-    }
     const In* gain = static_cast<const In*>(p.input.gain);
     const int k = p.order * p.blocks;
     int token = first / k, column = first % k;
@@ -168,12 +161,12 @@ PTQ_DEVICE void make_input(const Transform& p, int64_t start, int first, int lef
 // Pass 1 of the chunk; `fetched` is null where nothing was fetched ahead.
 template <class In, class Out>
 PTQ_DEVICE void load_pass(const Transform& p, const Sink<Out>& sink, const In* in, const In* fetched,
-                          const float* norms, int64_t start, int elements) {
+                          const float* norms, int elements) {
     for (int u = thread(); u * line < elements; u += p.threads) {
         float v[line];
         load_numbers((fetched ? fetched : in) + u * line, elements - u * line, fetched || p.vectorised, v);
         if constexpr (takes_input<In, Out>)
-            if (p.input.gain || p.input.up) make_input<In>(p, start, u * line, elements - u * line, norms, v);
+            if (p.input.gain) make_input<In>(p, u * line, elements - u * line, norms, v);
         const int token = p.order * p.blocks;
         int s = p.signs && !p.signs_last ? (sink.column + u * line) % token : 0;
         PTQ_UNROLL
@@ -279,7 +272,7 @@ void transform_kernel(const Transform p) {
         if (fetched) copy_wait<0>();
         if constexpr (takes_input<In, Out>)
             if (p.input.gain) find_norms<In>(p, start, elements, norms, reinterpret_cast<float*>(reduce));
-        load_pass(p, sink, in + start, fetched, norms, start, elements);
+        load_pass(p, sink, in + start, fetched, norms, elements);
         if (fetched && chunk + p.grid < p.chunks)
             fetch(p, in + start_of(chunk + p.grid), fetched, size_of(chunk + p.grid));
         [[maybe_unused]] const float* result = transform_chunk<In, dense>(p, sink, out, signs_of_factors, elements);

@@ -123,7 +123,7 @@ inline bool plan(const Task& t, const Device& device, Transform& p) {
     for (int i = 0; left > 0; i++) left -= p.later[i] = left > 5 ? 4 : left;
     const int64_t elements = static_cast<int64_t>(p.per_block) * t.order;
     p.threads = elements >= 16384 ? (p.factors.count ? 512 : 320) : elements >= 2048 ? 256 : 64;
-    p.prefetch = elements > 8192 && !t.input.gain && !t.input.up;
+    p.prefetch = elements > 8192 && !t.input.gain;
     const int element = size_of(t.element);
     if (p.prefetch && shared_bytes(p, element) > static_cast<size_t>(device.shared_per_block)) p.prefetch = false;
     const size_t bytes = shared_bytes(p, element);
@@ -140,7 +140,7 @@ const char* run_split(const Transform& p, Stream stream) {
     const size_t bytes = split_bytes(p);
     if constexpr (sizeof(In) == 2)
         if (!p.signs || p.signs_last)
-            return p.input.gain || p.input.up || !p.vectorised
+            return p.input.gain || !p.vectorised
                        ? launch<split_kernel<In, Out, tiles, Source::treated>>(grid, p.threads, bytes, stream, p)
                        : launch<split_kernel<In, Out, tiles, Source::plain>>(grid, p.threads, bytes, stream, p);
     return launch<split_kernel<In, Out, tiles, Source::split>>(grid, p.threads, bytes, stream, p);

@@ -16,6 +16,7 @@ struct Tokens {
     int64_t tokens;
     int k, threads;
     bool by_warp;  // a warp for each token, else a block
+    bool few;      // tokens: then what they wait for counts
     bool aligned;  // all pointers and rows are multiples of 16 bytes
     activations::Grid8 grid;
 };
@@ -74,18 +75,20 @@ void reading_input_kernel(const Tokens p) {
     }
 }
 
-// The same of tokens that the threads can hold: a thread has its part of one stretch of the sum of squares.
-template <class T, bool quantised>
+// The same of tokens that the threads can hold, each `held` lines: a thread has its part of one stretch of the sum of
+// squares.
+template <class T, bool quantised, int held>
 PTQ_KERNEL(activations::most_threads, sizeof(T) == 4 ? 1 : 2)
 void input_kernel(const Tokens p) {
+    constexpr bool at_once = held == 1;  // there are registers for all that it reads
+    if (p.few && p.in.gain && p.aligned && thread() == 0) prefetch(p.in.gain, p.k * static_cast<int>(sizeof(T)));
     follow_previous();
-    constexpr int held = activations::held;
     const int worker = p.by_warp ? lane() : thread(), workers = p.by_warp ? 32 : p.threads;
     const int64_t token = p.by_warp ? static_cast<int64_t>(block_x()) * (p.threads / 32) + warp() : block_x();
     if (token >= p.tokens) return;
     const int64_t start = token * p.k;
     float* reduce = reinterpret_cast<float*>(shared());
-    Line<T> lines[held], beside[held];
+    Line<T> lines[held], added[held], beside[held];
     const auto fetch = [&](const void* from, int64_t at, Line<T>(&to)[held]) {
         load_lines(static_cast<const T*>(from) + at, unit * worker, unit * workers, p.k, p.aligned, to);
     };
@@ -94,20 +97,22 @@ void input_kernel(const Tokens p) {
         if (i < p.k) store_numbers(static_cast<T*>(out) + start + i, p.k - i, p.aligned, v);
     };
     float v[unit], other[unit], inverse = 0;
+    const auto fetch_beside = [&] { fetch(p.in.gain ? p.in.gain : p.in.up, p.in.gain ? 0 : start, beside); };
     fetch(p.x, start, lines);
+    if constexpr (at_once) fetch_beside();
     if (p.in.added) {
-        fetch(p.in.added, start, beside);
+        fetch(p.in.added, start, added);
         PTQ_UNROLL
         for (int n = 0; n < held; n++) {
             lines[n].get(v);
-            beside[n].get(other);
+            added[n].get(other);
             PTQ_UNROLL
             for (int j = 0; j < unit; j++) v[j] = rounded<T>(add(v[j], other[j]));
             give(p.in.sum, n, v);
             lines[n].set(v);
         }
     }
-    fetch(p.in.gain ? p.in.gain : p.in.up, p.in.gain ? 0 : start, beside);
+    if constexpr (!at_once) fetch_beside();
     if (p.in.gain) {
         float total = 0;
         PTQ_UNROLL
@@ -173,18 +178,23 @@ template <class T>
 const char* run_input(const Tokens& tokens, Stream stream) {
     Tokens p = tokens;
     if (p.tokens == 0) return nullptr;
+    constexpr int few = 64, held = activations::held;
+    p.few = p.tokens <= few;
     p.by_warp = p.k <= 32 * unit;
     p.threads = p.by_warp ? 128 : activations::threads_for(p.k);
     const int each = p.by_warp ? p.threads / 32 : 1;
     const Grid grid{static_cast<unsigned>((p.tokens + each - 1) / each)};
     constexpr size_t bytes = activations::reduce_bytes;
-    // On an H200 short tokens are faster read again, from the L1 cache, than held: more blocks of threads run at once.
-    const bool reads_again = p.k < 8192 || p.k > unit * activations::held * activations::most_threads;
-    if (reads_again && !p.by_warp)
+    if (p.by_warp || (p.few && p.k <= unit * activations::most_threads))
+        return p.scale ? launch<input_kernel<T, true, 1>>(grid, p.threads, bytes, stream, p)
+                       : launch<input_kernel<T, false, 1>>(grid, p.threads, bytes, stream, p);
+    // On an H200 many short tokens are faster read again, from the L1 cache, than held: more blocks of threads run at
+    // once.
+    if ((p.k < 8192 && !p.few) || p.k > unit * held * activations::most_threads)
         return p.scale ? launch<reading_input_kernel<T, true>>(grid, p.threads, bytes, stream, p)
                        : launch<reading_input_kernel<T, false>>(grid, p.threads, bytes, stream, p);
-    return p.scale ? launch<input_kernel<T, true>>(grid, p.threads, bytes, stream, p)
-                   : launch<input_kernel<T, false>>(grid, p.threads, bytes, stream, p);
+    return p.scale ? launch<input_kernel<T, true, held>>(grid, p.threads, bytes, stream, p)
+                   : launch<input_kernel<T, false, held>>(grid, p.threads, bytes, stream, p);
 }
 template <class T>
 const char* run_gate(const Gate& p, Stream stream) {

@@ -85,6 +85,17 @@ def test_treated_inputs(order: int, blocks: int, bits: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("order, blocks", [(8192, 1), (14336, 1), (28672, 1), (8192, 2), (4096, 1)])
+def test_gates_and_their_transforms(order: int, blocks: int, dtype: torch.dtype) -> None:
+    """Of few long tokens in launches of their own: the numbers of both ops, to the bit."""
+    factors, _ = hadamard.dense_factors(order, GPU)
+    for tokens in (1, 8, 9):
+        gate, up = (random(tokens, blocks * order, dtype=dtype, seed=seed).to(GPU) for seed in (1, 2))
+        (found,) = OPS.gate_input(gate, up, None, factors, order, 0, 1.0)
+        assert torch.equal(found, hadamard.apply(OPS.silu_mul(gate, up), None, order))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("order", [64, 4096, 14336, 65536])
 def test_transform_back_to_another_type(order: int, dtype: torch.dtype) -> None:
     x, signs = random(5, order).to(GPU), random(order, seed=1).sign().to(GPU)

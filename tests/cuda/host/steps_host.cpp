@@ -26,7 +26,8 @@ const char* first_of(const char* error, std::initializer_list<const Buffer*> buf
 }  // namespace
 
 // The input of `tokens` tokens of `blocks` * `order` numbers, in one launch: the norm of x (+ added) where there is a
-// gain, else silu(x) * up. order 0: no transform, of k = blocks numbers. flat: a gate without regard to tokens.
+// gain, else silu(x) * up, which stands before no transform. order 0: no transform, of k = blocks numbers. flat: a gate
+// without regard to tokens.
 extern "C" const char* test_input(int backwards, int type, const void* x, const void* added, const void* gain,
                                   const void* up, const float* signs, void* sum, void* out, float* scale, int tokens,
                                   int blocks, int order, const float* norm, int round_first, const float* grid8,
@@ -55,7 +56,8 @@ extern "C" const char* test_input(int backwards, int type, const void* x, const 
         const Gate p{xs.data(), us.data(), y.data(), int64_t{tokens} * k, !misalign};
         error = with_type(type, [&]<class T>() { return run_gate<T>(p, nullptr); });
     } else if (order == 0) {
-        const Tokens p{in, xs.data(), y.data(), token_scale, tokens, k, 0, false, !misalign && k % unit == 0, grid};
+        const Tokens p{in,  xs.data(), y.data(), token_scale, tokens, k, 0, false, false, !misalign && k % unit == 0,
+                       grid};
         error = with_type(type, [&]<class T>() { return run_input<T>(p, nullptr); });
     } else {
         std::vector<Buffer> code_buffers;
