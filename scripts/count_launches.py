@@ -57,7 +57,8 @@ class Launches(TorchDispatchMode):
         space, _, name = func.name().partition("::")
         name = name.partition(".")[0]
         if space == "ptq":
-            self.counts[name] += OWN.get(name, 1)
+            transformed = name == "gate_input" and args[4] > 0  # the gate, then its transform
+            self.counts[name] += OWN.get(name, 1) + transformed
         elif name not in FREE and not _is_view(result, (args, kwargs)):
             self.counts[name] += 1
         return result

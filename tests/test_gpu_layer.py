@@ -78,7 +78,24 @@ def test_a_model_is_the_same_to_the_bit(name: str, count: ModuleType, monkeypatc
     monkeypatch.setattr(gpu_layer, "run", lambda *given: calls.append(run(*given)) or calls[-1])
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     assert torch.equal(logits(model, count, ids), wanted)
-    assert len(calls) == 6 and all(isinstance(call, Tensor) for call in calls)
+    assert len(calls) == 6 and None not in calls
+
+
+@torch.no_grad()
+def test_the_sum_behind_a_layer_is_left_to_the_next_one(count: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless somebody listens to a layer."""
+    monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
+    model = count.packed.build(RECIPES["W4A16"], count.packed.config_of("tiny"), CPU, torch.float32)
+    ids, calls, run = torch.tensor([[5, 9]]), [], gpu_layer.run
+    monkeypatch.setattr(gpu_layer, "run", lambda *given: calls.append(given[2]) or run(*given))
+    wanted = model(ids).logits
+    assert [added is None for added in calls] == [True, False]
+    heard = []
+    handle = model.model.layers[1].register_forward_hook(lambda layer, given, y: heard.append(y))
+    assert torch.equal(model(ids).logits, wanted) and len(heard) == 1
+    assert [added is None for added in calls[2:]] == [True, True]
+    handle.remove()
+    assert torch.equal(model(ids).logits, wanted) and calls[5] is not None
 
 
 @torch.no_grad()

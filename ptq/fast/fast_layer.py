@@ -102,10 +102,8 @@ class FastForward:
         layer = self.layer
         if not args and not layer.training and not torch.compiler.is_compiling():
             if matmul.lies_on_gpu(hidden_states):
-                if self.on_cpu.watched:
-                    self.on_cpu.forget()  # replaced weights would stay in memory
-                steps = self.on_gpu.if_unheard(layer) if multiplier(layer) == 1 else None
-                found = None if steps is None else gpu_layer.run(steps, hidden_states, kwargs)
+                parts = self.on_gpu_in_parts(hidden_states, None, kwargs)
+                found = None if parts is None else parts[0] + parts[1]
             else:
                 if self.on_gpu.watched:
                     self.on_gpu.forget()  # merged weights would stay on the GPU
@@ -113,6 +111,15 @@ class FastForward:
             if found is not None:
                 return found
         return type(layer).forward(layer, hidden_states, *args, **kwargs)
+
+    def on_gpu_in_parts(
+        self, x: Float[Tensor, "b t k"], added: Float[Tensor, "b t k"] | None, others: dict[str, Any]
+    ) -> tuple[Tensor, Tensor] | None:
+        """`ptq.fast.gpu_layer.run`; None also for layers that it does not take."""
+        if self.on_cpu.watched:
+            self.on_cpu.forget()  # replaced weights would stay in memory
+        steps = self.on_gpu.if_unheard(self.layer) if multiplier(self.layer) == 1 else None
+        return None if steps is None else gpu_layer.run(steps, x, added, others)
 
 
 def install(model: nn.Module) -> None:

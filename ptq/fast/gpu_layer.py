@@ -72,18 +72,24 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     )
 
 
-def run(steps: Steps, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor | None:
-    """What the layer makes of x, with what else it was called with; None where its own code must do that."""
+def run(
+    steps: Steps, x: Float[Tensor, "b t k"], added: Float[Tensor, "b t k"] | None, others: dict[str, Any]
+) -> tuple[Tensor, Tensor] | None:
+    """What the layer makes of x (+ added), with what else it was called with: two tensors whose sum it is, which the
+    next layer's norm adds up. None where the layer's own code must do that."""
     (first_norm, second_norm), attention = steps.norms, steps.attention
-    if torch.is_grad_enabled() or not matmul.gpu_ops_serve(x, first_norm[0], second_norm[0]):
+    inputs = (x,) if added is None else (x, added)
+    if torch.is_grad_enabled() or not matmul.gpu_ops_serve(*inputs, first_norm[0], second_norm[0]):
         return None  # attention alone may have what wants a gradient: a cache, an adapter
-    seen = torch.ops.ptq.norm_input(x, None, *first_norm, *steps.first[0].treatment())
+    seen = torch.ops.ptq.norm_input(x, added, *first_norm, *steps.first[0].treatment())
+    if added is not None:
+        x, *seen = seen
     with Given(x, dict(zip(steps.first, products(steps.first, steps.merged[0], seen, x, MERGED_ROWS[0]), strict=True))):
         attended = attention(hidden_states=x, **others)[0]
     total, *seen = torch.ops.ptq.norm_input(x, attended, *second_norm, *steps.gated[0].treatment())
     gated = products(steps.gated, steps.merged[1], seen, x, MERGED_ROWS[1])
     gate, up = (linear.output_of(y, x.dtype) for linear, y in zip(steps.gated, gated, strict=True))
-    return total + fast_steps.down(steps.down, gate, up)
+    return total, fast_steps.down(steps.down, gate, up)
 
 
 def products(

@@ -1,6 +1,8 @@
-"""Decoder layers one behind another in one call, of few decoded tokens on the CPU (`ptq.fast.cpu_layer`).
+"""Decoder layers one behind another in one call: of few decoded tokens on the CPU (`ptq.fast.cpu_layer`), and of any
+number of tokens on a GPU (`ptq.fast.gpu_layer`).
 
-Between two layers of a decoded token Python runs, on objects that the weights have pushed out of the caches. So the
+On the CPU Python runs between two layers of a decoded token, on objects that the weights have pushed out of the caches.
+On a GPU the sum at the end of a layer would be a launch of its own, and is part of the next layer's first norm. So the
 model's own forward is given other layers to go through: the first one of a run answers for all of it, and those behind
 give their input back. It is the same forward on the same model, seen through a class of which `layers` alone is another
 (`_view_class`).
@@ -27,6 +29,7 @@ from ptq.fast import cpu_layer, fast_attention, fast_layer
 from ptq.fast.trials import hollow, trial
 from ptq.fast.watched import Watched
 from ptq.kv.attention import CACHE
+from ptq.ops import matmul
 
 LAYERS = "layers"
 CACHES = {CACHE, "past_key_values"}
@@ -46,6 +49,7 @@ class Run:
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
+        self.heard = Watched([], layers)
         self.forget()
 
     def forget(self) -> None:
@@ -54,6 +58,9 @@ class Run:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         x = hidden_states
+        if not args and matmul.lies_on_gpu(x) and not self.heard.must_be_called():
+            self.forget()
+            return self._on_gpu(x, kwargs)
         for layers, found in [Segment(self.layers, [])] if args else self._segments(x):
             y = cpu_layer.run(found, x, kwargs, list(map(fast_layer.multiplier, layers))) if found else None
             if y is None:
@@ -62,6 +69,17 @@ class Run:
             else:
                 x = y
         return x
+
+    def _on_gpu(self, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor:
+        added: Tensor | None = None  # to x
+        for layer in self.layers:
+            fast = fast_layer.fast_forward_of(layer)
+            parts = None if fast is None else fast.on_gpu_in_parts(x, added, others)
+            if parts is None:
+                x, added = layer(x if added is None else x + added, **others), None
+            else:
+                x, added = parts
+        return x if added is None else x + added
 
     def _segments(self, x: Float[Tensor, "b t k"]) -> list[Segment]:
         """How the layers are called now, where the first of them is given x."""
@@ -169,7 +187,7 @@ def _forward(model: Any, substitutes: Substitutes, *args: Any, **kwargs: Any) ->
     """The forward of a model with runs."""
     view = model
     if not torch.compiler.is_compiling():
-        if not args and _are_few(model, **kwargs):
+        if not args and _fits(model, **kwargs):
             view = object.__new__(_view_class(type(model)))
             object.__setattr__(view, "__dict__", vars(model))
             object.__setattr__(view, LAYERS, substitutes.current(model))
@@ -179,13 +197,16 @@ def _forward(model: Any, substitutes: Substitutes, *args: Any, **kwargs: Any) ->
     return type(model).forward(view, *args, **kwargs)
 
 
-def _are_few(model: Any, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> bool:
-    """Whether these are few tokens behind others, on the CPU, and nothing is asked for but what comes of them."""
+def _fits(model: Any, input_ids: Any = None, inputs_embeds: Any = None, **others: Any) -> bool:
+    """Whether these are few tokens behind others on the CPU, or any on a GPU, and nothing is asked for but what comes
+    of them."""
     x = inputs_embeds if input_ids is None else input_ids
-    if not isinstance(x, Tensor) or x.dim() < 2 or not x.is_cpu or model.training:
+    if not isinstance(x, Tensor) or x.dim() < 2 or model.training:
         return False
-    if x.shape[1] > fast_attention.MOST_TOKENS or all(others.get(name) is None for name in CACHES):
-        return False
+    if not matmul.lies_on_gpu(x):
+        behind = any(others.get(name) is not None for name in CACHES)
+        if not x.is_cpu or not behind or x.shape[1] > fast_attention.MOST_TOKENS:
+            return False
     if any(value is not None and value is not False for name, value in others.items() if name not in GIVEN):
         return False
     config = model.config
