@@ -80,6 +80,27 @@ def test_damaged_work_is_refused(
     check_needs_restart(folder, model, folder / "out.work" / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "not_there"),
+    [
+        ("hidden/0/00000.safetensors", "hidden/0/complete", "hidden/1"),
+        ("hessians/0.safetensors", "hessians/0.safetensors", "linears/model.layers.0.self_attn.q_proj.json"),
+        ("probe/0.safetensors", "probe/0.safetensors", "probe/1.safetensors"),
+    ],
+)
+def test_one_wrong_number_is_seen(
+    name: str, there: str, not_there: str, crashed: tuple[list[Path], dict[str, bytes]], model: Path, tmp_path: Path
+) -> None:
+    """Else it would go into the result, and nobody would know."""
+    folder = moment(crashed, tmp_path, there, not_there)
+    path = folder / "out.work" / name
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 64
+    path.write_bytes(data)
+    check_needs_restart(folder, model, path)
+    assert contents(folder / "out") == crashed[1]
+
+
 def test_work_without_its_record(crashed: tuple[list[Path], dict[str, bytes]], model: Path, tmp_path: Path) -> None:
     folder = moment(crashed, tmp_path, "hidden/0/complete", "hidden/1")
     (folder / "out.work/work.json").unlink()

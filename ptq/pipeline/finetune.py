@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ptq.errors import RunError
 from ptq.files import unfinished
-from ptq.files.shards import write_tensors
 from ptq.pipeline import rewrite
 from ptq.pipeline.tuned import Trained, Values
 from ptq.planning.plan import LinearPlan, Plan
@@ -175,7 +174,7 @@ def _save(state: _State, file: Path) -> None:
     tensors = {f"{kind}/{name}": tensor for kind, values in kinds.items() for name, tensor in values.items()}
     tensors["losses"] = torch.tensor(state.losses, dtype=torch.float64)
     tensors["counts"] = torch.tensor([state.steps, state.failures])
-    write_tensors(file, tensors, durable=False)
+    unfinished.write_tensors(file, tensors)
 
 
 def _load(task: Task) -> _State:

@@ -19,7 +19,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq.files import unfinished
-from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
@@ -166,7 +165,7 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
     for linear in turn.group:  # it is in the shards now
         del values[f"{linear.name}.weight"]
     found = {**values, **best, f"{LOSSES}{turn.number} {task.name}": torch.tensor(losses, dtype=torch.float64)}
-    write_tensors(turn.file, found, durable=False)
+    unfinished.write_tensors(turn.file, found)
     task.file.unlink()
 
 

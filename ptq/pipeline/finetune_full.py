@@ -17,7 +17,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ptq.files import unfinished
-from ptq.files.shards import write_tensors
 from ptq.hf.blocks import Part
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import available, finetune, tuned
@@ -69,7 +68,7 @@ def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> 
     with progress.training(sum(linear.n * linear.k for linear in tasks.job.plan.linears), epochs) as tell:
         best, losses = finetune.fit(task, tell)
     found = {**best, "losses": torch.tensor(losses, dtype=torch.float64)}
-    write_tensors(task.file.with_name("full.safetensors"), found, durable=False)
+    unfinished.write_tensors(task.file.with_name("full.safetensors"), found)
     task.file.unlink()
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ptq.errors import InputError, RunError, refused
 from ptq.files import unfinished
-from ptq.files.shards import write_tensors
 from ptq.hf.blocks import UNRUN, Part
 from ptq.hf.routing import Routes, recorded, replayed
 from ptq.pipeline import rewrite
@@ -44,7 +43,7 @@ class Probe:
             "rotated": self.job.embed(source, ids, "rotated"),
             "packed": self.job.embed(packed, ids),
         }
-        write_tensors(self._file(0), {**states, "ids": ids}, durable=False)
+        unfinished.write_tensors(self._file(0), {**states, "ids": ids})
 
     def run_original(
         self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
@@ -97,15 +96,15 @@ class Probe:
         """Keep what has left a block, and what was seen inside; what entered it is needed no more."""
         seen = {f"{side}{k}": v for side, found in zip(SIDES, (before, after), strict=True)
                 for k, v in to_tensors(found).items()}  # fmt: skip
-        write_tensors(self.work / "outliers" / f"{index}.safetensors", seen, durable=False)
-        write_tensors(self._file(index + 1), left, durable=False)
+        unfinished.write_tensors(self.work / "outliers" / f"{index}.safetensors", seen)
+        unfinished.write_tensors(self._file(index + 1), left)
         if index:
             self._file(index).unlink(missing_ok=True)
 
     def replace(self, packed: Float[Tensor, "rows t k"]) -> None:
         """Put the states of another packed model, as they left its last block, in the place of the packed ones here."""
         states = unfinished.read_tensors(file := self._file(self.job.plan.blocks))
-        write_tensors(file, {**states, "packed": packed}, durable=False)
+        unfinished.write_tensors(file, {**states, "packed": packed})
 
     def states(self, index: int) -> dict[str, Tensor]:
         """The states as they enter a block, or leave the last one, by model; of the first also the `ids`."""

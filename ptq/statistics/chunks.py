@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptq.engine import Workers
 from ptq.files import unfinished
-from ptq.files.shards import write_json, write_tensors
+from ptq.files.shards import write_json
 
 CHUNK_TOKENS = 1024
 """Calibration tokens that go through a block at a time: bounds the memory of activations."""
@@ -33,7 +33,7 @@ class Chunks:
         for number in sorted(self.workers.share(range(count))):
             path = folder / f"{number:05d}.safetensors"
             if not path.exists():
-                write_tensors(path, {"hidden": chunk(number)}, durable=False)
+                unfinished.write_tensors(path, {"hidden": chunk(number)})
         self.workers.wait()
         if self.workers.first:
             write_json(self._mark(index), {"chunks": count}, durable=False)

@@ -10,9 +10,8 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from ptq.engine import Workers
-from ptq.files.checkpoint import read_tensor
-from ptq.files.header import read_header
-from ptq.files.shards import write_tensors
+from ptq.files import unfinished
+from ptq.files.unfinished import Stored
 from ptq.hf.blocks import Part
 from ptq.ops import gram, matmul, memory
 from ptq.planning.outline import alike
@@ -67,12 +66,12 @@ class Hessians:
                 sums, counts = observe(part, names, some, same, crossed)
                 panels = {f"{name}.{i}": panel for name in sums for i, panel in enumerate(sums[name])}
                 panels |= {f"{name}.{TOKENS}": torch.tensor([count]) for name, count in counts.items()}
-                write_tensors(files[number], panels, durable=False)
+                unfinished.write_tensors(files[number], panels)
                 del sums, panels
         self.workers.wait()
         memory.give_back()
         if self.workers.first:
-            write_tensors(self._file(key), merged(files), durable=False)
+            unfinished.write_tensors(self._file(key), merged(files))
             for file in files:
                 file.unlink()
         self.workers.wait()
@@ -87,8 +86,8 @@ class Hessians:
 
     def tokens(self, key: str, names: Iterable[str]) -> int:
         """How many tokens were seen at these inputs."""
-        infos = read_header(self._file(key))[0]
-        return sum(int(read_tensor(self._file(key), infos[f"{name}.{TOKENS}"])) for name in names)
+        stored = Stored(self._file(key))
+        return sum(int(stored.read(f"{name}.{TOKENS}")) for name in names)
 
     def of(self, key: str, linear: LinearPlan, plan: Plan) -> tuple[Float32[Tensor, "k k"] | None, dict[str, Any]]:
         """The Hessian that a linear is rounded with, and what the record says of it. An expert's is drawn towards the
@@ -104,8 +103,7 @@ class Hessians:
 
     def cross(self, key: str, name: str) -> Float32[Tensor, "k k"]:
         """The cross moments of one input."""
-        path = self._file(key)
-        return read_tensor(path, read_header(path)[0][f"{name}.{CROSS}.0"]).to(self.device)
+        return Stored(self._file(key)).read(f"{name}.{CROSS}.0").to(self.device)
 
     def _together(self, key: str, names: Sequence[str]) -> tuple[Float32[Tensor, "k k"], int]:
         """The sum of several Hessians, and their tokens; kept for the next call, which asks for the same."""
@@ -116,14 +114,12 @@ class Hessians:
 
     def _panels(self, key: str, names: Sequence[str]) -> list[Float32[Tensor, "_ _"]]:
         """The panels of the sum of some Hessians."""
-        # Read, not mapped: a map would count as memory beside the copy that solvers work on.
-        path = self._file(key)
-        infos = read_header(path)[0]
-        count = next(number for number in itertools.count() if f"{names[0]}.{number}" not in infos)
-        sums = [read_tensor(path, infos[f"{names[0]}.{number}"]).to(self.device) for number in range(count)]
+        stored = Stored(self._file(key))
+        count = next(number for number in itertools.count() if f"{names[0]}.{number}" not in stored)
+        sums = [stored.read(f"{names[0]}.{number}").to(self.device) for number in range(count)]
         for name in names[1:]:
             for number, panel in enumerate(sums):
-                panel += read_tensor(path, infos[f"{name}.{number}"]).to(self.device)
+                panel += stored.read(f"{name}.{number}").to(self.device)
         return sums
 
     def drop(self, key: str) -> None:
@@ -209,8 +205,8 @@ def unseen(hessians: Hessians, plan: Plan, index: int) -> Iterator[str]:
 
 def merged(files: Sequence[Path]) -> dict[str, Tensor]:
     """The sums of what is in several files, in the files' order."""
-    sums = {name: read_tensor(files[0], info) for name, info in read_header(files[0])[0].items()}
-    for file in files[1:]:
-        for name, info in read_header(file)[0].items():
-            sums[name] += read_tensor(file, info)
+    sums = unfinished.read_tensors(files[0])
+    for stored in map(Stored, files[1:]):
+        for name in stored:
+            sums[name] += stored.read(name)
     return sums
