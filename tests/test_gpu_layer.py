@@ -83,7 +83,7 @@ def test_a_model_is_the_same_to_the_bit(name: str, count: ModuleType, monkeypatc
 
 @torch.no_grad()
 def test_the_sum_behind_a_layer_is_left_to_the_next_one(count: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless somebody listens to a layer."""
+    """Unless somebody listens to a layer, or trains one."""
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     model = count.packed.build(RECIPES["W4A16"], count.packed.config_of("tiny"), CPU, torch.float32)
     ids, calls, run = torch.tensor([[5, 9]]), [], gpu_layer.run
@@ -96,6 +96,9 @@ def test_the_sum_behind_a_layer_is_left_to_the_next_one(count: ModuleType, monke
     assert [added is None for added in calls[2:]] == [True, True]
     handle.remove()
     assert torch.equal(model(ids).logits, wanted) and calls[5] is not None
+    model.model.layers[1].train()
+    torch.testing.assert_close(model(ids).logits, wanted)
+    assert len(calls) == 7  # its own code ran
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ class Run:
     def _on_gpu(self, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor:
         added: Tensor | None = None  # to x
         for layer in self.layers:
-            fast = fast_layer.fast_forward_of(layer)
+            fast = None if layer.training else fast_layer.fast_forward_of(layer)
             parts = None if fast is None else fast.on_gpu_in_parts(x, added, others)
             if parts is None:
                 x, added = layer(x if added is None else x + added, **others), None
