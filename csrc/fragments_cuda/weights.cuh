@@ -99,7 +99,7 @@ struct Scales {
     int left;                  // groups from that one on
     int begins;                // its first half of 32 columns
     int halves;
-    int inside;                   // whether a group may begin inside a block
+    bool inside;                  // whether a group may begin inside a block
     uint32_t scale[S::tiles][2];  // bits of bfloat16: to do anything with them here would wait for them
     int zero[S::tiles][2];
 
@@ -108,7 +108,6 @@ struct Scales {
         zero_from = S::Code::has_zeros ? w.zero : nullptr;
         halves = w.halves;
         inside = w.groups > 1 && halves % 2;
-        keep(inside);
         int group = first_half / halves;
         group = group < w.groups ? group : w.groups - 1;
         left = w.groups - group;
