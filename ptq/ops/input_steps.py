@@ -7,7 +7,7 @@
 - `ptq::hadamard_to`: the Hadamard transform of float32 numbers, rounded to `dtype` once.
 
 Numbers are those of the single ops (`ptq.ops.steps`), one after the other on the same device, to the bit. On a GPU each
-is one launch; elsewhere they are what stands here.
+is one launch, but for a gate in front of a transform, which is two; elsewhere they are what stands here.
 """
 
 from typing import NamedTuple

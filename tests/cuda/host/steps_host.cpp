@@ -60,6 +60,7 @@ extern "C" const char* test_input(int backwards, int type, const void* x, const 
                        grid};
         error = with_type(type, [&]<class T>() { return run_input<T>(p, nullptr); });
     } else {
+        if (up) return "a gate is a kernel by itself";
         std::vector<Buffer> code_buffers;
         ptq::hadamard::Task t{};
         t.in = xs.data(), t.out = y.data(), t.input = in;
