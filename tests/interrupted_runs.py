@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import TINY, save_model
 
 import ptq
 from ptq.pipeline import needs
@@ -114,3 +115,23 @@ def kill_or_finish(process: Any, folder: Path, chance: random.Random) -> bool:
     process.join()
     assert process.exitcode in (0, -9)
     return process.exitcode == 0
+
+
+# --- fixtures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fast() -> Iterator[None]:
+    with quick():
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("source") / "model", **TINY)
+
+
+@pytest.fixture(scope="module")
+def crashed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], dict[str, bytes]]:
+    """Every moment of a GPTQ run, and its result."""
+    return photographed(model, tmp_path_factory.mktemp("gptq"), recipe(model))

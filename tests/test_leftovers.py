@@ -2,34 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted_runs import QUIET, contents, listing, photographed, quick, recipe
-from tiny_models import TINY, save_model
+from interrupted_runs import QUIET, contents, crashed, fast, listing, model, recipe
 
 import ptq
 from ptq.pipeline import pipeline
 from ptq.pipeline.work import UNFINISHED
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fast() -> Iterator[None]:
-    with quick():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("source") / "model", **TINY)
-
-
-@pytest.fixture(scope="module")
-def crashed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], dict[str, bytes]]:
-    """Every moment of a GPTQ run, and its result."""
-    return photographed(model, tmp_path_factory.mktemp("gptq"), recipe(model))
+__all__ = ["crashed", "fast", "model"]  # the fixtures
 
 
 # --- damaged work ----------------------------------------------------------------------------------------------------

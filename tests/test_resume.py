@@ -4,13 +4,21 @@ import multiprocessing
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from interrupted_runs import QUIET, check_all_continue, contents, kill_or_finish, photographed, quick, recipe
-from tiny_models import TINY, save_model
+from interrupted_runs import (
+    QUIET,
+    check_all_continue,
+    contents,
+    crashed,
+    fast,
+    kill_or_finish,
+    model,
+    photographed,
+    recipe,
+)
 
 import ptq
 from ptq.pipeline import needs, pipeline, stages
@@ -20,22 +28,7 @@ from quip_sharp.plan import QuipSharpRecipe
 
 KILLS = 20
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fast() -> Iterator[None]:
-    with quick():
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("source") / "model", **TINY)
-
-
-@pytest.fixture(scope="module")
-def crashed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], dict[str, bytes]]:
-    """Every moment of a GPTQ run, and its result."""
-    return photographed(model, tmp_path_factory.mktemp("gptq"), recipe(model))
+__all__ = ["crashed", "fast", "model"]  # the fixtures
 
 
 # --- a crash at every single change of the disk ---------------------------------------------------------------------
