@@ -25,6 +25,7 @@ from fp6 import expert_ops, fragment_ops, fragments, layer_ops, minifloat_ops, t
 from fp6.element import Element, element_of
 from ptq.errors import InputError
 from ptq.ops import bitstream, tiles
+from ptq.weights import ggml
 from ptq.weights.compressed_tensors import Scheme
 from ptq.weights.formats import Parts, Scales, check_parts
 from ptq.weights.grouped import Grouped, check_group_size
@@ -193,6 +194,18 @@ class MinifloatFormat(LaidOut):
 
     def decompress(self, parts: Parts, n: int, k: int, scheme: Scheme) -> Parts:
         return {"codes": parts["weight_packed"], "scale": parts["weight_scale"]}
+
+    def ggml_type(self, k: int) -> str:
+        """See `ptq.weights.ggml`: its only small floats are MXFP4."""
+        if (self.element, self.scale, self.group_size) != ("e2m1", "e8m0", 32) or k % 32:
+            raise InputError(
+                "of small floats, llama.cpp holds MXFP4 in multiples of 32 columns; quantise with "
+                "`fp6 --scale e8m0 --group-size 32 --element e2m1`, or with `quarot --offline`"
+            )
+        return "MXFP4"
+
+    def ggml_blocks(self, parts: Parts, n: int, k: int) -> UInt8[Tensor, "n bytes"]:
+        return ggml.mxfp4_blocks(bitstream.unpack(parts["codes"], 4, k), parts["scale"])
 
     def unprepack(self, parts: Parts) -> Parts:
         if "shape" not in parts:

@@ -111,13 +111,26 @@ def prepack(
     typer.echo(f"{out}: {count} linears in the layout of {target}; each gives its bytes again")
 
 
-def export(checkpoint: Packed, out: Out, debug: cli.Debug = False) -> None:
-    """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` as compressed-tensors, which vLLM reads."""
-    from ptq.commands import export
+def export(
+    checkpoint: Packed,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result; with --gguf, its file.")],
+    gguf: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a GGUF for llama.cpp; FILE: the GGUF of the original model."),
+    ] = None,
+    debug: cli.Debug = False,
+) -> None:
+    """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` as compressed-tensors, which vLLM reads, or as a
+    GGUF, which llama.cpp reads."""
+    from ptq.commands import export, export_gguf
 
     with startup.interruptible():
-        count = export.export(source.resolve(checkpoint), out)
-    typer.echo(f"{out}: {count} linears in the format of compressed-tensors; each gives its bytes again")
+        if gguf is None:
+            count = export.export(source.resolve(checkpoint), out)
+            typer.echo(f"{out}: {count} linears in the format of compressed-tensors; each gives its bytes again")
+        else:
+            count = export_gguf.export_gguf(source.resolve(checkpoint), gguf, out)
+            typer.echo(f"{out}: {count} weights in a GGUF, none of them rounded again")
 
 
 def dequantize(checkpoint: Packed, out: Out, debug: cli.Debug = False) -> None:

@@ -29,6 +29,7 @@ from ptq.errors import InputError
 from ptq.ops import bitstream, fragments
 from ptq.ops.op_declarations import call
 from ptq.ops.tiles import listed, tile_scales, untile_scales
+from ptq.weights import ggml
 from ptq.weights.compressed_tensors import Scheme, to_bytes, to_words
 from ptq.weights.formats import Parts, Scales, check_parts
 from ptq.weights.grouped import Grouped, check_group_size
@@ -226,6 +227,16 @@ class IntegerFormat(LaidOut):
         else:
             codes = to_bytes(parts["weight_packed"], int(bitstream.packed_size(k, self.bits)))
         return {"codes": codes, "scale": parts["weight_scale"].view(torch.int16)}
+
+    def ggml_type(self, k: int) -> str:
+        """See `ptq.weights.ggml`."""
+        if not self.symmetric:
+            raise InputError("integers with zero-points are not exported; quantise with --symmetric")
+        return ggml.integer_type(self.bits, self.group_size, k).name
+
+    def ggml_blocks(self, parts: Parts, n: int, k: int) -> UInt8[Tensor, "n bytes"]:
+        codes, scales = self.unpack(parts, n, k)
+        return ggml.integer_blocks(codes, scales["scale"], self.bits, self.group_size)
 
     def unprepack(self, parts: Parts) -> Parts:
         if "shape" not in parts:

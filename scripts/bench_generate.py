@@ -5,6 +5,7 @@ python scripts/bench_generate.py 1b              a random Llama of 1.1 B weights
 python scripts/bench_generate.py 1b --only W4A8 --only "bf16, oneDNN"      some rows
 python scripts/bench_generate.py 1b --context 4000     decoding behind a long prompt
 python scripts/bench_generate.py 1b --batch 16 --padded    sixteen rows at once, as many tokens of left padding in each
+python scripts/bench_generate.py 1b --only W4A8 --only "llama.cpp, Q4_0"    beside llama.cpp: see llama_cpp_rows.py
 """
 
 import functools
@@ -41,6 +42,8 @@ bits. Integers have groups of 128 (the demo's of 64), small floats a scale per r
 PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
 """The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast.fast_decode`
 installs."""
+LLAMA_CPP = {f"llama.cpp, {name}": name for name in ("BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_0", "Q2_K")}
+"""Rows of another program, measured where they are named."""
 READ_BYTES = 1 << 30
 
 
@@ -137,10 +140,24 @@ def packed(model: str, name: str) -> Path:
     return out
 
 
+def command(model: str, name: str) -> list[str]:
+    """What Python runs to measure a row of the table."""
+    from ptq.files import source
+
+    if name in LLAMA_CPP:
+        import llama_cpp_rows
+
+        return [llama_cpp_rows.__file__, str(llama_cpp_rows.made(source.resolve(model), FOLDER, LLAMA_CPP[name]))]
+    if name in PLAIN:
+        return [__file__, "measured", str(source.resolve(model)), PLAIN[name]]
+    return [__file__, "measured", str(packed(model, name)), "transformers"]
+
+
 def measure(
-    rows: dict[str, tuple[str, str]], context: int, new_tokens: int, rounds: int, threads: int, batch: int, padded: bool
+    rows: dict[str, list[str]], context: int, new_tokens: int, rounds: int, threads: int, batch: int, padded: bool
 ) -> Iterator[str]:
-    """Rows of the table, measured in turns: each round reads memory, then decodes, row by row."""
+    """Rows of the table, by the commands that measure them, in turns: each round reads memory, then decodes, row by
+    row."""
     import torch
 
     torch.set_num_threads(threads)
@@ -148,13 +165,13 @@ def measure(
     numbers = [str(context), str(new_tokens), str(batch), str(int(padded))]
     started = {
         name: subprocess.Popen(
-            [sys.executable, __file__, "measured", folder, linears, *numbers],
+            [sys.executable, *command, *numbers],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )  # fmt: skip
-        for name, (folder, linears) in rows.items()
+        for name, command in rows.items()
     }
     data = torch.ones(READ_BYTES // 8, dtype=torch.int64)  # only now: a process begins with the peak of its parent
     nbytes = {name: json.loads(_line(process))["bytes"] for name, process in started.items()}
@@ -214,16 +231,12 @@ def main(
         model = str(folder)
     from bench_case import can_prepack
 
-    from ptq.files import source
-
     usual = [name for name in (*PLAIN, *RECIPES) if PLAIN.get(name) != "onednn" or can_prepack()]
-    names = [name for name in (*PLAIN, *RECIPES) if name in only] if only else usual
+    known = (*PLAIN, *RECIPES, *LLAMA_CPP)
+    names = [name for name in known if name in only] if only else usual
     if unknown := set(only or ()) - set(names):
-        raise SystemExit(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join((*PLAIN, *RECIPES))}")
-    rows = {
-        name: (str(source.resolve(model)), PLAIN[name]) if name in PLAIN else (str(packed(model, name)), "transformers")
-        for name in names
-    }
+        raise SystemExit(f"no row is called {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    rows = {name: command(model, name) for name in names}
     print(f"| {threads} threads, {context} tokens before | tokens/s | times {names[0]} | "
           "of bandwidth / bytes per token | prefill, s | cache, MB | peak, MB |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")

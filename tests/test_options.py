@@ -162,7 +162,7 @@ OPTIONS = {
     "quip-sharp": [*METHOD, "--bits", "--bits-for", "--finetune", "--finetune-epochs", "--sweeps"],
     "fp6": [*METHOD, "--element", "--element-for", "--group-size", "--scale", "--scale-search"],
     "prepack": ["--target", "--debug"],
-    "export": ["--debug"],
+    "export": ["--gguf", "--debug"],
     "dequantize": ["--debug"],
     "rotate": SHARED,
     "inspect": ["--json", "--debug"],

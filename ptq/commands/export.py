@@ -45,7 +45,7 @@ def export(checkpoint: Path, out: Path) -> int:
     packed = PtqConfig.parse(source.config)
     if packed is None or not packed.linears:
         raise InputError(f"{checkpoint}: no weight of it is quantised; run `quantize quarot --offline` or `fp6` first")
-    _refuse_beside(checkpoint, packed)
+    refuse_beside(checkpoint, packed)
     check_out(out)
     check_integrity(checkpoint)
     config = transformers_config(source)
@@ -71,7 +71,7 @@ def export(checkpoint: Path, out: Path) -> int:
     return len(linears)
 
 
-def _refuse_beside(checkpoint: Path, packed: PtqConfig) -> None:
+def refuse_beside(checkpoint: Path, packed: PtqConfig) -> None:
     """What a runtime would have to do beside multiplying with the weights."""
     if packed.kv_cache is not None:
         raise InputError(f"{checkpoint}: other runtimes do not have its KV cache of few bits; quantise without it")

@@ -168,6 +168,8 @@ class Family:
     own_keys: tuple[str, ...] = ()
     """Tensors that are not read in blocks which take keys and values over from an earlier block, where a checkpoint
     holds them all the same."""
+    gguf: str | None = None
+    """What llama.cpp calls it, where its files were tried (`quantize export --gguf`)."""
     layer_inputs: LayerInputs | None = None
     """The inputs that blocks have of their own, in those models of the family that have them
     (`ModelShape.layer_input`)."""

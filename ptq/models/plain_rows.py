@@ -4,14 +4,14 @@ from ptq.models.family import Family
 from ptq.models.family_parts import HEAD_NORMS, POST_NORMS
 
 ROWS = (
+    Family("llama", gguf="llama"),
+    Family("mistral", gguf="llama"),
+    Family("qwen2", gguf="qwen2"),
     *(
         Family(model_type)
         for model_type in (
-            "llama",
-            "mistral",
             "ministral",
             "ministral3",
-            "qwen2",
             "smollm3",
             "granite",
             "seed_oss",
@@ -107,7 +107,7 @@ ROWS = (
     ),
     Family("granite_swa", kept=("self_attn.sinks",), plain_attention=False),
     *(Family(model_type, rope_interleaved=True) for model_type in ("ernie4_5", "helium")),
-    Family("qwen3", kept=HEAD_NORMS),
+    Family("qwen3", kept=HEAD_NORMS, gguf="qwen3"),
     Family("hunyuan_v1_dense", kept=("self_attn.query_layernorm.weight", "self_attn.key_layernorm.weight")),
     *(
         Family(
