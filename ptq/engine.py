@@ -108,6 +108,11 @@ def workers() -> Iterator[Workers]:
     if count == 1:
         yield ALONE
         return
+    if dist.is_initialized():
+        raise InputError(
+            "torch.distributed is in use here already, and ptq.quantize shares its work in a group of its own; call it "
+            "before init_process_group, or in a process that torchrun has not started"
+        )
     dist.init_process_group("gloo", timeout=PATIENCE)
     try:
         local = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

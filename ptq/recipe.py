@@ -67,6 +67,8 @@ class Recipe:
             kinds, wanted = KINDS.get(cast(Any, option.type), ((), ""))
             if kinds and type(value) not in kinds:
                 raise InputError(f"{option.name} must be {wanted}, found {value!r}")
+            if float in kinds and type(value) is int:  # as the command line has it: both are the same run
+                object.__setattr__(self, option.name, float(value))
         for name in ("skip", "widths"):
             patterns = getattr(self, name)
             if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):

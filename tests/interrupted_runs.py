@@ -46,7 +46,7 @@ def listing(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.suffix != ".lock"
+        if path.is_file() and path.suffix != ".ptq-lock"
     }
 
 

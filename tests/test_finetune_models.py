@@ -1,6 +1,7 @@
 """Fine-tuning in whole runs: what moves, what does not, and that nothing is lost when a run is interrupted."""
 
 import json
+import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,7 +21,7 @@ import ptq
 from ptq.demo import demo_path
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, loaded_signs
 from ptq.models.families import FAMILIES
-from ptq.pipeline import needs, pipeline, preflight
+from ptq.pipeline import finetune_blocks, needs, pipeline, preflight
 from ptq.reporting import report_schema
 from ptq.statistics import chunks
 from quip_sharp.plan import QuipSharpRecipe
@@ -166,6 +167,26 @@ def test_a_crash_at_any_moment_costs_nothing(tmp_path: Path) -> None:
     assert len(moments) > 12
     some = [pictures[index] for index in moments[::3]]
     check_all_continue(some, expected, model, recipe(model, sequence_length=16))
+
+
+def test_a_run_goes_on_with_the_turn_that_it_was_at(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, own, taken = recipe(model, finetune="blocks"), finetune_blocks._take, list[str]()
+
+    def take(turn: Any, *others: Any) -> None:
+        if taken.count("stop") < 1 and turn.key == "1-2":
+            taken.append("stop")
+            raise KeyboardInterrupt
+        taken.append(turn.key)
+        own(turn, *others)
+
+    monkeypatch.setattr(finetune_blocks, "_take", take)
+    with pytest.raises(KeyboardInterrupt):
+        ptq.quantize(model, tmp_path / "out", made, QUIET)
+    assert sorted(os.listdir(tmp_path / "out.work" / "tuned")) == ["0.json", "1-1.safetensors"]
+    ptq.quantize(model, tmp_path / "out", made, QUIET)
+    assert taken == ["0-0", "0-1", "0-2", "0-3", "1-0", "1-1", "stop", "1-2", "1-3"]
 
 
 def test_twice_the_same_bytes(results: dict[str, Path], model: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path: Path) -> 
         assert held.wait(60)
         with pytest.raises(ptq.InputError, match=r"out: another run is at work on it"), exclusive(other, folder):
             pass
-        assert os.listdir(tmp_path) == ["out.lock"]  # the lock of `other` is gone, that of the other process is not
+        assert os.listdir(tmp_path) == ["out.ptq-lock"]  # the lock of `other` is gone, that of the other process is not
     finally:
         process.kill()
         process.join()
@@ -42,7 +42,7 @@ def test_a_file_that_its_holder_removed_is_no_lock(tmp_path: Path) -> None:
     with exclusive(tmp_path / "out"):
         lock_file(tmp_path / "out").unlink()
         with exclusive(tmp_path / "out"):
-            assert (tmp_path / "out.lock").exists()
+            assert (tmp_path / "out.ptq-lock").exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.open", refuse)
-    with pytest.raises(ptq.RunError, match=r"out\.lock: cannot be made \(Permission"), exclusive(tmp_path / "out"):
+    with pytest.raises(ptq.RunError, match=r"out\.ptq-lock: cannot be made \(Permission"), exclusive(tmp_path / "out"):
         pass
 
 

@@ -19,7 +19,7 @@ from ptq.models.model_shape import shape_of
 from ptq.pipeline import needs, pipeline, preflight
 from ptq.pipeline.needs import Estimate
 from ptq.reporting.sizes import size_text
-from ptq.statistics import clip_search
+from ptq.statistics import chunks, clip_search
 from quarot.plan import QuarotRecipe, plan
 
 pytestmark = pytest.mark.usefixtures("fast")
@@ -29,14 +29,14 @@ pytestmark = pytest.mark.usefixtures("fast")
 BLOCKS, HIDDEN, INTERMEDIATE = 2, 4096, 11008
 
 
-def needed(**changes: Any) -> Estimate:
-    """Of a Llama of that size, on a single token of calibration text."""
+def needed(length: int = 1, **changes: Any) -> Estimate:
+    """Of a Llama of that size, on a single row of calibration text."""
     config = tiny_config(
         "llama", hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_attention_heads=32, num_key_value_heads=32,
         head_dim=128, num_hidden_layers=BLOCKS,
     )  # fmt: skip
     shape = shape_of(config)
-    recipe = QuarotRecipe(samples=1, sequence_length=1, **changes)
+    recipe = QuarotRecipe(samples=1, sequence_length=length, **changes)
     made = plan(shape, FAMILIES["llama"], recipe, dict.fromkeys(["model.embed_tokens.weight"], torch.empty(())))
     return needs.estimate(made, shape, recipe, {"model.embed_tokens.weight": 4 * shape.vocab * HIDDEN})
 
@@ -45,6 +45,13 @@ def test_memory_of_the_solver() -> None:
     """H of the widest input, and beside it down_proj twice, in float32."""
     solver = 4 * INTERMEDIATE**2 + 8 * HIDDEN * INTERMEDIATE
     assert solver < needed().memory - needed(rounding="nearest").memory < 1.5 * solver
+
+
+def test_memory_of_long_rows() -> None:
+    """A row goes through a block as a whole."""
+    more = needed(1 << 16).memory - needed(1 << 15).memory
+    assert more == 4 * (1 << 15) * (3 * HIDDEN + 4 * INTERMEDIATE)
+    assert needed(chunks.CHUNK_TOKENS).memory == needed().memory
 
 
 def test_time_of_the_solver() -> None:

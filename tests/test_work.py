@@ -77,19 +77,19 @@ def test_differences_are_named(change: dict[str, object], difference: list[str])
 
 def test_a_work_folder_is_made_and_continued(tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "work"
-    open_work(folder, RECORD, restart=False)
+    open_work(folder, RECORD, restart=False, partial=tmp_path / "none")
     (folder / "linears").mkdir()
     (folder / "linears" / "a.safetensors").write_text("done")
     (folder / "linears" / "b.safetensors.1234.tmp").write_text("half")
-    open_work(folder, RECORD, restart=False)
+    open_work(folder, RECORD, restart=False, partial=tmp_path / "none")
     assert [path.name for path in (folder / "linears").iterdir()] == ["a.safetensors"]
-    open_work(folder, RECORD, restart=True)
+    open_work(folder, RECORD, restart=True, partial=tmp_path / "none")
     assert [path.name for path in folder.iterdir()] == [UNFINISHED]
 
 
 def test_a_record_that_was_half_written_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / f"{UNFINISHED}.12345678.tmp").write_text("{")
-    open_work(tmp_path, RECORD, restart=False)
+    open_work(tmp_path, RECORD, restart=False, partial=tmp_path / "none")
     assert compare(RECORD, read_record(tmp_path / UNFINISHED)) == []
 
 
@@ -99,7 +99,7 @@ def test_a_folder_of_somebody_else_is_left_alone(name: str, restart: bool, tmp_p
     (tmp_path / name).write_text("mine")
     folder = tmp_path / name if name == "work" else tmp_path
     with pytest.raises(ptq.InputError, match="not unfinished work of ptq"):
-        open_work(folder, RECORD, restart)
+        open_work(folder, RECORD, restart, tmp_path / "none")
     assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "mine"
 
 
@@ -109,8 +109,8 @@ def test_a_damaged_record(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "linears").mkdir()
     (tmp_path / f"{UNFINISHED}.1234.tmp").write_text("half")
     with pytest.raises(ptq.InputError, match="not a record of a ptq run.*; pass --restart, or name another folder"):
-        open_work(tmp_path, RECORD, restart=False)
-    open_work(tmp_path, RECORD, restart=True)
+        open_work(tmp_path, RECORD, restart=False, partial=tmp_path / "none")
+    open_work(tmp_path, RECORD, restart=True, partial=tmp_path / "none")
     assert compare(RECORD, read_record(tmp_path / UNFINISHED)) == []
 
 
@@ -123,13 +123,13 @@ def test_a_folder_with_more_in_it_than_work_is_left_alone(content: str | None, t
     with pytest.raises(
         ptq.InputError, match="holds thesis.tex, which is no work of ptq, and --restart would remove it"
     ):
-        open_work(tmp_path, RECORD, restart=True)
+        open_work(tmp_path, RECORD, restart=True, partial=tmp_path / "none")
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_only_the_work_of_this_run_is_removed(tmp_path: Path) -> None:
     other = dataclasses.replace(RECORD, source="other")
-    open_work(tmp_path / "work", other, restart=False)
+    open_work(tmp_path / "work", other, restart=False, partial=tmp_path / "none")
     remove_finished_work(tmp_path / "work", RECORD)
     assert (tmp_path / "work" / UNFINISHED).exists()
     remove_finished_work(tmp_path / "work", other)
@@ -139,7 +139,7 @@ def test_only_the_work_of_this_run_is_removed(tmp_path: Path) -> None:
 
 def test_the_record_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a folder that is half removed is still known."""
-    open_work(tmp_path / "work", RECORD, restart=False)
+    open_work(tmp_path / "work", RECORD, restart=False, partial=tmp_path / "none")
     (tmp_path / "work" / "probe").mkdir()
     left: list[list[str]] = []
     real = ptq.pipeline.work.shutil.rmtree  # type: ignore[attr-defined]
@@ -148,4 +148,16 @@ def test_the_record_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         lambda folder: (left.append(sorted(p.name for p in (tmp_path / "work").iterdir())), real(folder)),
     )
     remove_work(tmp_path / "work")
-    assert left == [["probe", UNFINISHED], [UNFINISHED]]
+    assert left == [["probe", UNFINISHED]] and not (tmp_path / "work").exists()
+
+
+def test_a_folder_that_cannot_be_removed_is_left_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one where a disk is mounted."""
+    open_work(tmp_path / "work", RECORD, restart=False, partial=tmp_path / "none")
+
+    def busy(path: Path) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(Path, "rmdir", busy)
+    remove_work(tmp_path / "work")
+    assert not any((tmp_path / "work").iterdir())

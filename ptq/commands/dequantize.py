@@ -36,7 +36,7 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     if packed is None:
         raise InputError(f"{checkpoint}: is not quantised: its weights are plain numbers already")
     check_out(out)
-    config, family, dtype = transformers_config(source), family_of(source.config), dtypes.read_as(source.config)
+    config, family, dtype = transformers_config(source), family_of(source.config), dtypes.stored_as(source)
     dequantized.check(config)
     check_whole(source, family)
     check_integrity(checkpoint)

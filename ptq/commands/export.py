@@ -11,7 +11,7 @@ from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
-from ptq.files.dtypes import read_as
+from ptq.files.dtypes import stored_as
 from ptq.files.shards import Specs
 from ptq.files.source import path_of
 from ptq.hf.described import packed_modules, plain_linears, transformers_config
@@ -64,7 +64,7 @@ def export(checkpoint: Path, out: Path) -> int:
             f"{checkpoint}: its weights are stored in several ways, which is not exported: quantise all in one width, "
             "without --bits-for, --element-for and --element auto"
         )
-    half = read_as(source.config) == torch.float16
+    half = stored_as(source) == torch.float16
     linears = [_rewritten(name, module, schemes[0], half) for name, module in modules.items()]
     described = source.config | {"quantization_config": quantization_config(schemes[0], plain)}
     rewritten.write(source, out, linears, rewritten.plain_files(source, described))

@@ -14,6 +14,7 @@ from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive
 from ptq.files.shards import Shards, Specs, layout, write_json
+from ptq.pipeline.work import check_owner
 from ptq.pipeline.writer import MAX_SHARD_BYTES, check_out, partial_folder, put_in_place
 
 Tensors = dict[str, Tensor]
@@ -51,6 +52,7 @@ def write(source: Checkpoint, out: Path, changes: Sequence[Rewritten], complete:
     shards = Shards(layout(specs, MAX_SHARD_BYTES), partial_folder(out))
     with exclusive(out):
         check_out(out)  # another run may have ended meanwhile
+        check_owner(shards.folder, None)
         try:
             shards.begin()
             for change in changes:

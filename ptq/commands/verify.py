@@ -111,13 +111,13 @@ def _logits(
 def check_integrity(folder: Path) -> Verification:
     """What is found of a checkpoint that is as it was written. Raises InputError where it is not."""
     found = Checkpoint.open(folder)
-    groups = summary(found).groups
+    contents = summary(found)
     hashes = writer.file_hashes(folder)
     recorded = (folder / RECORD).is_file()
     added: set[str] = set()
     if recorded:
         added = _check_hashes(folder, hashes)
-    elif not groups:
+    elif not (contents.groups or contents.cache or contents.residual):
         raise InputError(
             f"{folder}: is plain and has no {RECORD}, the record of a run, to check it by: it was not made by "
             "quantize, or by `dequantize`, which writes none"

@@ -21,8 +21,18 @@ COPIED = (
 
 def found(folder: Path, patterns: Iterable[str]) -> Iterator[str]:
     """The files of a folder that match, once each and in order, as paths inside of it."""
-    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
-    return (path.relative_to(folder).as_posix() for path in sorted(paths))
+    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
+    return (path.relative_to(folder).as_posix() for path in paths if _is_inside(path, folder))
+
+
+def _is_inside(path: Path, folder: Path) -> bool:
+    """Whether a file lies in a model's folder, or is a link into the hub's cache around that. A strange model may hold
+    links to files of this machine, which nobody means to pass on."""
+    if not path.is_symlink():
+        return True
+    whole = folder.resolve()
+    target, cache = path.resolve(), whole.parent.parent / "blobs"
+    return whole in target.parents or (whole.parent.name == "snapshots" and cache in target.parents)
 
 
 def check(folder: Path) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ptq.files.checkpoint import QUANTISATION
+from ptq.files.checkpoint import QUANTISATION, Checkpoint
 
 TEXT = "text_config"
 
@@ -17,11 +17,17 @@ def levels(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield text
 
 
-def read_as(config: Mapping[str, Any]) -> torch.dtype:
+def read_as(config: Mapping[str, Any], otherwise: torch.dtype = torch.bfloat16) -> torch.dtype:
     """What the config says, if that is a dtype of weights."""
     names = [level.get(key) for level in levels(config) for key in ("dtype", "torch_dtype")]
     known = {name_of(dtype): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
-    return next((known[name] for name in names if isinstance(name, str) and name in known), torch.bfloat16)
+    return next((known[name] for name in names if isinstance(name, str) and name in known), otherwise)
+
+
+def stored_as(checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype of the plain weights of a checkpoint: what its config says, or what its first one has."""
+    found = (info.dtype for info in checkpoint.tensors.values() if info.dtype.is_floating_point)
+    return read_as(checkpoint.config, next(found, torch.bfloat16))
 
 
 def plain(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -15,7 +15,7 @@ except ImportError:  # Windows: nothing is locked there
 
 @contextmanager
 def exclusive(*folders: Path) -> Iterator[None]:
-    """Hold the locks of folders, which need not exist, while the block runs: `<folder>.lock` beside each.
+    """Hold the locks of folders, which need not exist, while the block runs: `<folder>.ptq-lock` beside each.
 
     The lock file of a process that was killed stays, but is free. Raises InputError where another process holds one,
     RunError where one cannot be made.
@@ -33,7 +33,7 @@ def exclusive(*folders: Path) -> Iterator[None]:
 
 def lock_file(folder: Path) -> Path:
     """Where the lock of a folder lies."""
-    return folder.with_name(f"{folder.name}.lock")
+    return folder.with_name(f"{folder.name}.ptq-lock")
 
 
 def _locked(folder: Path) -> int:
@@ -48,6 +48,9 @@ def _locked(folder: Path) -> int:
             raise InputError(f"{folder}: lies below a file; name another folder") from error
         except OSError as error:
             raise RunError(f"{path}: cannot be made ({error.strerror}); name a folder that can be written") from error
+        if os.fstat(handle).st_size:
+            os.close(handle)
+            raise InputError(f"{path}: is no lock of ptq, which would remove it; move it, or name another folder")
         try:
             if fcntl is not None:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -24,6 +24,8 @@ from ptq.errors import RunError
 from ptq.files.checkpoint import INDEX, SINGLE, read_tensor
 from ptq.files.header import DTYPE_NAMES, TensorInfo, encode_header
 
+OWNER = ".ptq-run"
+"""In a folder of shards that are not all filled yet: the fingerprint of the run that fills them."""
 FORMAT = {"format": "pt"}  # transformers refuses files that do not say so
 
 
@@ -177,11 +179,14 @@ class Shards:
     They are not kept twice, neither on disk nor in time; who fills them has to know what is filled already.
     """
 
-    def __init__(self, layout: Placement, folder: Path) -> None:
-        self.layout, self.folder = layout, folder
+    def __init__(self, layout: Placement, folder: Path, owner: str = "") -> None:
+        self.layout, self.folder, self.owner = layout, folder, owner
 
     def begun(self) -> bool:
-        """Whether the folder holds exactly these shards, as `begin` makes them."""
+        """Whether the folder holds exactly these shards, as `begin` makes them for this owner, or without one."""
+        owner = self.folder / OWNER
+        if owner.is_file() and owner.read_bytes() != self.owner.encode():
+            return False
         return all(self._begun(shard) for shard in self.layout.headers)
 
     def _begun(self, shard: str) -> bool:
@@ -195,6 +200,8 @@ class Shards:
         """Make the folder, with shards that have headers but no tensors yet; what else was in it is removed."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
+        if self.owner:
+            write_bytes(self.folder / OWNER, self.owner.encode())
         for shard, header in self.layout.headers.items():
             with atomic_file(self.folder / shard, size := self.layout.size(shard), durable=False) as file:
                 file.write(header)

@@ -12,6 +12,7 @@ as ever, training is done by the first process alone; the others read its files.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -67,11 +68,11 @@ def tune(tasks: Tasks, index: int, progress: Progress) -> None:
     tasks.round([linear for linear in linears if linear.statistics is None], None, progress, "")
     if tasks.workers.agree(_mark(tasks, index).exists()):
         return
-    turns, previous = finetune.turns(linears), None
-    for number, group in enumerate(turns):
-        before, left = ([linear for some in part for linear in some] for part in (turns[:number], turns[number + 1 :]))
-        turn = _Turn(tasks, index, number, before, group, left)
-        if not tasks.workers.agree(turn.file.exists()):
+    turns = _turns(tasks, index, linears)
+    done = tasks.workers.agree(max((turn.number for turn in turns if turn.file.exists()), default=-1))
+    for turn in turns[max(done, 0) :]:  # the file of a turn takes the place of the one before
+        previous = turns[turn.number - 1].file if turn.number else None
+        if turn.number > done:
             start = _start(turn) if previous is None else unfinished.read_tensors(previous, tasks.job.device)
             _take(turn, start, progress)
         if tasks.workers.first:
@@ -79,10 +80,19 @@ def tune(tasks: Tasks, index: int, progress: Progress) -> None:
             if previous is not None:
                 previous.unlink(missing_ok=True)
         tasks.workers.wait()
-        previous = turn.file
-    if tasks.workers.first and previous is not None:
-        _place_trained(tasks, index, previous)
+    if tasks.workers.first and turns:
+        _place_trained(tasks, index, turns[-1].file)
     tasks.workers.wait()
+
+
+def _turns(tasks: Tasks, index: int, linears: list[LinearPlan]) -> list[_Turn]:
+    """The turns of a block, in their order."""
+    groups = finetune.turns(linears)
+    parts = [(groups[:number], group, groups[number + 1 :]) for number, group in enumerate(groups)]
+    return [
+        _Turn(tasks, index, number, [*chain(*before)], group, [*chain(*left)])
+        for number, (before, group, left) in enumerate(parts)
+    ]
 
 
 def _take(turn: _Turn, values: Values, progress: Progress) -> None:

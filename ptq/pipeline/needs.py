@@ -15,7 +15,7 @@ from ptq.pipeline.finetune_full import LOGITS
 from ptq.planning.plan import LinearPlan, Plan
 from ptq.planning.rotations import mlp_widths
 from ptq.recipe import Recipe
-from ptq.reporting.sizes import size_text
+from ptq.reporting.sizes import duration_text, size_text
 from ptq.statistics import clip_search
 from ptq.statistics.chunks import CHUNK_TOKENS
 from ptq.statistics.clip_search import is_searched
@@ -23,6 +23,8 @@ from ptq.statistics.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
 
 ELEMENT_RATE = 1e9
 """Numbers per second and core that training goes through outside of matrix products, there and back."""
+BASE_SECONDS = 4.0
+"""For what takes as long in small models: to open the result again, the proof and the report."""
 BASE_MEMORY = 500 << 20
 """Bytes that Python, torch and transformers take before any weight is read."""
 ENDS_SHARE = 0.3
@@ -51,8 +53,9 @@ class Estimate:
     def __str__(self) -> str:
         most = f"; embeddings and head are {size_text(self.ends)} of that: see --embedding-bits"
         return (
-            f"estimate: {_duration(self.seconds)}, {size_text(self.memory)} of memory, {size_text(self.work)} of disk "
-            f"while it works, {size_text(self.out)} for the result{most if self.ends > ENDS_SHARE * self.out else ''}"
+            f"estimate: about {duration_text(self.seconds)}, {size_text(self.memory)} of memory, "
+            f"{size_text(self.work)} of disk while it works, {size_text(self.out)} for the result"
+            f"{most if self.ends > ENDS_SHARE * self.out else ''}"
         )
 
 
@@ -94,7 +97,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     block = largest_block(plan)
     largest = max((4 if linear.role == "layer_embedding" else 6) * linear.n * linear.k for linear in plan.linears)
     needs = _Block(memory=max(4 * _weights(block) + 12 * max(x.n * x.k for x in block), largest))
-    seconds = _weights(plan.linears) / (STREAM_RATE * torch.get_num_threads())
+    seconds = BASE_SECONDS + _weights(plan.linears) / (STREAM_RATE * torch.get_num_threads())
     if needs_text(plan, recipe):
         found = _calibrating(block, shape, recipe, length)
         if needs_hessians(plan, recipe):
@@ -121,7 +124,7 @@ def _calibrating(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, len
     return _Block(
         passes=2 * tokens * _active(block, shape),
         others=_clip_search(block, shape, tokens, length),
-        memory=4 * CHUNK_TOKENS * (3 * shape.state + 4 * max(mlp_widths(shape).values())),
+        memory=4 * max(length, CHUNK_TOKENS) * (3 * shape.state + 4 * max(mlp_widths(shape).values())),
         disk=2 * 4 * tokens * shape.state,
     )
 
@@ -142,12 +145,12 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
         found += _Block(
             passes=tokens * (4 * _active(block, shape) + 2 * squares),
             others=6.0 * sum(x.n * x.k**2 for x in block if x.expert is None),
-            memory=4 * CHUNK_TOKENS * sum(crossed.values()) + 4 * max(x.n * x.k for x in block),
+            memory=4 * max(length, CHUNK_TOKENS) * sum(crossed.values()) + 4 * max(x.n * x.k for x in block),
             disk=2 * 4 * tokens * shape.state,
         )
     # Beside the block and its Hessians: H, and of experts the sum of all.
     solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
-    parts = 1 + max(1, min(MAX_PARTS, tokens // (CHUNK_TOKENS * PART_CHUNKS)))
+    parts = 1 + max(1, min(MAX_PARTS, tokens // (max(length, CHUNK_TOKENS) * PART_CHUNKS)))
     return found + _Block(memory=max(hessians, solver), disk=parts * hessians)
 
 
@@ -246,9 +249,3 @@ def _matmul_rate(bfloat16: bool = False) -> float:
     finally:
         torch.set_num_threads(threads)
     return threads * 2 * 512**3 / best
-
-
-def _duration(seconds: int | float) -> str:
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

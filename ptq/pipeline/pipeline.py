@@ -17,6 +17,7 @@ from ptq.errors import InputError, RunError
 from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
+from ptq.files.shards import OWNER
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
 from ptq.pipeline import finetune_full, needs, preflight, proof, stages, token_rows
@@ -123,7 +124,14 @@ def refusal(needed: Estimate, out: Path, options: RunOptions) -> str | None:
 def _folders(out: str | Path, options: RunOptions) -> tuple[Path, Path]:
     """Where the result and the unfinished work go."""
     out = source.path_of(out).absolute()
-    return out, source.path_of(options.work or out.with_name(f"{out.name}.work")).resolve()
+    if not out.name:
+        raise InputError(f"{out}: is no folder that could be made; name another one")
+    work = source.path_of(options.work or out.with_name(f"{out.name}.work"))
+    try:
+        out.resolve()
+        return out, work.resolve()
+    except (OSError, RuntimeError) as error:  # links in a circle
+        raise InputError(f"{out} or {work}: leads nowhere ({error}); name another folder") from error
 
 
 def _foresee(
@@ -165,13 +173,13 @@ def _quantize(
     alone = exclusive(out, work) if workers.first else nullcontext()
     with alone, kept, Progress(target.plan, calibrated, visible, recipe.gptaq_alpha > 0) as progress:
         if workers.first:
-            open_work(work, record, options.restart and not workers.again)
+            open_work(work, record, options.restart and not workers.again, partial_folder(out))
         warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows)
         for note in (*target.plan.notes, *warnings, str(needed)):
             progress.say(note)
         if done := rounded_before(work, target.plan):
             progress.say(done)
-        tasks = Tasks(job, work, shards_of(job, partial_folder(out)), workers)
+        tasks = Tasks(job, work, shards_of(job, partial_folder(out), record.fingerprint), workers)
         _run(tasks, rows, probe, progress)
         if workers.first:
             _finish(tasks, record, out, model if options.report else None)
@@ -205,6 +213,7 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
 def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
     """Complete, prove and rename the checkpoint; with a report on `model` if that is named."""
     job, folder = tasks.job_with_choices(tasks.job.plan.linears), tasks.shards.folder
+    (folder / OWNER).unlink(missing_ok=True)
     memory.give_back()
     ids = tasks.probe.states(0)["ids"]
     packed, agreement, positions = _agreement(tasks, ids)

@@ -23,7 +23,8 @@ TOKENS_PER_CHANNEL = 10
 
 def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None) -> Iterator[str]:
     """What a user should know about the calibration rows. `recipe` is what was asked for, without defaults."""
-    if recipe.rounds and plan.cache is None and not any(x.format or x.activation for x in plan.linears):
+    formats = [x.format for x in plan.linears if x.format is not None and x.format.codebook is not None]
+    if recipe.rounds and plan.cache is None and not formats and not any(x.activation for x in plan.linears):
         yield "warning: nothing is quantised: --skip leaves every linear alone"
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"

@@ -19,6 +19,7 @@ from rich.progress import Progress as Bar
 
 from ptq.pipeline import finetune
 from ptq.planning.plan import Plan
+from ptq.reporting.sizes import duration_text
 
 console = Console(stderr=True, highlight=False, markup=False)
 
@@ -47,8 +48,9 @@ def _no_hint(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def counting(things: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr that counts; where that is no terminal, nothing. What it yields is called with how many are done,
-    and how many there are."""
+    """A bar on stderr that counts; where that is no terminal, a line from time to time. What it yields is called with
+    how many are done, and how many there are."""
+    spoke = started = time.monotonic()
     with Bar(
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -59,7 +61,17 @@ def counting(things: str) -> Iterator[Callable[[int, int], None]]:
         transient=True,
     ) as bar:
         task = bar.add_task(things, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+        def count(done: int, total: int) -> None:
+            nonlocal spoke
+            bar.update(task, completed=done, total=total)
+            now = time.monotonic()
+            if not console.is_terminal and done and now - spoke > SILENCE:
+                spoke = now
+                left = (now - started) * (total - done) / done
+                console.print(f"{things}: {done} of {total}, about {duration_text(left)} left", soft_wrap=True)
+
+        yield count
 
 
 class Progress:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 from ptq.errors import InputError
 from ptq.files.checkpoint import UNFINISHED
 from ptq.files.header import json_object
-from ptq.files.shards import remove_leftovers, write_json
+from ptq.files.shards import OWNER, remove_leftovers, write_json
+from ptq.files.source import path_of
 from ptq.pipeline import rewrite
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
@@ -60,25 +62,28 @@ class Record:
         """The record of a new run: draws the signs."""
         signs = {name: _to_hex(rewrite.draw_signs(name, length, recipe.seed)) for name, length in plan.signs.items()}
         plain = json.loads(json.dumps(recipe.as_dict()))
-        if plain["calibration"] is not None and Path(plain["calibration"]).is_file():
-            plain["calibration"] = Path(plain["calibration"]).name  # where a file lay is nobody's business
+        if plain["calibration"] is not None and (path := path_of(plain["calibration"])).is_file():
+            plain["calibration"] = path.name  # where a file lay is nobody's business
         return cls(plain, source, calibration, package_version(), signs)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form, with the fingerprint of everything else."""
-        content = asdict(self)
-        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        return {**content, "fingerprint": digest}
+        return {**asdict(self), "fingerprint": self.fingerprint}
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all of it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def sign_vectors(self, plan: Plan) -> rewrite.Signs:
         """The sign vectors as int8 tensors of +-1."""
         return {name: _from_hex(self.signs[name], length) for name, length in plan.signs.items()}
 
 
-def open_work(folder: Path, record: Record, restart: bool) -> None:
-    """Make the work folder of a run, or continue the one that is there.
+def open_work(folder: Path, record: Record, restart: bool, partial: Path) -> None:
+    """Make the work folder of a run, or continue the one that is there; `partial`: where its result is made.
 
-    Raises InputError where it holds another run (the difference is named) or something that is no run at all.
+    Raises InputError where either holds another run (the difference is named) or something that is no run at all.
     """
     path = folder / UNFINISHED
     if restart and path.exists():
@@ -86,6 +91,8 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
         remove_work(folder)
     if not path.exists():
         _check_empty(folder)
+        if not restart:
+            check_owner(partial, record.fingerprint)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, record.as_dict())
         return
@@ -95,8 +102,19 @@ def open_work(folder: Path, record: Record, restart: bool) -> None:
             f"{folder}: holds unfinished work of another run ({'; '.join(found)}); "
             "repeat that command to finish it, or pass --restart to throw it away"
         )
+    check_owner(partial, record.fingerprint)
     for inside in (folder, *(entry for entry in folder.iterdir() if entry.is_dir())):
         remove_leftovers(inside)
+
+
+def check_owner(folder: Path, owner: str | None) -> None:
+    """Raise InputError where a folder holds what another run than `owner` has written of its result so far."""
+    path = folder / OWNER
+    if path.is_file() and path.read_text(errors="replace") != owner:
+        raise InputError(
+            f"{folder}: holds the unfinished result of another run; finish that one (its command goes on with it), or "
+            "remove the folder to throw it away"
+        )
 
 
 def _check_ours(folder: Path) -> None:
@@ -140,9 +158,12 @@ def remove_contents(folder: Path) -> None:
 
 
 def remove_work(folder: Path) -> None:
-    """Remove a work folder, its record last: whatever is left by a crash is still known as ours."""
+    """Remove a work folder, its record last: whatever is left by a crash is still known as ours. A folder that cannot
+    be removed, such as one where a disk is mounted, is left empty."""
     remove_contents(folder)
-    shutil.rmtree(folder)
+    (folder / UNFINISHED).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def remove_finished_work(folder: Path, record: Record) -> None:

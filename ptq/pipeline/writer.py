@@ -83,9 +83,9 @@ def is_finished(out: Path, record: Record) -> bool:
     return True
 
 
-def shards_of(job: Job, folder: Path) -> Shards:
+def shards_of(job: Job, folder: Path, owner: str = "") -> Shards:
     """The shards of a job's result in `folder`, all of their sizes known from the plan."""
-    return Shards(layout(written_tensors(job), MAX_SHARD_BYTES), folder)
+    return Shards(layout(written_tensors(job), MAX_SHARD_BYTES), folder, owner)
 
 
 def written_tensors(job: Job) -> Specs:

@@ -17,7 +17,8 @@ def skipped(names: Sequence[str], recipe: Recipe) -> set[str]:
         matched = {name for name in names if fnmatch(name, pattern)}
         if not matched:
             raise InputError(
-                f"{option} {entry!r} matches no linear that would be quantised; names look like {names[0]}"
+                f"{option} {entry!r} matches no linear that would be quantised; names look like {names[0]} "
+                "(--embedding-bits decides on embedding and head)"
             )
         if option != "--skip" and not matched & left:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Sizes for people."""
+"""Sizes and times for people."""
 
 
 def size_text(nbytes: int | float) -> str:
@@ -8,3 +8,10 @@ def size_text(nbytes: int | float) -> str:
             return f"{nbytes:.3g} {unit}"
         nbytes /= 1000
     return f"{nbytes:.3g} TB"
+
+
+def duration_text(seconds: int | float) -> str:
+    """Seconds, minutes or hours: `12 s`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
