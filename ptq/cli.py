@@ -138,7 +138,7 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, InputError | RunError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted; give the same command again"
+        return "interrupted; give the same command again: it goes on where it was, with --restart it begins anew"
     if isinstance(error, OSError) and error.filename is not None:  # a folder that cannot be made, read or removed
         return f"{error.filename}: {error.strerror}; check the path, its permissions and its disk"
     return f"internal error ({type(error).__name__}: {error}); --debug shows where"
@@ -186,13 +186,14 @@ def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
     """What is known of a result's quality, and how to know more."""
     from ptq.files import beside
 
+    places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
-        return f"KL from the original: {kl:.4f} nats per token of calibration text"
+        more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
+        return f"KL from the original: {kl:.4f} nats per token of a few rows of calibration text{more}"
     if not beside.has_tokenizer(out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
         )
-    places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
     return f"its quality was not measured, for want of text: `quantize verify {places} --text FILE` does"
 
 

@@ -21,6 +21,9 @@ CacheClip = Annotated[
         help="Share of the range of keys and values that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."
     ),
 ]
+WeightBits = Annotated[
+    int, typer.Option("--weight-bits", "--bits", help="Bits per weight: 2 to 8; 16 leaves them unrounded.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +35,7 @@ def register(app: typer.Typer) -> None:
 def quarot(
     model: cli.Model,
     out: cli.Out,
-    weight_bits: Annotated[int, typer.Option(help="Bits per weight: 2 to 8; 16 leaves them unrounded.")] = 4,
+    weight_bits: WeightBits = 4,
     group_size: Annotated[
         int, typer.Option(help="Input channels that share a scale, a divisor of all; 0: one per output channel.")
     ] = 0,

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import gguf
 import llama_cpp  # pyright: ignore[reportMissingImports]
@@ -20,7 +21,7 @@ import numpy as np
 import plain_gguf
 import torch
 
-TYPES = ("BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_0", "Q2_K")
+LLAMA: Any = llama_cpp
 PREFILL = 512
 """Tokens that are multiplied at once: llama.cpp's default."""
 
@@ -34,10 +35,10 @@ def made(model: Path, folder: Path, type_name: str) -> Path:
     if type_name == "BF16":
         plain_gguf.write(model, partial)
     else:
-        params = llama_cpp.llama_model_quantize_default_params()
-        params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type_name}")
+        params = LLAMA.llama_model_quantize_default_params()
+        params.ftype = getattr(LLAMA, f"LLAMA_FTYPE_MOSTLY_{type_name}")
         source = str(made(model, folder, "BF16")).encode()
-        if llama_cpp.llama_model_quantize(source, str(partial).encode(), ctypes.byref(params)):
+        if LLAMA.llama_model_quantize(source, str(partial).encode(), ctypes.byref(params)):
             raise SystemExit(f"llama.cpp made no {type_name} of {model}")
     return partial.rename(out)
 
@@ -52,25 +53,25 @@ class Decoder:
     """A model of llama.cpp, and rows of tokens that are decoded at once."""
 
     def __init__(self, path: Path, length: int, rows: int, threads: int) -> None:
-        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
-        llama_cpp.llama_log_set(self._quiet, None)
-        llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
-        params = llama_cpp.llama_context_default_params()
+        self._quiet = LLAMA.llama_log_callback(lambda *_: None)
+        LLAMA.llama_log_set(self._quiet, None)
+        LLAMA.llama_backend_init()
+        self.model = LLAMA.llama_model_load_from_file(str(path).encode(), LLAMA.llama_model_default_params())
+        params = LLAMA.llama_context_default_params()
         params.n_ctx, params.n_seq_max = length * rows, rows
         params.n_batch = params.n_ubatch = PREFILL
         params.n_threads = params.n_threads_batch = threads
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.context = LLAMA.llama_init_from_model(self.model, params)
         if not self.context:
             raise SystemExit(f"llama.cpp does not load {path}")
-        self.vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self.model))
+        self.vocabulary = LLAMA.llama_vocab_n_tokens(LLAMA.llama_model_get_vocab(self.model))
         self.rows = rows
-        self.batch = llama_cpp.llama_batch_init(PREFILL, 0, 1)
+        self.batch = LLAMA.llama_batch_init(PREFILL, 0, 1)
         self.forget()
 
     def forget(self) -> None:
         """Begin anew, with an empty cache."""
-        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self.context), True)
+        LLAMA.llama_memory_clear(LLAMA.llama_get_memory(self.context), True)
 
     def logits(self, ids: np.ndarray, start: int) -> np.ndarray:
         """The last logits of every row, of `ids` [rows, tokens] behind `start` tokens."""
@@ -81,10 +82,10 @@ class Decoder:
             for begin in range(0, piece.shape[1], PREFILL):
                 part = piece[:, begin : begin + PREFILL]
                 at = self._fill(part, start + begin, first, begin + part.shape[1] == piece.shape[1])
-                if llama_cpp.llama_decode(self.context, self.batch):
+                if LLAMA.llama_decode(self.context, self.batch):
                     raise SystemExit("llama.cpp does not decode")
             found += [
-                np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, i), (self.vocabulary,)).copy()
+                np.ctypeslib.as_array(LLAMA.llama_get_logits_ith(self.context, i), (self.vocabulary,)).copy()
                 for i in at
             ]
         return np.stack(found)
@@ -121,7 +122,7 @@ def measured(path: Path, context: int, new_tokens: int, rows: int, padded: int) 
             times.append(time.perf_counter())
         steps = [b - a for a, b in zip(times[1:], times[2:], strict=False)]
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        size = llama_cpp.llama_state_seq_get_size(decoder.context, 0) * rows
+        size = LLAMA.llama_state_seq_get_size(decoder.context, 0) * rows
         print(json.dumps({"prefill": times[1] - times[0], "token": median(steps), "peak": peak, "cache": size}),
               flush=True)  # fmt: skip
 

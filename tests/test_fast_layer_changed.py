@@ -13,6 +13,7 @@ from test_fast_layer import packed as _packed
 from tiny_models import decode
 from torch import nn
 from torch.func import functional_call
+from torch.nn.utils import prune
 
 from ptq.fast import fast_layer, watched
 
@@ -66,6 +67,56 @@ def test_forwards_that_somebody_has_replaced_are_called(late: bool, packed) -> N
         module.forward = forward
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
     assert {called.count(name) for name in ("self_attn", "mlp", "mlp.down_proj", "input_layernorm")} == {5}
+
+
+@pytest.mark.parametrize("place", ["self_attn", "mlp", "input_layernorm", ""], ids=str)
+@torch.no_grad()
+def test_the_forward_of_a_class_may_be_replaced(place: str, packed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By somebody who patches transformers: in a model that decodes already, and before another one is loaded."""
+    model = packed("W4A8")
+    wanted, ids = decode(model), torch.arange(4, 10)[None]
+    own, cls = {}, type(model.get_decoder().layers[0].get_submodule(place))
+    own["forward"] = cls.forward
+
+    def louder(self: Any, *args: Any, **kwargs: Any) -> Any:
+        y = own["forward"](self, *args, **kwargs)
+        return (y[0] * 1.5, *y[1:]) if isinstance(y, tuple) else y * 1.5
+
+    monkeypatch.setattr(cls, "forward", louder)
+    plain = without(copy.deepcopy(model))
+    expected, later = decode(plain), packed("W4A8")
+    assert not torch.equal(expected[-1], wanted[-1])
+    for changed in (model, later):
+        torch.testing.assert_close(changed(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decode(changed)[-1], expected[-1], rtol=1e-4, atol=1e-4)
+    monkeypatch.undo()
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+
+
+@torch.no_grad()
+def test_a_module_may_get_another_class(packed) -> None:
+    model = packed("W4A8")
+    wanted, mlp = decode(model), model.get_decoder().layers[0].mlp
+
+    class Louder(type(mlp)):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 1.5
+
+    mlp.__class__ = Louder
+    found = decode(model)
+    assert not torch.equal(found[-1], wanted[-1])
+    expected = decode(without(copy.deepcopy(model)))
+    torch.testing.assert_close(found[-1], expected[-1], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_weights_that_are_made_of_others(packed) -> None:
+    """Pruning and parametrizations take `weight` out of the parameters."""
+    model = packed("W4A8")
+    wanted = decode(model)
+    prune.identity(model.lm_head, "weight")
+    prune.identity(model.get_decoder().layers[0].input_layernorm, "weight")
+    torch.testing.assert_close(decode(model)[-1], wanted[-1], rtol=1e-4, atol=1e-4)
 
 
 def test_hooks_on_all_modules_hear_a_decoded_token(packed) -> None:

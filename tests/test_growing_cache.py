@@ -41,6 +41,32 @@ def check(plain: DynamicCache, growing: DynamicCache, t: int = 1, seed: int = 2)
 
 
 @torch.no_grad()
+def test_a_shallow_copy_goes_on_by_itself() -> None:
+    """As of a layer of transformers, which never writes into what it has."""
+    _, growing = pair()
+    check(*pair())
+    growing.update(draw(1, 2), draw(1, 11), 0)
+    kept = copy.copy(layer_of(growing))
+    before = kept.keys.clone()
+    growing.update(draw(1, 3), draw(1, 12), 0)
+    assert kept.get_seq_length() == 6 and layer_of(growing).get_seq_length() == 7
+    keys, _ = kept.update(draw(1, 4), draw(1, 13), 0)
+    assert torch.equal(keys, torch.cat([before, draw(1, 4)], 2))
+    assert torch.equal(layer_of(growing).keys[:, :, 6:], draw(1, 3))
+
+
+def test_queries_alone_may_want_a_gradient() -> None:
+    """Which keep the keys of their own token, and not what is written there later."""
+    _, growing = pair()
+    q, scores = torch.randn(2, 3, 1, 8, requires_grad=True), []
+    for seed in range(3):
+        keys, _ = growing.update(draw(1, seed), draw(1, seed + 9), 0)
+        scores.append((q @ keys.transpose(2, 3)).sum())
+    torch.stack(scores).sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()
+
+
+@torch.no_grad()
 def test_token_by_token_across_chunks_without_copying() -> None:
     plain, growing = pair(CHUNK - 40)
     places = set()

@@ -156,7 +156,7 @@ METHOD = [
 ]  # fmt: skip
 OPTIONS = {
     "quarot": [
-        *METHOD, "--weight-bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
+        *METHOD, "--weight-bits", "--bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
         "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks", "--bits-for",
     ],
     "quip-sharp": [*METHOD, "--bits", "--bits-for", "--finetune", "--finetune-epochs", "--sweeps"],
@@ -211,6 +211,7 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "quip-sharp --activation-bits": ("", "--activation-bits 16", {"activation_bits": 16}),
     "--embedding-bits": ("", "--embedding-bits 6", {"embedding_bits": 6}),
     "--weight-bits": ("", "--weight-bits 3", {"weight_bits": 3}),
+    "quarot --bits": ("", "--bits 3", {"weight_bits": 3}),
     "--group-size": ("", "--group-size 64", {"group_size": 64}),
     "--symmetric": ("--asymmetric", "--symmetric", {"symmetric": True}),
     "--asymmetric": ("", "--asymmetric", {"symmetric": False}),

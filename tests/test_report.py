@@ -16,6 +16,7 @@ from conftest import quantize
 from tiny_models import save_model, tiny_config
 
 import ptq
+from fp6.plan import Fp6Recipe
 from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
 from ptq.models.families import FAMILIES
@@ -223,6 +224,13 @@ def test_the_page_is_whole_and_needs_nothing_else(packed: Path) -> None:
     text = " ".join(found.text)
     for expected in ("max/median", "model.layers.1.mlp.down_proj", "group_size 8", "random tokens", "codes", "KL"):
         assert expected in text
+
+
+def test_outliers_of_what_was_not_rotated(tiny: Path, tmp_path: Path) -> None:
+    ptq.quantize(tiny, tmp_path / "out", Fp6Recipe(), ptq.RunOptions(progress=False))
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "Outliers</h2>" in page and "before and after rotation" not in page
+    assert "Nothing was rotated here" in page and "Measured on a few random tokens" in page
 
 
 def test_hostile_names_stay_text(packed: Path) -> None:

@@ -18,6 +18,7 @@ import ptq
 from fp6.plan import Fp6Recipe
 from ptq.errors import InputError, RunError
 from ptq.files.checkpoint import Checkpoint
+from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import stored_signs
 from ptq.pipeline import proof, rewrite
 from ptq.recipe import Recipe
@@ -53,6 +54,17 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     source = save_model(tmp_path / "model", "qwen2", tie_word_embeddings=True)
     ptq.quantize(source, tmp_path / "out", RECIPES[request.param], QUIET)
     return tmp_path / "out"
+
+
+def test_another_embedding_is_refused(checkpoint: Path) -> None:
+    """It would not turn what it gives; one that is resized is the same one."""
+    model = load(checkpoint)
+    with pytest.raises(InputError, match="rotates what it gives"):
+        model.set_input_embeddings(torch.nn.Embedding(96, 72))
+    if not isinstance(model.get_input_embeddings(), PackedEmbedding):
+        expected = logits(model)
+        model.resize_token_embeddings(100, mean_resizing=False)
+        assert torch.equal(logits(model)[..., :96], expected)
 
 
 def test_one_matrix_and_two_vectors_of_signs(checkpoint: Path) -> None:

@@ -73,7 +73,7 @@ class Replacement:
             dropouts = [module for module in others if type(module) is nn.Dropout]
             inside = [*dropouts, *_inside(*parts)]
             watched = Watched([layer, *inside], inside)
-            fits = len(dropouts) == len(others) and watched.are_ours()
+            fits = len(dropouts) == len(others) and watched.are_ours() and _tried(layer, (self.layout,)) is not None
             self.found = self.find(*parts) if fits else None
             if self.found is not None:
                 watched.expires_with(self.found)

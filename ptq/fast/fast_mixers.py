@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
+from ptq.fast.watched import InPlace
 from ptq.ops import mixer_ops
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 
@@ -25,9 +26,9 @@ def forward_of(module: nn.Module) -> Step | None:
     """The faster forward of a mixer or a gated norm; None for any other module."""
     eps = _gated_norm(module)
     if eps is not None:
-        return functools.partial(_norm_forward, module, eps)
+        return InPlace(_norm_forward, module, eps)
     own = type(module).forward
-    return None if _with_steps(own) is None else functools.partial(_mixer_forward, module)
+    return None if _with_steps(own) is None else InPlace(_mixer_forward, module)
 
 
 def _mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +164,7 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Cases) -> bool:
 
 
 def _norm_forward(module: nn.Module, eps: float, *args: Any, **kwargs: Any) -> Tensor:
-    gain = module._parameters["weight"]
+    gain = module._parameters.get("weight")
     if len(args) == 2 and not kwargs and gain is not None:
         x, gate = args
         if isinstance(gate, Tensor) and x.shape == gate.shape and x.numel() and cpu_ops_serve(x, gate, gain):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_mixers
 from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
+from ptq.fast.watched import InPlace
 from ptq.layers.linear import must_be_called, stays_on_gpu
 from ptq.layers.shared_input import products
 from ptq.ops import steps
@@ -45,13 +46,13 @@ def install(model: nn.Module) -> None:
             continue  # somebody has put another one there
         kind = norm_kind(module)
         if kind is not None:
-            module.forward = functools.partial(norm_forward, module, *kind)
+            module.forward = InPlace(norm_forward, module, *kind)
         elif with_fast_rotary(type(module).forward) is not None:
-            module.forward = functools.partial(_attention_forward, module, fast_attention.kind_of(module))
+            module.forward = InPlace(_attention_forward, module, fast_attention.kind_of(module))
         elif (act := gate_of(module)) is not None:
-            module.forward = functools.partial(_gated_forward, module, act, activation_of(module))
+            module.forward = InPlace(_gated_forward, module, act, activation_of(module))
         elif is_router(module):
-            module.forward = functools.partial(_router_forward, module)
+            module.forward = InPlace(_router_forward, module)
         elif (forward := fast_mixers.forward_of(module)) is not None:
             module.forward = forward
 
@@ -61,7 +62,7 @@ def install(model: nn.Module) -> None:
 
 def norm_forward(module: nn.Module, eps: float, offset: float, round_first: bool, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of an RMSNorm of this kind."""
-    gain = module._parameters["weight"]
+    gain = module._parameters.get("weight")
     if len(args) == 1 and not kwargs and gain is not None:
         x = args[0]
         if x.dim() > 2 and x.numel() and ops_serve(x, gain):
@@ -190,8 +191,9 @@ class FewTokensLinear(nn.Linear):
     """A plain linear layer with another `forward`, for few tokens."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
-        assert weight is not None
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        if weight is None:  # it is pruned, or made of other parameters
+            return nn.Linear.forward(self, input)  # `super` would be what `_with_fast_base` looks for
         return few_tokens_linear(input, weight, bias)
 
 

@@ -1,5 +1,6 @@
 """Detects changes to modules, while something else takes the place of their own code."""
 
+import functools
 from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
 from operator import is_, methodcaller
@@ -20,9 +21,12 @@ class Expiring(Protocol):
 
 
 class Watched:
-    """What modules hold: modules, parameters and forwards; and the hooks of those that must not be listened to."""
+    """What modules hold: modules, parameters and forwards, their own and those of their classes; and the hooks of those
+    that must not be listened to."""
 
     def __init__(self, modules: list[nn.Module], quiet: list[nn.Module]) -> None:
+        self._modules, self._types = modules, list(map(type, modules))
+        self._own: dict[type[nn.Module], Any] = {cls: cls.forward for cls in self._types}
         self._owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
         self._held = [held for owner in self._owners for held in owner.values()]
         self._instances = [vars(module) for module in modules]
@@ -36,6 +40,9 @@ class Watched:
         """What several watch, and hooks of more modules."""
         made = cls([], quiet)
         for each in watched:
+            made._modules += each._modules
+            made._types += each._types
+            made._own |= each._own
             made._owners += each._owners
             made._held += each._held
             made._instances += each._instances
@@ -56,6 +63,8 @@ class Watched:
             sum(map(len, self._owners)) == len(self._held)
             and all(map(is_, now, self._held))
             and all(map(is_, _forwards(self._instances), self._forwards))
+            and all(map(is_, map(type, self._modules), self._types))
+            and all(cls.forward is own for cls, own in self._own.items())
             and not any(map(IS_OVER, self._found))
         )
 
@@ -68,6 +77,23 @@ class Watched:
         heard = any(self._hooks) and not all(map(_is_idle, self._hooks))
         of_all = _global_forward_hooks or _global_forward_pre_hooks
         return heard or bool(of_all) or any(dropout.training for dropout in self._dropouts)
+
+
+class InPlace(functools.partial):
+    """`InPlace(function, module, ...)` takes the place of the forward of the module's class, for as long as that stays
+    the one that it was made for."""
+
+    own: Any = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "InPlace":
+        made = super().__new__(cls, *args, **kwargs)
+        if made.args:  # copies and pickles get it later
+            made.own = type(made.args[0]).forward
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = type(self.args[0]).forward
+        return super().__call__(*args, **kwargs) if forward is self.own else forward(self.args[0], *args, **kwargs)
 
 
 def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:

@@ -69,6 +69,7 @@ class PtqQuantizer(HfQuantizer):
         ends, turned = {}, self.quantization_config.residual()
         if turned is not None:
             ends = residual.install(model, turned)  # already, so that accelerate's hooks come around it
+            model.set_input_embeddings = MethodType(residual.set_input_embeddings, model)
         files = kwargs.get("checkpoint_files")
         if files:
             paths = [Path(file) for file in files]

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ptq.errors import InputError
 from ptq.fast import fast_steps
+from ptq.fast.watched import InPlace
 from ptq.files.header import read_header
 from ptq.layers.packed_weight import KeptSigns, kept_signs, loaded_signs, stored_signs
 from ptq.models.families import family_of
@@ -105,8 +106,19 @@ def install(model: PreTrainedModel, construction: str) -> dict[str, nn.Module]:
         module.register_buffer(SIGNS, stored_signs(torch.ones(size)))
     embedding, norm = ends.values()
     embedding.forward = functools.partial(_embed, embedding, construction, KeptSigns())
-    norm.forward = functools.partial(_norm, norm, construction, KeptSigns(), fast_steps.norm_kind(norm))
+    kind = fast_steps.norm_kind(norm)
+    fast = None if kind is None else InPlace(fast_steps.norm_forward, norm, *kind)
+    norm.forward = functools.partial(_norm, norm, construction, KeptSigns(), fast)
     return ends
+
+
+def set_input_embeddings(model: PreTrainedModel, value: nn.Module) -> None:
+    """In the place of transformers' method: another embedding would not turn what it gives. Raises InputError."""
+    if value is not model.get_input_embeddings():  # as when it is resized
+        raise InputError(
+            "the embedding of this model rotates what it gives, which another one would not; resize it by "
+            "resize_token_embeddings, or make the model plain first: model.dequantize()"
+        )
 
 
 def _signs(module: nn.Module, kept: KeptSigns) -> Float32[Tensor, " k"]:
@@ -126,11 +138,11 @@ def _norm(
     module: nn.Module,
     construction: str,
     kept: KeptSigns,
-    kind: tuple[float, float, bool] | None,
+    fast: InPlace | None,
     x: Float[Tensor, "*batch k"],
 ) -> Float[Tensor, "*batch k"]:
     back = hadamard.apply(x, _signs(module, kept), construction, transpose=True)
-    return type(module).forward(module, back) if kind is None else fast_steps.norm_forward(module, *kind, back)
+    return type(module).forward(module, back) if fast is None else fast(back)
 
 
 def untied(

@@ -81,7 +81,17 @@ class GrowingLayer(DynamicLayer):
         keys[:, :, before:after].copy_(key_states)
         values[:, :, before:after].copy_(value_states)
         self.advance(after - before)
-        return self._get("keys"), self._get("values")  # pyright: ignore[reportReturnType]
+        held = keys[:, :, :after], values[:, :, :after]
+        if torch.is_grad_enabled():  # queries alone may want one, and it keeps what the next token would write beside
+            return held[0].clone(), held[1].clone()
+        return held
+
+    def __copy__(self) -> "GrowingLayer":
+        """A layer that goes on by itself: what it has so far is copied to room of its own with its next token."""
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), _held={})
+        made.keys, made.values = self._get("keys"), self._get("values")
+        return made
 
     def get_seq_length(self) -> int:
         return self._seen("keys") if self.is_initialized else 0

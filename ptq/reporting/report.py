@@ -127,7 +127,7 @@ def _shares(plan: Plan, source: Mapping[str, TensorInfo], written: Mapping[str, 
     linears = {linear.name for linear in plan.linears}
     ends = {linear.name: "head" if linear.role == "head" else "embedding" for linear in plan.ends()}
 
-    def part(name: str) -> str:
+    def part(name: str, info: TensorInfo) -> str:
         owner, _, leaf = name.rpartition(".")
         if owner in ends and leaf.startswith("weight"):
             return ends[owner]
@@ -137,16 +137,16 @@ def _shares(plan: Plan, source: Mapping[str, TensorInfo], written: Mapping[str, 
             return "norms"
         if leaf == "bias":
             return "biases"
-        if leaf in ("weight", "weight_dense"):
+        if leaf in ("weight", "weight_dense") and len(info.shape) > 1:  # else the guard of a packed one
             return "weights"
-        part = leaf.removeprefix("weight_")
-        return part if part in ("scale", "zero") else "codes"  # the lattice has them in several planes
+        kind = leaf.removeprefix("weight_")
+        return kind if kind in ("scale", "zero") else "codes"  # the lattice has them in several planes
 
     found: dict[str, list[int]] = {}
     for side, tensors in enumerate((source, written)):
         for name, info in tensors.items():
             if side == 1 or name not in plan.unused:
-                found.setdefault(part(name), [0, 0])[side] += info.stored_bytes
+                found.setdefault(part(name, info), [0, 0])[side] += info.stored_bytes
     return tuple(Share(name, *sizes) for name, sizes in sorted(found.items(), key=lambda item: -max(item[1])))
 
 

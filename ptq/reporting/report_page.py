@@ -85,14 +85,19 @@ def _settings(recipe: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 # --- outliers ---------------------------------------------------------------------------------------------------------
 
 
+NOT_ROTATED = "Nothing was rotated here, so both curves are one; a rotation would spread it."
+
+
 def _outliers(report: Report) -> Iterator[str]:
     if not report.inputs:
         return
+    rotated = any(layer.rotation for layer in report.layers)
     yield (
-        "<h2>Outliers before and after rotation</h2>"
+        f"<h2>{'Outliers before and after rotation' if rotated else 'Outliers'}</h2>"
         "<p>The largest magnitude of every channel of a layer's input, relative to the input's root mean square. "
         "Quantisation gives a token one range for all its channels: where one channel stands out, the others get what "
-        "is left. Rotation spreads it.</p>"
+        + f"is left. {'Rotation spreads it.' if rotated else NOT_ROTATED} Measured on "
+        + f"{'a few random tokens' if report.positions is None else escape(report.positions.text)}.</p>"
         + channels_picture(report)
         + "<p>Over all blocks: kurtosis of a token, 3 for a Gaussian one, large where few channels hold everything; "
         "logarithmic.</p>" + _blocks_picture(report, "kurtosis")
