@@ -22,6 +22,8 @@ import plain_gguf
 import torch
 
 LLAMA: Any = llama_cpp
+QUIET = LLAMA.llama_log_callback(lambda *_: None)
+LLAMA.llama_log_set(QUIET, None)
 PREFILL = 512
 """Tokens that are multiplied at once: llama.cpp's default."""
 
@@ -53,14 +55,14 @@ class Decoder:
     """A model of llama.cpp, and rows of tokens that are decoded at once."""
 
     def __init__(self, path: Path, length: int, rows: int, threads: int) -> None:
-        self._quiet = LLAMA.llama_log_callback(lambda *_: None)
-        LLAMA.llama_log_set(self._quiet, None)
         LLAMA.llama_backend_init()
         self.model = LLAMA.llama_model_load_from_file(str(path).encode(), LLAMA.llama_model_default_params())
         params = LLAMA.llama_context_default_params()
         params.n_ctx, params.n_seq_max = length * rows, rows
         params.n_batch = params.n_ubatch = PREFILL
         params.n_threads = params.n_threads_batch = threads
+        # With flash attention, its default, tokens behind 1024 others take 1.7 times as long, prompts 0.9 times.
+        params.flash_attn_type = LLAMA.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.context = LLAMA.llama_init_from_model(self.model, params)
         if not self.context:
             raise SystemExit(f"llama.cpp does not load {path}")

@@ -292,6 +292,7 @@ def test_what_is_not_a_source(tmp_path, monkeypatch):
     (tmp_path / "a.csv").write_text("x")
     for spec, words in (
         ("a.csv", "expected a .txt or .jsonl"),
+        ("wikitxt2", "is `wikitext2` meant?"),
         (str(tmp_path), "expected a .txt or .jsonl"),
         ("./nowhere", "no such file, and not a hub dataset"),
         ("missing.txt", "cannot be read .No such file"),

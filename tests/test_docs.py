@@ -18,7 +18,7 @@ from ptq.weights.rounding import nearest
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDES = ("add-a-family", "add-a-codebook", "add-a-kernel")
-PAGES = ("README", "architecture", "format", "math", "results", "perplexity", "processors", *GUIDES)
+PAGES = ("README", "families", "architecture", "format", "math", "results", "perplexity", "processors", *GUIDES)
 
 
 def file(name: str) -> Path:
@@ -106,7 +106,7 @@ def test_every_field_of_a_family_is_explained():
 
 
 def test_every_family_is_named():
-    assert sorted(name for name in FAMILIES if f"`{name}`" not in page("README")) == []
+    assert sorted(name for name in FAMILIES if f"`{name}`" not in page("families")) == []
 
 
 def test_every_format_and_protocol_member_is_explained():

@@ -1,6 +1,5 @@
 """`quantize export --gguf`: the package of llama.cpp reads the same weights out of it; the rest is refused."""
 
-import importlib.util
 import os
 import struct
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import pytest
 import torch
 from conftest import check_refused, quantize
 from safetensors.torch import load_file, save_file
-from tiny_models import save_model
+from tiny_models import plain_gguf, save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,7 +21,6 @@ from ptq.weights import formats, ggml
 
 gguf = pytest.importorskip("gguf", reason="the package that reads files of llama.cpp is not installed")
 pytestmark = pytest.mark.usefixtures("fast")
-ROOT = Path(__file__).resolve().parents[1]
 NEAREST = ("--rounding", "nearest", "--offline", "--no-report")
 COMMANDS = {
     "Q4_0": ("quarot", *NEAREST, "--group-size", "32"),
@@ -30,16 +28,6 @@ COMMANDS = {
     "Q5_0": ("quarot", "--rounding", "nearest", "--no-rotate", "--weight-bits", "5", "--no-report"),
     "MXFP4": ("fp6", "--scale", "e8m0", "--element", "e2m1", "--no-report"),
 }
-
-
-def plain_gguf(model: Path, out: Path) -> Path:
-    """The GGUF of an original."""
-    spec = importlib.util.spec_from_file_location("plain_gguf", ROOT / "scripts" / "plain_gguf.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.write(model, out)
-    return out
 
 
 def saved(folder: Path, model_type: str, **changes: Any) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from conftest import quantize
-from tiny_models import save_model
+from tiny_models import plain_gguf, save_model
 
 README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
@@ -21,16 +21,21 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Words of those commands. The model has widths that groups of 128 divide."""
     folder = tmp_path_factory.mktemp("readme")
     save_model(folder / "model", hidden_size=128, intermediate_size=256, head_dim=64, num_attention_heads=2)
-    assert quantize("fp6", folder / "model", folder / "packed", "--scale", "e8m0").exit_code == 0  # can be exported
+    exported = ("--element", "e2m1", "--scale", "e8m0")  # in every way
+    assert quantize("fp6", folder / "model", folder / "packed", *exported).exit_code == 0
+    plain_gguf(folder / "model", folder / "model.gguf")
     (folder / "text.txt").write_text("a text " * 100)
     text = str(folder / "text.txt")
-    return {"MODEL": str(folder / "model"), "OUT": str(folder / "packed"), "wikitext2": text, "FILE.txt": text}
+    return {
+        "MODEL": str(folder / "model"), "MODEL.gguf": str(folder / "model.gguf"), "OUT": str(folder / "packed"),
+        "wikitext2": text, "FILE.txt": text,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("command", readme_commands())
 def test_the_commands_of_the_readme_are_understood(command: str, places: dict[str, str], tmp_path: Path):
     name, *rest = command.split()
-    places = {**places, "OUT2": str(tmp_path / "out2")}
+    places = {**places, "OUT2": str(tmp_path / "out2"), "OUT.gguf": str(tmp_path / "out.gguf")}
     options = []
     if name in ("quarot", "quip-sharp", "fp6", "rotate"):
         places["OUT"] = str(tmp_path / "out")

@@ -1,6 +1,7 @@
 """Tiny random models of every family, and what is special about each: the settings of their configs, and lists of
 families for tests that run over some of them."""
 
+import importlib.util
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,17 @@ def save_model(folder: Path, model_type: str = "llama", dtype: torch.dtype = tor
     tiny_model(tiny_config(model_type, **changes), dtype).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
+
+
+def plain_gguf(model: Path, out: Path) -> Path:
+    """The GGUF of a model, as scripts/plain_gguf.py writes it."""
+    path = Path(__file__).resolve().parents[1] / "scripts" / "plain_gguf.py"
+    spec = importlib.util.spec_from_file_location("plain_gguf", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.write(model, out)
+    return out
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

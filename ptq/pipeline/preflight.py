@@ -1,5 +1,6 @@
 """Before a run starts: whether this machine has what it needs, and what to know of its calibration rows."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +44,10 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None)
         found = (
             f"{tokens} calibration tokens" if needy.expert is None else f"about {tokens} calibration tokens an expert"
         )
+        enough = math.ceil(TOKENS_PER_CHANNEL * needy.k / share(needy, shape) / rows.shape[1])
         yield (
             f"warning: {found} for layers of up to {needy.k} input channels are few; "
-            f"{TOKENS_PER_CHANNEL} per channel give steady statistics: raise --samples"
+            f"{TOKENS_PER_CHANNEL} per channel give steady statistics: --samples {enough}"
         )
 
 

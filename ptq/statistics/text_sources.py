@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ def check(spec: str) -> None:
         except OSError as error:
             raise _cannot_read(path, error) from error
     elif spec not in HUB_ALIASES and path.exists():
-        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset")
+        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file (by its name), or a hub dataset")
+    elif spec not in HUB_ALIASES and (meant := get_close_matches(spec, HUB_ALIASES, cutoff=0.9)):
+        raise InputError(f"calibration {spec!r}: no such file; is `{meant[0]}` meant?")
     elif not HUB_NAME.fullmatch(spec):
         raise InputError(f"calibration {spec!r}: no such file, and not a hub dataset like `org/name`; check the path")
 
