@@ -186,7 +186,7 @@ def _is_turned(source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sou
     What rotations and rounding leave nearly as it was is compared: norms of rows, of columns of `ffn_down`, of whole
     weights where both sides are rotated.
     """
-    answers = set()
+    evidence = 0.0
     for x in sources.values():
         if not x.target.endswith(".weight") or len(gguf.shape(x.target) if x.target in gguf.names else ()) != 2:
             continue
@@ -200,11 +200,10 @@ def _is_turned(source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sou
                 orders.append(_turned(orders[0], config, x))
             found = [float(torch.corrcoef(torch.stack([order, theirs.norm(dim=1)]))[0, 1]) for order in orders]
             is_same &= max(found) > CORRELATION
-            if x.kind in TURNED:
-                answers.add(found[1] > found[0])
+            evidence += found[-1] - found[0]
         if not is_same:
             raise InputError(f"{gguf.path}: its {x.target} is another weight than {x.name} was made from; {OTHER}")
-    return answers == {True}
+    return evidence > 0
 
 
 def _numbers(source: Checkpoint, x: Source) -> Float32[Tensor, "n k"]:

@@ -19,6 +19,8 @@ from ptq.files.shards import atomic_file
 
 MAGIC, VERSION, BEGIN = 0x46554747, 3, 24
 """The first two words; where the keys begin, behind two counts."""
+MOST_ALIGNED = 1 << 16
+"""Bytes that tensors may be aligned to; 32 is usual."""
 FILE_TYPE = "general.file_type"
 FILE_TYPES = {"Q2_K": 10, "Q3_K": 12, "Q4_0": 2, "Q5_0": 8, "Q6_K": 18, "Q8_0": 7, "MXFP4": 38}
 """What llama.cpp calls a file by the type of most of its tensors."""
@@ -47,7 +49,7 @@ class GgufFile:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         if (self._value("split.count") or 1) > 1:
             raise InputError(f"{path}: is one of several files; put them together with `llama-gguf-split --merge`")
-        if not self._tensors or self._reader.byte_order != "I":
+        if not self._tensors or self._reader.byte_order != "I" or self._reader.alignment > MOST_ALIGNED:
             raise InputError(f"{path}: has no tensors, or was written for another kind of machine")
 
     @property
