@@ -18,6 +18,8 @@ from torch.nn.utils import prune
 from ptq.fast import fast_layer, watched
 
 packed = _packed
+OWN = ("DecoderLayer", "Attention", "MLP", "Model")
+"""Ends of names of classes whose own code gives the numbers to compare with."""
 
 
 def test_copies_pickles_and_hooks(packed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +85,7 @@ def test_the_forward_of_a_class_may_be_replaced(place: str, packed, monkeypatch:
         return (y[0] * 1.5, *y[1:]) if isinstance(y, tuple) else y * 1.5
 
     monkeypatch.setattr(cls, "forward", louder)
-    plain = without(copy.deepcopy(model))
+    plain = without(copy.deepcopy(model), *OWN)
     expected, later = decode(plain), packed("W4A8")
     assert not torch.equal(expected[-1], wanted[-1])
     for changed in (model, later):
@@ -105,8 +107,29 @@ def test_a_module_may_get_another_class(packed) -> None:
     mlp.__class__ = Louder
     found = decode(model)
     assert not torch.equal(found[-1], wanted[-1])
-    expected = decode(without(copy.deepcopy(model)))
+    expected = decode(without(copy.deepcopy(model), *OWN))
     torch.testing.assert_close(found[-1], expected[-1], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_layers_that_are_repeated_by_shallow_copies(packed) -> None:
+    """With the same weights, and places of their own in the cache."""
+
+    def repeated(model: Any) -> Any:
+        inner, layers = model.get_decoder(), []
+        for place, number in enumerate([0, 1, 0, 1]):
+            layer = copy.copy(inner.layers[number])
+            layer._modules = dict(layer._modules)
+            layer.self_attn = copy.copy(layer.self_attn)
+            layer.self_attn.layer_idx = place
+            layers.append(layer)
+        inner.layers = nn.ModuleList(layers)
+        model.config.num_hidden_layers = inner.config.num_hidden_layers = len(layers)
+        return model
+
+    expected = decode(repeated(without(packed("W4A8"), *OWN)))
+    for found, wanted in zip(decode(repeated(packed("W4A8"))), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

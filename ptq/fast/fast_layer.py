@@ -12,7 +12,7 @@ numbers are those of the single ops to the bit.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
 from ptq.fast.trials import hollow, tried_once
-from ptq.fast.watched import Watched
+from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
 
@@ -134,6 +134,17 @@ def fast_forward_of(layer: nn.Module) -> FastForward | None:
     """The forward that `install` has given a module; None for one that it has not made fast."""
     forward = vars(layer).get("forward")
     return forward if isinstance(forward, FastForward) else None
+
+
+def let_copies_be(layers: Iterable[nn.Module]) -> None:
+    """Take from modules what is the forward of others: a shallow copy (`copy.copy`, as of layers that are repeated with
+    places of their own in a cache) would run as the module that it is of."""
+    for module in chain.from_iterable(layer.modules() for layer in layers):
+        forward = vars(module).get("forward")
+        owner = forward.layer if isinstance(forward, FastForward) else module
+        owner = forward.args[0] if isinstance(forward, InPlace) else owner
+        if owner is not module:
+            del vars(module)["forward"]
 
 
 def is_fast(layer: nn.Module) -> bool:

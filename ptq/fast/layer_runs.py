@@ -142,6 +142,7 @@ class Substitutes:
         same = len(layers) == len(self.layers) and all(map(is_, layers.values(), self.layers))
         if not same or type(model).forward is not self.tried:
             self.layers, self.tried = list(layers.values()), type(model).forward
+            fast_layer.let_copies_be(self.layers)
             self.found = _substitutes(model, self.layers)
         return self.found
 
@@ -187,10 +188,11 @@ def _forward(model: Any, substitutes: Substitutes, *args: Any, **kwargs: Any) ->
     """The forward of a model with runs."""
     view = model
     if not torch.compiler.is_compiling():
+        current = substitutes.current(model)
         if not args and _fits(model, **kwargs):
             view = object.__new__(_view_class(type(model)))
             object.__setattr__(view, "__dict__", vars(model))
-            object.__setattr__(view, LAYERS, substitutes.current(model))
+            object.__setattr__(view, LAYERS, current)
         else:
             for run in substitutes.runs():
                 run.forget()  # layers that were changed may fit again, and of those that have moved memory is freed
