@@ -97,20 +97,25 @@ def test_places_where_nothing_can_be_made(tiny: Path, tmp_path: Path) -> None:
     check_refused(quantize("fp6", tiny, tmp_path / "out", "--work", tmp_path / "loop", "--no-report"), "loop")
 
 
-def test_links_out_of_a_model_are_not_followed(tmp_path: Path) -> None:
+def test_links_to_files_of_other_names_are_refused(tiny: Path, tmp_path: Path) -> None:
+    """They may be files of this machine; those of the hub's cache, and of a folder of links, are not."""
     model, cache = tmp_path / "model", tmp_path / "hub" / "models--a--b"
-    model.mkdir()
+    shutil.copytree(tiny, model)
     (tmp_path / "secret").write_text("mine")
     (model / "tokenizer.model").symlink_to(tmp_path / "secret")
-    (model / "vocab.json").write_text("{}")
-    (model / "vocab.txt").symlink_to(model / "vocab.json")
-    beside.copy(model, tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["model", "secret", "vocab.json", "vocab.txt"]
+    check_refused(quantize("fp6", model, tmp_path / "out", "--no-report"), "is a link to")
+    assert not (tmp_path / "out").exists()
+    (model / "tokenizer.model").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    (model / "tokenizer.json").rename(tmp_path / "elsewhere" / "tokenizer.json")
+    (model / "tokenizer.json").symlink_to(tmp_path / "elsewhere" / "tokenizer.json")
+    assert quantize("fp6", model, tmp_path / "out", "--no-report").exit_code == 0
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
     (cache / "blobs").mkdir(parents=True)
     (cache / "snapshots" / "main").mkdir(parents=True)
     (cache / "blobs" / "abc").write_text("{}")
     (cache / "snapshots" / "main" / "tokenizer.json").symlink_to("../../blobs/abc")
-    assert beside.has_tokenizer(cache / "snapshots" / "main")
+    beside.check(cache / "snapshots" / "main")
 
 
 def test_where_a_text_lay_is_not_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files of which a model with a tokenizer has one at least."""
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Chat templates with names of their own, such as those for tools: in a folder, as transformers saves them."""
+HUB_FILES = "blobs"
+"""The folder of the hub's cache with all files, by their hashes."""
 COPIED = (
     *TOKENIZERS,
     *("merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
@@ -21,23 +23,20 @@ COPIED = (
 
 def found(folder: Path, patterns: Iterable[str]) -> Iterator[str]:
     """The files of a folder that match, once each and in order, as paths inside of it."""
-    paths = sorted({path for pattern in patterns for path in folder.glob(pattern) if path.is_file()})
-    return (path.relative_to(folder).as_posix() for path in paths if _is_inside(path, folder))
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    """Whether a file lies in a model's folder, or is a link into the hub's cache around that. A strange model may hold
-    links to files of this machine, which nobody means to pass on."""
-    if not path.is_symlink():
-        return True
-    whole = folder.resolve()
-    target, cache = path.resolve(), whole.parent.parent / "blobs"
-    return whole in target.parents or (whole.parent.name == "snapshots" and cache in target.parents)
+    paths = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return (path.relative_to(folder).as_posix() for path in sorted(paths))
 
 
 def check(folder: Path) -> None:
-    """Raise InputError for a file to be copied that cannot be what its name says: JSON that is none."""
+    """Raise InputError for a file to be copied that cannot be what its name says: JSON that is none, or a link to a
+    file of another name. A strange model may hold links to files of this machine, which nobody means to pass on."""
     for name in found(folder, COPIED):
+        target = (folder / name).resolve()
+        if (folder / name).is_symlink() and target.name != Path(name).name and target.parent.name != HUB_FILES:
+            raise InputError(
+                f"{folder / name}: is a link to {target}, a file of another name; if it belongs to the model, put a "
+                "copy in its place"
+            )
         if name.endswith(".json"):
             try:
                 json.loads((folder / name).read_bytes())
