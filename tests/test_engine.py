@@ -148,7 +148,7 @@ def test_too_many_processes_are_refused() -> None:
 def test_restart_throws_work_away_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrun's own restarts repeat the command line; they are there to go on."""
     seen: list[bool] = []
-    monkeypatch.setattr(pipeline, "open_work", lambda work, record, restart: seen.append(restart) or sys.exit())
+    monkeypatch.setattr(pipeline, "open_work", lambda *given: seen.append(given[2]) or sys.exit())
     options = RunOptions(progress=False, restart=True)
     for count in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
