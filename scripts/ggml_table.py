@@ -42,7 +42,7 @@ TYPES = ("Q8_0", "Q6_K", "Q5_K", "Q5_0", "Q4_K", "Q4_0", "IQ4_NL", "IQ4_XS", "Q3
 
 
 class Ggml:
-    """The two functions of ggml that quantise."""
+    """ggml, as far as it rounds weights."""
 
     def __init__(self, folder: Path) -> None:
         found = sorted(folder.glob("libggml-base.so*"))

@@ -14,10 +14,13 @@ from tiny_models import plain_gguf, save_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ptq.commands.export_gguf import correlation, least_correlation
 from ptq.errors import InputError
 from ptq.files.gguf_file import FILE_TYPES, GgufFile
 from ptq.layers.packed_weight import PackedWeight
 from ptq.weights import formats, ggml
+from ptq.weights.rounding import nearest
+from quarot.integer import IntegerFormat
 
 gguf = pytest.importorskip("gguf", reason="the package that reads files of llama.cpp is not installed")
 pytestmark = pytest.mark.usefixtures("fast")
@@ -114,7 +117,16 @@ def test_every_type_against_the_other_package(bits: int, group: int) -> None:
     found = gguf.dequantize(ggml.integer_blocks(codes, scale, bits, group).numpy(), gguf.GGMLQuantizationType[name])
     expected = (codes.float() - 2 ** (bits - 1)) * scale.half().float().repeat_interleave(group or k, 1)
     assert torch.equal(torch.from_numpy(found), expected)
-    assert FILE_TYPES[name] in list(gguf.LlamaFileType)
+    assert gguf.LlamaFileType(FILE_TYPES[name]).name.startswith(f"MOSTLY_{name}")
+
+
+def test_weights_in_2_bits_are_known_by_their_rows() -> None:
+    """Also where rows are so wide that their norms hardly differ."""
+    w, form = torch.randn(2048, 5632, generator=torch.Generator().manual_seed(0)), IntegerFormat(2)
+    rounded = form.dequantize(form.pack(nearest(w, form.codebook)), *w.shape)
+    norms, theirs = rounded.norm(dim=1), w.norm(dim=1)
+    assert correlation(norms, theirs) > 2 * least_correlation(2048)
+    assert abs(correlation(norms.flip(0), theirs)) < least_correlation(2048)
 
 
 def test_golden_bytes() -> None:

@@ -38,9 +38,8 @@ EXTRA = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.we
 HEAD = "output.weight"
 """It is not there where the original's head is tied to the embedding."""
 OTHER = "pass the GGUF that was made of the very model that was quantised"
-CORRELATION, DIFFERENCE = 0.4, 0.25
-"""Least correlation of norms of rows with the original's (0.6 in 2 bits, of random weights, and 0 with those of another
-model), and most by which the norm of a tensor may differ from it."""
+DIFFERENCE = 0.25
+"""Most by which the norm of a tensor may differ from the original's."""
 
 
 @dataclass(frozen=True)
@@ -198,12 +197,23 @@ def _is_turned(source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sou
             orders = [ours.norm(dim=1)]
             if x.kind in TURNED:
                 orders.append(_turned(orders[0], config, x))
-            found = [float(torch.corrcoef(torch.stack([order, theirs.norm(dim=1)]))[0, 1]) for order in orders]
-            is_same &= max(found) > CORRELATION
+            found = [correlation(order, theirs.norm(dim=1)) for order in orders]
+            is_same &= max(found) > least_correlation(len(ours))
             evidence += found[-1] - found[0]
         if not is_same:
             raise InputError(f"{gguf.path}: its {x.target} is another weight than {x.name} was made from; {OTHER}")
     return evidence > 0
+
+
+def correlation(ours: Float32[Tensor, " n"], theirs: Float32[Tensor, " n"]) -> float:
+    """Of the norms of rows with those of the original's."""
+    return float(torch.corrcoef(torch.stack([ours, theirs]))[0, 1])
+
+
+def least_correlation(n: int) -> float:
+    """That of n rows with those they were made from: five standard errors of that with others, or a half. Wide rows of
+    random weights in 2 bits have little more, as their norms hardly differ."""
+    return min(0.5, 5 / n**0.5)
 
 
 def _numbers(source: Checkpoint, x: Source) -> Float32[Tensor, "n k"]:
