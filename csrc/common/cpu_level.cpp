@@ -81,6 +81,17 @@ bool is_intel() {
 #endif
 }
 
+bool is_zen4() {
+#if defined(__x86_64__)
+    uint32_t version, b, c, d;  // of the family, Zen 3 and Zen 4, the latter has AVX-512
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") && __get_cpuid(1, &version, &b, &c, &d) &&
+           (version >> 8 & 15) + (version >> 20 & 255) == 0x19 && __builtin_cpu_supports("avx512f");
+#else
+    return false;
+#endif
+}
+
 std::atomic<bool>& slow_pairs() {
     static std::atomic<bool> value{is_intel()};
     return value;
@@ -93,7 +104,9 @@ std::atomic<int>& level() {
 
 }  // namespace
 
-const bool fetch_into_second_level = is_intel();
+const Fetching fetching = is_intel()  ? Fetching::in_four_pages
+                          : is_zen4() ? Fetching::second_level
+                                      : Fetching::past_second_level;
 
 CpuLevel cpu_level() {
     return static_cast<CpuLevel>(level().load(std::memory_order_relaxed));

@@ -20,6 +20,9 @@ constexpr int64_t most_tokens = 4;  // of one pass over a row: their sums stay i
 constexpr int64_t most_tokens = 1;
 #endif
 
+template <int tokens>
+constexpr Load load_of = tokens == 1 ? Load::light : Load::heavy;
+
 inline float widened(const void* from, int64_t at, Number type) {
     if (type == Number::float32) return static_cast<const float*>(from)[at];
     return from_bfloat16(static_cast<const uint16_t*>(from)[at]);
@@ -88,7 +91,7 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
     const float* x = p.spread + from * stride;
     Lanes acc[tokens][chains] = {}, w[chains];
     for (int64_t i = 0; i < whole; i += step) {
-        fetch_ahead(weight + i * bytes, step * bytes, ahead);
+        fetch_ahead<load_of<tokens>>(weight + i * bytes, step * bytes, ahead);
         load_step<type>(weight + i * bytes, w);
         multiply_step<tokens>(w, x + i, stride, acc);
     }
@@ -128,7 +131,7 @@ inline void row_of_pairs(const Linear& p, int64_t n, int64_t from) {
     for (; i + chains * pair_columns <= p.k; i += chains * pair_columns) {
 #pragma GCC unroll 4
         for (int c = 0; c < chains; c++) {
-            fetch_ahead(weight + i + c * pair_columns, 64, pairs_ahead);
+            fetch_ahead<load_of<tokens>>(weight + i + c * pair_columns, 64, pairs_ahead);
             multiply_pairs<tokens>(weight + i + c * pair_columns, x + i + c * pair_columns, p.k, all, c, acc);
         }
     }

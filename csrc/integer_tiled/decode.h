@@ -26,7 +26,7 @@ inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int6
     constexpr int chains = integer_tiled::chains<tokens>;
     SignedInts acc[tokens][chains] = {};
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), q += block_columns) {
-        fetch(block, block_bytes(bits));
+        fetch<load_of<bits, tokens>>(block, block_bytes(bits));
         BlockSum<bits> sum[tokens];
         over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) {
 #pragma GCC unroll 16

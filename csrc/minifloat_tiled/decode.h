@@ -35,7 +35,7 @@ inline void integers(const uint8_t* block, int64_t blocks, const int8_t* q, int6
                      SignedInts total[tokens]) {
     tiles::IntegerSums<tokens> sums;
     for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits), q += block_columns) {
-        tiles::fetch(block, block_bytes(bits));
+        tiles::fetch<tiles::load_of<bits, tokens>>(block, block_bytes(bits));
         over_quads<bits>(block,
                          [&]<int i>(Dwords codes) { sums.template add<false>(i, bytes(codes), q + 4 * i, stride); });
     }

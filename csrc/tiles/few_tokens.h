@@ -16,9 +16,16 @@ namespace {
 constexpr int64_t ahead = 8192;           // bytes that are fetched before they are needed: measured on Zen 5
 constexpr int64_t segment_blocks = 2048;  // 65536 columns: 255 * 128 * 65536 is below 2^31
 
+template <Load load = Load::heavy>
 inline void fetch(const uint8_t* block, int bytes) {
-    fetch_ahead(block, bytes, ahead);
+    fetch_ahead<load>(block, bytes, ahead);
 }
+
+// Of codes of so many bits times so many rows of bytes.
+template <int bits, int tokens>
+constexpr Load load_of = tokens > 1                 ? Load::heavy
+                         : plane_of(bits, 0) < bits ? Load::uneven
+                                                    : Load::light;
 
 inline int32_t load_int(const int8_t* from) {
     int32_t x;

@@ -26,6 +26,7 @@ from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import GUARD, PackedWeight
 from ptq.models.families import family_or_default
+from ptq.ops import huge_pages
 
 
 class PtqQuantizer(HfQuantizer):
@@ -97,6 +98,8 @@ class PtqQuantizer(HfQuantizer):
             module = model.get_submodule(own)
             assert isinstance(module, PackedWeight), own
             module.prepack()  # one after the other, so that no two copies of the model are ever in memory
+        huge_pages.take_out_of_files(m for m in model.modules() if isinstance(m, (nn.Linear, PackedWeight)))
+        huge_pages.use(model.parameters())
         _keep_forks_alive()
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
