@@ -4,7 +4,9 @@ import mmap
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,18 @@ def test_only_what_is_large_and_in_a_file_is_taken_out(mapped: Callable[[int], T
     assert layers[2].weight.data_ptr() == own.data_ptr()
 
 
+def test_what_is_free_is_left(mapped: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(1, 1)
+    layer.weight = nn.Parameter(mapped(LARGE).view(-1, 1))
+    free = {"available": 2 * layer.weight.nbytes - 1}
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(**free))
+    huge_pages.take_out_of_files([layer])
+    assert lies_in_a_file(layer.weight)
+    free["available"] += 1
+    huge_pages.take_out_of_files([layer])
+    assert not lies_in_a_file(layer.weight)
+
+
 def test_neighbours_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     all_of_it = torch.zeros(4 * LARGE)
     begin = all_of_it.data_ptr()
@@ -62,7 +76,9 @@ def test_neighbours_are_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(huge_pages._pieces([], gap=1)) == []
 
 
-def test_numbers_stay_and_whole_pages_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_stay_and_whole_pages_are_asked_for(
+    mapped: Callable[[int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     size = huge_pages._size()
     if not size:
         pytest.skip("no huge pages here")
@@ -76,7 +92,7 @@ def test_numbers_stay_and_whole_pages_are_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(huge_pages, "_advise", lambda: seen)
     x, small = torch.randn(3 * size // 4), torch.randn(16)
     before, place = x.clone(), x.data_ptr()
-    huge_pages.use([x, small])
+    huge_pages.use([x, small, mapped(3 * size // 4)])
     assert torch.equal(x, before) and x.data_ptr() == place
     assert [kind for *_, kind in asked] == [huge_pages.MADV_HUGEPAGE, huge_pages.MADV_COLLAPSE]
     for first, nbytes, _ in asked:

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch import Tensor, nn
 
 LARGE_BYTES = 1 << 20
@@ -43,13 +44,13 @@ def _advise() -> Any:
 
 
 def take_out_of_files(modules: Iterable[nn.Module]) -> None:
-    """Give the large CPU parameters of these modules that lie in mapped files memory of their own."""
-    files = [range(begin, end) for begin, end in _mapped_files()]
-    for module in modules:
-        for parameter in module._parameters.values():
-            if parameter is not None and _is_large(parameter):
-                if any(parameter.data_ptr() in file for file in files):
-                    parameter.data = parameter.data.clone()
+    """Give the large CPU parameters of these modules that lie in mapped files memory of their own. Not where that would
+    be more than half of what is free: a prepacked checkpoint may be larger than that, and is read from its files."""
+    held = {id(p): p for module in modules for p in module._parameters.values() if p is not None and _is_large(p)}
+    mapped = _in_files(held.values())
+    if sum(p.nbytes for p in mapped) <= psutil.virtual_memory().available // 2:
+        for parameter in mapped:
+            parameter.data = parameter.data.clone()
 
 
 def use(tensors: Iterable[Tensor]) -> None:
@@ -58,10 +59,17 @@ def use(tensors: Iterable[Tensor]) -> None:
     size = _size()
     if not size:
         return
-    for begin, end in _pieces((t for t in tensors if _is_large(t)), size):
+    large = [t for t in tensors if _is_large(t)]
+    mapped = {id(t) for t in _in_files(large)}
+    for begin, end in _pieces((t for t in large if id(t) not in mapped), size):
         first, last = -(-begin // size) * size, end // size * size
         if first < last and _advise()(first, last - first, MADV_HUGEPAGE) == 0:
             _advise()(first, last - first, MADV_COLLAPSE)  # may find no room, or be unknown
+
+
+def _in_files(tensors: Iterable[Tensor]) -> list[Tensor]:
+    files = [range(begin, end) for begin, end in _mapped_files()]
+    return [t for t in tensors if any(t.data_ptr() in file for file in files)]
 
 
 def _mapped_files() -> Iterator[tuple[int, int]]:
