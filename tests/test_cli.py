@@ -224,10 +224,14 @@ def test_inspect_shows_what_happens_when_the_model_runs(packed: Path, tmp_path: 
     assert json.loads(quantize("inspect", copy, "--json").stdout)["kv_cache"] == content["kv_cache"]
 
 
+REWRITING = "dequantize", "prepack", "export"
+
+
 def test_inspect_refuses_what_it_does_not_know(packed: Path, tiny: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")
     edit_config(quantization_config={"quant_method": "gptq"})(model)
-    check_refused(quantize("inspect", model), "was quantised by 'gptq', not by ptq")
+    for command in (("inspect", model), *((name, model, tmp_path / "out") for name in REWRITING)):
+        check_refused(quantize(*command), f"{model}/config.json: the model was quantised by 'gptq', not by ptq")
     hostile = shutil.copytree(packed, tmp_path / "hostile")
     content = json.loads((packed / "config.json").read_text())["quantization_config"]
     content["linears"]["model.layers.0.mlp.other"] = "scheme0"
