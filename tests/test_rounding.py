@@ -278,3 +278,12 @@ def test_dead_channels_do_not_thin_the_damping():
     expected = torch.where(dead, 1.0, 0.02 * h.diagonal()[~dead].mean())
     torch.testing.assert_close(added, expected[order])
     assert damping == 0.02
+
+
+@pytest.mark.parametrize("_", range(12))
+def test_the_last_piece_may_be_shorter(_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shapes are checked on a piece that is drawn by chance."""
+    w, codebook = torch.randn(5, 32), IntegerGrid(4)
+    whole = rounding.nearest(w, codebook)
+    monkeypatch.setattr(rounding, "ROW_CHUNK", 64)
+    assert torch.equal(rounding.nearest(w, codebook).codes, whole.codes)

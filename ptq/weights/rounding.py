@@ -91,7 +91,7 @@ def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight"
 
 
 def nearest_rows(
-    pieces: Iterable[Float[Tensor, "r k"]], codebook: Codebook, scales: Scales | None = None, *, name: str = "weight"
+    pieces: Iterable[Float[Tensor, "_ k"]], codebook: Codebook, scales: Scales | None = None, *, name: str = "weight"
 ) -> Rounded:
     """`nearest` of a weight that comes in pieces of whole rows; `scales`: of all rows, where they share them."""
     codes, fitted, error, energy = [], [], 0.0, 0.0
