@@ -147,23 +147,37 @@ def test_attention_over_the_end_of_a_room(level: str) -> None:
                 torch.ops.ptq.decode_attention(q, k, v, cos, cos, rooms[0][:, :, 20:], other, 30, 0.2)
 
 
-def test_attention_of_some_tokens_is_that_of_each(level: str) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [6, 24, 40, 64])
+def test_attention_does_not_see_the_room_behind(d: int, dtype: torch.dtype, level: str) -> None:
+    q, k, v = (draw(2, 1, n * d, dtype=dtype, seed=n) for n in (6, 3, 3))
+    cos, rooms = draw(1, 1, d, dtype=dtype), [draw(2, 3, 60, d, dtype=dtype, seed=seed) for seed in (7, 8)]
+    found = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, 50, 0.2)
+    for room in rooms:
+        room[:, :, 51:] = torch.nan
+    assert found.isfinite().all()
+    assert torch.equal(found, torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, 50, 0.2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_some_tokens_is_that_of_each(dtype: torch.dtype, level: str) -> None:
     """To the bit, also where a part begins between them."""
     for before in (100, 509, 1022):
-        q, k, v = (draw(1, 4, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
-        cos = draw(1, 4, 32, dtype=torch.float32)
-        rooms = [draw(1, 3, before + 4, 32, dtype=torch.float32, seed=seed) for seed in (7, 8)]
+        q, k, v = (draw(1, 4, n * 32, dtype=dtype, seed=n) for n in (6, 3, 3))
+        cos = draw(1, 4, 32, dtype=dtype)
+        rooms = [draw(1, 3, before + 4, 32, dtype=dtype, seed=seed) for seed in (7, 8)]
         found = torch.ops.ptq.decode_attention(q, k, v, cos, cos, *rooms, before, 0.2)
         for i in range(4):
             one = (x[:, i : i + 1].contiguous() for x in (q, k, v, cos, cos))
             assert torch.equal(torch.ops.ptq.decode_attention(*one, *rooms, before + i, 0.2), found[:, i : i + 1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("before", [390, 1500])
-def test_attention_of_any_thread_count_and_damage(before: int, level: str) -> None:
-    q, k, v = (draw(2, 1, n * 32, dtype=torch.float32, seed=n) for n in (6, 3, 3))
+def test_attention_of_any_thread_count_and_damage(before: int, dtype: torch.dtype, level: str) -> None:
+    q, k, v = (draw(2, 1, n * 32, dtype=dtype, seed=n) for n in (6, 3, 3))
     room = before + 10
-    cos, keys, values = draw(2, 1, 32, dtype=torch.float32), *(draw(2, 3, room, 32, dtype=torch.float32) for _ in "kv")
+    cos, keys, values = draw(2, 1, 32, dtype=dtype), *(draw(2, 3, room, 32, dtype=dtype) for _ in "kv")
     threads, results = torch.get_num_threads(), []
     try:
         for count in (1, 3):

@@ -19,6 +19,11 @@ constexpr int max_rows = 2, pair = 1, value_sums = 4;
 #endif
 constexpr float none = -std::numeric_limits<float>::infinity();
 
+// Into the second-level cache, where what one unit needs has room.
+inline void fetch(const void* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+}
+
 template <int BITS, int COUNT, size_t... B>
 inline std::array<Fields<BITS>, COUNT> whole_words(const Words* at, int64_t channel, std::index_sequence<B...>) {
     return {Fields<BITS>(at[B], channel, true)...};
@@ -62,6 +67,7 @@ inline void score_blocks(const Side& k, int64_t index, int64_t head, int64_t blo
     }
 }
 
+// Meanwhile the values of these tokens are fetched: they are read channel by channel, which no hardware foresees.
 template <int BITS, int ROWS>
 void scores(const Side& k, const Side& v, int64_t index, int64_t head, int64_t count, const float* q, float* score) {
     float q_sum[ROWS];
@@ -70,17 +76,15 @@ void scores(const Side& k, const Side& v, int64_t index, int64_t head, int64_t c
         for (int64_t c = 0; c < k.d; c += lanes) total += load(q + r * k.d + c, std::min(lanes, k.d - c));
         q_sum[r] = sum(total);
     }
+    fetch(v.scales_of(index, head), scale_bytes);
+    const auto* values = reinterpret_cast<const char*>(v.codes_of(index, head));
+    const int64_t share = v.block_bytes();
     int64_t block = 0;
-    // Values are read channel by channel, which no hardware foresees: they are fetched while keys are multiplied.
-    const char* ahead = reinterpret_cast<const char*>(v.codes_of(index, head));
-    const int64_t share = words(v.d, v.bits) * 4 * block_tokens * pair;
-    const int64_t key_share = words(k.d, BITS) * 4 * block_tokens * pair;
-    const char* key_ahead = reinterpret_cast<const char*>(k.codes_of(index, head)) + 2 * key_share;
-    for (; block + pair <= count; block += pair, ahead += share, key_ahead += key_share) {
-        for (int64_t i = 0; i < key_share; i += 64) __builtin_prefetch(key_ahead + i);
-        for (int64_t i = 0; i < share; i += 64) __builtin_prefetch(ahead + i);
+    for (; block + pair <= count; block += pair) {
+        fetch(values + block * share, pair * share);
         score_blocks<BITS, ROWS, pair>(k, index, head, block, q, q_sum, score);
     }
+    fetch(values + block * share, (count - block) * share);
     for (; block < count; block++) score_blocks<BITS, ROWS, 1>(k, index, head, block, q, q_sum, score);
 }
 
@@ -112,13 +116,24 @@ inline void value_tile(const Words& at, int64_t count, int64_t first, const floa
         std::memcpy(out + r * stride + first, total + r * CHANNELS, CHANNELS * sizeof(float));
 }
 
+// Keys that are fetched while values are added up: so many bytes of codes.
+struct Ahead {
+    const char* keys = nullptr;
+    int64_t bytes = 0;
+};
+
+// Meanwhile keys are fetched, as much for each channel.
 template <int BITS, int ROWS>
-void values(const Side& v, int64_t index, int64_t head, int64_t count, const float* weight, float* out) {
+void values(const Side& v, int64_t index, int64_t head, int64_t count, const float* weight, float* out,
+            const Ahead& ahead) {
     constexpr int channels = value_sums / (ROWS == 3 ? 4 : ROWS), rest = std::min(4, channels);
     const Words at = words_of<BITS>(v, index, head, 0);
+    const int64_t share = ahead.bytes / v.d;
     int64_t c = 0;
-    for (; c + channels <= v.d; c += channels)
+    for (; c + channels <= v.d; c += channels) {
+        fetch(ahead.keys + c * share, channels * share);
         value_tile<BITS, ROWS, channels>(at, count, c, weight, out, partial_stride(v.d));
+    }
     for (; c < v.d; c += rest) value_tile<BITS, ROWS, rest>(at, count, c, weight, out, partial_stride(v.d));
 }
 
@@ -174,11 +189,13 @@ float soften(const Attend& p, const Side& v, int64_t index, int64_t head, int64_
     return sum(offset);
 }
 
+// The first rows fetch what is ahead of all.
 template <int ROWS>
-void attend_rows(const Attend& p, int64_t head, int64_t index, int64_t first_row) {
+void attend_rows(const Attend& p, int64_t head, int64_t index, int64_t first_row, const Ahead& next) {
     alignas(64) float score[ROWS * chunk], q[ROWS * 1024], sink_weight[ROWS * chunk];
     const int64_t d = p.k.d, stride = partial_stride(d), count = std::min(chunk, p.length - index * chunk);
-    const int64_t used = (count + block_tokens - 1) / block_tokens;
+    const int64_t used = p.used_blocks(index);
+    const Ahead ahead = first_row ? Ahead{} : next;
     float* out = p.partial + ((head * p.chunks() + index) * p.rows() + first_row) * stride;
     for (int64_t i = 0; i < ROWS * d; i++) q[i] = p.q[(head * p.rows() + first_row) * d + i] * p.scaling;
     if (p.k.bits == 8) scores<8, ROWS>(p.k, p.v, index, head, used, q, score);
@@ -201,11 +218,11 @@ void attend_rows(const Attend& p, int64_t head, int64_t index, int64_t first_row
         offset[r] = soften(p, p.v, index, head, first_row + r, count, score + r * chunk, sinks, sink_weight + r * chunk,
                            out + r * stride + partial_width(d));
     }
-    if (p.v.bits == 8) values<8, ROWS>(p.v, index, head, used, score, out);
-    if (p.v.bits == 6) values<6, ROWS>(p.v, index, head, used, score, out);
-    if (p.v.bits == 4) values<4, ROWS>(p.v, index, head, used, score, out);
-    if (p.v.bits == 3) values<3, ROWS>(p.v, index, head, used, score, out);
-    if (p.v.bits == 2) values<2, ROWS>(p.v, index, head, used, score, out);
+    if (p.v.bits == 8) values<8, ROWS>(p.v, index, head, used, score, out, ahead);
+    if (p.v.bits == 6) values<6, ROWS>(p.v, index, head, used, score, out, ahead);
+    if (p.v.bits == 4) values<4, ROWS>(p.v, index, head, used, score, out, ahead);
+    if (p.v.bits == 3) values<3, ROWS>(p.v, index, head, used, score, out, ahead);
+    if (p.v.bits == 2) values<2, ROWS>(p.v, index, head, used, score, out, ahead);
     for (int r = 0; r < ROWS; r++) {
         for (int64_t c = 0; c < d; c++) out[r * stride + c] += offset[r];
         for (int64_t i = sinks.first; i < sinks.last; i++) {
@@ -217,25 +234,31 @@ void attend_rows(const Attend& p, int64_t head, int64_t index, int64_t first_row
 }
 
 void attend(const Attend& p, int64_t first, int64_t last) {
+    const auto keys_of = [&](int64_t unit) -> Ahead {
+        const int64_t head = unit / p.chunks(), index = unit % p.chunks();
+        fetch(p.k.scales_of(index, head), scale_bytes);
+        return {reinterpret_cast<const char*>(p.k.codes_of(index, head)), p.used_blocks(index) * p.k.block_bytes()};
+    };
     for (int64_t unit = first; unit < last; unit++) {
         const int64_t head = unit / p.chunks(), index = unit % p.chunks();
+        const Ahead next = unit + 1 < last ? keys_of(unit + 1) : Ahead{};
         for (int64_t row = 0; row < p.rows();) {
             const int64_t left = p.rows() - row;
             if constexpr (max_rows >= 4) {
                 if (left >= 4) {
-                    attend_rows<4>(p, head, index, row), row += 4;
+                    attend_rows<4>(p, head, index, row, next), row += 4;
                     continue;
                 }
                 if (left == 3) {
-                    attend_rows<3>(p, head, index, row), row += 3;
+                    attend_rows<3>(p, head, index, row, next), row += 3;
                     continue;
                 }
             }
             if (left >= 2) {
-                attend_rows<2>(p, head, index, row), row += 2;
+                attend_rows<2>(p, head, index, row, next), row += 2;
                 continue;
             }
-            attend_rows<1>(p, head, index, row), row += 1;
+            attend_rows<1>(p, head, index, row, next), row += 1;
         }
     }
 }

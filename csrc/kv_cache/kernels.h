@@ -2,6 +2,7 @@
 // Every level gives the same bits: 16 lanes (tokens of a block) whatever the register width and a fixed order of sums.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace ptq::kv_cache {
@@ -18,6 +19,8 @@ inline int64_t words(int64_t d, int bits) {
     return (d * wide + 31) / 32 + (d * (bits - wide) + 31) / 32;
 }
 
+constexpr int64_t scale_bytes = 2 * chunk * sizeof(uint16_t);  // of a chunk of one head
+
 // One side, keys or values, of the packed cache. `heads` counts over the batch: batch * heads of the model.
 struct Side {
     uint32_t* codes;   // [chunks, heads, block, word, lane], or [chunks, heads, word, block, lane]
@@ -30,6 +33,8 @@ struct Side {
         return codes + (index * heads + head) * chunk * words(d, bits);
     }
     uint16_t* scales_of(int64_t index, int64_t head) const { return scales + (index * heads + head) * 2 * chunk; }
+    // Of the codes of one head.
+    int64_t block_bytes() const { return block_tokens * words(d, bits) * static_cast<int64_t>(sizeof *codes); }
 };
 
 struct Append {
@@ -61,6 +66,9 @@ struct Attend {
     float scaling;
     int64_t rows() const { return groups * tokens; }
     int64_t chunks() const { return (length + chunk - 1) / chunk; }
+    int64_t used_blocks(int64_t index) const {
+        return (std::min(chunk, length - index * chunk) + block_tokens - 1) / block_tokens;
+    }
 };
 
 // Sums of a chunk for one row: d channels in steps of 16, then the largest score and the sum of weights.

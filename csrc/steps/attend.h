@@ -2,71 +2,29 @@
 // maximum (flash attention, arXiv 2205.14135). A unit is one part of a head of keys: up to `most_rows` query rows share
 // what is read. Parts are merged afterwards, in their order. Included once per level. Sums are float32, and the same
 // for any number of threads and, of finite numbers, of query tokens.
-#include <cstring>
-
-#include "common/softmax.h"
-#include "steps/numbers.h"
+#include "steps/scores.h"
 
 namespace ptq::steps {
 namespace {
 
-constexpr int64_t chunk = 128, most_rows = 4;  // tokens; rows
-#if defined(__AVX512F__)
-constexpr int together = 16;  // sums of sixteen numbers that are kept in registers
-#else
-constexpr int together = 4;
-#endif
+constexpr int64_t most_rows = 4;
 constexpr float none = -std::numeric_limits<float>::infinity();
 
-// score[r, s] = q[r] . key[s] for as many tokens as make sixteen scores. Of tokens from `count` on, whatever.
-template <Number type, int rows, bool whole>
-inline void score_tile(const Attend& p, int64_t at, int64_t count, const float* q, float* score) {
-    constexpr int tile = lanes / rows, step = std::max(1, together / rows);  // tokens; tokens at once
-    const int64_t width = padded(p.d), d = p.d;
-    Lanes total[lanes];
-#pragma GCC unroll 16
-    for (int first = 0; first < tile; first += step) {
-        int64_t from[step];
-        for (int t = 0; t < step; t++) from[t] = at + std::min<int64_t>(first + t, count - 1) * d;
-        Lanes acc[rows][step] = {};
-        for (int64_t c = 0; c < width; c += lanes) {
-            Lanes key[step];
-#pragma GCC unroll 16
-            for (int t = 0; t < step; t++)
-                key[t] = read<type>(p.keys, from[t] + c, whole ? lanes : std::min(lanes, d - c));
-#pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) {
-                const Lanes x = load(q + r * width + c);
-#pragma GCC unroll 16
-                for (int t = 0; t < step; t++) acc[r][t] = fma(x, key[t], acc[r][t]);
-            }
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < rows; r++)
-#pragma GCC unroll 16
-            for (int t = 0; t < step; t++) total[r * tile + first + t] = acc[r][t];
-    }
-    float sum[lanes];
-    vectors::sums(total, sum);
-    for (int r = 0; r < rows; r++) std::memcpy(score + r * chunk, sum + r * tile, tile * sizeof(float));
-}
-
-// The same for `count` tokens.
-template <Number type, int rows>
-inline void score_block(const Attend& p, int64_t at, int64_t count, const float* q, float* score) {
-    constexpr int tile = lanes / rows;
-    const auto kernel = p.d % lanes ? score_tile<type, rows, false> : score_tile<type, rows, true>;
-    for (int64_t s = 0; s < count; s += tile) kernel(p, at + s * p.d, count - s, q, score + s);
-}
+// Keys that are fetched while values are added up: so many tokens.
+struct Ahead {
+    const char* keys = nullptr;
+    int64_t tokens = 0;
+};
 
 // Vectors of columns of values at once.
 template <int rows>
 constexpr int vectors = std::clamp(together / rows, 1, 4);
 
 // out[r, c] += sum over tokens of weight[r, s] * value[s, c] for `vectors` of columns of the values, from `from` on;
-// with `whole` there are so many, else the last vectors may be short.
+// with `whole` there are so many, else the last vectors may be short. Of the keys ahead the same columns are fetched.
 template <Number type, int rows, bool whole>
-inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from, const float* weight, float* out) {
+inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from, const float* weight, float* out,
+                        const Ahead& ahead) {
     const int64_t width = padded(p.d);
     constexpr int wide = vectors<rows>;
     int64_t left[wide];
@@ -78,6 +36,7 @@ inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from
         for (int c = 0; c < wide; c++)
             acc[r][c] = whole || left[c] ? load(out + r * width + from + c * lanes) : Lanes{};
     for (int64_t s = 0; s < count; s++) {
+        if (s < ahead.tokens) fetch(ahead.keys + (s * p.d + from) * bytes<type>, wide * lanes * bytes<type>);
         Lanes w[rows];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) w[r] = fill(weight[r * chunk + s]);
@@ -96,15 +55,13 @@ inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from
 }
 
 template <Number type, int rows>
-inline void add_values(const Attend& p, int64_t at, int64_t count, const float* weight, float* out) {
+inline void add_values(const Attend& p, int64_t at, int64_t count, const float* weight, float* out,
+                       const Ahead& ahead) {
     constexpr int64_t columns = vectors<rows> * lanes;
-    for (int64_t c = 0; c < p.d; c += columns)
-        (c + columns <= p.d ? add_columns<type, rows, true> : add_columns<type, rows, false>)(p, at, count, c, weight,
-                                                                                              out);
-}
-
-inline void fetch(const void* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
+    for (int64_t c = 0; c < p.d; c += columns) {
+        const auto kernel = c + columns <= p.d ? add_columns<type, rows, true> : add_columns<type, rows, false>;
+        kernel(p, at, count, c, weight, out, ahead);
+    }
 }
 
 // Scores to weights, for the new maximum of the row; returns what the sums so far are multiplied with.
@@ -141,38 +98,31 @@ inline void write_row(const Attend& p, int64_t unit, int64_t row, const float* s
         write<type>(p.out, to + c, rounded<type>(load(sums + c) * inverse), std::min(lanes, p.d - c));
 }
 
-// `rows` query rows of one part of a head, from `first` on.
+// `rows` query rows of one part of a head, from `first` on. While keys are multiplied, their values are fetched, and
+// while these are added up, the keys behind them, after the last of the part those of `next`. The first rows do that
+// for all.
 template <Number type, int rows>
-void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, float* scratch) {
-    const int64_t width = padded(p.d), from = part * part_tokens;
+void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, const Ahead& next, float* scratch) {
+    const int64_t width = padded(p.d), from = part * part_tokens, start = unit * p.room * p.d;
     const int64_t length = std::min(p.before + p.tokens, from + part_tokens);
+    const auto place = [&](const void* x, int64_t token) {
+        return static_cast<const char*>(x) + (start + token * p.d) * bytes<type>;
+    };
     float *q = scratch, *out = q + rows * width, *score = out + rows * width;
     float largest[rows], total[rows];
     for (int r = 0; r < rows; r++) largest[r] = none, total[r] = 0;
     std::fill(q, score, 0.0f);
-    for (int r = 0; r < rows; r++)
-        for (int64_t c = 0; c < p.d; c += lanes) {
-            const int64_t count = std::min(lanes, p.d - c);
-            const Lanes x = read<type>(p.q, (unit * p.rows() + first + r) * p.d + c, count) * p.scaling;
-            store(q + r * width + c, x, count);
-        }
-    constexpr int64_t size = type == Number::float32 ? 4 : 2;
-    const int64_t start = unit * p.room * p.d;
+    Products<type>::take(p, unit * p.rows() + first, rows, q);
     for (int64_t at = from; at < length; at += chunk) {
         const int64_t count = std::min(chunk, length - at);
         if (p.mask && p.tokens == 1) {  // padding, mostly, is not read
             const uint8_t* mask = p.mask_of(unit, 0, at);
             if (std::none_of(mask, mask + count, [](uint8_t sees) { return sees != 0; })) continue;
         }
-        for (int64_t s = 0; s < count; s += lanes) {
-            if (first == 0) {  // what comes next, a little at a time
-                const int64_t next = std::min(lanes, p.before + p.tokens - at - chunk - s);
-                fetch(static_cast<const char*>(p.values) + (start + (at + s) * p.d) * size,
-                      std::min(lanes, count - s) * p.d * size);
-                fetch(static_cast<const char*>(p.keys) + (start + (at + chunk + s) * p.d) * size, next * p.d * size);
-            }
-            score_block<type, rows>(p, start + (at + s) * p.d, std::min(lanes, count - s), q, score + s);
-        }
+        const char* values = first ? nullptr : place(p.values, at);
+        const int64_t behind = length - at - chunk;
+        const Ahead ahead = first ? Ahead{} : behind > 0 ? Ahead{place(p.keys, at + chunk), behind} : next;
+        scores<type, rows>(p, start + at * p.d, count, q, score, values);
         for (int r = 0; r < rows; r++) {
             // Without a mask, a token sees itself and none after it.
             const int64_t seen = p.mask ? count : p.before + (first + r) % p.tokens + 1 - at;
@@ -181,7 +131,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, flo
                 soften(score + r * chunk, std::clamp(seen, int64_t{0}, count), count, mask, largest + r, total + r);
             for (int64_t c = 0; c < width; c++) out[r * width + c] *= factor;
         }
-        add_values<type, rows>(p, start + at * p.d, count, score, out);
+        add_values<type, rows>(p, start + at * p.d, count, score, out, ahead);
     }
     for (int r = 0; r < rows; r++) {
         if (!p.partial) {
@@ -197,16 +147,22 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, flo
 template <Number type>
 void attend_of(const Attend& p, int64_t first, int64_t last) {
     std::vector<float> memory(2 * most_rows * padded(p.d) + most_rows * chunk);
+    const auto keys_of = [&](int64_t i) -> Ahead {
+        const int64_t unit = i / p.parts(), from = i % p.parts() * part_tokens;
+        return {static_cast<const char*>(p.keys) + (unit * p.room + from) * p.d * bytes<type>,
+                p.before + p.tokens - from};
+    };
     for (int64_t i = first; i < last; i++) {
         const int64_t unit = i / p.parts(), part = i % p.parts();
+        const Ahead next = i + 1 < last ? keys_of(i + 1) : Ahead{};
         for (int64_t row = 0; row < p.rows();) {
             const int64_t left = p.rows() - row;
             if (left >= 4)
-                attend_rows<type, 4>(p, unit, part, row, memory.data()), row += 4;
+                attend_rows<type, 4>(p, unit, part, row, next, memory.data()), row += 4;
             else if (left >= 2)
-                attend_rows<type, 2>(p, unit, part, row, memory.data()), row += 2;
+                attend_rows<type, 2>(p, unit, part, row, next, memory.data()), row += 2;
             else
-                attend_rows<type, 1>(p, unit, part, row, memory.data()), row += 1;
+                attend_rows<type, 1>(p, unit, part, row, next, memory.data()), row += 1;
         }
     }
 }

@@ -85,6 +85,6 @@ struct Kernels {
     void (*merge)(const Attend&, int64_t first, int64_t last);   // rows of these heads
 };
 
-extern const Kernels portable, avx2, avx512;
+extern const Kernels portable, avx2, avx512, avx512bf16;
 
 }  // namespace ptq::steps

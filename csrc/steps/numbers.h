@@ -7,6 +7,9 @@
 namespace ptq::steps {
 namespace {
 
+template <Number type>
+constexpr int64_t bytes = type == Number::float32 ? 4 : 2;
+
 // Sixteen numbers, or the first `count` and then zeros.
 template <Number type>
 inline Lanes read(const void* from, int64_t at, int64_t count = lanes) {

@@ -23,7 +23,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx2, avx512>();
+    if (has_slow_pairs()) return avx512;
+    return at_level<portable, avx2, avx2, avx512, avx512, avx512bf16>();
 }
 
 Number number_of(const Tensor& x, const char* op) {
