@@ -24,9 +24,8 @@ from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.ops import tiles
 from ptq.ops.expert_ops import ExpertSteps
-from ptq.weights.formats import Parts, Rows, Scales, check_parts
+from ptq.weights.formats import Listed, Parts, Rows, Scales, check_parts
 from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
 from quip_sharp import expert_ops, fragment_ops, layer_ops, tiled_ops  # noqa: F401 (their ops)
@@ -100,18 +99,18 @@ class E8PFormat(LaidOut):
         self,
         x: Float[Tensor, "t k"],
         rows: Rows,
-        weights: Sequence[Parts],
+        weights: Listed,
         signs: tuple[Sequence[Tensor], Sequence[Tensor]],
         width: int,
         steps: ExpertSteps,
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.weights.layouts`."""
-        held = tiles.listed(weights, "tiles", "scale")
-        if held is None:
+        if "tiles" not in weights:
             return None
         gate, down, biases, clamped = steps
         treatments = gate.bits, gate.clip, down.bits, down.clip, gate.factors, gate.order, down.factors, down.order
-        return OPS.e8p_experts.default(x, *rows, *held[:2], *signs, width, self.bits, *treatments, biases, clamped)
+        held = weights["tiles"], weights["scale"]
+        return OPS.e8p_experts.default(x, *rows, *held, *signs, width, self.bits, *treatments, biases, clamped)
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         n, c = parts["abs"].shape

@@ -29,6 +29,8 @@ from ptq.weights.formats import Rows
 from ptq.weights.layouts import LaidOut
 
 CPU = torch.device("cpu")
+ROLES = range(3)
+"""Gate, up, down."""
 MOST_TOKENS = 64
 """For more, one by one is as fast: each expert then has many rows."""
 
@@ -44,6 +46,10 @@ class _Kind:
     has_biases: bool
     clamped: tuple[float, ...]
     """Alpha and limit of `ptq::clamped_swiglu`; empty: silu(gate) * up."""
+    modules: int
+    """How many modules an expert holds."""
+    names: tuple[str, ...]
+    """What the parameters of each of its linears are called."""
     su: bytes = b""
     """The signs of the input of gates and ups, where there are any."""
 
@@ -52,22 +58,29 @@ class _Kind:
         """What is done to the input of gate and up, and to that of down, but for signs."""
         return self.gate.treatment(None, CPU), self.down.treatment(None, CPU)
 
+    def listed(self, held: list[Any], name: str) -> list[Any]:
+        """A parameter of all gates, all ups, all downs, from what `_held` gives."""
+        count = len(self.names)
+        first, every = self.modules + self.names.index(name), self.modules + count * len(ROLES)
+        return _all(held[first + role * count :: every] for role in ROLES)
+
     def compute(
-        self, x: Float[Tensor, "t k"], rows: Rows, roles: Sequence[Sequence[QuantLinear]]
+        self, x: Float[Tensor, "t k"], rows: Rows, held: list[Any], experts: Sequence["_Expert"]
     ) -> Float[Tensor, "t k"] | None:
-        """What the experts make of x; `roles`: all gates, all ups, all downs. None where a bias wants a gradient, or
-        is gone: `_are_same` takes a weak reference that died for None."""
-        linears, width = list(chain.from_iterable(roles)), roles[0][0].out_features
-        weights = [linear.parts() for linear in linears]
-        biases = [linear._parameters["bias"] for linear in linears] if self.has_biases else []
+        """What the experts make of x. `held`: what they hold. None where a bias wants a gradient, or is gone: `_held`
+        takes a weak reference that died for None."""
+        first = experts[0].linears[0]
+        weights = {part: self.listed(held, name) for part, name in first.part_names.items()}
+        biases = self.listed(held, "bias") if self.has_biases else []
         learns = torch.is_grad_enabled()
         if any(bias is None or (learns and bias.requires_grad) for bias in biases):
             return None
-        steps = ExpertSteps(*self.treatments, cast(list[Tensor], biases), self.clamped)
+        width, steps = first.out_features, ExpertSteps(*self.treatments, biases, self.clamped)
         if not self.gate.signs:
             return self.format.experts(x, rows, weights, width, steps)
-        su = [linear.signs(INPUT_SIGNS) for linear in (linears[0], *roles[2])]
-        sv = [linear.signs(OUTPUT_SIGNS) for linear in linears]
+        gates, ups, downs = ([expert.linears[role] for expert in experts] for role in ROLES)
+        su = [linear.signs(INPUT_SIGNS) for linear in (first, *downs)]
+        sv = [linear.signs(OUTPUT_SIGNS) for linear in (*gates, *ups, *downs)]
         signs = cast(list[Tensor], su), cast(list[Tensor], sv)
         return self.format.transformed_experts(x, rows, weights, signs, width, steps)
 
@@ -88,21 +101,25 @@ class _Expert:
         self.hooks = [hooks for linear in linears for hooks in (linear._forward_hooks, linear._forward_pre_hooks)]
 
 
-def _are_same(experts: Sequence[_Expert], modules: Iterable[nn.Module | None]) -> bool:
-    """Whether these modules still hold what was found, and nobody listens to them. (Without a loop in Python, which
-    would take as long as the products of a small expert.)"""
+def _held(experts: Sequence[_Expert], modules: Iterable[nn.Module | None]) -> list[Any] | None:
+    """What these modules hold, if it still is what was found, and nobody listens to them. (Without a loop in Python,
+    which would take as long as the products of a small expert.)"""
     if not all(map(is_, modules, [expert.module for expert in experts])):
-        return False
-    owners = chain.from_iterable([expert.owners for expert in experts])
-    now, held = _all(map(dict.values, owners)), _all(expert.held for expert in experts)
+        return None
+    now, held = _values(experts), _all([expert.held for expert in experts])
     if len(now) != len(held) or not all(map(is_, now, map(call, held))):
-        return False
-    instances = _all(expert.instances for expert in experts)
+        return None
+    instances = _all([expert.instances for expert in experts])
     online = chain.from_iterable([expert.online for expert in experts])
     if not all(map(is_, map(dict.get, instances, repeat("online")), online)):
-        return False
-    hooks = chain.from_iterable([expert.hooks for expert in experts])
-    return not any(hooks) and not any(map(dict.get, instances, repeat("forward")))
+        return None
+    heard = any(chain.from_iterable([expert.hooks for expert in experts]))
+    return None if heard or any(map(dict.get, instances, repeat("forward"))) else now
+
+
+def _values(experts: Sequence[_Expert]) -> list[Any]:
+    """What the modules of experts hold, one after the other."""
+    return _all(map(dict.values, chain.from_iterable([expert.owners for expert in experts])))
 
 
 def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
@@ -141,21 +158,22 @@ class FewTokens:
             return None  # nothing to do; or somebody has chosen an expert twice
         modules = [experts._modules[str(number)] for number in numbers]
         found = [self._known.get(number) for number in numbers]
-        if None in found or not _are_same(cast(Any, found), modules):
+        held = None if None in found else _held(cast(Any, found), modules)
+        if held is None:
             found = [self._find(experts, *expert) for expert in zip(numbers, modules, strict=True)]
         first = found[0]
         if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
             return None
+        alike = cast(list[_Expert], found)
         rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))
         tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
         counts = Counter(number for number, *_ in rows)
-        alike = cast(list[_Expert], found)
-        roles = [[expert.linears[role] for expert in alike] for role in range(3)]
-        return first.kind.compute(x, (tokens, [counts[number] for number in numbers], shares), roles)
+        each = [counts[number] for number in numbers]
+        return first.kind.compute(x, (tokens, each, shares), _values(alike) if held is None else held, alike)
 
     def _find(self, experts: Any, number: int, module: nn.Module) -> _Expert | None:
         linears: list[Any] = [module._modules[name] for name in experts.names]
-        kind = _kind(linears, experts.clamped)
+        kind = _kind(module, linears, experts.clamped)
         if kind is None:
             self._known.pop(number, None)  # what has been replaced must not stay in memory
             return None
@@ -163,7 +181,7 @@ class FewTokens:
         return found
 
 
-def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
+def _kind(module: nn.Module, linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     """None where there is no one call for this expert."""
     if not all(
         type(linear) is QuantLinear and stays_on_cpu(linear) and not must_be_called(linear) for linear in linears
@@ -176,14 +194,15 @@ def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     has_bias, *others = (linear._parameters["bias"] is not None for linear in linears)
     if others != [has_bias, has_bias]:
         return None
-    if not isinstance(format, LaidOut):
+    names, *other_names = (tuple(linear._parameters) for linear in linears)
+    if not isinstance(format, LaidOut) or other_names != [names, names]:
         return None
+    alike = format, first, second, has_bias, clamped, len(module._modules), names
     if first.signs and second.signs:
         if (first.input, first.output) != (second.output, second.input):
             return None
         su = [linear._parameters[INPUT_SIGNS] for linear in (gate, up)]
-        alike = torch.equal(*su)
-        return _Kind(format, first, second, has_bias, clamped, su[0].numpy().tobytes()) if alike else None
+        return _Kind(*alike, su[0].numpy().tobytes()) if torch.equal(*su) else None
     if first.input is not None or any(online.signs or online.output is not None for online in (first, second)):
         return None
-    return _Kind(format, first, second, has_bias, clamped)
+    return _Kind(*alike)

@@ -38,7 +38,8 @@ class PackedWeight(nn.Module):
         self.file_format = format
         """How its bytes lie in files; `format` is what multiplies with them, and differs where they are prepacked."""
         self.format = format.inner if isinstance(format, PrepackedFormat) else format
-        self._names: dict[str, str] = {}
+        self.part_names: dict[str, str] = {}
+        """What the parameters are called, by part."""
         self.register_parameter(GUARD, frozen(guard()))
         self.register_parameter("bias", None)
 
@@ -50,7 +51,7 @@ class PackedWeight(nn.Module):
     def parts(self) -> dict[str, Tensor]:
         """The tensors of the weight, by part: the stored ones, or what `prepack` made of them."""
         held = self._parameters  # directly: `getattr` of a module is slow
-        return cast(dict[str, Tensor], {part: held[name] for part, name in self._names.items()})
+        return cast(dict[str, Tensor], {part: held[name] for part, name in self.part_names.items()})
 
     def prepack(self) -> None:
         """Put the weight into the layout of the kernels of its device, in the place of the stored one. `state_dict` and
@@ -67,11 +68,11 @@ class PackedWeight(nn.Module):
 
     def _hold(self, parts: dict[str, Tensor]) -> None:
         bias = self._parameters.pop("bias")
-        for name in self._names.values():
+        for name in self.part_names.values():
             del self._parameters[name]
-        self._names = {part: f"weight_{part}" for part in parts}
+        self.part_names = {part: f"weight_{part}" for part in parts}
         for part, tensor in parts.items():
-            self.register_parameter(self._names[part], frozen(tensor))
+            self.register_parameter(self.part_names[part], frozen(tensor))
         self.register_parameter("bias", bias)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -79,7 +80,7 @@ class PackedWeight(nn.Module):
         parts = self.parts()
         stored = self.file_format.unprepack(parts)
         if stored.keys() != parts.keys():
-            for name in (*self._names.values(), "bias"):
+            for name in (*self.part_names.values(), "bias"):
                 destination.pop(prefix + name, None)
             destination.update({f"{prefix}weight_{part}": tensor for part, tensor in stored.items()})
             bias = self._parameters["bias"]

@@ -24,6 +24,8 @@ Scales = dict[str, Tensor]
 """What a codebook needs beside the codes to give numbers back, by name."""
 Parts = dict[str, Tensor]
 """The stored tensors of one weight, by part."""
+Listed = dict[str, list[Tensor]]
+"""Those of several weights that have the same parts."""
 LayerOp = tuple[Any, tuple[Any, ...]]
 """An op of `ptq.ops.layer_ops`, and the weights of a layer as it takes them."""
 Rows = tuple[list[int], list[int], list[float]]

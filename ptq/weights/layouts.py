@@ -18,7 +18,7 @@ from ptq.ops.activations import Activation
 from ptq.ops.expert_ops import ExpertSteps
 from ptq.ops.op_declarations import call
 from ptq.ops.tiles import applies, listed
-from ptq.weights.formats import Format, LayerOp, Parts, Rows
+from ptq.weights.formats import Format, LayerOp, Listed, Parts, Rows
 
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """By the type of a torch device. Elsewhere the ops read the stored parts."""
@@ -156,22 +156,22 @@ class LaidOut(Format):
         return None if held is None else (self.ops.layer, (*held, *self.numbers))
 
     def experts(
-        self, x: Float[Tensor, "t k"], rows: Rows, weights: Sequence[Parts], width: int, steps: ExpertSteps
+        self, x: Float[Tensor, "t k"], rows: Rows, weights: Listed, width: int, steps: ExpertSteps
     ) -> Float[Tensor, "t k"] | None:
         """Several experts (`ptq.ops.expert_ops`), whose input is not transformed. `weights`: those of all gates, all
         ups, all downs; `width`: rows of a gate."""
-        held = listed(weights, "tiles", *self.scale_parts)
-        if self.ops.experts is None or held is None:
+        if self.ops.experts is None or "tiles" not in weights:
             return None
         gate, down, biases, clamped = steps
+        held = [weights.get(part, []) for part in ("tiles", *self.scale_parts)]
         treatments = gate.bits, gate.clip, down.factors, down.order, down.bits, down.clip
-        return self.ops.experts(x, *rows, *held[:-1], width, *self.numbers, *treatments, biases, clamped)
+        return self.ops.experts(x, *rows, *held, width, *self.numbers, *treatments, biases, clamped)
 
     def transformed_experts(
         self,
         x: Float[Tensor, "t k"],
         rows: Rows,
-        weights: Sequence[Parts],
+        weights: Listed,
         signs: tuple[Sequence[Tensor], Sequence[Tensor]],
         width: int,
         steps: ExpertSteps,
