@@ -19,9 +19,11 @@ constexpr int max_rows = 2, pair = 1, value_sums = 4;
 #endif
 constexpr float none = -std::numeric_limits<float>::infinity();
 
-// Into the second-level cache, where what one unit needs has room.
-inline void fetch(const void* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
+// The values of some blocks of tokens, which are read channel by channel: no hardware foresees that.
+inline void fetch_values(const Side& v, int64_t index, int64_t head, int64_t block, int64_t count) {
+    const uint32_t* at = v.codes_of(index, head) + block * block_tokens;
+    for (int64_t word = 0; word < words(v.d, v.bits); word++, at += chunk)
+        fetch_all(at, count * block_tokens * sizeof *at);
 }
 
 template <int BITS, int COUNT, size_t... B>
@@ -67,24 +69,23 @@ inline void score_blocks(const Side& k, int64_t index, int64_t head, int64_t blo
     }
 }
 
-// Meanwhile the values of these tokens are fetched: they are read channel by channel, which no hardware foresees.
+// Meanwhile the values of these tokens are fetched, for the first rows.
 template <int BITS, int ROWS>
-void scores(const Side& k, const Side& v, int64_t index, int64_t head, int64_t count, const float* q, float* score) {
+void scores(const Side& k, const Side& v, int64_t index, int64_t head, int64_t count, const float* q, float* score,
+            bool are_first) {
     float q_sum[ROWS];
     for (int r = 0; r < ROWS; r++) {
         Lanes total{};
         for (int64_t c = 0; c < k.d; c += lanes) total += load(q + r * k.d + c, std::min(lanes, k.d - c));
         q_sum[r] = sum(total);
     }
-    fetch(v.scales_of(index, head), scale_bytes);
-    const auto* values = reinterpret_cast<const char*>(v.codes_of(index, head));
-    const int64_t share = v.block_bytes();
+    if (are_first) fetch_all(v.scales_of(index, head), scale_bytes);
     int64_t block = 0;
     for (; block + pair <= count; block += pair) {
-        fetch(values + block * share, pair * share);
+        if (are_first) fetch_values(v, index, head, block, pair);
         score_blocks<BITS, ROWS, pair>(k, index, head, block, q, q_sum, score);
     }
-    fetch(values + block * share, (count - block) * share);
+    if (are_first && block < count) fetch_values(v, index, head, block, count - block);
     for (; block < count; block++) score_blocks<BITS, ROWS, 1>(k, index, head, block, q, q_sum, score);
 }
 
@@ -128,13 +129,16 @@ void values(const Side& v, int64_t index, int64_t head, int64_t count, const flo
             const Ahead& ahead) {
     constexpr int channels = value_sums / (ROWS == 3 ? 4 : ROWS), rest = std::min(4, channels);
     const Words at = words_of<BITS>(v, index, head, 0);
-    const int64_t share = ahead.bytes / v.d;
+    const int64_t share = (ahead.bytes + v.d - 1) / v.d;
     int64_t c = 0;
     for (; c + channels <= v.d; c += channels) {
-        fetch(ahead.keys + c * share, channels * share);
+        fetch_all(ahead.keys + c * share, channels * share);
         value_tile<BITS, ROWS, channels>(at, count, c, weight, out, partial_stride(v.d));
     }
-    for (; c < v.d; c += rest) value_tile<BITS, ROWS, rest>(at, count, c, weight, out, partial_stride(v.d));
+    for (; c < v.d; c += rest) {
+        fetch_all(ahead.keys + c * share, rest * share);
+        value_tile<BITS, ROWS, rest>(at, count, c, weight, out, partial_stride(v.d));
+    }
 }
 
 // The sinks among the tokens of a chunk: sinks [first, last) are tokens [at, at + last - first) of the chunk.
@@ -189,7 +193,7 @@ float soften(const Attend& p, const Side& v, int64_t index, int64_t head, int64_
     return sum(offset);
 }
 
-// The first rows fetch what is ahead of all.
+// The first rows fetch what all need next.
 template <int ROWS>
 void attend_rows(const Attend& p, int64_t head, int64_t index, int64_t first_row, const Ahead& next) {
     alignas(64) float score[ROWS * chunk], q[ROWS * 1024], sink_weight[ROWS * chunk];
@@ -198,11 +202,11 @@ void attend_rows(const Attend& p, int64_t head, int64_t index, int64_t first_row
     const Ahead ahead = first_row ? Ahead{} : next;
     float* out = p.partial + ((head * p.chunks() + index) * p.rows() + first_row) * stride;
     for (int64_t i = 0; i < ROWS * d; i++) q[i] = p.q[(head * p.rows() + first_row) * d + i] * p.scaling;
-    if (p.k.bits == 8) scores<8, ROWS>(p.k, p.v, index, head, used, q, score);
-    if (p.k.bits == 6) scores<6, ROWS>(p.k, p.v, index, head, used, q, score);
-    if (p.k.bits == 4) scores<4, ROWS>(p.k, p.v, index, head, used, q, score);
-    if (p.k.bits == 3) scores<3, ROWS>(p.k, p.v, index, head, used, q, score);
-    if (p.k.bits == 2) scores<2, ROWS>(p.k, p.v, index, head, used, q, score);
+    if (p.k.bits == 8) scores<8, ROWS>(p.k, p.v, index, head, used, q, score, !first_row);
+    if (p.k.bits == 6) scores<6, ROWS>(p.k, p.v, index, head, used, q, score, !first_row);
+    if (p.k.bits == 4) scores<4, ROWS>(p.k, p.v, index, head, used, q, score, !first_row);
+    if (p.k.bits == 3) scores<3, ROWS>(p.k, p.v, index, head, used, q, score, !first_row);
+    if (p.k.bits == 2) scores<2, ROWS>(p.k, p.v, index, head, used, q, score, !first_row);
     const Sinks sinks(p, head, index * chunk, count);
     float offset[ROWS];
     for (int r = 0; r < ROWS; r++) {
@@ -236,7 +240,7 @@ void attend_rows(const Attend& p, int64_t head, int64_t index, int64_t first_row
 void attend(const Attend& p, int64_t first, int64_t last) {
     const auto keys_of = [&](int64_t unit) -> Ahead {
         const int64_t head = unit / p.chunks(), index = unit % p.chunks();
-        fetch(p.k.scales_of(index, head), scale_bytes);
+        fetch_all(p.k.scales_of(index, head), scale_bytes);
         return {reinterpret_cast<const char*>(p.k.codes_of(index, head)), p.used_blocks(index) * p.k.block_bytes()};
     };
     for (int64_t unit = first; unit < last; unit++) {

@@ -1,6 +1,7 @@
 // Codes of sixteen tokens as floats, and the vector helpers of attention. Included once per level.
 #pragma once
 
+#include "common/fetch.h"
 #include "common/lanes.h"
 #include "common/softmax.h"
 #include "kv_cache/kernels.h"

@@ -27,6 +27,7 @@ inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from
                         const Ahead& ahead) {
     const int64_t width = padded(p.d);
     constexpr int wide = vectors<rows>;
+    const int64_t columns = whole ? wide * lanes : p.d - from;
     int64_t left[wide];
     for (int64_t c = 0; c < wide; c++) left[c] = whole ? lanes : std::clamp(p.d - from - c * lanes, int64_t{0}, lanes);
     Lanes acc[rows][wide];
@@ -36,7 +37,7 @@ inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from
         for (int c = 0; c < wide; c++)
             acc[r][c] = whole || left[c] ? load(out + r * width + from + c * lanes) : Lanes{};
     for (int64_t s = 0; s < count; s++) {
-        if (s < ahead.tokens) fetch(ahead.keys + (s * p.d + from) * bytes<type>, wide * lanes * bytes<type>);
+        if (s < ahead.tokens) fetch_all(ahead.keys + (s * p.d + from) * bytes<type>, columns * bytes<type>);
         Lanes w[rows];
 #pragma GCC unroll 4
         for (int r = 0; r < rows; r++) w[r] = fill(weight[r * chunk + s]);
@@ -99,8 +100,7 @@ inline void write_row(const Attend& p, int64_t unit, int64_t row, const float* s
 }
 
 // `rows` query rows of one part of a head, from `first` on. While keys are multiplied, their values are fetched, and
-// while these are added up, the keys behind them, after the last of the part those of `next`. The first rows do that
-// for all.
+// while these are added up, the keys behind them, after the last of the part those of `next`: once, by the first rows.
 template <Number type, int rows>
 void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, const Ahead& next, float* scratch) {
     const int64_t width = padded(p.d), from = part * part_tokens, start = unit * p.room * p.d;
@@ -154,7 +154,7 @@ void attend_of(const Attend& p, int64_t first, int64_t last) {
     };
     for (int64_t i = first; i < last; i++) {
         const int64_t unit = i / p.parts(), part = i % p.parts();
-        const Ahead next = i + 1 < last ? keys_of(i + 1) : Ahead{};
+        const Ahead next = i + 1 < p.units ? keys_of(i + 1) : Ahead{};  // mostly this thread's
         for (int64_t row = 0; row < p.rows();) {
             const int64_t left = p.rows() - row;
             if (left >= 4)

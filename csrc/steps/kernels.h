@@ -62,6 +62,7 @@ struct Attend {
     float* partial;       // [b, heads, parts, groups, tokens, padded(d) + 2], where there is more than one part
     const uint8_t* mask;  // [b or 1, tokens, before + tokens], or null: 0 where a token is hidden
     int64_t mask_batch;   // elements between rows of the batch: 0 where all share one mask
+    int64_t units;        // parts of heads, over the batch
 
     int64_t rows() const { return groups * tokens; }
     // What a row of a head sees from token `at` on.

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "common/fetch.h"
 #include "common/softmax.h"
 #include "steps/numbers.h"
 
@@ -16,17 +17,12 @@ constexpr int together = 16;  // sums of sixteen numbers that are kept in regist
 constexpr int together = 4;
 #endif
 
-// Into the second-level cache: the first one is as large as the keys, or values, of a chunk.
-inline void fetch(const char* from, int64_t size) {
-    for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
-
 // How numbers of a type are multiplied, `numbers` at a time: as floats.
 template <Number type>
 struct Products {
     using Vector = Lanes;
     static constexpr int64_t numbers = lanes;
-    // Rows of queries, zeros behind each up to the next vector. They go where zeros are.
+    // Rows of queries, each in whole vectors. `to` holds zeros.
     static void take(const Attend& p, int64_t row, int rows, float* to) {
         for (int r = 0; r < rows; r++)
             for (int64_t c = 0; c < p.d; c += lanes) {
@@ -95,13 +91,13 @@ inline void score_tile(const Attend& p, int64_t at, int64_t count, const float* 
     for (int r = 0; r < rows; r++) std::memcpy(score + r * chunk, sum + r * tile, tile * sizeof(float));
 }
 
-// The same for `count` tokens. Of what lies at `ahead` as much is fetched, a little at a time, if anything does.
+// The same for `count` tokens. Meanwhile as many bytes from `ahead` on are fetched; null: none.
 template <Number type, int rows>
 inline void scores(const Attend& p, int64_t at, int64_t count, const float* q, float* score, const char* ahead) {
     constexpr int tile = lanes / rows;
     const auto kernel = p.d % Products<type>::numbers ? score_tile<type, rows, false> : score_tile<type, rows, true>;
     for (int64_t s = 0; s < count; s += tile) {
-        if (ahead) fetch(ahead + s * p.d * bytes<type>, std::min<int64_t>(tile, count - s) * p.d * bytes<type>);
+        if (ahead) fetch_all(ahead + s * p.d * bytes<type>, std::min<int64_t>(tile, count - s) * p.d * bytes<type>);
         kernel(p, at + s * p.d, count - s, q, score + s);
     }
 }

@@ -1,5 +1,5 @@
 // The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined. Sixteen lanes at every level,
-// so that the numbers are the same.
+// so that the numbers are the same, but for attention over bfloat16 keys (`scores.h`).
 #include <cmath>
 
 #include "steps/attend.h"

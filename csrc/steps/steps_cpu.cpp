@@ -23,7 +23,9 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 const Kernels& kernels() {
+#if defined(__x86_64__)
     if (has_slow_pairs()) return avx512;
+#endif
     return at_level<portable, avx2, avx2, avx512, avx512, avx512bf16>();
 }
 
@@ -235,12 +237,14 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
              .scaling = static_cast<float>(scaling),
              .partial = nullptr,
              .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
-             .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0};
+             .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0,
+             .units = 0};
     const int64_t parts = p.parts(), rows = b * heads * p.rows();
+    p.units = b * heads * parts;
     std::unique_ptr<float[]> partial;
     if (parts > 1) partial.reset(new float[rows * parts * (padded(d) + 2)]);
     p.partial = partial.get();
-    in_shares(b * heads * parts, rows * (before + t) * d, 1,
+    in_shares(p.units, rows * (before + t) * d, 1,
               [&](int64_t first, int64_t last) { kernels().attend(p, first, last); });
     if (partial) run(kernels().merge, p, rows, parts * d);
     return out;

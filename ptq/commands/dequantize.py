@@ -7,7 +7,7 @@ import torch
 from ptq.commands import rewritten
 from ptq.commands.rewritten import Rewritten, Tensors, without
 from ptq.commands.verify import check_integrity
-from ptq.errors import InputError, in_folder
+from ptq.errors import InputError
 from ptq.files import dtypes
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.shards import Specs
@@ -32,8 +32,7 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     """
     out = path_of(out).absolute()
     source = Checkpoint.open(checkpoint)
-    with in_folder(source.folder):
-        packed = PtqConfig.parse(source.config)
+    packed = PtqConfig.of_checkpoint(source)
     if packed is None:
         raise InputError(f"{checkpoint}: is not quantised: its weights are plain numbers already")
     check_out(out)

@@ -9,7 +9,7 @@ import torch
 from ptq.commands import rewritten
 from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
-from ptq.errors import InputError, in_folder
+from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import stored_as
 from ptq.files.shards import Specs
@@ -42,8 +42,7 @@ def export(checkpoint: Path, out: Path) -> int:
     """
     out = path_of(out).absolute()
     source = Checkpoint.open(checkpoint)
-    with in_folder(source.folder):
-        packed = PtqConfig.parse(source.config)
+    packed = PtqConfig.of_checkpoint(source)
     if packed is None or not packed.linears:
         raise InputError(f"{checkpoint}: no weight of it is quantised; run `quantize quarot --offline` or `fp6` first")
     refuse_beside(checkpoint, packed)

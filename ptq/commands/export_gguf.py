@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from ptq.commands.export import refuse_beside
 from ptq.commands.verify import check_integrity
-from ptq.errors import InputError, in_folder
+from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.gguf_file import Entry, GgufFile
 from ptq.files.lock import exclusive
@@ -67,8 +67,7 @@ def export_gguf(checkpoint: Path, original: Path, out: Path) -> int:
     """
     out = path_of(out).absolute()
     source, gguf = Checkpoint.open(checkpoint), GgufFile(original)
-    with in_folder(source.folder):
-        packed = PtqConfig.parse(source.config)
+    packed = PtqConfig.of_checkpoint(source)
     if packed is None:
         raise InputError(f"{checkpoint}: no weight of it is quantised; run `quantize quarot --offline` first")
     refuse_beside(checkpoint, packed)

@@ -8,7 +8,7 @@ from typing import Any
 from ptq.commands import rewritten
 from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
-from ptq.errors import InputError, in_folder
+from ptq.errors import InputError
 from ptq.files import beside
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.shards import Shards, Specs, write_json
@@ -36,8 +36,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
     target_of(target)
     out = path_of(out).absolute()
     source = Checkpoint.open(checkpoint)
-    with in_folder(source.folder):
-        packed = PtqConfig.parse(source.config)
+    packed = PtqConfig.of_checkpoint(source)
     if packed is None:
         raise InputError(f"{checkpoint}: is not quantised; run `quantize quarot`, `quip-sharp` or `fp6` first")
     if any(entry.get("format") == PrepackedFormat.name for entry in packed.schemes.values()):

@@ -58,20 +58,20 @@ class _Kind:
         """What is done to the input of gate and up, and to that of down, but for signs."""
         return self.gate.treatment(None, CPU), self.down.treatment(None, CPU)
 
-    def listed(self, held: list[Any], name: str) -> list[Any]:
-        """A parameter of all gates, all ups, all downs, from what `_held` gives."""
+    def all_of(self, values: list[Any], name: str) -> list[Any]:
+        """A parameter of all gates, all ups, all downs. `values`: what the experts hold."""
         count = len(self.names)
         first, every = self.modules + self.names.index(name), self.modules + count * len(ROLES)
-        return _all(held[first + role * count :: every] for role in ROLES)
+        return _all(values[first + role * count :: every] for role in ROLES)
 
     def compute(
-        self, x: Float[Tensor, "t k"], rows: Rows, held: list[Any], experts: Sequence["_Expert"]
+        self, x: Float[Tensor, "t k"], rows: Rows, values: list[Any], experts: Sequence["_Expert"]
     ) -> Float[Tensor, "t k"] | None:
-        """What the experts make of x. `held`: what they hold. None where a bias wants a gradient, or is gone: `_held`
-        takes a weak reference that died for None."""
+        """What the experts make of x. `values`: what they hold. None where a bias wants a gradient, or is gone:
+        `_values_if_same` takes a weak reference that died for None."""
         first = experts[0].linears[0]
-        weights = {part: self.listed(held, name) for part, name in first.part_names.items()}
-        biases = self.listed(held, "bias") if self.has_biases else []
+        weights = {part: self.all_of(values, name) for part, name in first.part_names.items()}
+        biases = self.all_of(values, "bias") if self.has_biases else []
         learns = torch.is_grad_enabled()
         if any(bias is None or (learns and bias.requires_grad) for bias in biases):
             return None
@@ -94,20 +94,20 @@ class _Expert:
         """The same object for all experts that are alike."""
         self.owners = [module._modules, *(linear._parameters for linear in linears)]
         held = chain.from_iterable(map(dict.values, self.owners))
-        self.held = [type(None) if one is None else weakref.ref(one) for one in held]
+        self.references = [type(None) if one is None else weakref.ref(one) for one in held]
         """Calls that give its linears and parameters: replaced ones must not stay in memory."""
         self.instances = [vars(linear) for linear in linears]
         self.online = [linear.online for linear in linears]
         self.hooks = [hooks for linear in linears for hooks in (linear._forward_hooks, linear._forward_pre_hooks)]
 
 
-def _held(experts: Sequence[_Expert], modules: Iterable[nn.Module | None]) -> list[Any] | None:
+def _values_if_same(experts: Sequence[_Expert], modules: Iterable[nn.Module | None]) -> list[Any] | None:
     """What these modules hold, if it still is what was found, and nobody listens to them. (Without a loop in Python,
     which would take as long as the products of a small expert.)"""
     if not all(map(is_, modules, [expert.module for expert in experts])):
         return None
-    now, held = _values(experts), _all([expert.held for expert in experts])
-    if len(now) != len(held) or not all(map(is_, now, map(call, held))):
+    now, found = _values(experts), _all([expert.references for expert in experts])
+    if len(now) != len(found) or not all(map(is_, now, map(call, found))):
         return None
     instances = _all([expert.instances for expert in experts])
     online = chain.from_iterable([expert.online for expert in experts])
@@ -158,8 +158,8 @@ class FewTokens:
             return None  # nothing to do; or somebody has chosen an expert twice
         modules = [experts._modules[str(number)] for number in numbers]
         found = [self._known.get(number) for number in numbers]
-        held = None if None in found else _held(cast(Any, found), modules)
-        if held is None:
+        values = None if None in found else _values_if_same(cast(Any, found), modules)
+        if values is None:
             found = [self._find(experts, *expert) for expert in zip(numbers, modules, strict=True)]
         first = found[0]
         if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
@@ -169,7 +169,7 @@ class FewTokens:
         tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
         counts = Counter(number for number, *_ in rows)
         each = [counts[number] for number in numbers]
-        return first.kind.compute(x, (tokens, each, shares), _values(alike) if held is None else held, alike)
+        return first.kind.compute(x, (tokens, each, shares), _values(alike) if values is None else values, alike)
 
     def _find(self, experts: Any, number: int, module: nn.Module) -> _Expert | None:
         linears: list[Any] = [module._modules[name] for name in experts.names]

@@ -5,7 +5,8 @@ from typing import Any
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ptq.errors import InputError
+from ptq.errors import InputError, in_folder
+from ptq.files.checkpoint import Checkpoint
 from ptq.hf import residual
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import config_entry
@@ -75,6 +76,12 @@ class PtqConfig(QuantizationConfigMixin):
         if unknown:
             raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(unknown)}")
         return cls(**found)
+
+    @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint) -> "PtqConfig | None":
+        """`parse` of a checkpoint's config.json, with errors that name its folder."""
+        with in_folder(checkpoint.folder):
+            return cls.parse(checkpoint.config)
 
     @classmethod
     def of(cls, plan: Plan) -> "PtqConfig":
