@@ -95,6 +95,28 @@ def test_a_folder_of_kernels_includes_only_those_before_it(folder: str) -> None:
     assert included <= {*KERNELS[: KERNELS.index(folder) + 1]}
 
 
+def lines_of_any_processor(source: str) -> Iterator[str]:
+    """Those outside of `#if defined(__x86_64__)`."""
+    inside: list[bool] = []
+    for line in source.splitlines():
+        directive, _, condition = line.strip().partition(" ")
+        if directive.startswith("#if"):
+            inside.append("__x86_64__" in condition)
+        elif directive.startswith("#el"):
+            inside[-1] = "__x86_64__" in condition
+        elif directive == "#endif":
+            inside.pop()
+        elif not any(inside):
+            yield line
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "csrc").rglob("*.[ch]*")), ids=lambda path: path.name)
+def test_only_code_of_x86_names_tables_of_x86(path: Path) -> None:
+    """Elsewhere there are none, and a library with an undefined name does not load. `at_level` may name them."""
+    lines = lines_of_any_processor(path.read_text(encoding="utf-8"))
+    assert not [line for line in lines if re.search(r"return \w*(avx|amx)\w*;", line)]
+
+
 @pytest.mark.parametrize("path", PACKAGED, ids=name_of)
 def test_modules_are_imported_by_name_in_two_places_only(path: Path) -> None:
     """Nothing that a checkpoint says can be imported: the names come from two fixed tables."""
