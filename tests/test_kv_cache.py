@@ -54,10 +54,12 @@ def in_steps(model: Any, ids: Tensor, steps: list[int], cache: Any = None) -> tu
     return torch.cat(parts, 1), cache
 
 
-def close(found: Tensor, wanted: Tensor, limit: float = 1e-3) -> None:
-    """Equal but for rounding: a code of the second block may flip where the first block's sums end otherwise."""
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Equal but for rounding: for decoded tokens queries and weights are rounded to 16 bits, for prompts they are not,
+    and a code of the second block may flip where the first block's sums end otherwise, or two experts change places. (A
+    token too many or too few is more than ten times as much.)"""
     error = (found - wanted).norm() / wanted.norm()
-    assert error < limit, error
+    assert error < 1e-2, error
 
 
 GENERATE: dict[str, Any] = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False)
@@ -143,13 +145,12 @@ def test_no_cache_own_cache_and_any_steps_agree(model_type: str, name: str) -> N
     wanted = logits(model, ids)
     plain = logits(model_of(None, model_type), ids)
     assert (wanted - plain).abs().max() > 1e-3  # it does something
-    limit = 1e-2 if FAMILIES[model_type].experts else 1e-3  # and then two experts may change places
     for steps in ([40], [1] * 40, [10, 1, 1, 12, 8, 8], [2, 38]):
         found, cache = in_steps(model, ids, steps)
         assert isinstance(cache, PackedCache) and cache.get_seq_length() == 40
-        close(found, wanted, limit)
-    close(in_steps(model, ids, [10, 1, 29], DynamicCache(config=model.config))[0], wanted, limit)
-    close(in_steps(model, ids, [10, 1, 29], PackedCache(model.config, SETTINGS[name], 40))[0], wanted, limit)
+        close(found, wanted)
+    close(in_steps(model, ids, [10, 1, 29], DynamicCache(config=model.config))[0], wanted)
+    close(in_steps(model, ids, [10, 1, 29], PackedCache(model.config, SETTINGS[name], 40))[0], wanted)
 
 
 def test_codes_are_the_same_bit_for_bit() -> None:

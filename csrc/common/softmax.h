@@ -1,4 +1,5 @@
-// What attention and gates need of sixteen lanes: e^x, and the sums of many vectors. Included once per level.
+// What attention and gates need of sixteen lanes: powers, the largest number, and the sums of many vectors. Included
+// once per level.
 #pragma once
 
 #include "common/lanes.h"
@@ -26,6 +27,38 @@ inline Lanes exponential(Lanes x) {
     return chosen(x < fill(-87.0f), Lanes{}, chosen(x == x, scaled, x));
 }
 
+// 2^x for x <= 0, in fewer instructions than e^x: to about one unit in the last place; 0 for x below -126, NaN for NaN.
+inline Lanes power_of_two(Lanes x) {
+#if defined(__AVX512F__)
+    const Lanes r = _mm512_maskz_reduce_ps(0xffff, x, _MM_FROUND_TO_NEG_INF);  // what is above the integer below
+#else
+    const Lanes in = max(x, fill(-127.0f)), nearest = (in + 12582912.0f) - 12582912.0f;
+    const Lanes n = nearest - chosen(in < nearest, fill(1.0f), Lanes{}), r = x - n;
+#endif
+    Lanes y = fill(0.00186713005f);
+    for (const float c : {0.00901703071f, 0.0557999127f, 0.240164444f, 0.693151295f, 1.0f}) y = fma(y, r, fill(c));
+#if defined(__AVX512F__)
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, fill(-126.0f), _CMP_NLT_UQ), y, x);
+#else
+    const SignedInts power = (converted<SignedInts>(n) + 127) << 23;
+    return chosen(x < -126.0f, Lanes{}, y * (Lanes)power);
+#endif
+}
+
+// Of numbers among which there may be NaN: then it is one of them, but not always NaN.
+inline float largest_of(const Lanes& x) {
+#if defined(__AVX2__)
+    const __m256 eight = _mm256_max_ps((__m256)first_eight((Dwords)x), (__m256)last_eight((Dwords)x));
+    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return std::max(four[0], four[1]);
+#else
+    float largest = x[0];
+    for (int i = 1; i < lanes; i++) largest = std::max(largest, x[i]);
+    return largest;
+#endif
+}
+
 // x / (1 + e^-z), with the exponential of a number that is not positive.
 inline Lanes times_sigmoid(Lanes x, Lanes z) {
     const Lanes e = exponential(chosen(z < 0.0f, z, -z));
@@ -34,8 +67,9 @@ inline Lanes times_sigmoid(Lanes x, Lanes z) {
 
 // The sums of sixteen vectors, each added up in the order of `sum`.
 #if defined(__AVX512F__)
-inline void sums(const Lanes* v, float* out) {
-    Lanes x[8], y[4], z[2];
+template <class V, class T>
+inline void sums(const V* v, T* out) {
+    V x[8], y[4], z[2];
     for (int i = 0; i < 8; i++)
         x[i] = __builtin_shufflevector(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                __builtin_shufflevector(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -45,9 +79,9 @@ inline void sums(const Lanes* v, float* out) {
     for (int i = 0; i < 2; i++)
         z[i] = __builtin_shufflevector(y[i], y[i + 2], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
                __builtin_shufflevector(y[i], y[i + 2], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-    const Lanes total = __builtin_shufflevector(z[0], z[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-                        __builtin_shufflevector(z[0], z[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    store(out, __builtin_shufflevector(total, total, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
+    const V total = __builtin_shufflevector(z[0], z[1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+                    __builtin_shufflevector(z[0], z[1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    store_vector(out, __builtin_shufflevector(total, total, 0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15));
 }
 #elif defined(__AVX2__)
 inline void sums(const Lanes* v, float* out) {

@@ -1,4 +1,4 @@
-// Codes of sixteen tokens as floats, and the vector helpers of attention. Included once per level.
+// Codes of sixteen tokens. Included once per level.
 #pragma once
 
 #include "common/fetch.h"
@@ -9,7 +9,7 @@
 namespace ptq::kv_cache {
 namespace {
 
-using vectors::exponential, vectors::Ints, vectors::nearest, vectors::sum, vectors::sums;
+using vectors::Ints, vectors::nearest, vectors::power_of_two, vectors::sum, vectors::sums;
 
 inline Ints load_words(const uint32_t* from) {
     return load_vector<Ints>(from);
@@ -20,6 +20,8 @@ inline Ints load_words(const uint32_t* from) {
 struct Words {
     const uint32_t *low, *high;
     int64_t stride;
+
+    Words from_block(int64_t block) const { return {low + block * block_tokens, high + block * block_tokens, stride}; }
 };
 
 template <int BITS>
@@ -30,41 +32,30 @@ inline Words words_of(const Side& side, int64_t index, int64_t head, int64_t blo
     return {at, at + (side.d * widest_plane(BITS) + 31) / 32 * stride, stride};
 }
 
-// Channels first, first + 1, ... of a word of the widest plane. `first` is even.
+// How codes of so many bits are split into planes: `count` channels of the widest in a word, half of them in 16 bits.
+// Those have 16 bits of the second plane, the word of which is that of `wide` channels.
 template <int BITS>
-struct Fields {
-    static constexpr int plane = widest_plane(BITS), above = BITS - plane, count = 32 / plane;
+struct Planes {
+    static constexpr int plane = widest_plane(BITS), above = BITS - plane;
+    static constexpr int count = 32 / plane, half = count / 2, wide = above ? 32 / above : 0;
+};
+
+// Channels first, first + 1, ... of a word of the widest plane, as floats. `first` is even.
+template <int BITS>
+struct Fields : Planes<BITS> {
+    using Planes<BITS>::plane, Planes<BITS>::above, Planes<BITS>::count, Planes<BITS>::wide;
     Ints low, high;
 
-    // `whole`: the first channel is the first of its word.
-    Fields(const Words& at, int64_t first, bool whole = false) {
-        low = load_words(at.low + first / count * at.stride);
-        if (!whole) low >>= static_cast<uint32_t>(first % count * plane);
-        if constexpr (above > 0) {
-            constexpr int wide = 32 / above;
-            const Ints word = load_words(at.high + first / wide * at.stride);
-            high = word >> static_cast<uint32_t>(first % wide * above) << plane;
-        }
+    Fields(const Words& at, int64_t first) {
+        low = load_words(at.low + first / count * at.stride) >> static_cast<uint32_t>(first % count * plane);
+        if constexpr (above > 0)
+            high = load_words(at.high + first / wide * at.stride) >> static_cast<uint32_t>(first % wide * above);
     }
 
-    inline __attribute__((always_inline)) Lanes get(int i) const {
-        constexpr uint32_t mask = (1u << plane) - 1;
-        const Ints x = low >> static_cast<uint32_t>(i * plane);
-        if constexpr (above > 0) return lowest((x & mask) | (high >> static_cast<uint32_t>(i * above) & ~mask));
-        return lowest(x);
-    }
-
-  private:
-    static inline Lanes as_floats(Ints x) { return converted<Lanes>((SignedInts)x); }
-    static inline Lanes lowest(Ints x) {  // the lowest BITS bits
-#if defined(__AVX512F__)
-        if constexpr (BITS <= 4) {
-            Lanes table;  // one instruction looks sixteen numbers up by the lowest four bits
-            for (int i = 0; i < lanes; i++) table[i] = static_cast<float>(i & ((1 << BITS) - 1));
-            return vectors::picked(table, x);
-        }
-#endif
-        return as_floats(x & ((1u << BITS) - 1));
+    Lanes get(int i) const {
+        Ints x = low >> static_cast<uint32_t>(i * plane) & ((1u << plane) - 1);
+        if constexpr (above > 0) x |= (high >> static_cast<uint32_t>(i * above) & ((1u << above) - 1)) << plane;
+        return converted<Lanes>((SignedInts)x);
     }
 };
 

@@ -1,5 +1,6 @@
 // The kernels of the packed KV cache as plain C++: no torch here. The layout is described in ptq/ops/kv_ops.py.
-// Every level gives the same bits: 16 lanes (tokens of a block) whatever the register width and a fixed order of sums.
+// Every level gives the same bits: sums of integers are exact, others have 16 lanes (tokens of a block) whatever the
+// register width, and a fixed order.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,8 @@ struct Side {
     }
     uint16_t* scales_of(int64_t index, int64_t head) const { return scales + (index * heads + head) * 2 * chunk; }
     // Of the codes of one head.
-    int64_t block_bytes() const { return block_tokens * words(d, bits) * static_cast<int64_t>(sizeof *codes); }
+    int64_t block_words() const { return block_tokens * words(d, bits); }
+    int64_t block_bytes() const { return block_words() * static_cast<int64_t>(sizeof *codes); }
 };
 
 struct Append {
@@ -63,7 +65,7 @@ struct Attend {
     float* partial;                        // [heads, chunks, rows, partial_stride(d)]
     float* out;                            // [batch, tokens, q_heads, d]
     int64_t kv_heads, groups, tokens, sinks, length;
-    float scaling;
+    float scaling;  // times log2(e): weights are powers of two
     int64_t rows() const { return groups * tokens; }
     int64_t chunks() const { return (length + chunk - 1) / chunk; }
     int64_t used_blocks(int64_t index) const {
@@ -87,6 +89,6 @@ struct Kernels {
     void (*merge)(const Attend&, int64_t first, int64_t last);
 };
 
-extern const Kernels portable, avx2, avx512;
+extern const Kernels portable, avx2, avx512, avx512vnni;
 
 }  // namespace ptq::kv_cache

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <numbers>
 #include <optional>
 #include <vector>
 
@@ -28,7 +29,7 @@ using torch::stable::Tensor;
 constexpr int64_t max_head_dim = 1024;  // kernels keep queries on the stack
 
 const Kernels& kernels() {
-    return at_level<portable, avx2, avx2, avx512>();
+    return at_level<portable, avx2, avx2, avx512, avx512vnni>();
 }
 
 // Checks that codes and scales are a side of the cache with room for `length` tokens.
@@ -117,7 +118,7 @@ Tensor attend(const Tensor& q, const Tensor& k_codes, const Tensor& k_scales, co
         p.sink_values = static_cast<const float*>(values->const_data_ptr());
     }
     p.kv_heads = kv_heads, p.groups = q_heads / kv_heads, p.tokens = tokens, p.length = length;
-    p.scaling = static_cast<float>(scaling);
+    p.scaling = static_cast<float>(scaling * std::numbers::log2e);
     const std::unique_ptr<float[]> partial(new float[heads * p.chunks() * p.rows() * partial_stride(d)]);
     p.q = static_cast<const float*>(in.const_data_ptr());
     p.partial = partial.get();

@@ -84,25 +84,14 @@ inline Lanes power(Lanes x) {
     if constexpr (mode == Mode::pairs) {
         // 2^y = 2^floor(y) 2^r: the second by a polynomial that is off by 4e-6, a thousandth of the rounding to
         // bfloat16
-        const __m512 y = (__m512)(x * 1.44269504f), r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        const __m512 y = (__m512)(x * 1.44269504f), r = _mm512_maskz_reduce_ps(0xffff, y, _MM_FROUND_TO_NEG_INF);
         __m512 z = _mm512_set1_ps(0.0136703095f);
         for (const float c : {0.0517449978f, 0.241604357f, 0.692972922f, 1.00000349f})
             z = _mm512_fmadd_ps(z, r, _mm512_set1_ps(c));
-        return (Lanes)_mm512_scalef_ps(z, y);
+        return (Lanes)_mm512_maskz_scalef_ps(0xffff, z, y);
     }
 #endif
     return vectors::exponential(x);
-}
-
-inline float largest_of(const Lanes& x) {
-#if defined(__AVX512F__)
-    return _mm512_reduce_max_ps((__m512)x);
-#else
-    const __m256 eight = _mm256_max_ps((__m256)x.low, (__m256)x.high);
-    __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_max_ps(four, _mm_movehl_ps(four, four));
-    return std::max(four[0], four[1]);
-#endif
 }
 
 template <Mode mode>
@@ -124,7 +113,7 @@ void weigh(const Attention& p, const Rows& rows, int64_t keys, const Scratch& sc
     for (int64_t r = 0; r < rows.count; r++) {
         Lanes high = load(scratch.score + r * chunk);
         for (int64_t s = lanes; s < whole; s += lanes) high = max(high, load(scratch.score + r * chunk + s));
-        scratch.top[r] = std::max(scratch.largest[r], largest_of(high) * p.scaling);
+        scratch.top[r] = std::max(scratch.largest[r], vectors::largest_of(high) * p.scaling);
     }
     for (int64_t r = 0; r < rows.count; r += lanes) {
         const Lanes before = load(scratch.largest + r), top = load(scratch.top + r);

@@ -70,17 +70,13 @@ inline float soften(float* score, int64_t seen, int64_t count, const uint8_t* ma
     for (int64_t s = seen; s < (count + lanes - 1) / lanes * lanes; s++) score[s] = none;
     for (int64_t s = 0; mask && s < count; s++) score[s] = mask[s] ? score[s] : none;
     Lanes high = fill(*largest);
-    for (int64_t s = 0; s < count; s += lanes) {
-        const Lanes x = load(score + s);
-        high = chosen(x <= high, high, x);
-    }
-    float top = high[0];
-    for (int i = 1; i < lanes; i++) top = high[i] <= top ? top : high[i];
-    const float factor = *largest == none ? 0.0f : vectors::exponential(fill(*largest - top))[0];
+    for (int64_t s = 0; s < count; s += lanes) high = max(load(score + s), high);
+    const float top = vectors::largest_of(high);
+    const float factor = *largest == none ? 0.0f : vectors::power_of_two(fill(*largest - top))[0];
     Lanes sum{};
     const float base = top == none ? 0.0f : top;  // a NaN, which is no maximum, shows in the sum of the weights
     for (int64_t s = 0; s < count; s += lanes) {
-        const Lanes weight = vectors::exponential(load(score + s) - base);
+        const Lanes weight = vectors::power_of_two(load(score + s) - base);
         sum += weight;
         store(score + s, weight);
     }
@@ -186,7 +182,7 @@ void merge_of(const Attend& p, int64_t first, int64_t last) {
         const float base = largest == none ? 0.0f : largest;
         for (int64_t part = 0; part < p.parts(); part++) {
             const float* from = p.partial_row(unit, part, row);
-            const float factor = vectors::exponential(fill(from[width] - base))[0];  // 0 where it sees nothing of it
+            const float factor = vectors::power_of_two(fill(from[width] - base))[0];  // 0 where it sees nothing of it
             total += factor * from[width + 1];
             for (int64_t c = 0; c < width; c += lanes)
                 store(sums.data() + c, load(sums.data() + c) + factor * load(from + c));

@@ -58,7 +58,7 @@ struct Attend {
     const void *keys, *values;  // [b, heads, room, d]; maybe not from the first token on
     void* out;                  // [b, tokens, heads, groups, d]
     int64_t heads, groups, tokens, d, before, room;
-    float scaling;
+    float scaling;        // times log2(e): weights are powers of two
     float* partial;       // [b, heads, parts, groups, tokens, padded(d) + 2], where there is more than one part
     const uint8_t* mask;  // [b or 1, tokens, before + tokens], or null: 0 where a token is hidden
     int64_t mask_batch;   // elements between rows of the batch: 0 where all share one mask

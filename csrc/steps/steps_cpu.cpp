@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <memory>
+#include <numbers>
 #include <tuple>
 #include <vector>
 
@@ -234,7 +235,7 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
              .d = d,
              .before = before,
              .room = whole,
-             .scaling = static_cast<float>(scaling),
+             .scaling = static_cast<float>(scaling * std::numbers::log2e),
              .partial = nullptr,
              .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
              .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0,

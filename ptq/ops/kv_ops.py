@@ -195,7 +195,9 @@ def attend(
 ) -> Float[Tensor, "b t q_heads d"]:
     """Attention of a few query tokens over the packed cache, float32 inside, the result in q's dtype.
 
-    Every query sees all `length` tokens but those where `mask` is False; one that sees none gets zeros.
+    Every query sees all `length` tokens but those where `mask` is False; one that sees none gets zeros. Kernels of the
+    CPU multiply integers: they round every query, and its weights times the scales of 256 values, to 16 bits of the
+    largest.
     """
     if length == 0:
         return torch.zeros_like(q).transpose(1, 2).contiguous()
