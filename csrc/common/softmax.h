@@ -9,22 +9,21 @@ namespace {
 
 // e^x for x <= 0, to about one unit in the last place; 0 for x below -87, NaN for NaN.
 inline Lanes exponential(Lanes x) {
-    const Lanes in = max(x, fill(-87.0f));
 #if defined(__AVX512F__)
-    const Lanes n = _mm512_maskz_roundscale_ps(0xffff, in * 1.44269504f, _MM_FROUND_TO_NEAREST_INT);
+    const Lanes n = _mm512_maskz_roundscale_ps(0xffff, x * 1.44269504f, _MM_FROUND_TO_NEAREST_INT), in = x;
 #else
+    const Lanes in = max(x, fill(-87.0f));
     const Lanes n = (in * 1.44269504f + 12582912.0f) - 12582912.0f;  // to the nearest integer
 #endif
     const Lanes r = fma(n, fill(1.42860677e-6f), fma(n, fill(-0.693148613f), in));
     Lanes y = fill(1.0f / 5040);
     for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = fma(y, r, fill(c));
 #if defined(__AVX512F__)
-    const Lanes scaled = _mm512_maskz_scalef_ps(0xffff, y, n);  // y * 2^n
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, fill(-87.0f), _CMP_NLT_UQ), y, n);  // y * 2^n
 #else
     const SignedInts power = (converted<SignedInts>(n) + 127) << 23;
-    const Lanes scaled = y * (Lanes)power;
+    return chosen(x < -87.0f, Lanes{}, chosen(x == x, y * (Lanes)power, x));
 #endif
-    return chosen(x < fill(-87.0f), Lanes{}, chosen(x == x, scaled, x));
 }
 
 // 2^x for x <= 0, in fewer instructions than e^x: to about one unit in the last place; 0 for x below -126, NaN for NaN.
