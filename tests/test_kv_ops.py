@@ -148,12 +148,11 @@ def test_attend_against_float64(level: str | None, case: tuple[int, ...], bits: 
         if extra[0] is not None:
             keys, values = kv_ops.place_sinks(seen_k, starts, sinks[0]), kv_ops.place_sinks(seen_v, starts, sinks[1])
         assert found.shape == (batch, tokens, heads * groups, d)
-        # Kernels round queries and weights to 16 bits, a hundredth of what rounding to bfloat16 would do; beside 8 bits
-        # and more than 256 channels to fewer.
+        # Kernels round queries and weights to 16 bits, queries beside 8-bit keys of more than 257 channels to fewer.
         wanted = exact(q, keys, values, d**-0.5, used)
         error = (found.double() - wanted).abs() / wanted.square().mean().sqrt().clamp(min=0.1)
         whole, largest = (1e-5, 1e-4) if level is None else (2e-4, 1e-3)
-        coarser = max(1, d / 256)
+        coarser = max(1, d / 256) if bits[0] == 8 else 1
         assert error.square().mean().sqrt() < whole * coarser and error.max() < largest * coarser
 
 
@@ -172,23 +171,28 @@ def test_sinks_lie_where_there_are_tokens() -> None:
 def test_many_small_weights_beside_a_large_one_are_not_lost(level: str | None, bits: int) -> None:
     """Each is less than half a step of the integers that the largest weight is rounded to; together they are 0.3 %."""
     d, length = 32, 250
-    k, v, q = torch.zeros(1, 1, length, d), random(1, 1, length, d).sigmoid(), torch.ones(1, 1, 1, d)
-    k[0, 0, 17] = 11.3 / d
+    k, v, q = torch.zeros(1, 1, length, d), (random(1, 1, length, d) - 0.3).sigmoid(), torch.ones(1, 1, 1, d)
+    k[0, 0, 17] = 11.3 / 0.95 / d  # the scale is clipped
     sides = (*fill(k, 8, False), *fill(v, bits, True))
     seen_k = OPS.kv_dequantize(*sides[:2], length, d, 8, False)
     seen_v = OPS.kv_dequantize(*sides[2:], length, d, bits, True)
     op = kv_ops.attend if level is None else OPS.kv_attend
     found = op(q, *sides, length, 8, bits, 1.0, None, None, None, None).double()
     wanted, only = exact(q, seen_k, seen_v, 1.0, None), seen_v[:, :, 17].double()
-    assert (wanted - only).abs().mean() > 1e-3  # what the others change, while their part of the sum is 2e-3
-    assert (found - wanted).abs().max() < 4e-4
+    assert (wanted - only).abs().mean() > 7e-4  # what the others change; their part of the sum is 1.5e-3
+    assert (found - wanted).abs().max() < 3e-4
 
 
-@pytest.mark.parametrize("bits", [(3, 4), (6, 6), (8, 2)])
-def test_levels_and_threads_do_not_change_a_bit(bits: tuple[int, int], set_level: Callable[..., str]) -> None:
+@pytest.mark.parametrize("bits", [(4, 4), (3, 8), (6, 6), (8, 2), (2, 3)])
+@pytest.mark.parametrize("d", (64, 20))
+def test_levels_and_threads_do_not_change_a_bit(bits: tuple[int, int], d: int, set_level: Callable[..., str]) -> None:
+    """Also where many scores lie close to the largest."""
     if not native.load():
         pytest.skip("native kernels are not built")
-    k, v, q = random(1, 2, 1100, 80), random(1, 2, 1100, 80, seed=1), random(1, 14, 3, 80)
+    k, v, q = random(1, 2, 1100, d), random(1, 2, 1100, d, seed=1), random(1, 22, 3, d)
+    k *= torch.tensor([1.0, 0.1]).view(1, 2, 1, 1)
+    sinks = torch.tensor([1]), random(1, 2, 4, d, seed=2), random(1, 2, 4, d, seed=3)
+    mask = torch.ones(1, 1, 3, 1100, dtype=torch.bool).tril(1097)
     results = []
     threads = torch.get_num_threads()
     try:
@@ -197,11 +201,20 @@ def test_levels_and_threads_do_not_change_a_bit(bits: tuple[int, int], set_level
             for count in (1, 2, 3):
                 torch.set_num_threads(count)
                 sides = (*fill(k, bits[0], False), *fill(v, bits[1], True))
-                mask = torch.ones(1, 1, 3, 1100, dtype=torch.bool).tril(1097)
-                results.append(OPS.kv_attend(q, *sides, 1100, *bits, 0.1, mask, None, None, None))
+                results.append(OPS.kv_attend(q, *sides, 1100, *bits, 0.1, mask, *sinks))
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_the_largest_integers_and_codes_do_not_overflow(level: str | None) -> None:
+    x = torch.where(torch.arange(256) % 2 == 0, 1.0, 0.5)[:, None].expand(1, 1, 256, 1024)
+    sides = (*fill(x, 8, False), *fill(x, 8, True))
+    seen = OPS.kv_dequantize(*sides[:2], 256, 1024, 8, False)
+    q = torch.ones(1, 1, 1, 1024)
+    op = kv_ops.attend if level is None else OPS.kv_attend
+    out = op(q, *sides, 256, 8, 8, 1 / 512, None, None, None, None)
+    torch.testing.assert_close(out.double(), exact(q, seen, seen, 1 / 512, None), rtol=1e-4, atol=0)
 
 
 def test_no_tokens_give_zeros_and_half_types_are_kept() -> None:

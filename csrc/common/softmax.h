@@ -26,18 +26,19 @@ inline Lanes exponential(Lanes x) {
 #endif
 }
 
-// 2^x for x <= 0, in fewer instructions than e^x: to about one unit in the last place; 0 for x below -126, NaN for NaN.
+// 2^x for x <= 0, in fewer instructions than e^x: to 2e-7 of it; 0 for x below -126, NaN for NaN.
 inline Lanes power_of_two(Lanes x) {
 #if defined(__AVX512F__)
-    const Lanes r = _mm512_maskz_reduce_ps(0xffff, x, _MM_FROUND_TO_NEG_INF);  // what is above the integer below
+    const Lanes n = _mm512_maskz_roundscale_ps(0xffff, x, _MM_FROUND_TO_NEG_INF);
 #else
     const Lanes in = max(x, fill(-127.0f)), nearest = (in + 12582912.0f) - 12582912.0f;
-    const Lanes n = nearest - chosen(in < nearest, fill(1.0f), Lanes{}), r = x - n;
+    const Lanes n = nearest - chosen(in < nearest, fill(1.0f), Lanes{});
 #endif
+    const Lanes r = x - n;  // to the nearest, which VREDUCEPS is not
     Lanes y = fill(0.00186713005f);
     for (const float c : {0.00901703071f, 0.0557999127f, 0.240164444f, 0.693151295f, 1.0f}) y = fma(y, r, fill(c));
 #if defined(__AVX512F__)
-    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, fill(-126.0f), _CMP_NLT_UQ), y, x);
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(x, fill(-126.0f), _CMP_NLT_UQ), y, n);
 #else
     const SignedInts power = (converted<SignedInts>(n) + 127) << 23;
     return chosen(x < -126.0f, Lanes{}, y * (Lanes)power);

@@ -23,24 +23,24 @@ struct Sinks {
     }
 };
 
-// Hides what the mask hides and what lies behind `count` tokens, and returns the largest score of a row.
-float masked(const Attend& p, int64_t head, int64_t row, int64_t index, int64_t count, float* score) {
+// Takes the scores from what the mask hides and from what lies behind `count` tokens.
+void hide(const Attend& p, int64_t head, int64_t row, int64_t index, int64_t count, float* score) {
     for (int64_t t = count; t < (count + lanes - 1) / lanes * lanes; t++) score[t] = none;
-    if (p.mask) {
-        const int64_t b = head / p.kv_heads, token = row % p.tokens;
-        const uint8_t* mask = p.mask + b * p.mask_batch + token * p.length + index * chunk;
-        for (int64_t t = 0; t < count; t++) score[t] = mask[t] ? score[t] : none;
-    }
-    Lanes high = fill(none);
-    for (int64_t t = 0; t < count; t += lanes) high = max(load(score + t), high);
-    return vectors::largest_of(high);
+    if (!p.mask) return;
+    const int64_t b = head / p.kv_heads, token = row % p.tokens;
+    const uint8_t* mask = p.mask + b * p.mask_batch + token * p.length + index * chunk;
+    for (int64_t t = 0; t < count; t++) score[t] = mask[t] ? score[t] : none;
 }
 
-// Scores of row `first_row + r` to its weights; the largest score and their sum go to `summary`.
+// The scores of a row, number r of those that are taken together, to its weights; the largest score and the sum of the
+// weights go to `summary`.
 template <int ROWS>
 void soften(const Attend& p, int64_t head, int64_t index, int64_t row, int r, int64_t count, float* score,
             const Sinks& sinks, float* sink_weight, float* summary, Weights<ROWS>& to) {
-    const float largest = masked(p, head, row, index, count, score);
+    hide(p, head, row, index, count, score);
+    Lanes top = fill(none);
+    for (int64_t t = 0; t < count; t += lanes) top = max(load(score + t), top);
+    const float largest = vectors::largest_of(top);
     const float base = largest == none ? 0.0f : largest;  // a NaN, which is no maximum, shows in the sum of the weights
     const uint16_t* scales = p.v.scales_of(index, head);
     float sunk = 0;
@@ -138,10 +138,7 @@ void merge(const Attend& p, int64_t first, int64_t last) {
         const int64_t head = unit / p.rows(), row = unit % p.rows();
         const auto part = [&](int64_t i) { return p.partial + ((head * p.chunks() + i) * p.rows() + row) * stride; };
         float largest = none, weights = 0;
-        for (int64_t i = 0; i < p.chunks(); i++) {
-            const float high = part(i)[width];
-            largest = high <= largest ? largest : high;
-        }
+        for (int64_t i = 0; i < p.chunks(); i++) largest = std::max(largest, part(i)[width]);
         std::fill(total.begin(), total.end(), 0.0f);
         const float base = largest == none ? 0.0f : largest;
         for (int64_t i = 0; i < p.chunks(); i++) {

@@ -40,7 +40,8 @@ struct Planes {
     static constexpr int count = 32 / plane, half = count / 2, wide = above ? 32 / above : 0;
 };
 
-// Channels first, first + 1, ... of a word of the widest plane, as floats. `first` is even.
+// Channels first, first + 1, ... of a word of the widest plane, as floats. All that are asked for lie in one word
+// of each plane.
 template <int BITS>
 struct Fields : Planes<BITS> {
     using Planes<BITS>::plane, Planes<BITS>::above, Planes<BITS>::count, Planes<BITS>::wide;

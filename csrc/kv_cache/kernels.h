@@ -9,6 +9,7 @@
 namespace ptq::kv_cache {
 
 constexpr int64_t chunk = 256, block_tokens = 16, blocks = chunk / block_tokens;
+constexpr int64_t max_head_dim = 1024;  // a query is on the stack for a while
 
 // Bits of the widest plane of codes: it has the lowest bits, a second plane the others, if there are any.
 constexpr int widest_plane(int bits) {

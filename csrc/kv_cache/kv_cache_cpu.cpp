@@ -26,8 +26,6 @@ using torch::stable::contiguous;
 using torch::stable::empty;
 using torch::stable::Tensor;
 
-constexpr int64_t max_head_dim = 1024;  // kernels keep queries on the stack
-
 const Kernels& kernels() {
     return at_level<portable, avx2, avx2, avx512, avx512vnni>();
 }

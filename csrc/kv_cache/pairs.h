@@ -34,19 +34,19 @@ PTQ_INLINE SignedInts dot(const SignedInts& sum, const Ints& a, const Ints& b) {
 #endif
 }
 
-// Numbers as integers times a factor. The largest is such that `terms` of them times codes of so many bits still fit
-// into 32.
+// Numbers as integers times a factor. The largest integer is that of 16 bits, or, where that would be too much, as
+// large as lets `terms` of them times codes of so many bits fit into 32 bits.
 struct Integers {
-    float factor, inverse, top;
+    float factor, inverse;
     Integers(float largest, int bits, int64_t terms) {
         constexpr int64_t most = std::numeric_limits<int32_t>::max();
-        top = static_cast<float>(std::min(int64_t{32767}, most / (((1 << bits) - 1) * terms)));
+        const auto top = static_cast<float>(std::min(int64_t{32767}, most / (((1 << bits) - 1) * terms)));
         const bool is_zero = largest < 1e-30f;
         factor = is_zero ? 0.0f : largest / top, inverse = is_zero ? 0.0f : top / largest;
     }
-    // In the lowest 16 bits; `bits_above` is what is above them, were they signed integers of 32 bits.
-    Ints of(const Lanes& x) const { return (Ints)(x * inverse + 12582912.0f); }  // to nearest, halves to even
-    static constexpr uint32_t bits_above = 0x4b400000;
+    // To the nearest, halves to even, in the lowest 16 bits: all 32 are `zero` plus the integer.
+    Ints of(const Lanes& x) const { return (Ints)(x * inverse + 12582912.0f); }
+    static constexpr uint32_t zero = 0x4b400000;  // the bits of 12582912.0f
 };
 
 // The first number in the lower 16 bits, the second above.

@@ -54,23 +54,24 @@ class Queries {
         return (d + count - 1) / count * count / 2;
     }
     Row round(const float* x, uint32_t* to, int64_t stride) const {
-        Lanes high{};
+        Lanes high{}, poison{};  // numbers that are not finite have no integers: they show in the sum
         for (int64_t c = 0; c < d; c += lanes) {
             const Lanes here = load(x + c, std::min(lanes, d - c));
             high = max(max(here, -here), high);
         }
         const Integers integers(vectors::largest_of(high), bits, d);
-        uint32_t all[1024];
-        for (int64_t c = 0; c < d; c += lanes) store_vector(all + c, integers.of(load(x + c, std::min(lanes, d - c))));
+        uint32_t all[max_head_dim];
+        for (int64_t c = 0; c < d; c += lanes) {
+            const Lanes here = load(x + c, std::min(lanes, d - c));
+            store_vector(all + c, integers.of(chosen(here * 0.0f == 0.0f, here, Lanes{})));
+            poison += here * 0.0f;
+        }
         int64_t total = 0;
-        for (int64_t c = 0; c < d; c++) total += static_cast<int32_t>(all[c] - Integers::bits_above);
+        for (int64_t c = 0; c < d; c++) total += static_cast<int32_t>(all[c] - Integers::zero);
         const int64_t half = 16 / widest_plane(bits);
         for (int64_t first = 0; first < d; first += 2 * half)
             for (int64_t c = first; c < first + half; c++, to += stride) *to = (all[c] & 0xffffu) | all[c + half] << 16;
-        // Numbers that are not finite have no integers: their sum is not finite either.
-        Lanes poison{};
-        for (int64_t c = 0; c < d; c += lanes) poison += load(x + c, std::min(lanes, d - c)) * 0.0f;
-        return {integers.factor, integers.factor * static_cast<float>(total) + sum(poison)};
+        return {integers.factor, integers.factor * static_cast<float>(total) + vectors::sum(poison)};
     }
 };
 

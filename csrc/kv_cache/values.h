@@ -32,15 +32,15 @@ struct Weights {
     float factor[ROWS];                               // of the integers
     float offset[ROWS];                               // what every channel gets beside them
 
-    // Those of a row: of as many tokens, a multiple of sixteen, and the minima of values times their weights. What
-    // rounding leaves over is given to the code in the middle.
+    // Those of a row: of as many tokens, and zeros up to the next multiple of sixteen; `minima` is the sum of the
+    // minima of values times their weights. What rounding leaves over is given to the code in the middle.
     void take(int row, int64_t count, const float* weight, float largest, const Lanes& total, float minima, int bits) {
         const Integers rounded(largest, bits, chunk);
         Ints taken{};
         for (int64_t t = 0, i = row; t < count; t += 2 * block_tokens, i += ROWS) {
             const Ints first = rounded.of(load(weight + t));
             const Ints next = rounded.of(t + block_tokens < count ? load(weight + t + block_tokens) : Lanes{});
-            taken += first + next - 2 * Integers::bits_above;
+            taken += first + next - 2 * Integers::zero;
             store_vector(integers + i * lanes, paired(first, next));
         }
         factor[row] = rounded.factor;

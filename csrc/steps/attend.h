@@ -174,10 +174,8 @@ void merge_of(const Attend& p, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; i++) {
         const int64_t unit = i / p.rows(), row = i % p.rows();
         float largest = none, total = 0;
-        for (int64_t part = 0; part < p.parts(); part++) {
-            const float high = p.partial_row(unit, part, row)[width];
-            largest = high <= largest ? largest : high;
-        }
+        for (int64_t part = 0; part < p.parts(); part++)
+            largest = std::max(largest, p.partial_row(unit, part, row)[width]);
         std::fill(sums.begin(), sums.end(), 0.0f);
         const float base = largest == none ? 0.0f : largest;
         for (int64_t part = 0; part < p.parts(); part++) {

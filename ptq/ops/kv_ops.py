@@ -197,7 +197,7 @@ def attend(
 
     Every query sees all `length` tokens but those where `mask` is False; one that sees none gets zeros. Kernels of the
     CPU multiply integers: they round every query, and its weights times the scales of 256 values, to 16 bits of the
-    largest.
+    largest (math.md, section 9).
     """
     if length == 0:
         return torch.zeros_like(q).transpose(1, 2).contiguous()
