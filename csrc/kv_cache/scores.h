@@ -100,9 +100,9 @@ PTQ_INLINE void score_blocks(const Side& k, int64_t index, int64_t head, int64_t
         const uint16_t* scales = k.scales_of(index, head) + (block + b) * block_tokens;
         const Lanes scale = load(scales), minimum = load(scales + chunk);
         for (int r = 0; r < ROWS; r++) {
-            const Queries::Row& row_r = q.row(row + r);
+            const auto& [factor, sum] = q.row(row + r);
             store(score + r * chunk + (block + b) * block_tokens,
-                  fma(scale * row_r.factor, converted<Lanes>(acc[b][r]), minimum * row_r.sum));
+                  fma(scale * factor, converted<Lanes>(acc[b][r]), minimum * sum));
         }
     }
 }

@@ -12,6 +12,7 @@ constexpr int value_sums = 16;  // that fit into registers
 constexpr int value_sums = 4;
 #endif
 
+// The sum of sixteen signed integers.
 inline int32_t sum_of(const Ints& x) {
 #if defined(__AVX2__)
     const __m256i eight = _mm256_add_epi32(first_eight(x), last_eight(x));
@@ -55,7 +56,7 @@ struct Ahead {
     int64_t bytes = 0;
 };
 
-// Of each of as many vectors.
+// Those of as many vectors.
 inline void sums_of(const SignedInts (&x)[value_sums], int32_t* out) {
 #if defined(__AVX512F__)
     sums(x, out);
@@ -69,7 +70,8 @@ inline void sums_of(const SignedInts (&x)[value_sums], int32_t* out) {
 #endif
 }
 
-// out[r, c] = sum over tokens of weight[r, t] * value[t, c] for CHANNELS channels from `first`, of `count` blocks.
+// out[r, c] = offset[r] + factor[r] * sum over the tokens of `count` blocks of weight[r, t] * value[t, c], for CHANNELS
+// channels from `first`. `factor` and `offset` are given for every sum.
 template <int BITS, int ROWS, int CHANNELS>
 PTQ_INLINE void value_tile(const Words& at, int64_t count, int64_t first, const Weights<ROWS>& w, const Lanes& factor,
                            const Lanes& offset, float* out, int64_t stride) {
