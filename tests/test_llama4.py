@@ -117,7 +117,7 @@ def test_many_chunks_over_the_packed_cache(tmp_path: Path) -> None:
         out = model(ids, cache=cache)
         found.append(out.logits)
         cache = out.cache
-    assert type(cache) is PackedCache and relative(torch.cat(found, 1), wanted) < 1e-5
+    assert type(cache) is PackedCache and relative(torch.cat(found, 1), wanted) < 1e-4
     assert type(model.model(IDS).cache) is PackedCache
     assert relative(wanted, load(folder)(IDS).logits) < 0.5
 
