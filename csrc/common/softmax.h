@@ -45,7 +45,7 @@ inline Lanes power_of_two(Lanes x) {
 #endif
 }
 
-// Of numbers among which there may be NaN: then it is one of them, but not always NaN.
+// The largest of sixteen numbers; where one is NaN, any of them.
 inline float largest_of(const Lanes& x) {
 #if defined(__AVX2__)
     const __m256 eight = _mm256_max_ps((__m256)first_eight((Dwords)x), (__m256)last_eight((Dwords)x));

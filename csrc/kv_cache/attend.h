@@ -40,7 +40,7 @@ void soften(const Attend& p, int64_t head, int64_t index, int64_t row, int r, in
     hide(p, head, row, index, count, score);
     Lanes top = fill(none);
     for (int64_t t = 0; t < count; t += lanes) top = max(load(score + t), top);
-    const float largest = vectors::largest_of(top);
+    const float largest = largest_of(top);
     const float base = largest == none ? 0.0f : largest;  // a NaN, which is no maximum, shows in the sum of the weights
     const uint16_t* scales = p.v.scales_of(index, head);
     float sunk = 0;
@@ -59,7 +59,7 @@ void soften(const Attend& p, int64_t head, int64_t index, int64_t row, int r, in
         store(score + t, scaled);
     }
     summary[0] = largest, summary[1] = sum(total) + sunk;
-    to.take(r, count, score, vectors::largest_of(high), all, sum(minima), p.v.bits);
+    to.take(r, count, score, largest_of(high), all, sum(minima), p.v.bits);
 }
 
 // What is called with the number of bits of a side.

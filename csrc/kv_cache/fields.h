@@ -9,7 +9,7 @@
 namespace ptq::kv_cache {
 namespace {
 
-using vectors::Ints, vectors::nearest, vectors::power_of_two, vectors::sum, vectors::sums;
+using vectors::Ints, vectors::largest_of, vectors::nearest, vectors::power_of_two, vectors::sum, vectors::sums;
 
 inline Ints load_words(const uint32_t* from) {
     return load_vector<Ints>(from);

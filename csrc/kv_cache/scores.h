@@ -59,7 +59,7 @@ class Queries {
             const Lanes here = load(x + c, std::min(lanes, d - c));
             high = max(max(here, -here), high);
         }
-        const Integers integers(vectors::largest_of(high), bits, d);
+        const Integers integers(largest_of(high), bits, d);
         uint32_t all[max_head_dim];
         for (int64_t c = 0; c < d; c += lanes) {
             const Lanes here = load(x + c, std::min(lanes, d - c));
@@ -71,7 +71,7 @@ class Queries {
         const int64_t half = 16 / widest_plane(bits);
         for (int64_t first = 0; first < d; first += 2 * half)
             for (int64_t c = first; c < first + half; c++, to += stride) *to = (all[c] & 0xffffu) | all[c + half] << 16;
-        return {integers.factor, integers.factor * static_cast<float>(total) + vectors::sum(poison)};
+        return {integers.factor, integers.factor * static_cast<float>(total) + sum(poison)};
     }
 };
 
