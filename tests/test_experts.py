@@ -358,6 +358,9 @@ def test_names_of_files_and_of_modules() -> None:
         assert FAMILIES["llama"].module_name(same) == FAMILIES["llama"].file_name(same) == same
     longer = Family("", renamed=(("router.layer", "router"),), published=(("backbone", "model"),))
     assert longer.file_name("backbone.0.router.weight") == longer.file_name("model.0.router.layer.weight")
+    inside, norm = FAMILIES["axk1"], f"{block}.post_mlp_layernorm"
+    for name in (norm, f"{block}.mlp.post_mlp_layernorm"):
+        assert (inside.file_name(name), inside.module_name(name)) == (norm, f"{block}.mlp.post_mlp_layernorm")
     assert experts.names_in(["lm_head", "a.mlp.gate_proj"]) is None
     assert experts.names_in(["a.mlp.gate_proj", "a.experts.12.w2"]) == ("w1", "w3", "w2")
     assert experts.names_in(["a.experts.12.up_proj"]) == ("gate_proj", "up_proj", "down_proj")

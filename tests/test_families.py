@@ -36,7 +36,7 @@ WITHOUT_VALUES = {
     *family_parts.MLA,
     *FAMILIES["lfm2"].mixers,
     *FAMILIES["afmoe"].mixers,
-    *FAMILIES["gpt_neox"].mixers,
+    *(mixer for name in ("bailing_hybrid", "diffllama", "gpt_neox", "olmo_hybrid") for mixer in FAMILIES[name].mixers),
     *family_parts.GEMMA_4_ATTENTION,
 }
 SUBSETS = [{"R1"}, {"R2"}, {"R4"}, {"R1", "R2"}, {"R1", "R2", "R4"}]
@@ -287,6 +287,44 @@ def test_exaone_as_it_is_published(tmp_path: Path) -> None:
     with torch.no_grad():
         logits = [AutoModelForCausalLM.from_pretrained(out)(IDS).logits for out in packed]
     assert torch.equal(*logits) and quantize("verify", packed[0]).exit_code == 0
+
+
+@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid", "olmo_hybrid"])
+def test_convolutions_in_pieces_and_whole(model_type: str, tmp_path: Path) -> None:
+    """As published, and as a run writes them: the same result, to the byte."""
+    folders = [save_model(tmp_path / name, model_type) for name in ("published", "rewritten")]
+    names = load_file(folders[0] / "model.safetensors").keys()
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names if "conv1d" in name} == {
+        f"{part}_conv1d" for part in "qkv"
+    }
+    state = tiny_model(tiny_config(model_type)).state_dict()
+    state.pop("lm_head.weight" if tiny_config(model_type).tie_word_embeddings else "", None)
+    save_file({name: x.contiguous() for name, x in state.items()}, folders[1] / "model.safetensors")
+    packed = [folder.with_name(f"{folder.name} packed") for folder in folders]
+    for folder, out in zip(folders, packed, strict=True):
+        assert quantize("quarot", folder, out, "--rounding", "nearest").exit_code == 0
+    weights = [load_file(out / "model.safetensors") for out in packed]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+    assert sum(name.endswith("conv1d.weight") for name in weights[0]) == 1
+
+
+@pytest.mark.parametrize("damage", ["one is missing", "of other sizes", "of another dtype"])
+def test_pieces_that_do_not_fit(damage: str, tmp_path: Path) -> None:
+    path = save_model(tmp_path / "model", "olmo_hybrid") / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if name.endswith("k_conv1d.weight"))
+    if damage == "one is missing":
+        del tensors[name]
+        wanted = f"holds tensor '{name.replace('k_conv', 'q_conv')}', but not '{name}', which belongs to it"
+    elif damage == "of other sizes":
+        tensors[name] = tensors[name][..., :2].contiguous()
+        wanted = f"tensor '{name}' has shape [43, 1, 2] and dtype torch.float32, which do not go with [43, 1, 4]"
+    else:
+        tensors[name] = tensors[name].half()
+        wanted = f"tensor '{name}' has shape [43, 1, 4] and dtype torch.float16, which do not go with"
+    save_file(tensors, path)
+    check_refused(quantize("fp6", tmp_path / "model", tmp_path / "out"), wanted)
 
 
 def test_gpt2_as_it_is_published(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from conftest import quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import tiny_config
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -94,6 +95,21 @@ def test_quantised_and_compared_with_the_whole(saved: tuple[str, bool, Path, tor
     result = quantize("verify", tmp_path / "packed", "--against", folder)
     assert result.exit_code == 0, result.output
     assert "KL" in result.output
+
+
+def test_a_text_model_that_transformers_does_not_list(tmp_path: Path) -> None:
+    """Mistral Small 4: transformers has the class of its text model, but among those that read images alone."""
+    kind: Any = CONFIG_MAPPING["mistral3"]
+    config = kind(text_config=tiny_config("mistral4").to_dict(), vision_config={"model_type": "pixtral", **VISION})
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(tmp_path / "whole")
+    ptq.quantize(tmp_path / "whole", tmp_path / "packed", QuarotRecipe(rounding="nearest", weight_bits=8), QUIET)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    assert type(packed).__name__ == "Mistral4ForCausalLM"
+    with torch.no_grad():
+        wanted, found = model(IDS).logits, packed(IDS).logits
+    assert (found - wanted).norm() < 0.05 * wanted.norm()
 
 
 def test_a_model_that_hears_is_verified_like_one_that_sees(tmp_path: Path) -> None:

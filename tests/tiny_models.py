@@ -54,6 +54,12 @@ MIXED: dict[str, Any] = dict(
 LATENT: dict[str, Any] = dict(head_dim=8, num_key_value_heads=4)  # of RoPE; every head has keys of its own
 TWO_MIXERS: dict[str, Any] = dict(layer_types=["linear_attention", "full_attention"])
 TWO_WINDOWS: dict[str, Any] = dict(layer_types=["full_attention", "sliding_attention"], sliding_window=16)
+SCALED_QUERIES: dict[str, Any] = dict(
+    rope_parameters=dict(
+        rope_type="yarn", rope_theta=500.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
+        beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.5,
+    )
+)  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "sarvam_mla"), LATENT
@@ -150,11 +156,18 @@ OWN: dict[str, dict[str, Any]] = {
             beta_slow=1.0, truncate=False,
         ),
     ),
-    "ministral3": dict(
-        rope_parameters=dict(
-            rope_type="yarn", rope_theta=500.0, factor=8.0, original_max_position_embeddings=16, beta_fast=32.0,
-            beta_slow=1.0, mscale_all_dim=1.0, mscale=1.0, llama_4_scaling_beta=0.5,
-        )
+    "ministral3": SCALED_QUERIES,
+    "axk1": dict(LATENT, mlp_layer_types=["dense", "sparse"]),
+    "bailing_hybrid": dict(
+        TWO_MIXERS, num_key_value_heads=4, head_dim=8, mlp_layer_types=["dense", "sparse"], tie_word_embeddings=False,
+    ),
+    "olmo_hybrid": TWO_MIXERS,
+    "kimi_linear": dict(
+        TWO_MIXERS, num_key_value_heads=4, num_experts=4, linear_head_dim=24, linear_num_heads=4, head_dim=8,
+        mlp_layer_types=["dense", "sparse"], tie_word_embeddings=False,
+    ),
+    "mistral4": dict(
+        LATENT, head_dim=20, rope_parameters=SCALED_QUERIES["rope_parameters"] | {"partial_rotary_factor": 0.4},
     ),
 }  # fmt: skip
 """What single families need, and settings of their own that would otherwise do nothing."""
@@ -168,7 +181,8 @@ ALIKE = {
     "dots1", "solar_open", "mellum", "flex_olmo", "hunyuan_v1_moe", "lfm2_moe", "glm_moe_dsa", "afmoe",
     "ernie4_5_moe",
     "exaone", "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
-    "deepseek_v2", "deepseek_v32", "glm4_moe_lite", "sarvam_mla", "youtu", "minicpm3", "qwen3_5_moe_text",
+    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v32", "diffllama", "glm4_moe_lite", "kimi_linear", "mistral4",
+    "olmo_hybrid", "sarvam_mla", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
     "nemotron_h", "falcon_h1", "jamba", "flint", "kolibri1",
     "gemma4_unified_text", "cohere2_moe", "cohere_compass_text", "minimax", "exaone_moe", "hy_v3", "phimoe",
@@ -176,7 +190,7 @@ ALIKE = {
 }  # fmt: skip
 """Families of parts that others have too, where runs of every kind would say nothing new, so a few tests must do; and
 some with tests of their own (test_halves.py, test_mixers.py)."""
-NEVER_TIED = {"nemotron_h"}
+NEVER_TIED = {"bailing_hybrid", "kimi_linear", "nemotron_h"}
 """Those whose head transformers never ties to the embedding."""
 DISTINCT = [name for name in FAMILIES if name not in ALIKE]
 CACHED = [
@@ -277,6 +291,9 @@ def stored(model: Any) -> dict[str, torch.Tensor]:
     turned = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D)}
     state = {name: x.T if name in turned else x for name, x in revert_weight_conversion(model, state).items()}
     state = {family.file_name(name): x for name, x in state.items()}
+    for whole, pieces in family.stacked:
+        for prefix in [name.removesuffix(pieces[0]) for name in state if name.endswith(f".{pieces[0]}")]:
+            state[prefix + whole] = torch.cat([state.pop(prefix + piece) for piece in pieces])
     return apart(state, family.experts)
 
 

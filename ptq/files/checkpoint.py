@@ -169,6 +169,8 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise InputError(f"{self.folder}: holds no tensor {name!r}; is it the model that was planned?")
+        if info.pieces:
+            return torch.cat([read_tensor(self.folder / piece.shard, piece) for piece in info.pieces])
         if info.scale is None:
             return read_tensor(self.folder / info.shard, info)
         factors = read_tensor(self.folder / info.scale.info.shard, info.scale.info).float()

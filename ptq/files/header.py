@@ -67,6 +67,9 @@ class TensorInfo:
     stride: tuple[int, ...] | None = None
     """Elements from one to the next along each axis, of a tensor that is part of a larger one in the file; `offset` is
     that of its first element. None: its elements follow one another."""
+    pieces: "tuple[TensorInfo, ...]" = ()
+    """Tensors of the files that are this one, one behind the other along the first axis; `shard` and `offset` are then
+    those of the first. Empty: it is one tensor."""
 
     @property
     def stored_bytes(self) -> int:

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ptq.errors import InputError, refused
 from ptq.files.checkpoint import Checkpoint
@@ -19,11 +20,12 @@ from ptq.hf.spliced import UNBUILT
 from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import PackedWeight
-from ptq.models.families import family_or_default
+from ptq.models.families import UNLISTED, family_or_default
 from ptq.models.family import Family
 from ptq.models.model_shape import EXPERTS, ModelShape
 from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
 
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(UNLISTED)
 IGNORED = ("auto_map", "attn_implementation", "_attn_implementation", "num_labels")
 """Entries of a config.json, and of those inside of it, that are left out: code, how somebody computed, and how many
 classes there are, of each of which transformers makes a name."""

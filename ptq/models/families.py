@@ -18,6 +18,8 @@ FAMILIES: dict[str, Family] = {row.model_type: row for row in (*plain_rows.ROWS,
 
 FOR_TEXT = {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
 """Models that also read images, with text models of types of their own, and what these are for text alone."""
+UNLISTED = {"mistral4": "Mistral4ForCausalLM"}
+"""Classes of transformers that make text, and that its `AutoModelForCausalLM` does not know."""
 
 
 def check_generates(config: dict[str, Any]) -> None:

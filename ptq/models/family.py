@@ -158,6 +158,8 @@ class Family:
     them, one pair after the other."""
     published: Renamings = ()
     """Pieces of names in published files alone, and what they are called in this row and in all that a run writes."""
+    stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Tensors of a block that published files hold in pieces, by rows, and the names of these in their order."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
     experts: ExpertNames | None = None
@@ -182,7 +184,8 @@ class Family:
     def module_name(self, name: str) -> str:
         """What a model calls a linear, or a tensor, of its checkpoint's files."""
         for in_files, in_model in self.renamed:
-            name = _replaced(name, in_files, in_model)
+            if not (_holds(in_model, in_files) and _holds(name, in_model)):  # else it is the model's name already
+                name = _replaced(name, in_files, in_model)
         return name
 
     def file_name(self, name: str) -> str:
@@ -191,7 +194,7 @@ class Family:
         for published, own in self.published:
             name = _replaced(name, published, own)
         for in_files, in_model in reversed(self.renamed):
-            if _replaced(name, in_files, "") == name:  # a longer name may begin like the model's
+            if _holds(in_model, in_files) or not _holds(name, in_files):  # a longer name may begin like the model's
                 name = _replaced(name, in_model, in_files)
         return name
 
@@ -219,6 +222,10 @@ class Family:
         inside = dict.fromkeys(norm for norm in (self.attention_norm, self.mlp_norm) if norm)
         found = [f"{self.layers}.{index}.{norm}.weight" for index in range(blocks) for norm in inside]
         return (*found, f"{self.final_norm}.weight") if last else tuple(found)
+
+
+def _holds(name: str, piece: str) -> bool:
+    return f".{piece}." in f".{name}."
 
 
 def _replaced(name: str, old: str, new: str) -> str:

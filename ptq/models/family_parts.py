@@ -46,6 +46,16 @@ INDEXED_ATTENTION = replace(
     ),
 )
 """MLA over the tokens that an indexer chooses. The indexer stays in 16 bits."""
+KIMI_DELTA = Mixer(
+    readers=("self_attn.f_a_proj", "self_attn.g_a_proj", *QKV),
+    output="self_attn.o_proj",
+    inside=("self_attn.f_b_proj", "self_attn.g_b_proj"),
+    gates=("self_attn.b_proj",),
+    kept=tuple(f"self_attn.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight")),
+)
+"""Kimi Delta Attention: gated DeltaNet with a decay for every channel. Decays and gates are products of low rank."""
+FULL_KIMI_DELTA = replace(KIMI_DELTA, readers=("self_attn.f_proj", "self_attn.g_proj", *QKV), inside=())
+STACKED_CONVOLUTIONS = (("self_attn.conv1d.weight", tuple(f"self_attn.{part}_conv1d.weight" for part in "qkv")),)
 OWN_KEYS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
 GEMMA_4_ATTENTION = (
     replace(GATED_ATTENTION, readers=("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj")),

@@ -8,6 +8,7 @@ from ptq.models.family import ExpertNames, Family, LayerInputs, Mixer
 from ptq.models.family_parts import (
     DELTA_NET,
     FEED_FORWARD,
+    FULL_KIMI_DELTA,
     FUSED_DELTA_NET,
     GATED_ATTENTION,
     GATED_SHARED_EXPERT,
@@ -15,14 +16,23 @@ from ptq.models.family_parts import (
     GRANITE_MOE,
     HEAD_NORMS,
     INDEXED_ATTENTION,
+    KIMI_DELTA,
     LFM2,
     MAMBA,
     MAMBA2,
     MIXTRAL,
+    MIXTRAL_EXPERTS,
     MLA,
     QKV,
     SHARED_EXPERTS,
+    STACKED_CONVOLUTIONS,
 )
+
+FORGET_GATE = tuple(
+    (f"self_attn.{name}", f"self_attn.forget_gate.{name}")
+    for name in ("f_a_proj", "f_b_proj", "f_proj", "dt_bias", "A_log")
+)
+HEAD_GATES = ("self_attn.g_proj",)
 
 ROWS = (
     Family(
@@ -83,6 +93,67 @@ ROWS = (
         mixers=(replace(MAMBA2, kept=MAMBA2.kept[:-1], optional=(*MAMBA2.optional, "mamba.norm.weight"), beside=True),),
     ),
     Family("deepseek_v2", mixers=MLA, experts=ExpertNames(shared="mlp.shared_experts")),
+    Family("mistral4", mixers=MLA, experts=ExpertNames(shared="mlp.shared_experts", fused=True)),
+    Family(
+        "kimi_linear",
+        gate="block_sparse_moe.gate_proj",
+        up="block_sparse_moe.up_proj",
+        down="block_sparse_moe.down_proj",
+        mixers=(KIMI_DELTA, *MLA),
+        renamed=(*FORGET_GATE, *MIXTRAL["renamed"]),
+        stacked=STACKED_CONVOLUTIONS,
+        experts=replace(
+            MIXTRAL_EXPERTS,
+            shared="block_sparse_moe.shared_experts",
+            shared_linears=("gate_proj", "up_proj", "down_proj"),
+            kept=("block_sparse_moe.gate.e_score_correction_bias",),
+        ),
+    ),
+    Family(
+        "bailing_hybrid",
+        mixers=(FULL_KIMI_DELTA, *(replace(mixer, gates=HEAD_GATES) for mixer in MLA)),
+        renamed=FORGET_GATE,
+        published=(
+            ("word_embeddings", "embed_tokens"),
+            ("attention.dense", "self_attn.o_proj"),
+            ("attention", "self_attn"),
+            ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+        ),
+        stacked=STACKED_CONVOLUTIONS,
+        experts=SHARED_EXPERTS,
+    ),
+    Family(
+        "olmo_hybrid",
+        attention_norm=None,
+        mlp_norm=None,
+        rotate_residual=False,
+        kept=("feedforward_layer_norm.weight",),
+        renamed=(("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+        mixers=(
+            Mixer(
+                tuple(f"linear_attn.{name}_proj" for name in "qkvg"),
+                "linear_attn.o_proj",
+                gates=("linear_attn.a_proj", "linear_attn.b_proj"),
+                kept=(
+                    *(f"linear_attn.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "o_norm.weight")),
+                    "attention_layer_norm.weight",
+                ),
+            ),
+            Mixer(QKV, "self_attn.o_proj", kept=(*HEAD_NORMS, "post_feedforward_layernorm.weight")),
+        ),
+        stacked=(("linear_attn.conv1d.weight", tuple(f"linear_attn.{part}_conv1d.weight" for part in "qkv")),),
+    ),
+    Family(
+        "axk1",
+        mixers=MLA,
+        rotate_residual=False,
+        renamed=(("post_mlp_layernorm", "mlp.post_mlp_layernorm"),),
+        experts=replace(SHARED_EXPERTS, kept=(*SHARED_EXPERTS.kept, "post_mlp_layernorm.weight")),
+    ),
+    Family(
+        "diffllama",
+        mixers=(Mixer(QKV, "self_attn.o_proj", kept=tuple(f"self_attn.lambda_{x}{i}" for x in "qk" for i in "12")),),
+    ),
     Family("deepseek_v32", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS),
     Family("glm_moe_dsa", mixers=(INDEXED_ATTENTION,), experts=SHARED_EXPERTS, returns_pair=True),
     Family("lfm2", **LFM2),

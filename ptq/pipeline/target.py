@@ -8,7 +8,7 @@ from ptq import methods
 from ptq.errors import InputError, in_folder
 from ptq.files import beside, published, source
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf import fused, text_model, transposed
+from ptq.hf import fused, stacked, text_model, transposed
 from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
 from ptq.kv import attention
 from ptq.models.families import check_generates, family_of
@@ -64,7 +64,8 @@ def _opened(checkpoint: Checkpoint) -> Source:
     check_generates(checkpoint.config)
     family, config = family_of(checkpoint.config), transformers_config(checkpoint)
     family, shape = family.for_config(config), shape_of(config)
-    tensors = transposed.as_read(fused.as_published(checkpoint.tensors, family, shape.experts), family)
+    tensors = fused.as_published(checkpoint.tensors, family, shape.experts)
+    tensors = transposed.as_read(stacked.as_read(tensors, family), family)
     checkpoint = replace(checkpoint, tensors=tensors)
     if shape.experts and family.experts is None:
         raise InputError(
