@@ -177,9 +177,9 @@ class MinifloatFormat(LaidOut):
         scale = tiles.tile_scales(as_bfloat16(parts["scale"]))
         return {layout: packed, "scale": scale, "shape": packed.new_empty(n, k, 0)}
 
-    def compressed_scheme(self, quantised_input: bool) -> Scheme:
+    def compressed_scheme(self, quantized_input: bool) -> Scheme:
         """See `ptq.weights.compressed_tensors`: its small floats are MXFP6 (of e2m3) and MXFP4."""
-        if self.element not in ("e2m3", "e2m1") or self.scale != "e8m0" or self.group_size != 32 or quantised_input:
+        if self.element not in ("e2m3", "e2m1") or self.scale != "e8m0" or self.group_size != 32 or quantized_input:
             raise InputError(
                 "of small floats, compressed-tensors holds MXFP6 and MXFP4 with inputs in 16 bits; quantise with "
                 "`fp6 --scale e8m0 --group-size 32 --element e2m3` or `e2m1`"

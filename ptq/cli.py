@@ -146,12 +146,12 @@ def _sentence(error: BaseException) -> str:
 
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
+    if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
+        refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
     if show_plan:
         if is_first_process():
             _show_plan(model, out, recipe, options)
         return
-    if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
-        refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
     from ptq.pipeline import pipeline
     from ptq.pipeline.progress import console
     from ptq.pipeline.work import RECORD
@@ -184,13 +184,13 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
 
 def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
     """What is known of a result's quality, and how to know more."""
-    from ptq.files import beside
+    from ptq.files import companions
 
     places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
         return f"KL from the original: {kl:.4f} nats per token of a few rows of calibration text{more}"
-    if not beside.has_tokenizer(out):
+    if not companions.has_tokenizer(out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
         )

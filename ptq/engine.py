@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -57,6 +57,18 @@ class Workers:
         with _lost():
             dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def first_finds(self, find: Callable[[], T]) -> T:
+        """What `find` gives the first process, for all of them; it alone calls it. An InputError is all theirs, too."""
+        found: T | InputError | None = None
+        if self.first:
+            try:
+                found = find()
+            except InputError as error:
+                found = error
+        if isinstance(found := self.agree(found), InputError):
+            raise found
+        return cast(T, found)
 
     def share(self, items: Iterable[T], cost: Callable[[T], float] = lambda item: 1.0) -> set[T]:
         """The items that are this process's: the dearest first, each to the one that has the least to do."""

@@ -202,18 +202,18 @@ class IntegerFormat(LaidOut):
         scales = {part: tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
         return {layout: make(parts["codes"], self.bits, k), **scales, "shape": parts["codes"].new_empty(n, k, 0)}
 
-    def compressed_scheme(self, quantised_input: bool) -> Scheme:
+    def compressed_scheme(self, quantized_input: bool) -> Scheme:
         """See `ptq.weights.compressed_tensors`."""
         if not self.symmetric:
             raise InputError("integers with zero-points are not exported; quantise with --symmetric")
-        if quantised_input and (self.bits != 8 or self.group_size):
+        if quantized_input and (self.bits != 8 or self.group_size):
             raise InputError(
                 "with inputs in 8 bits, other runtimes need weights of 8 bits with one scale a row; quantise with "
                 "--weight-bits 8 --group-size 0, or with --activation-bits 16"
             )
         groups = {"strategy": "group", "group_size": self.group_size} if self.group_size else {"strategy": "channel"}
         numbers = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False}
-        return Scheme("int-quantized" if quantised_input else "pack-quantized", {**numbers, **groups}, quantised_input)
+        return Scheme("int-quantized" if quantized_input else "pack-quantized", {**numbers, **groups}, quantized_input)
 
     def compress(self, parts: Parts, n: int, k: int, scheme: Scheme) -> Parts:
         scale = {"weight_scale": parts["scale"].view(torch.bfloat16)}

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from unittest import mock
 
 import typer
-from perplexity_table import Task, increase, measure_original, prepared, quantised
+from perplexity_table import Task, increase, measure_original, prepared, quantized
 from plant_outliers import plant, plant_keys
 
 from ptq import methods
@@ -154,7 +154,7 @@ def row(
 ) -> tuple[Row, list[float]]:
     """Quantise, measure, and compare with `original`."""
     with keys_online() if name.endswith(AND_R3) else nullcontext(), unbalanced(NO_BALANCE in name):
-        result, found = quantised(task, recipe)
+        result, found = quantized(task, recipe)
     changes = {key: value for key, value in recipe.as_dict().items() if key != "calibration"}
     perplexity = math.exp(min(fmean(found), 700.0))
     return Row(table, name, changes, compared, result.bits_per_weight, perplexity, *increase(found, original)), found

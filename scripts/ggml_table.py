@@ -131,7 +131,7 @@ def rounded(task: Task, ggml: Ggml, type_name: str, importance: dict[str, Tensor
     return model
 
 
-def quantised(task: Task, recipe: Recipe, original: PreTrainedModel) -> tuple[float, Agreement]:
+def quantized(task: Task, recipe: Recipe, original: PreTrainedModel) -> tuple[float, Agreement]:
     """True bits of a weight, and how close the checkpoint of a recipe comes."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out"
@@ -174,7 +174,7 @@ def main(
             print(line(name, bits_of(type_name), found), flush=True)
         for name, recipe in recipes(task).items():
             if re.search(only, name):
-                print(line(name, *quantised(task, recipe, original)), flush=True)
+                print(line(name, *quantized(task, recipe, original)), flush=True)
 
 
 if __name__ == "__main__":

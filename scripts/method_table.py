@@ -17,7 +17,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from perplexity_table import Task, group_sizes, increase, measure_original, prepared, quantised
+from perplexity_table import Task, group_sizes, increase, measure_original, prepared, quantized
 
 from fp6.element import ELEMENTS
 from fp6.plan import Fp6Recipe
@@ -114,7 +114,7 @@ def small_floats(task: Task, data: dict[str, Any]) -> dict[str, Recipe]:
 
 def measure(task: Task, original: list[float], name: str, recipe: Recipe) -> Row:
     start = time.perf_counter()
-    result, found = quantised(task, recipe)
+    result, found = quantized(task, recipe)
     seconds = time.perf_counter() - start
     assert result.bits_per_weight is not None
     loss_increase, error = increase(found, original)

@@ -109,7 +109,7 @@ def losses(model: PreTrainedModel, windows: Windows) -> list[float]:
     return [perplexity(model, replace(windows, tokens=row[None])).loss for row in windows.tokens]
 
 
-def quantised(task: Task, recipe: Recipe) -> tuple[Result, list[float]]:
+def quantized(task: Task, recipe: Recipe) -> tuple[Result, list[float]]:
     """Quantise into a temporary folder, load what was written, and measure the losses of it."""
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "out"
@@ -126,7 +126,7 @@ def increase(found: list[float], original: list[float]) -> tuple[float, float]:
 def measure(task: Task, original: list[float], recipe: QuarotRecipe) -> Cell:
     """One cell of the table."""
     start = time.perf_counter()
-    result, found = quantised(task, recipe)
+    result, found = quantized(task, recipe)
     assert result.bits_per_weight is not None
     loss_increase, error = increase(found, original)
     return Cell(

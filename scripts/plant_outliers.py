@@ -24,7 +24,7 @@ from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.header import read_header
 from ptq.files.shards import write_tensors
-from ptq.hf.described import transformers_config
+from ptq.hf.meta_model import transformers_config
 from ptq.models.families import family_of
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape, shape_of

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from ptq.errors import InputError, RunError
-from ptq.files.checkpoint import INDEX, SINGLE, Checkpoint, check_numbers, refuse_quantised
+from ptq.files.checkpoint import INDEX, SINGLE, Checkpoint, check_numbers, refuse_quantized
 from ptq.files.header import DTYPES, read_header
 
 CONFIG = {"model_type": "llama"}
@@ -254,12 +254,12 @@ def test_identity_samples_evenly_to_the_end(folder):
 
 
 def test_quantised_sources_are_refused():
-    refuse_quantised(CONFIG | {"quantization_config": None})
+    refuse_quantized(CONFIG | {"quantization_config": None})
     with pytest.raises(InputError, match="quantised already.*'gptq'"):
-        refuse_quantised(CONFIG | {"quantization_config": {"quant_method": "gptq"}})
+        refuse_quantized(CONFIG | {"quantization_config": {"quant_method": "gptq"}})
     for found in ({"quantization_config": {}}, {"compression_config": "x"}):
         with pytest.raises(InputError, match="quantised already.*'unknown'"):
-            refuse_quantised(CONFIG | found)
+            refuse_quantized(CONFIG | found)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])

@@ -106,7 +106,7 @@ def test_what_cannot_fit_is_refused_before_it_starts(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(preflight.available, "memory", lambda: 10_000_000)
+        patch.setattr(preflight.free_memory, "memory", lambda: 10_000_000)
         check_refused(quantize("rotate", tiny, tmp_path / "out"), "of memory, 10 MB are free")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     check_refused(quantize("rotate", tiny, tmp_path / "out"), "of disk, 1 KB are free")
@@ -175,6 +175,8 @@ def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path:
         result = quantize("fp6", tiny, tmp_path / out, "--plan")
         assert result.exit_code == 0 and "here and now the command would refuse: " in result.stderr
         assert reason in result.stderr
+    result = quantize("fp6", tiny, tmp_path / "out", "--plan", "--work", tmp_path)
+    assert "is removed at the end, so" in result.stderr
     assert "refuse" not in quantize("fp6", tiny, tmp_path / "out", "--plan").stderr
 
 

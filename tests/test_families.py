@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf import described, experts, residual, transposed
+from ptq.hf import experts, meta_model, residual, transposed
 from ptq.models import family_parts
 from ptq.models.families import FAMILIES, family_or_default
 from ptq.models.family import Family
@@ -133,8 +133,7 @@ def relative(a: Tensor, b: Tensor) -> float:
 def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str]) -> None:
     config = tiny_config(model_type)
     model, family = tiny_model(config), FAMILIES[model_type]
-    state, source = model.state_dict(), stored(model)
-    shape = shape_of(config)
+    state, shape = model.state_dict(), shape_of(config)
     if "R1" in keep and not family.rotate_residual:
         if len(keep) < 3:
             pytest.skip(f"{model_type}: R1 is not valid for this family")
@@ -146,6 +145,7 @@ def test_rotations_keep_the_function_in_float64(model_type: str, keep: set[str])
         if family.key in name and not family.mixers:  # for the balance: large channels in every head
             keys = state[name][first : first + shape.kv_heads * shape.head_dim]
             keys.view(shape.kv_heads, shape.head_dim, -1)[:, [1, shape.head_dim // 2 + 1]] *= 30
+    source = stored(model)
     recipe = dataclasses.replace(WITHOUT_DATA, key_bits=4)
     full = plan(shape, family, recipe, source)
     check_claims(full, {name: tuple(tensor.shape) for name, tensor in source.items()})
@@ -259,7 +259,7 @@ def test_a_list_for_blocks_has_one_entry_for_each(tmp_path: Path) -> None:
 
 def test_a_family_that_this_transformers_does_not_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = save_model(tmp_path / "model")
-    monkeypatch.setattr(described, "CONFIG_MAPPING", {})
+    monkeypatch.setattr(meta_model, "CONFIG_MAPPING", {})
     check_refused(quantize("fp6", model, tmp_path / "out"), "knows no model_type 'llama'; a later one may")
 
 
@@ -289,14 +289,26 @@ def test_exaone_as_it_is_published(tmp_path: Path) -> None:
     assert torch.equal(*logits) and quantize("verify", packed[0]).exit_code == 0
 
 
-@pytest.mark.parametrize("model_type", ["kimi_linear", "bailing_hybrid", "olmo_hybrid"])
-def test_convolutions_in_pieces_and_whole(model_type: str, tmp_path: Path) -> None:
-    """As published, and as a run writes them: the same result, to the byte."""
+@pytest.mark.parametrize(
+    ("model_type", "published", "own"),
+    [
+        *(
+            (name, {f"{x}_conv1d" for x in "qkv"}, {"conv1d"})
+            for name in ("kimi_linear", "bailing_hybrid", "olmo_hybrid")
+        ),
+        ("sarvam_moe", {"query_key_value"}, {f"{x}_proj" for x in "qkv"}),
+    ],
+)
+def test_tensors_in_other_pieces_than_the_models(
+    model_type: str, published: set[str], own: set[str], tmp_path: Path
+) -> None:
+    """As published, and as a run writes them: the same result, to the number."""
     folders = [save_model(tmp_path / name, model_type) for name in ("published", "rewritten")]
-    names = load_file(folders[0] / "model.safetensors").keys()
-    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names if "conv1d" in name} == {
-        f"{part}_conv1d" for part in "qkv"
-    }
+
+    def linears(folder: Path) -> set[str]:
+        return {name.rpartition(".")[0].rpartition(".")[2] for name in load_file(folder / "model.safetensors")}
+
+    assert published <= linears(folders[0]) and own.isdisjoint(linears(folders[0]))
     state = tiny_model(tiny_config(model_type)).state_dict()
     state.pop("lm_head.weight" if tiny_config(model_type).tie_word_embeddings else "", None)
     save_file({name: x.contiguous() for name, x in state.items()}, folders[1] / "model.safetensors")
@@ -306,7 +318,13 @@ def test_convolutions_in_pieces_and_whole(model_type: str, tmp_path: Path) -> No
     weights = [load_file(out / "model.safetensors") for out in packed]
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
-    assert sum(name.endswith("conv1d.weight") for name in weights[0]) == 1
+    assert own <= linears(packed[0]) and published.isdisjoint(linears(packed[0]))
+
+
+def test_joined_rows_that_are_not_those_of_the_heads(tmp_path: Path) -> None:
+    edit_config(num_attention_heads=2)(save_model(tmp_path / "model", "sarvam_moe"))
+    message = "attn.query_key_value.bias' has shape [160], expected 120 rows of 16-bit numbers, those of queries"
+    check_refused(quantize("fp6", tmp_path / "model", tmp_path / "out"), message)
 
 
 @pytest.mark.parametrize("damage", ["one is missing", "of other sizes", "of another dtype"])

@@ -14,7 +14,7 @@ from ptq.ops import activations, hadamard, matmul
 from ptq.ops.activations import Activation
 from ptq.pipeline import finetune
 from ptq.pipeline.finetune import Task, Values, fit
-from ptq.pipeline.tuned import Trained, TunedLinear
+from ptq.pipeline.trainable import Trained, TunedLinear
 from ptq.weights import formats
 
 

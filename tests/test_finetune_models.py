@@ -62,6 +62,9 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {kind: folder / kind for kind in kinds}
 
 
+ROLES = ("query", "attention_output", "gate", "down")
+
+
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
@@ -79,9 +82,7 @@ def losses(folder: Path) -> dict[str, list[float]]:
 
 def test_no_loss_ends_above_its_start_and_the_whole_falls(results: dict[str, Path]) -> None:
     found = losses(results["full"])
-    turns = [
-        f"block {index} after {role}" for index in (0, 1) for role in ("query", "attention_output", "gate", "down")
-    ]
+    turns = [f"block {index} after {role}" for index in (0, 1) for role in ROLES]
     assert found.keys() == {*turns, "whole model"}
     assert all(min(curve) <= curve[0] for curve in found.values())
     assert min(found["whole model"]) < 0.97 * found["whole model"][0]
@@ -129,9 +130,7 @@ def test_a_loaded_model_gives_the_logits_of_the_run_and_saves_its_file(
 
 def test_the_report_shows_losses_before_and_after(results: dict[str, Path]) -> None:
     found = report_schema.read(results["full"] / report_schema.JSON)
-    assert [training.name for training in found.trainings[:4]] == [
-        f"block 0 after {role}" for role in ("query", "attention_output", "gate", "down")
-    ]
+    assert [training.name for training in found.trainings[:4]] == [f"block 0 after {role}" for role in ROLES]
     assert {training.name: list(training.losses) for training in found.trainings} == losses(results["full"])
     assert "<h2>Fine-tuning</h2>" in (results["full"] / "report.html").read_text()
     assert "<h2>Fine-tuning</h2>" not in (results["none"] / "report.html").read_text()
@@ -153,6 +152,14 @@ def test_every_family_with_biases_and_a_head_of_its_own(model_type: str, tmp_pat
     assert torch.equal(found[f"{names.layers}.0.{skipped}.weight"], plain.T if names.transposed else plain)
     biases = [name for name in original if name.endswith(".bias") and skipped not in name]
     assert all(not torch.equal(found[name], original[name]) for name in biases)
+
+
+def test_turns_of_linears_with_one_role_keep_their_losses(tmp_path: Path) -> None:
+    """Latent attention has two linears with inputs of their own."""
+    source = save_model(tmp_path / "model", "youtu", num_hidden_layers=1)
+    ptq.quantize(source, tmp_path / "out", recipe(source, finetune="blocks", sequence_length=16, bits=4), QUIET)
+    turns = {"mixer_input", "self_attn.q_b_proj", "self_attn.kv_b_proj", "mixer_output", "gate", "down"}
+    assert losses(tmp_path / "out").keys() == {f"block 0 after {turn}" for turn in turns}
 
 
 # --- interrupted, repeated, shared ----------------------------------------------------------------------------------
@@ -237,7 +244,7 @@ def test_memory_is_asked_for_before_anything_is_written(
         assert needed[less].memory < needed[more].memory
         assert needed[less].work < needed[more].work
         assert needed[less].seconds < needed[more].seconds
-    monkeypatch.setattr(preflight.available.psutil, "virtual_memory", lambda: type("M", (), {"available": 1 << 20}))
+    monkeypatch.setattr(preflight.free_memory.psutil, "virtual_memory", lambda: type("M", (), {"available": 1 << 20}))
     with pytest.raises(ptq.InputError, match="fine-tune less"):
         ptq.quantize(model, tmp_path / "out", recipe(model), QUIET)
     assert not list(tmp_path.iterdir())

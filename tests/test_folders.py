@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import ptq
 from ptq.commands.dequantize import dequantize
 from ptq.engine import workers
-from ptq.files import beside
+from ptq.files import companions
 from ptq.pipeline import tasks
 from ptq.pipeline.work import Record
 from quarot.plan import QuarotRecipe
@@ -115,7 +115,7 @@ def test_links_to_files_of_other_names_are_refused(tiny: Path, tmp_path: Path) -
     (cache / "snapshots" / "main").mkdir(parents=True)
     (cache / "blobs" / "abc").write_text("{}")
     (cache / "snapshots" / "main" / "tokenizer.json").symlink_to("../../blobs/abc")
-    beside.check(cache / "snapshots" / "main")
+    companions.check(cache / "snapshots" / "main")
 
 
 def test_where_a_text_lay_is_not_told(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tiny_models import TINY, save_model
 from torch import Tensor
 
 from ptq.files.checkpoint import Checkpoint
-from ptq.files.fp8_source import dequantised
+from ptq.files.fp8_source import dequantized
 
 pytestmark = pytest.mark.usefixtures("fast")
 SCALE = NAME + "_scale_inv"
@@ -129,7 +129,7 @@ def test_numbers_that_cannot_be(name: str, value: float, message: str, tiny_fp8:
 def test_a_block_of_zeros_may_have_the_scale_zero(tiny_fp8: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny_fp8, tmp_path / "model")
     spoilt(SCALE, 0.0)(model)
-    assert not dequantised(Checkpoint.open(model))[0].read(NAME).any()
+    assert not dequantized(Checkpoint.open(model))[0].read(NAME).any()
 
 
 def test_an_fp8_weight_without_scales_and_config(tiny: Path, tmp_path: Path) -> None:

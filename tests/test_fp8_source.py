@@ -23,7 +23,7 @@ import ptq
 from fp6.plan import Fp6Recipe
 from ptq.commands.verify import verify
 from ptq.files.checkpoint import Checkpoint, dequantize
-from ptq.files.fp8_source import dequantised, stated
+from ptq.files.fp8_source import dequantized, stated
 from ptq.hf.loading import load_model
 from ptq.pipeline.pipeline import plan
 from quarot.plan import QuarotRecipe
@@ -142,7 +142,7 @@ def test_every_form_gives_the_bytes_of_the_plain_model(form: Form, tmp_path: Pat
     plain = save_model(tmp_path / "plain", dtype=torch.bfloat16)
     fp8 = published(plain, form)
     found = load_file(plain / FILE)
-    checkpoint, notes = dequantised(Checkpoint.open(fp8))
+    checkpoint, notes = dequantized(Checkpoint.open(fp8))
     assert checkpoint.tensors.keys() == found.keys() and len(notes) == 1
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in found.items())
     assert all(info.dtype == found[name].dtype for name, info in checkpoint.tensors.items())
@@ -279,12 +279,12 @@ def test_the_dtype_of_the_config(said: Any, dtype: str, tmp_path: Path) -> None:
     plain = save_model(tmp_path / "plain", dtype=torch.bfloat16, **TINY)
     fp8 = published(plain, FORMS["blocks of 128"])
     edit_config(dtype=said)(fp8)
-    checkpoint, notes = dequantised(Checkpoint.open(fp8))
+    checkpoint, notes = dequantized(Checkpoint.open(fp8))
     assert checkpoint.read(NAME).dtype == checkpoint.tensors[NAME].dtype == getattr(torch, dtype)
     assert f"read as {dtype}," in notes[0]
     assert checkpoint.config["dtype"] == (None if said is None else dtype)
     edit_config(dtype=None, torch_dtype=said)(fp8)
-    assert dequantised(Checkpoint.open(fp8))[0].read(NAME).dtype == getattr(torch, dtype)
+    assert dequantized(Checkpoint.open(fp8))[0].read(NAME).dtype == getattr(torch, dtype)
 
 
 def test_dequantize_is_the_product() -> None:
@@ -299,4 +299,4 @@ def test_dequantize_is_the_product() -> None:
 
 def test_a_plain_checkpoint_is_left_alone(tiny: Path) -> None:
     checkpoint = Checkpoint.open(tiny)
-    assert dequantised(checkpoint) == (checkpoint, ()) and stated(checkpoint.config) is None
+    assert dequantized(checkpoint) == (checkpoint, ()) and stated(checkpoint.config) is None

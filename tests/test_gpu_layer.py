@@ -19,8 +19,8 @@ from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
 from ptq.fast import fast_decode, fast_layer, fast_steps, gpu_layer
 from ptq.fast.merged import merge
-from ptq.layers.given import HERE, Given
 from ptq.layers.linear import QuantLinear
+from ptq.layers.ready_products import HERE, ReadyProducts
 from ptq.models.families import FAMILIES
 from ptq.ops import hadamard, input_steps, matmul, prefill_attention, steps
 from ptq.weights import layouts
@@ -190,7 +190,7 @@ def test_a_mask_becomes_numbers_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_products_that_wait_are_for_one_input() -> None:
     a, x, y = nn.Linear(2, 3), torch.ones(2), torch.ones(3)
-    given = Given(x, {a: y})  # pyright: ignore[reportArgumentType]
+    given = ReadyProducts(x, {a: y})  # pyright: ignore[reportArgumentType]
     with given:
         assert HERE.given is given
         with ThreadPoolExecutor(1) as other:

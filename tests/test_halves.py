@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import fused
-from ptq.hf.described import transformers_config
 from ptq.hf.experts import Experts
+from ptq.hf.meta_model import transformers_config
 from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
 from ptq.pipeline import pipeline

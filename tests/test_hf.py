@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import quantize
+from conftest import edit_config, quantize
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 import ptq
 from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf import blocks, residual
+from ptq.hf import blocks, plugin, residual
 from ptq.hf.packed_config import PtqConfig
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import QuantLinear
@@ -264,6 +264,20 @@ def test_a_missing_plain_tensor(name: str, damaged: Path) -> None:
     """transformers says so and goes on with random numbers."""
     edit_tensors(damaged, lambda tensors: tensors.pop(f"model.{name}.weight"))
     with pytest.raises(ptq.InputError, match=f"model.{name}.weight' is missing"):
+        load(damaged)
+
+
+def test_a_transformers_that_does_not_say_what_it_misses(packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "ADJUST", "_of_another_version")
+    with pytest.warns(UserWarning, match="check .* with `quantize verify`"):
+        AutoModelForCausalLM.from_pretrained(packed)
+
+
+@pytest.mark.parametrize("count", [-3, 0])
+def test_no_blocks(count: int, damaged: Path) -> None:
+    """transformers makes an empty model, and leaves out the tensors."""
+    edit_config(num_hidden_layers=count)(damaged)
+    with pytest.raises(ptq.InputError, match=f"num_hidden_layers must be a positive whole number, found {count}"):
         load(damaged)
 
 

@@ -168,7 +168,7 @@ def test_a_run_is_refused_before_weights_are_fetched(
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=DatasetNotFoundError("there is none")))
     monkeypatch.setattr(text_sources.hub, "is_known", lambda: True)
     if options == ("no memory",):
-        monkeypatch.setattr(preflight.available, "memory", lambda: 10_000_000)
+        monkeypatch.setattr(preflight.free_memory, "memory", lambda: 10_000_000)
         options = ()
     if options == ("no room",):
         out, options = served.folder, ()
@@ -240,7 +240,7 @@ def test_what_is_here_serves_where_the_hub_cannot_be_asked(served: Hub, tmp_path
 def test_a_finished_run_needs_nothing(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantize("fp6", "org/name", tmp_path / "out").exit_code == 0
     shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr(preflight.available, "memory", lambda: 10_000_000)
+    monkeypatch.setattr(preflight.free_memory, "memory", lambda: 10_000_000)
     result = quantize("fp6", "org/name", tmp_path / "out")
     assert result.exit_code == 0 and "finished before" in result.stderr
 

@@ -111,6 +111,7 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["quip-sharp", "demo", "{tmp}/out", "--rounding", "nearest", "--sweeps", "9"], "--sweeps does nothing with"),
         (["fp6", "demo", "{tmp}/out", "--damping", "0.5"], "--damping does nothing with --rounding nearest"),
         (["fp6", "{tiny}", "{tmp}/out", "--samples", "9"], "--samples does nothing without --calibration"),
+        (["fp6", "{tiny}", "{tmp}/out", "--samples", "9", "--plan"], "--samples does nothing without --calibration"),
         (
             ["quarot", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--sequence-length", "9"],
             "--sequence-length does",

@@ -28,6 +28,7 @@ from ptq.ops import hadamard
 from ptq.pipeline import pipeline, rewrite
 from ptq.pipeline.writer import LOG, file_hashes
 from quarot.plan import QuarotRecipe
+from quip_sharp.plan import QuipSharpRecipe
 
 IDS = torch.arange(3, 40).reshape(1, -1)
 QUIET = ptq.RunOptions(progress=False, report=False)
@@ -121,12 +122,23 @@ def test_random_states_and_settings_of_the_caller_are_left_alone(
     assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
 
 
-def test_a_caller_in_autocast(tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
-    ptq.quantize(tiny, tmp_path / "plain", gptq(calibration_text), QUIET)
+@pytest.mark.parametrize("method", ["quarot", "quip-sharp"])
+def test_a_caller_with_other_defaults(method: str, tiny: Path, calibration_text: Path, tmp_path: Path) -> None:
+    recipe: Any = gptq(calibration_text)
+    if method == "quip-sharp":
+        recipe = QuipSharpRecipe(calibration=str(calibration_text), samples=2, sequence_length=32)
+    ptq.quantize(tiny, tmp_path / "plain", recipe, QUIET)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        ptq.quantize(tiny, tmp_path / "out", gptq(calibration_text), QUIET)
-    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("plain", "out"))
-    assert first == second
+        ptq.quantize(tiny, tmp_path / "autocast", recipe, QUIET)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            ptq.quantize(tiny, tmp_path / "bfloat16 on meta", recipe, QUIET)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    first, *others = (path.read_bytes() for path in tmp_path.glob("*/model.safetensors"))
+    assert [first, first] == others
 
 
 def test_a_wrong_rotation_is_found_before_anything_is_rounded(

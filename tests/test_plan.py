@@ -9,7 +9,7 @@ from conftest import by_role
 from tiny_models import PLAIN_ATTENTION, tiny_config
 
 import ptq
-from ptq.hf.described import check_promised
+from ptq.hf.meta_model import check_promised
 from ptq.hf.packed_config import PtqConfig
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.models.families import FAMILIES

@@ -80,7 +80,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
 
 
 def memory(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
-    monkeypatch.setattr(preflight.available.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+    monkeypatch.setattr(preflight.free_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
 
 
 def test_memory_of_the_scores_of_latent_attention(tmp_path: Path) -> None:
@@ -233,10 +233,10 @@ def test_the_limit_of_a_container_counts(
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{content}\n")
         (path.parent / "memory.stat").write_text(f"anon {GIB}\ninactive_file 0\n")
-    monkeypatch.setattr(preflight.available, "GROUPS", tmp_path / "groups")
-    monkeypatch.setattr(preflight.available, "OWN_GROUPS", tmp_path / "own")
-    assert preflight.available.memory() == free * GIB
+    monkeypatch.setattr(preflight.free_memory, "GROUPS", tmp_path / "groups")
+    monkeypatch.setattr(preflight.free_memory, "OWN_GROUPS", tmp_path / "own")
+    assert preflight.free_memory.memory() == free * GIB
     for stat in tmp_path.rglob("memory.stat"):  # files that were read, and are dropped when somebody wants the room
         stat.write_text(f"anon {GIB}\nactive_file {GIB // 2}\ninactive_file {GIB // 2}\ntotal_inactive_file {GIB}\n")
     more = GIB if 0 < free < 64 else 0
-    assert preflight.available.memory() == free * GIB + more
+    assert preflight.free_memory.memory() == free * GIB + more

@@ -39,12 +39,12 @@ def recipes_run(tables: ModuleType, task: Any, monkeypatch: pytest.MonkeyPatch, 
     """Stands in for whole runs: the n-th gives the n-th loss; returns what was asked for, with its plan."""
     asked: list[Any] = []
 
-    def quantised(task: Any, recipe: Any) -> tuple[Result, list[float]]:
+    def quantized(task: Any, recipe: Any) -> tuple[Result, list[float]]:
         loss = losses[len(asked)]
         asked.append((task.folder, recipe, plan(str(task.folder), recipe).plan))
         return Result(task.folder, 4.5, 10, 1e-6, 0.1, 0.9), [loss - 0.1, loss, loss + 0.1]
 
-    monkeypatch.setattr(tables, "quantised", quantised)
+    monkeypatch.setattr(tables, "quantized", quantized)
     return asked
 
 

@@ -178,7 +178,7 @@ PARTIAL = dict(partial_rotary_factor=0.5)
 
 
 ALIKE = {
-    "dots1", "solar_open", "mellum", "flex_olmo", "hunyuan_v1_moe", "lfm2_moe", "glm_moe_dsa", "afmoe",
+    "dots1", "sarvam_moe", "solar_open", "mellum", "flex_olmo", "hunyuan_v1_moe", "lfm2_moe", "glm_moe_dsa", "afmoe",
     "ernie4_5_moe",
     "exaone", "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
     "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v32", "diffllama", "glm4_moe_lite", "kimi_linear", "mistral4",
@@ -294,6 +294,12 @@ def stored(model: Any) -> dict[str, torch.Tensor]:
     for whole, pieces in family.stacked:
         for prefix in [name.removesuffix(pieces[0]) for name in state if name.endswith(f".{pieces[0]}")]:
             state[prefix + whole] = torch.cat([state.pop(prefix + piece) for piece in pieces])
+    if family.joined:
+        config, linears = model.config, (family.query, family.key, family.value)
+        rows = [heads * config.head_dim for heads in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+        for name in [name for name in state if f".{family.joined}." in name]:
+            for linear, piece in zip(linears, state.pop(name).split(rows), strict=True):
+                state[name.replace(family.joined, linear)] = piece
     return apart(state, family.experts)
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from ptq.commands import rewritten
-from ptq.commands.rewritten import Rewritten, Tensors, without
+from ptq.commands import checkpoint_copy
+from ptq.commands.checkpoint_copy import Rewritten, Tensors, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
 from ptq.files import dtypes
@@ -13,7 +13,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.files.shards import Specs
 from ptq.files.source import path_of
 from ptq.hf import dequantized, residual
-from ptq.hf.described import check_whole, packed_modules, transformers_config
+from ptq.hf.meta_model import check_whole, packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
 from ptq.layers.linear import QuantLinear, plain_weight
 from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, PackedWeight
@@ -50,7 +50,7 @@ def dequantize(checkpoint: Path, out: Path) -> tuple[int, tuple[str, ...]]:
     described = dtypes.plain(source.config, dtype)
     if turned is not None:
         described["tie_word_embeddings"] = False
-    rewritten.write(source, out, changes, rewritten.plain_files(source, described))
+    checkpoint_copy.write(source, out, changes, checkpoint_copy.plain_files(source, described))
     return len(modules), packed.rounded()
 
 

@@ -26,7 +26,7 @@ CHUNK = 256
 _EXP_OVERFLOWS = 709.0
 
 Progress = Callable[[int, int], None]
-"""Called with (windows done, windows in all)."""
+"""Called with how much is done, windows or blocks, and how much there is in all."""
 
 
 @dataclass(frozen=True)

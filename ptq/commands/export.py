@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from ptq.commands import rewritten
-from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
+from ptq.commands import checkpoint_copy
+from ptq.commands.checkpoint_copy import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import stored_as
 from ptq.files.shards import Specs
 from ptq.files.source import path_of
-from ptq.hf.described import packed_modules, plain_linears, transformers_config
+from ptq.hf.meta_model import packed_modules, plain_linears, transformers_config
 from ptq.hf.packed_config import PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import GUARD, NOT_OF_THE_FORMAT, PackedWeight
@@ -67,7 +67,7 @@ def export(checkpoint: Path, out: Path) -> int:
     half = stored_as(source) == torch.float16
     linears = [_rewritten(name, module, schemes[0], half) for name, module in modules.items()]
     described = source.config | {"quantization_config": quantization_config(schemes[0], plain)}
-    rewritten.write(source, out, linears, rewritten.plain_files(source, described))
+    checkpoint_copy.write(source, out, linears, checkpoint_copy.plain_files(source, described))
     return len(linears)
 
 
@@ -147,7 +147,7 @@ def quantization_config(scheme: Scheme, plain: list[str]) -> dict[str, Any]:
         "targets": ["Linear"],
         "format": scheme.format,
         "weights": scheme.weights,
-        "input_activations": INPUTS if scheme.quantised_input else None,
+        "input_activations": INPUTS if scheme.quantized_input else None,
         "output_activations": None,
     }
     return {

@@ -18,7 +18,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.files.gguf_file import Entry, GgufFile
 from ptq.files.lock import exclusive
 from ptq.files.source import path_of
-from ptq.hf.described import packed_modules, transformers_config
+from ptq.hf.meta_model import packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import PackedWeight

@@ -5,15 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ptq.commands import rewritten
-from ptq.commands.rewritten import Rewritten, Tensors, prefixed, without
+from ptq.commands import checkpoint_copy
+from ptq.commands.checkpoint_copy import Rewritten, Tensors, prefixed, without
 from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
-from ptq.files import beside
+from ptq.files import companions
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.shards import Shards, Specs, write_json
 from ptq.files.source import path_of
-from ptq.hf.described import packed_modules, transformers_config
+from ptq.hf.meta_model import packed_modules, transformers_config
 from ptq.hf.packed_config import OPTIONAL, PtqConfig
 from ptq.layers.embedding import PackedEmbedding
 from ptq.layers.packed_weight import NOT_OF_THE_FORMAT, PackedWeight
@@ -22,7 +22,7 @@ from ptq.pipeline.writer import LOG, check_out, file_hashes
 from ptq.reporting.report_schema import JSON, PAGE
 from ptq.weights.prepacked import PrepackedFormat, target_of
 
-KEPT = (*beside.COPIED, LOG, PAGE, JSON)
+KEPT = (*companions.COPIED, LOG, PAGE, JSON)
 
 
 def prepack(checkpoint: Path, out: Path, target: str) -> int:
@@ -53,7 +53,7 @@ def prepack(checkpoint: Path, out: Path, target: str) -> int:
         )
     entries = packed.entries() | {name: entry for name, (entry, _) in tiled.items()}
     linears = [linear for _, linear in tiled.values()]
-    rewritten.write(source, out, linears, partial(_complete, source, entries, target))
+    checkpoint_copy.write(source, out, linears, partial(_complete, source, entries, target))
     return len(linears)
 
 
@@ -92,7 +92,7 @@ def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], target: st
     listed = PtqConfig.listing(entries, **{key: given.get(key) for key in OPTIONAL})
     config = source.config | {"quantization_config": listed.to_dict()}
     write_json(shards.folder / "config.json", config)
-    beside.copy(source.folder, shards.folder, KEPT)
+    companions.copy(source.folder, shards.folder, KEPT)
     if not (source.folder / RECORD).is_file():
         return
     record = read_record(source.folder / RECORD)

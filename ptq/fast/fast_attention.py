@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
 
-from ptq.fast.trials import hollow, tried_once
+from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.kv.attention import CACHE, MAX_DECODE, forward, implementation
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_cache import PackedCache
@@ -256,8 +256,8 @@ def _gives_those_of(module: Any, alone: Any, normed: str, turned: int, tokens: i
                 *first, output = linears_of(alone)
                 q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
                 results.append(output(attend(alone, normed, q, k, v, (cos, sin), layer, mask)))
-        except (RuntimeError, TypeError, AttributeError, IndexError, ValueError):
-            return False  # it wants something else
+        except MISFIT:
+            return False
         layer = cast(DynamicLayer, cache.layers[0])
         results.extend((layer.keys, layer.values))
     pairs = zip(results[:3], results[3:], strict=True)

@@ -21,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
-from ptq.fast.trials import hollow, tried_once
+from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
@@ -226,8 +226,8 @@ def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
     others = {name: object() for name in OTHERS}  # attention gets them as they are
     try:
         found = type(module).forward(alone.eval(), x, **others)
-    except (RuntimeError, TypeError, AttributeError, ValueError):
-        return False  # it wants something else
+    except MISFIT:
+        return False
     if any(attention.given.get(name) is not value for name, value in others.items()):
         return False
     m = multiplier(module)

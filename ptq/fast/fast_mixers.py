@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
+from ptq.fast.trials import MISFIT, hollow, innermost, trial, tried_once, with_globals
 from ptq.fast.watched import InPlace
 from ptq.ops import mixer_ops
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
@@ -150,8 +150,8 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Cases) -> bool:
             others = {name: x.clone() if isinstance(x, Tensor) else x for name, x in named.items()}
             try:
                 y = each(*given, **others)
-            except (RuntimeError, TypeError, AttributeError):
-                return False  # it wants something else
+            except MISFIT:
+                return False
             found.append([*(y if isinstance(y, tuple) else (y,)), *given])
         if len(found[0]) != len(found[1]):
             return False
@@ -193,8 +193,8 @@ def _norm_gives_its_numbers(module: nn.Module, k: int, eps: float) -> bool:
         x[0] *= eps**0.5
         try:
             found = type(module).forward(alone, x, gate)
-        except (RuntimeError, TypeError, AttributeError):
-            return False  # it wants something else
+        except MISFIT:
+            return False
         wanted = mixer_ops.gated_rms_norm(x, gate, gain, eps)
         if not isinstance(found, Tensor) or found.dtype != dtype or not torch.equal(found, wanted):
             return False

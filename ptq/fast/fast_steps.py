@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_mixers
-from ptq.fast.trials import hollow, innermost, trial, tried_once, with_globals
+from ptq.fast.trials import MISFIT, hollow, innermost, trial, tried_once, with_globals
 from ptq.fast.watched import InPlace
 from ptq.layers.linear import must_be_called, stays_on_gpu
 from ptq.layers.shared_input import products
@@ -83,6 +83,7 @@ def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
 
 @tried_once
 def _tried_norm(module: nn.Module, k: int, eps: float) -> tuple[float, float, bool] | None:
+    # k tells norms of other widths apart: `tried_once` remembers what it found by it
     required = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
     kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if len(required) == 2 else []
     return next((kind for kind in kinds if _gives_its_numbers(module, *kind)), None)
@@ -98,7 +99,7 @@ def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first
         x = x.to(dtype)
         try:
             found = type(module).forward(alone, x)
-        except Exception:  # whatever a class raises that needs more than x, such as a gate
+        except MISFIT:
             return False
         if not isinstance(found, Tensor) or not torch.equal(found, steps.rms_norm(x, gain, eps, offset, round_first)):
             return False
@@ -174,8 +175,14 @@ def _gate_that_it_gives(module: nn.Module, act_fn: str) -> str | None:
     x = torch.randn(1, 3, 8, generator=generator)
     *gated, down = linears_of(alone)
     gate, up = (linear(x) for linear in gated) if len(gated) == 2 else gated[0](x).chunk(2, -1)
-    found = type(module).forward(alone.eval(), x)
-    return next((act for act, step in GATES.items() if torch.equal(found, down(step(gate, up)))), None)
+    try:
+        found = type(module).forward(alone.eval(), x)
+    except MISFIT:
+        return None
+    same = (
+        act for act, step in GATES.items() if isinstance(found, Tensor) and torch.equal(found, down(step(gate, up)))
+    )
+    return next(same, None)
 
 
 # --- the router of experts ------------------------------------------------------------------------------------------
@@ -285,7 +292,7 @@ def _turns_alike(own: types.FunctionType, turned: int) -> bool:
         q, k, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
         try:
             found, wanted = own(q, k, cos, sin), steps.rotary(q, k, cos, sin)
-        except RuntimeError:
+        except MISFIT:
             return False  # it turns whole heads, or wants other tables, such as one angle for two channels
         if len(found) != 2 or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return False

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_steps
 from ptq.fast.merged import Merged, merge
-from ptq.layers.given import Given
 from ptq.layers.linear import QuantLinear, stays_on_gpu, treat_input_alike
+from ptq.layers.ready_products import ReadyProducts
 from ptq.ops import matmul
 
 Norm = tuple[Tensor, float, float, bool]
@@ -84,7 +84,8 @@ def run(
     seen = torch.ops.ptq.norm_input(x, added, *first_norm, *steps.first[0].treatment())
     if added is not None:
         x, *seen = seen
-    with Given(x, dict(zip(steps.first, products(steps.first, steps.merged[0], seen, x, MERGED_ROWS[0]), strict=True))):
+    first = products(steps.first, steps.merged[0], seen, x, MERGED_ROWS[0])
+    with ReadyProducts(x, dict(zip(steps.first, first, strict=True))):
         attended = attention(hidden_states=x, **others)[0]
     total, *seen = torch.ops.ptq.norm_input(x, attended, *second_norm, *steps.gated[0].treatment())
     gated = products(steps.gated, steps.merged[1], seen, x, MERGED_ROWS[1])

@@ -10,24 +10,24 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from ptq.ops.defaults import own_defaults
+
 P = ParamSpec("P")
 R = TypeVar("R")
 PLAIN = int | float | str | None | types.FunctionType | types.BuiltinFunctionType
+MISFIT = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+"""What a module's own code raises where it wants something else than a trial gives it."""
 OF_ONE = ("layer_idx", "forward")
 """What modules of one kind hold each for itself: its place, and what took the place of its own code."""
 
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Without gradients, in float32 and on the CPU, whatever the caller's default dtype and device are: a model that is
-    being loaded is made on meta."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(before)
+    """Without gradients, and whatever the caller's defaults are."""
+    with torch.no_grad(), own_defaults():
+        yield
 
 
 def tried_once(find: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:

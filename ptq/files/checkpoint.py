@@ -62,7 +62,7 @@ def _instead(folder: Path) -> str:
     return "expected a Hugging Face folder with config.json and safetensors"
 
 
-def refuse_quantised(config: Mapping[str, Any]) -> None:
+def refuse_quantized(config: Mapping[str, Any]) -> None:
     """Raise InputError if `config` is of a checkpoint that is quantised already: its weights are not the originals."""
     for key in QUANTISATION:
         found = config.get(key)

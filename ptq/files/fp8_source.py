@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ptq.errors import InputError
-from ptq.files.checkpoint import QUANTISATION, Checkpoint, refuse_quantised
+from ptq.files.checkpoint import QUANTISATION, Checkpoint, refuse_quantized
 from ptq.files.dtypes import levels, name_of, plain, read_as
 from ptq.files.header import Scale, TensorInfo
 
@@ -41,7 +41,7 @@ FORMATS = ("float-quantized", "naive-quantized")
 Block = tuple[int, int]
 
 
-def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+def dequantized(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """The checkpoint with its FP8 weights as weights of the config's dtype, without their scales and without a
     quantization_config, and a sentence for the user; a plain checkpoint as it is. No weight is read.
 
@@ -49,7 +49,7 @@ def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """
     blocks = stated(checkpoint.config)
     if blocks is None:
-        refuse_quantised(checkpoint.config)
+        refuse_quantized(checkpoint.config)
         _refuse_unexplained(checkpoint.tensors)
         return checkpoint, ()
     dtype = read_as(checkpoint.config)

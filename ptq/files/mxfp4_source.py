@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ptq.errors import InputError
-from ptq.files.checkpoint import QUANTISATION, Checkpoint, refuse_quantised
+from ptq.files.checkpoint import QUANTISATION, Checkpoint, refuse_quantized
 from ptq.files.dtypes import name_of, plain, read_as
 from ptq.files.header import Scale, TensorInfo
 
@@ -33,13 +33,13 @@ def stated(config: Mapping[str, Any]) -> bool:
     return isinstance(entry, Mapping) and entry.get("quant_method") == METHOD
 
 
-def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+def dequantized(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """The checkpoint with its MXFP4 weights as weights of the config's dtype, without their scales and without a
     quantization_config, and a sentence for the user. No weight is read.
 
     Raises InputError where codes and scales do not fit.
     """
-    refuse_quantised({key: value for key, value in checkpoint.config.items() if key != QUANTISATION[0]})
+    refuse_quantized({key: value for key, value in checkpoint.config.items() if key != QUANTISATION[0]})
     dtype, tensors = read_as(checkpoint.config), checkpoint.tensors
     found = {name: info for name, info in tensors.items() if not name.endswith((CODES, SCALES))}
     codes = [name.removesuffix(CODES) for name in tensors if name.endswith(CODES)]

@@ -16,12 +16,12 @@ def form(config: Mapping[str, Any]) -> str | None:
     return None if fp8_source.stated(config) is None else "FP8"
 
 
-def dequantised(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+def dequantized(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
     """The checkpoint with such weights as weights of the config's dtype, and a sentence for the user; a plain one as it
     is. No weight is read. Raises InputError where it is quantised in another way, and where weights and scales do not
     fit."""
     if mxfp4_source.stated(checkpoint.config):
-        return mxfp4_source.dequantised(checkpoint)
-    found = fp8_source.dequantised(checkpoint)
+        return mxfp4_source.dequantized(checkpoint)
+    found = fp8_source.dequantized(checkpoint)
     mxfp4_source.refuse_unexplained(checkpoint)
     return found

@@ -18,9 +18,9 @@ from transformers import (
 
 import ptq.hf.plugin  # noqa: F401  (registers the plug-in that loads packed checkpoints)
 from ptq.errors import InputError, refused
-from ptq.files import beside, published, source
+from ptq.files import companions, published, source
 from ptq.files.checkpoint import Checkpoint, read_config
-from ptq.hf.described import transformers_config
+from ptq.hf.meta_model import transformers_config
 from ptq.models.model_shape import UNREAD
 from ptq.planning.plan import OF_ANOTHER
 
@@ -87,7 +87,7 @@ def _files(folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     if published.form(read_config(folder)[0]) is None:
         kind = AutoModelForCausalLM if alone else AutoModelForMultimodalLM
         return kind, {"pretrained_model_name_or_path": folder, "config": config}
-    checkpoint, _ = published.dequantised(Checkpoint.open(folder))
+    checkpoint, _ = published.dequantized(Checkpoint.open(folder))
     config, weights = transformers_config(checkpoint), dict(_as_held(checkpoint))
     classes = MODEL_FOR_CAUSAL_LM_MAPPING if alone else MODEL_FOR_MULTIMODAL_LM_MAPPING
     return classes[type(config)], {"pretrained_model_name_or_path": None, "config": config, "state_dict": weights}
@@ -104,7 +104,7 @@ def _as_held(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or `demo`. Raises InputError where none is there or loads."""
     folder = source.resolve(str(model))
-    if not beside.has_tokenizer(folder):
+    if not companions.has_tokenizer(folder):
         raise InputError(
             f"{folder}: holds no tokenizer, without which a text cannot be read; put the model's tokenizer.json and "
             "tokenizer_config.json there"

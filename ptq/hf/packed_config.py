@@ -134,8 +134,11 @@ class PtqConfig(QuantizationConfigMixin):
 
     def entries_in(self, config: Any) -> dict[str, Any]:
         """The entries of linears that the model of a transformers config has: who gives it fewer blocks has no use
-        for those of the others, as transformers has none for their tensors."""
+        for those of the others, as transformers has none for their tensors. Raises InputError for one without blocks.
+        """
         family, blocks = family_or_default(config), config.num_hidden_layers
+        if not isinstance(blocks, int) or blocks < 1:
+            raise InputError(f"config.json: num_hidden_layers must be a positive whole number, found {blocks!r}")
         numbers = {name: family.block_of(name) for name in self.linears}
         return {name: entry for name, entry in self.entries().items() if (numbers[name] or 0) < blocks}
 

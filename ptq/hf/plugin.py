@@ -28,6 +28,9 @@ from ptq.layers.packed_weight import GUARD, PackedWeight
 from ptq.models.families import family_or_default
 from ptq.ops import huge_pages
 
+ADJUST = "_adjust_missing_and_unexpected_keys"
+"""The method with which a transformers model decides what it says is missing in files."""
+
 
 class PtqQuantizer(HfQuantizer):
     """Puts a `QuantLinear` in the place of every linear that the config lists, and a `PackedEmbedding` in that of the
@@ -145,13 +148,17 @@ def _refuse_other_numbers(model: PreTrainedModel, stored: Mapping[str, TensorInf
 def _refuse_missing(model: PreTrainedModel, folder: Path) -> None:
     """Let loading end in an InputError where the files lack a plain tensor of the model, which transformers would fill
     with random numbers. A head of another kind than that of the checkpoint begins so, and is let through."""
-    # Where transformers itself decides what it says is missing; a version that does so elsewhere still loads.
-    adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
+    adjust = getattr(model, ADJUST, None)
     if adjust is None:
+        warnings.warn(
+            f"ptq: this version of transformers does not say which tensors it misses: check {folder} with "
+            "`quantize verify`",
+            stacklevel=2,
+        )
         return
 
     def adjusted(info: Any) -> None:
-        del vars(model)["_adjust_missing_and_unexpected_keys"]
+        del vars(model)[ADJUST]
         adjust(info)
         known = family_or_default(model.config)
         parts = known.layers, known.embedding, known.final_norm, known.head
@@ -160,7 +167,7 @@ def _refuse_missing(model: PreTrainedModel, folder: Path) -> None:
         if missing:
             raise InputError(f"{folder}: tensor {missing[0]!r} is missing; the checkpoint is damaged")
 
-    vars(model)["_adjust_missing_and_unexpected_keys"] = adjusted
+    vars(model)[ADJUST] = adjusted
 
 
 def own_names(model: PreTrainedModel, names: Iterable[str]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ptq.errors import InputError, refused
 from ptq.files.checkpoint import QUANTISATION, Checkpoint
-from ptq.hf.described import transformers_config
+from ptq.hf.meta_model import transformers_config
 from ptq.models.families import FAMILIES, FOR_TEXT
 
 CONFIG, TIED, HEAD = "text_config", "tie_word_embeddings", "lm_head.weight"

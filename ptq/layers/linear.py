@@ -11,7 +11,6 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ptq.errors import InputError
 from ptq.layers import embedding
-from ptq.layers.given import HERE, ProductSource
 from ptq.layers.packed_weight import (
     INPUT_SIGNS,
     OUTPUT_SIGNS,
@@ -23,6 +22,7 @@ from ptq.layers.packed_weight import (
     loaded_signs,
     stored_signs,
 )  # fmt: skip
+from ptq.layers.ready_products import HERE, ProductSource
 from ptq.ops import activations, hadamard, input_steps, matmul
 from ptq.ops.activations import Activation
 from ptq.ops.input_steps import Treatment

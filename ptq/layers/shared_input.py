@@ -85,7 +85,7 @@ class SharedInput:
         SharedInput.__init__(self)
 
     def product(self, linear: QuantLinear, x: Tensor) -> Tensor | None:
-        """See `ptq.layers.given.ProductSource`; None: compute it alone."""
+        """See `ptq.layers.ready_products.ProductSource`; None: compute it alone."""
         last = self._last
         if last is not None and last.x() is x:
             found = last.ready.pop(linear, None)

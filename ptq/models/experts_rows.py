@@ -45,6 +45,21 @@ ROWS = (
     ),
     Family("glm4_moe", kept=HEAD_NORMS, kept_if="use_qk_norm", experts=SHARED_EXPERTS),
     Family(
+        "sarvam_moe",
+        kept=HEAD_NORMS,
+        kept_if="use_qk_norm",
+        published=(
+            ("word_embeddings", "embed_tokens"),
+            ("attention.dense", "self_attn.o_proj"),
+            ("attention.query_layernorm", "self_attn.q_norm"),
+            ("attention.key_layernorm", "self_attn.k_norm"),
+            ("attention", "self_attn"),
+            ("mlp.gate.expert_bias", "mlp.gate.e_score_correction_bias"),
+        ),
+        joined="self_attn.query_key_value",
+        experts=SHARED_EXPERTS,
+    ),
+    Family(
         "ernie4_5_moe",
         rope_interleaved=True,
         renamed=(("mlp.moe_statics", "mlp.gate.moe_statics"),),

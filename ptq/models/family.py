@@ -160,6 +160,8 @@ class Family:
     """Pieces of names in published files alone, and what they are called in this row and in all that a run writes."""
     stacked: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Tensors of a block that published files hold in pieces, by rows, and the names of these in their order."""
+    joined: str | None = None
+    """What published files call one tensor with the rows of `query`, `key` and `value`, where the model has three."""
     unused: tuple[str, ...] = ("self_attn.rotary_emb.inv_freq",)
     """Tensors of a block that old checkpoints carry and no model reads."""
     experts: ExpertNames | None = None

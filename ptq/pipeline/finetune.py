@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ptq.errors import RunError
-from ptq.files import unfinished
+from ptq.files import work_files
 from ptq.pipeline import rewrite
-from ptq.pipeline.tuned import Trained, Values
+from ptq.pipeline.trainable import Trained, Values
 from ptq.planning.plan import LinearPlan, Plan
 
 HELD_OUT = 8
@@ -85,7 +85,7 @@ def weights(plan: Plan) -> int:
 
 def rounding_error(marks: Iterable[Path]) -> float:
     """Root of the mean relative squared error of rounded weights, from the marks of their tasks."""
-    errors = [unfinished.read_json(mark).get("error", 0.0) for mark in marks]
+    errors = [work_files.read_json(mark).get("error", 0.0) for mark in marks]
     return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
 
@@ -174,11 +174,11 @@ def _save(state: _State, file: Path) -> None:
     tensors = {f"{kind}/{name}": tensor for kind, values in kinds.items() for name, tensor in values.items()}
     tensors["losses"] = torch.tensor(state.losses, dtype=torch.float64)
     tensors["counts"] = torch.tensor([state.steps, state.failures])
-    unfinished.write_tensors(file, tensors)
+    work_files.write_tensors(file, tensors)
 
 
 def _load(task: Task) -> _State:
-    tensors = unfinished.read_tensors(task.file)
+    tensors = work_files.read_tensors(task.file)
     losses, counts = tensors.pop("losses").tolist(), tensors.pop("counts").tolist()
     kinds: dict[str, Values] = {}
     for name, tensor in tensors.items():

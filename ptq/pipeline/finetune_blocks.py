@@ -19,14 +19,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ptq.files import unfinished
+from ptq.files import work_files
 from ptq.hf.blocks import Part
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.pipeline import finetune, tuned
+from ptq.pipeline import finetune, trainable
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
-from ptq.pipeline.tuned import Trained, Values
+from ptq.pipeline.trainable import Trained, Values
 from ptq.planning.plan import LinearPlan
 
 LOSSES = "losses."
@@ -52,6 +52,13 @@ class _Turn:
         return f"{self.index}-{self.number}"
 
     @property
+    def what(self) -> str:
+        """What is rounded in it: the role of its linears, or the first one where others have that role, too."""
+        first, others = self.group[0], (*self.rounded, *self.left)
+        unique = all(linear.role != first.role for linear in others)
+        return first.role if unique else first.name.removeprefix(f"{self.tasks.job.plan.layers}.{self.index}.")
+
+    @property
     def file(self) -> Path:
         return self.tasks.work / "tuned" / f"{self.key}.safetensors"
 
@@ -73,7 +80,7 @@ def tune(tasks: Tasks, index: int, progress: Progress) -> None:
     for turn in turns[max(done, 0) :]:  # the file of a turn takes the place of the one before
         previous = turns[turn.number - 1].file if turn.number else None
         if turn.number > done:
-            start = _start(turn) if previous is None else unfinished.read_tensors(previous, tasks.job.device)
+            start = _start(turn) if previous is None else work_files.read_tensors(previous, tasks.job.device)
             _take(turn, start, progress)
         if tasks.workers.first:
             tasks.hessians.drop(turn.key)
@@ -120,7 +127,7 @@ def _start(turn: _Turn) -> Values:
         tensors |= {name: job.tensor(name) for name in names if name in job.checkpoint.tensors}
         tensors |= job.sign_tensors(linear)
     tensors |= dict(job.norms_and_kept(f"{job.plan.layers}.{turn.index}."))
-    return tuned.read(job, tensors)
+    return trainable.read(job, tensors)
 
 
 def _rewritten(turn: _Turn, values: Values) -> Part:
@@ -137,8 +144,8 @@ def _rewritten(turn: _Turn, values: Values) -> Part:
             part.quantize_input(linear.name, linear.activation)
     leaves, online = (INPUT_SIGNS, OUTPUT_SIGNS, "bias"), (*turn.rounded, *turn.group)
     inside = [f"{linear.name}.{leaf}" for linear in online for leaf in leaves]
-    everything = tuned.shared(turn.rounded, values)
-    part.load(tuned.written(job, {name: everything[name] for name in inside if name in everything}))
+    everything = trainable.shared(turn.rounded, values)
+    part.load(trainable.written(job, {name: everything[name] for name in inside if name in everything}))
     return part
 
 
@@ -154,7 +161,7 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
     whole = sum(float(tasks.teacher.read(targets[number]).double().square().sum()) for number in held)
 
     def loss(tensors: Values, number: int) -> Float[Tensor, ""]:
-        found = part.differentiated(tuned.shared(rounded, tensors), hidden=tasks.hidden.read(chunks[number]))
+        found = part.differentiated(trainable.shared(rounded, tensors), hidden=tasks.hidden.read(chunks[number]))
         return (found - tasks.teacher.read(targets[number])).square().sum() / whole
 
     def gradients(tensors: Values, number: int) -> float:
@@ -166,16 +173,15 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
     def held_out(tensors: Values) -> float:
         return sum(float(loss(tensors, number)) for number in held)
 
-    role = turn.group[0].role
     task = finetune.Task(
-        f"block {index} after {role}", job.recipe.seed, trained, gradients, held_out, batches, job.plan.finetune_epochs,
-        turn.file.with_name(f"{turn.key}.epoch.safetensors"),
+        f"block {index} after {turn.what}", job.recipe.seed, trained, gradients, held_out, batches,
+        job.plan.finetune_epochs, turn.file.with_name(f"{turn.key}.epoch.safetensors"),
     )  # fmt: skip
     best, losses = finetune.fit(task, tell)
     for linear in turn.group:  # it is in the shards now
         del values[f"{linear.name}.weight"]
     found = {**values, **best, f"{LOSSES}{turn.number} {task.name}": torch.tensor(losses, dtype=torch.float64)}
-    unfinished.write_tensors(turn.file, found)
+    work_files.write_tensors(turn.file, found)
     task.file.unlink()
 
 
@@ -185,33 +191,38 @@ def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> Part:
     for linear in (*rounded, *turn.left):
         part.take(f"{linear.name}.weight")
     for linear in rounded:
-        tuned.freeze(part, [linear], turn.tasks.written(f"{linear.name}."))
+        trainable.freeze(part, [linear], turn.tasks.written(f"{linear.name}."))
     return part
 
 
 def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str, Trained]:
     share = finetune.rounding_error(map(turn.tasks.mark, turn.group))
-    found = tuned.vectors(turn.tasks.job, rounded, values, share)
+    found = trainable.vectors(turn.tasks.job, rounded, values, share)
     for linear in turn.left:
         name = f"{linear.name}.weight"
-        found[name] = tuned.matrix(values[name], torch.float32, share)
+        found[name] = trainable.matrix(values[name], torch.float32, share)
     return found
 
 
 def _place_trained(tasks: Tasks, index: int, file: Path) -> None:
     """Put what has been trained into the shards, and say so."""
-    values = unfinished.read_tensors(file)
-    trained = [name for name in sorted(values) if LOSSES in name]
+    values = work_files.read_tensors(file)
+    trained = sorted((name for name in values if name.startswith(LOSSES)), key=_turn_of)
     found = [[name.partition(" ")[2], finetune.json_losses(values.pop(name))] for name in trained]
-    values = tuned.shared([linear for linear in tasks.job.plan.block(index) if linear.statistics], values)
-    tasks.place(_mark(tasks, index), tuned.written(tasks.job, values), {"losses": found})
+    values = trainable.shared([linear for linear in tasks.job.plan.block(index) if linear.statistics], values)
+    tasks.place(_mark(tasks, index), trainable.written(tasks.job, values), {"losses": found})
     file.unlink()
+
+
+def _turn_of(name: str) -> int:
+    """The number of the turn in what its losses are called."""
+    return int(name.removeprefix(LOSSES).partition(" ")[0])
 
 
 def losses(tasks: Tasks, index: int) -> dict[str, list[float | None]]:
     """The losses on held-out rows in all turns of a block, relative to the mean square of what they were to match."""
     mark = _mark(tasks, index)
-    return dict(unfinished.read_json(mark)["losses"]) if mark.exists() else {}
+    return dict(work_files.read_json(mark)["losses"]) if mark.exists() else {}
 
 
 def _mark(tasks: Tasks, index: int) -> Path:

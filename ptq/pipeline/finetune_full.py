@@ -16,15 +16,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from ptq.files import unfinished
+from ptq.files import work_files
 from ptq.hf.blocks import Part
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.pipeline import available, finetune, tuned
+from ptq.pipeline import finetune, free_memory, trainable
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
-from ptq.pipeline.tuned import Trained, Values
+from ptq.pipeline.trainable import Trained, Values
 from ptq.statistics.divergence import divergence
 
 RATE = 0.1
@@ -39,9 +39,9 @@ def tune(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> No
     if tasks.workers.first and not mark.exists():
         if not file.exists():
             _train(tasks, rows, progress)
-        values = unfinished.read_tensors(file)
+        values = work_files.read_tensors(file)
         losses = finetune.json_losses(values.pop("losses"))
-        tasks.shards.place(tuned.written(tasks.job, tuned.shared(tasks.job.plan.linears, values)))
+        tasks.shards.place(trainable.written(tasks.job, trainable.shared(tasks.job.plan.linears, values)))
         _measure(tasks)
         tasks.place(mark, {}, {"whole model": losses})
     tasks.workers.wait()
@@ -50,7 +50,7 @@ def tune(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> No
 def losses(tasks: Tasks) -> dict[str, list[float | None]]:
     """Mean KL divergences on held-out rows, nats per token."""
     mark = tasks.work / "tuned" / "full.json"
-    return unfinished.read_json(mark) if mark.exists() else {}
+    return work_files.read_json(mark) if mark.exists() else {}
 
 
 def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> None:
@@ -68,7 +68,7 @@ def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> 
     with progress.training(sum(linear.n * linear.k for linear in tasks.job.plan.linears), epochs) as tell:
         best, losses = finetune.fit(task, tell)
     found = {**best, "losses": torch.tensor(losses, dtype=torch.float64)}
-    unfinished.write_tensors(task.file.with_name("full.safetensors"), found)
+    work_files.write_tensors(task.file.with_name("full.safetensors"), found)
     task.file.unlink()
 
 
@@ -99,7 +99,7 @@ class _Model:
         tied = job.head == job.embedding and head is None  # and trained
         self.frozen_embedding = None if tied else tasks.matrix(job.embedding)
         size = 4 * sum(linear.n * linear.k for linear in job.plan.linears)
-        self.keep = 2 * size < available.memory()
+        self.keep = 2 * size < free_memory.memory()
 
     def trained(self) -> dict[str, Trained]:
         """How sign vectors, norms, biases and the head are trained, from where they are now."""
@@ -107,22 +107,22 @@ class _Model:
         for linear in self.linears:
             leaves = (INPUT_SIGNS, OUTPUT_SIGNS, "bias")
             names |= {f"{linear.name}.{leaf}" for leaf in leaves} & self.tasks.shards.layout.tensors.keys()
-        values = tuned.read(job, {name: self.tasks.shards.read(name) for name in sorted(names)})
-        found = tuned.vectors(job, self.linears, values, self.share)
+        values = trainable.read(job, {name: self.tasks.shards.read(name) for name in sorted(names)})
+        found = trainable.vectors(job, self.linears, values, self.share)
         if self.frozen_head is not None:
             return found
         head = self.tasks.shards.read(self.head)
-        return {**found, self.head: tuned.matrix(head.float().to(job.device), head.dtype, self.share)}
+        return {**found, self.head: trainable.matrix(head.float().to(job.device), head.dtype, self.share)}
 
     def loss(self, values: Values, number: int) -> float:
         """Mean KL divergence of a chunk's tokens, nats."""
-        everything = tuned.shared(self.linears, values)
+        everything = trainable.shared(self.linears, values)
         with torch.no_grad():
             return self._divergence(everything, self._climb(everything, number)[-1], number)
 
     def gradients(self, values: Values, number: int) -> float:
         """The same, its gradients left in the values."""
-        everything = tuned.shared(self.linears, values)
+        everything = trainable.shared(self.linears, values)
         states = self._climb(everything, number)
         hidden = states.pop().requires_grad_()
         loss = self._divergence(everything, hidden, number)
@@ -172,7 +172,7 @@ class _Model:
         part = Part(self.job.config, self.job.family, index, self.job.device)
         tensors = self.tasks.written(part.prefix)
         packed = [linear for linear in self.linears if linear.name.startswith(part.prefix)]
-        tuned.freeze(part, packed, tensors)
+        trainable.freeze(part, packed, tensors)
         prefixes = tuple(f"{linear.name}." for linear in packed)
         part.load({name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)})
         if self.keep:

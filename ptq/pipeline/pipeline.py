@@ -20,6 +20,7 @@ from ptq.files.lock import exclusive, lock_file
 from ptq.files.shards import OWNER
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
+from ptq.ops.defaults import own_defaults
 from ptq.pipeline import finetune_full, needs, preflight, proof, stages, token_rows
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job, calibrates_in_bfloat16
@@ -39,7 +40,6 @@ from ptq.pipeline.work import (
 )
 from ptq.pipeline.writer import (
     check_folders,
-    check_out,
     complete,
     file_hashes,
     is_finished,
@@ -99,8 +99,7 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
             f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe, found a {type(recipe).__name__}"
         )
     model, (out, work) = str(model), _folders(out, options)
-    plain = torch.autocast("cpu", enabled=False)  # whatever the caller is in: the solvers count on float32
-    with engine.workers() as workers, without_kernel_hints(), plain:
+    with engine.workers() as workers, without_kernel_hints(), own_defaults():
         with source.outline(model) as (folder, missing):
             if missing:
                 _foresee(folder, model, work, out, recipe, options, workers)
@@ -114,7 +113,7 @@ def refusal(needed: Estimate, out: Path, options: RunOptions) -> str | None:
     if (out / RECORD).is_file():
         return f"{out}: holds the result of a run (of this very one nothing would be left to do)"
     try:
-        check_out(out)
+        check_folders(out, work)
         preflight.check(needed, work, out)
     except InputError as error:
         return str(error)
@@ -143,7 +142,7 @@ def _foresee(
     _device(options.device, workers)
     if not (out / RECORD).is_file():  # else it may be finished, and need nothing
         token_rows.choose(target.plan, target.config, _resolved(recipe, model, target.config), folder)
-        check_out(out)
+        check_folders(out, work)
         preflight.check(estimate(target, model, recipe), work, out, workers.local_count)
 
 
@@ -159,7 +158,7 @@ def _quantize(
     asking = {key: value for key, value in record.as_dict().items() if key != "signs"}
     workers.check_same(asking, differences, limit=len(list(target.plan.block(0))))
     _check_tied(target)
-    if workers.agree(is_finished(out, record)):
+    if workers.first_finds(lambda: is_finished(out, record)):
         if workers.first:
             _tidy(out, work, record)
         return read_result(out)

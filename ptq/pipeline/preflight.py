@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
-from ptq.pipeline import available
+from ptq.pipeline import free_memory
 from ptq.pipeline.needs import Estimate, needs_hessians, share
 from ptq.pipeline.writer import partial_folder
 from ptq.planning.plan import Plan
@@ -62,7 +62,7 @@ def _repetition(rows: Tensor) -> str | None:
 def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
     """Raise InputError where memory or disk cannot be enough for so many processes on this machine. What a run before
     has left counts as free: it is continued, or thrown away."""
-    free, wanted = available.memory(), processes * needs.memory
+    free, wanted = free_memory.memory(), processes * needs.memory
     if wanted > free:
         raise InputError(f"this run needs about {size_text(wanted)} of memory, {size_text(free)} are free; "
                          f"{needs.remedy}")  # fmt: skip

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ptq.errors import InputError, RunError, refused
-from ptq.files import unfinished
+from ptq.files import work_files
 from ptq.hf.blocks import UNRUN, Part
 from ptq.hf.routing import Routes, recorded, replayed
 from ptq.pipeline import rewrite
@@ -43,7 +43,7 @@ class Probe:
             "rotated": self.job.embed(source, ids, "rotated"),
             "packed": self.job.embed(packed, ids),
         }
-        unfinished.write_tensors(self._file(0), {**states, "ids": ids})
+        work_files.write_tensors(self._file(0), {**states, "ids": ids})
 
     def run_original(
         self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
@@ -96,25 +96,25 @@ class Probe:
         """Keep what has left a block, and what was seen inside; what entered it is needed no more."""
         seen = {f"{side}{k}": v for side, found in zip(SIDES, (before, after), strict=True)
                 for k, v in to_tensors(found).items()}  # fmt: skip
-        unfinished.write_tensors(self.work / "outliers" / f"{index}.safetensors", seen)
-        unfinished.write_tensors(self._file(index + 1), left)
+        work_files.write_tensors(self.work / "outliers" / f"{index}.safetensors", seen)
+        work_files.write_tensors(self._file(index + 1), left)
         if index:
             self._file(index).unlink(missing_ok=True)
 
     def replace(self, packed: Float[Tensor, "rows t k"]) -> None:
         """Put the states of another packed model, as they left its last block, in the place of the packed ones here."""
-        states = unfinished.read_tensors(file := self._file(self.job.plan.blocks))
-        unfinished.write_tensors(file, {**states, "packed": packed})
+        states = work_files.read_tensors(file := self._file(self.job.plan.blocks))
+        work_files.write_tensors(file, {**states, "packed": packed})
 
     def states(self, index: int) -> dict[str, Tensor]:
         """The states as they enter a block, or leave the last one, by model; of the first also the `ids`."""
-        return unfinished.read_tensors(self._file(index), self.job.device)
+        return work_files.read_tensors(self._file(index), self.job.device)
 
     def outliers(self) -> tuple[dict[str, MeasuredInput], dict[str, MeasuredInput]]:
         """The inputs of the linears in the original and in the rotated model."""
         found: dict[str, Tensor] = {}
         for index in range(self.job.plan.blocks):
-            found |= unfinished.read_tensors(self.work / "outliers" / f"{index}.safetensors")
+            found |= work_files.read_tensors(self.work / "outliers" / f"{index}.safetensors")
         sides = ({k.removeprefix(side): v for k, v in found.items() if k.startswith(side)} for side in SIDES)
         before, after = (from_tensors(side) for side in sides)
         return before, after

@@ -13,7 +13,7 @@ from ptq.errors import in_folder
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import residual
 from ptq.hf.blocks import Part
-from ptq.hf.described import check_whole, transformers_config
+from ptq.hf.meta_model import check_whole, transformers_config
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.models.families import family_of
 from ptq.models.family import Family

@@ -6,10 +6,10 @@ from transformers import PreTrainedConfig
 
 from ptq import methods
 from ptq.errors import InputError, in_folder
-from ptq.files import beside, published, source
+from ptq.files import companions, published, source
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf import fused, stacked, text_model, transposed
-from ptq.hf.described import as_turned, check_promised, parameter_shapes, transformers_config
+from ptq.hf import fused, pieces, text_model, transposed
+from ptq.hf.meta_model import as_turned, check_promised, parameter_shapes, transformers_config
 from ptq.kv import attention
 from ptq.models.families import check_generates, family_of
 from ptq.models.family import Family
@@ -60,12 +60,12 @@ def opened(model: str) -> Source:
 
 def _opened(checkpoint: Checkpoint) -> Source:
     checkpoint, notes = text_model.alone(checkpoint)
-    checkpoint, more = published.dequantised(checkpoint)
+    checkpoint, more = published.dequantized(checkpoint)
     check_generates(checkpoint.config)
     family, config = family_of(checkpoint.config), transformers_config(checkpoint)
     family, shape = family.for_config(config), shape_of(config)
     tensors = fused.as_published(checkpoint.tensors, family, shape.experts)
-    tensors = transposed.as_read(stacked.as_read(tensors, family), family)
+    tensors = transposed.as_read(pieces.as_read(tensors, family, shape), family)
     checkpoint = replace(checkpoint, tensors=tensors)
     if shape.experts and family.experts is None:
         raise InputError(
@@ -102,5 +102,5 @@ def _planned(found: Source, recipe: Recipe) -> Target:
     if plan.cache is not None:
         attention.check(found.config, plan.cache)
     check(found, plan)
-    beside.check(found.checkpoint.folder)
+    companions.check(found.checkpoint.folder)
     return Target(found.checkpoint, found.config, family, replace(plan, notes=(*found.notes, *plan.notes)))

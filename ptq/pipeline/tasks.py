@@ -25,7 +25,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ptq.engine import ALONE, Workers
-from ptq.files import unfinished
+from ptq.files import work_files
 from ptq.files.shards import Shards, write_json
 from ptq.hf.blocks import Part
 from ptq.layers.linear import config_entry
@@ -141,7 +141,7 @@ class Tasks:
         """The job with the formats and clips that its plan leaves open filled in: as they were chosen for these
         linears, which are done."""
         left = [linear for linear in linears if isinstance(linear.format, Choice) or linear.clip_search]
-        marks = {linear.name: unfinished.read_json(self.mark(linear)) for linear in left}
+        marks = {linear.name: work_files.read_json(self.mark(linear)) for linear in left}
         options, clips = ({n: m[key] for n, m in marks.items() if key in m} for key in (CHOSEN, CLIP))
         return replace(self.job, plan=self.job.plan.with_choices(options, clips)) if marks else self.job
 
@@ -180,7 +180,7 @@ class Tasks:
 
     def log(self) -> list[dict[str, object]]:
         """Name, seconds and error statistics of every linear."""
-        return [{"name": linear.name, **unfinished.read_json(self.mark(linear))} for linear in self.job.plan.linears]
+        return [{"name": linear.name, **work_files.read_json(self.mark(linear))} for linear in self.job.plan.linears]
 
     def place(self, mark: Path, tensors: Tensors, statistics: dict[str, object]) -> None:
         """Put tensors into the shards, then write their mark."""

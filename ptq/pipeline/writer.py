@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ptq.errors import InputError, RunError
-from ptq.files import beside
+from ptq.files import companions
 from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.files.shards import Shards, Specs, layout, write_bytes, write_json
 from ptq.hf import residual
@@ -32,11 +32,11 @@ def partial_folder(out: Path) -> Path:
     return out.with_name(f"{out.name}.ptq-partial")
 
 
-def check_folders(out: Path, work: Path, source: Path) -> None:
+def check_folders(out: Path, work: Path, source: Path | None = None) -> None:
     """Raise InputError where the output folder is a file or holds something, where the result could not be renamed to
-    it, or where removing the work folder at the end would remove more than the work."""
+    it, or where removing the work folder at the end would remove more than the work: the result, or the model."""
     check_out(out)
-    inside = {other: other.resolve() for other in (out, source)}
+    inside = {other: other.resolve() for other in (out, source) if other is not None}
     for other, path in inside.items():
         if work.resolve() in (path, *path.parents):
             raise InputError(
@@ -120,7 +120,7 @@ def complete(job: Job, shards: Shards) -> None:
             path.unlink()
     shards.finish()
     write_bytes(shards.folder / "config.json", _config_text(job).encode())
-    beside.copy(job.checkpoint.folder, shards.folder)
+    companions.copy(job.checkpoint.folder, shards.folder)
 
 
 def write_record(
@@ -144,8 +144,8 @@ def write_record(
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 of the files that a model is loaded from: tensors, their index, config.json, tokenizer and the like."""
-    patterns = ("*.safetensors", INDEX, "config.json", *beside.COPIED)
-    return {name: _sha256(folder / name) for name in beside.found(folder, patterns)}
+    patterns = ("*.safetensors", INDEX, "config.json", *companions.COPIED)
+    return {name: _sha256(folder / name) for name in companions.found(folder, patterns)}
 
 
 def put_in_place(folder: Path, out: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from ptq.errors import InputError, in_folder
 from ptq.files import published
 from ptq.files.checkpoint import Checkpoint
-from ptq.hf.described import packed_modules, transformers_config
+from ptq.hf.meta_model import packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
 from ptq.reporting.report_schema import PAGE
 
@@ -19,7 +19,7 @@ class Group:
     linears: tuple[str, ...]
     weights: int
     nbytes: int
-    """Everything stored for these weights: codes, scales, zero-points, padding."""
+    """Everything stored for these weights: codes, scales, zero-points, sign vectors, padding."""
 
     @property
     def bits_per_weight(self) -> float:

@@ -28,7 +28,7 @@ class Layer:
     rotation: str
     activation_bits: int | None
     nbytes: int
-    """Bytes of the weight with scales, zero-points and padding."""
+    """Bytes of the weight with scales, zero-points, sign vectors and padding."""
     error: float | None
     """Squared error relative to the weight's: |W - Ŵ|² / |W|²."""
     loss: float | None

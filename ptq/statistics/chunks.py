@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq.engine import Workers
-from ptq.files import unfinished
+from ptq.files import work_files
 from ptq.files.shards import write_json
 
 CHUNK_TOKENS = 1024
@@ -33,7 +33,7 @@ class Chunks:
         for number in sorted(self.workers.share(range(count))):
             path = folder / f"{number:05d}.safetensors"
             if not path.exists():
-                unfinished.write_tensors(path, {"hidden": chunk(number)})
+                work_files.write_tensors(path, {"hidden": chunk(number)})
         self.workers.wait()
         if self.workers.first:
             write_json(self._mark(index), {"chunks": count}, durable=False)
@@ -48,13 +48,13 @@ class Chunks:
     def files(self, index: int) -> list[Path]:
         """The chunks as they enter a block. Raises InputError where some that were there are lost."""
         found = sorted((self.folder / str(index)).glob("*.safetensors"), key=lambda path: int(path.stem))
-        if (written := unfinished.read_json(mark := self._mark(index)).get("chunks")) != len(found):
-            raise unfinished.damaged(mark, f"it counts {written} chunks, beside it are {len(found)}")
+        if (written := work_files.read_json(mark := self._mark(index)).get("chunks")) != len(found):
+            raise work_files.damaged(mark, f"it counts {written} chunks, beside it are {len(found)}")
         return found
 
     def read(self, path: Path) -> Float[Tensor, "batch t k"]:
         """One chunk."""
-        return unfinished.read_tensors(path, self.device)["hidden"]
+        return work_files.read_tensors(path, self.device)["hidden"]
 
     def drop(self, index: int) -> None:
         """Remove the chunks of a block that is done with."""

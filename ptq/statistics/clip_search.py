@@ -23,7 +23,7 @@ from jaxtyping import Float, Float32, Float64
 from torch import Tensor, nn
 
 from ptq.engine import Workers
-from ptq.files import unfinished
+from ptq.files import work_files
 from ptq.files.shards import write_json
 from ptq.hf.blocks import Part
 from ptq.layers.linear import QuantLinear
@@ -113,7 +113,7 @@ class Clips:
 
     def found(self, linear: LinearPlan) -> dict[str, Any]:
         """The clip of the input of a linear, and what the record says of it; nothing where it is not searched."""
-        return {} if linear.clip_search is None else unfinished.read_json(self._file(linear.clip_search))
+        return {} if linear.clip_search is None else work_files.read_json(self._file(linear.clip_search))
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.json"

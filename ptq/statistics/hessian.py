@@ -10,8 +10,8 @@ from jaxtyping import Float, Float32
 from torch import Tensor
 
 from ptq.engine import Workers
-from ptq.files import unfinished
-from ptq.files.unfinished import Stored
+from ptq.files import work_files
+from ptq.files.work_files import Stored
 from ptq.hf.blocks import Part
 from ptq.ops import gram, matmul, memory
 from ptq.planning.outline import alike
@@ -37,6 +37,7 @@ class Hessians:
     def __init__(self, folder: Path, device: torch.device, workers: Workers) -> None:
         self.folder, self.device, self.workers = folder, device, workers
         self._pool: tuple[str, Tensor, int] | None = None
+        self._opened: tuple[str, Stored] | None = None
 
     def take(
         self,
@@ -66,12 +67,12 @@ class Hessians:
                 sums, counts = observe(part, names, some, same, crossed)
                 panels = {f"{name}.{i}": panel for name in sums for i, panel in enumerate(sums[name])}
                 panels |= {f"{name}.{TOKENS}": torch.tensor([count]) for name, count in counts.items()}
-                unfinished.write_tensors(files[number], panels)
+                work_files.write_tensors(files[number], panels)
                 del sums, panels
         self.workers.wait()
         memory.give_back()
         if self.workers.first:
-            unfinished.write_tensors(self._file(key), merged(files))
+            work_files.write_tensors(self._file(key), merged(files))
             for file in files:
                 file.unlink()
         self.workers.wait()
@@ -86,7 +87,7 @@ class Hessians:
 
     def tokens(self, key: str, names: Iterable[str]) -> int:
         """How many tokens were seen at these inputs."""
-        stored = Stored(self._file(key))
+        stored = self._stored(key)
         return sum(int(stored.read(f"{name}.{TOKENS}")) for name in names)
 
     def of(self, key: str, linear: LinearPlan, plan: Plan) -> tuple[Float32[Tensor, "k k"] | None, dict[str, Any]]:
@@ -103,7 +104,7 @@ class Hessians:
 
     def cross(self, key: str, name: str) -> Float32[Tensor, "k k"]:
         """The cross moments of one input."""
-        return Stored(self._file(key)).read(f"{name}.{CROSS}.0").to(self.device)
+        return self._stored(key).read(f"{name}.{CROSS}.0").to(self.device)
 
     def _together(self, key: str, names: Sequence[str]) -> tuple[Float32[Tensor, "k k"], int]:
         """The sum of several Hessians, and their tokens; kept for the next call, which asks for the same."""
@@ -114,7 +115,7 @@ class Hessians:
 
     def _panels(self, key: str, names: Sequence[str]) -> list[Float32[Tensor, "_ _"]]:
         """The panels of the sum of some Hessians."""
-        stored = Stored(self._file(key))
+        stored = self._stored(key)
         count = next(number for number in itertools.count() if f"{names[0]}.{number}" not in stored)
         sums = [stored.read(f"{names[0]}.{number}").to(self.device) for number in range(count)]
         for name in names[1:]:
@@ -124,9 +125,15 @@ class Hessians:
 
     def drop(self, key: str) -> None:
         """Remove the file `key`, which nobody reads any more."""
-        self._pool = None
+        self._pool = self._opened = None
         for file in (*self.folder.glob(f"{key}.*.safetensors"), self._file(key)):  # parts, left by a crash; all
             file.unlink(missing_ok=True)
+
+    def _stored(self, key: str) -> Stored:
+        """The file `key`, opened once for all that is read of it: of a block of many experts its header is long."""
+        if self._opened is None or self._opened[0] != key:
+            self._opened = key, Stored(self._file(key))
+        return self._opened[1]
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.safetensors"
@@ -205,7 +212,7 @@ def unseen(hessians: Hessians, plan: Plan, index: int) -> Iterator[str]:
 
 def merged(files: Sequence[Path]) -> dict[str, Tensor]:
     """The sums of what is in several files, in the files' order."""
-    sums = unfinished.read_tensors(files[0])
+    sums = work_files.read_tensors(files[0])
     for stored in map(Stored, files[1:]):
         for name in stored:
             sums[name] += stored.read(name)

@@ -22,7 +22,7 @@ class Scheme:
     """Its name of the byte layout."""
     weights: dict[str, Any]
     """Its `QuantizationArgs`."""
-    quantised_input: bool = False
+    quantized_input: bool = False
     """Whether inputs are integers of 8 bits."""
 
 
@@ -30,7 +30,7 @@ class Scheme:
 class Exportable(Protocol):
     """A format whose weights compressed-tensors can hold."""
 
-    def compressed_scheme(self, quantised_input: bool) -> Scheme:
+    def compressed_scheme(self, quantized_input: bool) -> Scheme:
         """How it describes such weights, whose inputs are integers of 8 bits, or are left alone. Raises InputError,
         saying which options it can hold, for others."""
         ...

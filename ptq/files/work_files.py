@@ -22,7 +22,7 @@ CHECKSUMS = "crc32"
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file atomically; not durably: what a power cut takes is made again. Raises RunError."""
+    """Write a file atomically; not durably, see `ptq.files.shards`. Raises RunError."""
     sums = {name: _checksum(tensor) for name, tensor in tensors.items()}
     shards.write_tensors(path, tensors, {CHECKSUMS: json.dumps(sums)}, durable=False)
 

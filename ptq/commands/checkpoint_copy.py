@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ptq.errors import RunError
-from ptq.files import beside
+from ptq.files import companions
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive
 from ptq.files.shards import Shards, Specs, layout, write_json
@@ -73,7 +73,7 @@ def plain_files(source: Checkpoint, config: dict[str, Any]) -> Callable[[Shards]
 
     def complete(shards: Shards) -> None:
         write_json(shards.folder / "config.json", config)
-        beside.copy(source.folder, shards.folder)
+        companions.copy(source.folder, shards.folder)
 
     return complete
 

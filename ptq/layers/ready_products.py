@@ -14,7 +14,7 @@ class ProductSource(Protocol):
         ...
 
 
-class Given:
+class ReadyProducts:
     """Within it, and in this thread, linears that are called with x on a GPU find their products ready, before what is
     done to their outputs."""
 
@@ -33,8 +33,8 @@ class Given:
 
 
 class _Here(threading.local):
-    given: Given | None = None
+    given: ReadyProducts | None = None
 
 
 HERE = _Here()
-"""The `Given` that this thread is in, if any."""
+"""The `ReadyProducts` that this thread is in, if any."""
