@@ -34,6 +34,8 @@ def inspect(
     with source.outline(checkpoint) as (folder, _):
         opened = Checkpoint.open(folder)
         found = contents.summary(opened)
+        if found.groups:
+            contents.check_tensors(opened)
     if as_json:
         groups = [{**asdict(group), "bits_per_weight": group.bits_per_weight} for group in found.groups]
         print(json.dumps({"groups": groups, "plain_bytes": found.plain_bytes, "bytes": found.nbytes,

@@ -5,11 +5,13 @@ python scripts/plot_outliers.py OUT docs/outliers.svg
 OUT is a folder that `quantize` has written, with its report.
 """
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ptq.errors import InputError, RunError
 from ptq.reporting.report_page import channels_picture
 from ptq.reporting.report_schema import JSON, read
 
@@ -23,4 +25,7 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except (InputError, RunError) as error:
+        sys.exit(f"plot_outliers.py: {error}")

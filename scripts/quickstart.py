@@ -3,6 +3,7 @@
 python scripts/quickstart.py CHECKPOINT...
 """
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ import ptq  # noqa: F401  (lets from_pretrained load packed checkpoints)
 from ptq.commands.evaluate import compare, tokens_per_second
 from ptq.commands.windows import context_for, windows_from_text
 from ptq.demo import demo_path
+from ptq.errors import InputError, RunError
 from ptq.files.checkpoint import Checkpoint
 from ptq.reporting.contents import summary
 
@@ -28,6 +30,8 @@ def main(checkpoints: Annotated[list[str], typer.Argument(help="Packed checkpoin
     """Load packed demo checkpoints, generate with the last one, measure all, print one table."""
     torch.set_grad_enabled(False)
     disable_progress_bar()
+    for checkpoint in checkpoints:
+        summary(Checkpoint.open(checkpoint))  # refused before anything is measured
     original: Any = AutoModelForCausalLM.from_pretrained(demo_path())
     tokenizer = AutoTokenizer.from_pretrained(checkpoints[0])
     prompt = tokenizer(PROMPT, return_tensors="pt")
@@ -55,4 +59,7 @@ def main(checkpoints: Annotated[list[str], typer.Argument(help="Packed checkpoin
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    try:
+        typer.run(main)
+    except (InputError, RunError) as error:
+        sys.exit(f"quickstart.py: {error}")

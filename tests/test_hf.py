@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import edit_config, quantize
+from conftest import check_refused, edit_config, quantize
 from safetensors.torch import load_file, save_file
 from tiny_models import save_model
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -220,7 +220,9 @@ def test_fewer_blocks(packed: Path, tmp_path: Path) -> None:
     model = load(packed)
     model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
     model.save_pretrained(tmp_path / "cut")
-    for found in (load(tmp_path / "cut"), load(packed, num_hidden_layers=1)):
+    with pytest.warns(UserWarning, match="the model has 1 blocks, and its files more"):
+        cut = load(packed, num_hidden_layers=1)
+    for found in (load(tmp_path / "cut"), cut):
         assert torch.equal(logits(found), logits(model)) and not torch.equal(logits(found), logits(load(packed)))
     assert quantize("verify", tmp_path / "cut").exit_code == quantize("inspect", tmp_path / "cut").exit_code == 0
 
@@ -271,6 +273,29 @@ def test_a_transformers_that_does_not_say_what_it_misses(packed: Path, monkeypat
     monkeypatch.setattr(plugin, "ADJUST", "_of_another_version")
     with pytest.warns(UserWarning, match="check .* with `quantize verify`"):
         AutoModelForCausalLM.from_pretrained(packed)
+
+
+@pytest.mark.parametrize("leaf", ["weight_su", "weight_codes_2"])
+def test_a_tensor_that_nobody_reads(leaf: str, damaged: Path) -> None:
+    """Such as the sign vectors of a linear whose scheme has lost its `signs`: it would be another model."""
+    edit_tensors(damaged, lambda tensors: tensors.update({f"{DOWN}.{leaf}": torch.zeros(3, dtype=torch.int16)}))
+    message = f"layers.0.mlp.down_proj.{leaf}', of which quantization_config in config.json says nothing"
+    with pytest.raises(ptq.InputError, match=message):
+        load(damaged)
+    (damaged / "ptq.json").unlink()
+    for command in (("inspect",), ("verify",)):
+        check_refused(quantize(*command, damaged), message)
+
+
+def test_sizes_that_are_not_those_of_the_tensors(damaged: Path) -> None:
+    edit_config(intermediate_size=304)(damaged)
+    check_refused(quantize("inspect", damaged), "config.json says")
+
+
+@pytest.mark.parametrize("value", ["ptq", [], 5])
+def test_an_entry_that_is_no_object(value: Any, damaged: Path) -> None:
+    edit_config(quantization_config=value)(damaged)
+    check_refused(quantize("inspect", damaged), f"quantization_config must be an object, found '{value}'")
 
 
 @pytest.mark.parametrize("count", [-3, 0])
@@ -324,6 +349,8 @@ def cache(**changes: Any) -> Callable[[dict[str, Any]], Any]:
 
 HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another version": (lambda c: c.update(version=2), "version 2, this package reads 1"),
+    "a version that is no number": (lambda c: c.update(version=True), "version True, this package reads 1"),
+    "a linear that is left out": (lambda c: c["linears"].pop(DOWN), "packed, and config.json does not list it"),
     "an unknown entry": (lambda c: c.update(surprise=1), "unknown entries: surprise"),
     "no schemes": (lambda c: c.pop("schemes"), "must hold the objects"),
     "a list of linears": (lambda c: c.update(linears=["lm_head"]), "must hold the objects"),

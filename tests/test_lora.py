@@ -81,6 +81,14 @@ def test_what_needs_the_weight_is_refused(tmp_path: Path) -> None:
     assert torch.equal(logits(adapted), before)
 
 
+def test_whole_modules_beside_the_adapter(tmp_path: Path) -> None:
+    """A head that sees turned numbers would not fit the plain model that the adapter is merged into."""
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with pytest.raises(InputError, match=r"modules_to_save .*lm_head.* --offline"):
+        prepared(config, packed(tmp_path, "quarot"))
+    assert prepared(config, packed(tmp_path, "fp6")).modules_to_save == ["lm_head"]
+
+
 def test_experts(tmp_path: Path) -> None:
     model = packed(tmp_path, model_type="qwen3_moe")
     for targets in (["q_proj", "gate_proj"], ["model.layers.1.mlp.experts.0.up_proj"], ".*_proj"):

@@ -15,12 +15,14 @@ from ptq.errors import InputError
 from ptq.files import source
 from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.hf.loading import load_config, load_model, load_tokenizer
+from ptq.layers.linear import plain_weight
+from ptq.layers.packed_weight import PackedWeight
 from ptq.models.state import StateLayout
 from ptq.pipeline import writer
 from ptq.pipeline.progress import counting, without_kernel_hints
 from ptq.pipeline.streamed import Streamed
 from ptq.pipeline.work import RECORD, read_record
-from ptq.reporting.contents import summary
+from ptq.reporting.contents import check_tensors, summary
 from ptq.statistics.calibration import bos_of
 from ptq.statistics.text_sources import read_text
 
@@ -122,15 +124,29 @@ def check_integrity(folder: Path) -> Verification:
             f"{folder}: is plain and has no {RECORD}, the record of a run, to check it by: it was not made by "
             "quantize, or by `dequantize`, which writes none"
         )
+    if contents.groups:
+        check_tensors(found)
     for name in found.tensors:
         found.read_checked(name)
     if not recorded:
-        _check_runs(folder, load_model(folder))  # which checks the shape and dtype of every packed tensor
+        model = load_model(folder)
+        _check_weights(folder, model)
+        _check_runs(folder, model)
     return Verification(len(found.tensors), len(hashes) - len(added), recorded, tuple(sorted(added)))
 
 
+def _check_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Raise InputError for packed weights that stand for no numbers: the bits of a scale may be those of NaN."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedWeight) and not plain_weight(module, module.state_dict()).isfinite().all():
+            raise InputError(
+                f"{folder}: the weights of {name!r} are not finite: its scales or sign vectors are damaged; fetch the "
+                "checkpoint again"
+            )
+
+
 def _check_runs(folder: Path, model: PreTrainedModel) -> None:
-    """Raise InputError where a model gives no numbers: packed scales are bits of numbers, and may be NaN."""
+    """Raise InputError where a model gives no numbers."""
     with torch.no_grad():
         logits = model(torch.arange(4)[None] % model.config.get_text_config().vocab_size).logits
     if logits.isnan().any():

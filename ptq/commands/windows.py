@@ -63,6 +63,8 @@ def windows_from_text(
 
     Raises InputError, with this `name`, if the text fills no window.
     """
+    if not text.strip():
+        raise InputError(f"{name} is empty; give a text")
     ids = tokenizer(text, verbose=False, add_special_tokens=bos is None)["input_ids"]
     tokens = windows_of(torch.tensor(ids, dtype=torch.long), context, bos)
     if len(tokens) == 0:

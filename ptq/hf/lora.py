@@ -56,6 +56,11 @@ def prepared(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
             "no gradient passes inputs of linears, or a KV cache, in few bits; quantise without --activation-bits and "
             f"--kv-bits (quip-sharp: --activation-bits 16), or {PLAIN}"
         )
+    if config.modules_to_save and quantizer is not None and quantizer.quantization_config.residual() is not None:
+        raise InputError(
+            f"modules_to_save {config.modules_to_save!r}: embedding, head and norm see turned numbers here, and plain "
+            f"ones where an adapter is merged; quantise with --offline, or {PLAIN}"
+        )
     config = copy.copy(config)
     inside = {name for module in model.modules() if isinstance(module, Experts) for name in module.names}
     if config.target_modules == "all-linear":

@@ -39,7 +39,7 @@ class PtqConfig(QuantizationConfigMixin):
     ) -> None:
         if unknown:
             raise InputError(f"config.json: quantization_config has unknown entries: {', '.join(sorted(unknown))}")
-        if version != LAYOUT_VERSION:
+        if type(version) is not int or version != LAYOUT_VERSION:
             raise InputError(
                 f"config.json: quantization_config has version {version!r}, this package reads {LAYOUT_VERSION}; "
                 "install the version of ptq that wrote the checkpoint"
@@ -67,7 +67,9 @@ class PtqConfig(QuantizationConfigMixin):
         found = config.get("quantization_config")
         if found is None:
             return None
-        method = found.get("quant_method") if isinstance(found, dict) else found
+        if not isinstance(found, dict):
+            raise InputError(f"config.json: quantization_config must be an object, found {str(found)[:80]!r}")
+        method = found.get("quant_method")
         if method != QUANT_METHOD:
             raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq")
         # Before the call: an entry called `self` would be an argument given twice.

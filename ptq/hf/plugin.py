@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from ptq.errors import InputError
 from ptq.fast import fast_decode
 from ptq.files.header import TensorInfo, read_header
-from ptq.hf import dequantized, experts, residual, transposed
+from ptq.hf import dequantized, experts, packed_tensors, residual, transposed
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.kv.attention import attach
 from ptq.layers import embedding
@@ -78,8 +78,9 @@ class PtqQuantizer(HfQuantizer):
         if files:
             paths = [Path(file) for file in files]
             stored = stored_in(paths, model)
-            check_files(replaced | ends, stored, paths[0].parent, model)
+            packed_tensors.check(replaced | ends, stored, paths[0].parent, lambda name: _inside(name, model))
             _refuse_other_numbers(model, stored, paths[0].parent)
+            _warn_of_others(self.quantization_config.linears.keys() - entries.keys(), stored, model)
             self.narrow = {name: info.dtype for name, info in stored.items() if info.dtype == model.config.dtype}
             _refuse_missing(model, paths[0].parent)
             if turned is None:
@@ -142,7 +143,16 @@ def _refuse_other_numbers(model: PreTrainedModel, stored: Mapping[str, TensorInf
     for name, parameter in model.state_dict().items():
         info = stored.get(_inside(name, model))
         if info is not None and parameter.is_floating_point() and not info.dtype.is_floating_point:
-            raise InputError(f"{folder}: tensor {name!r} is {info.dtype}, expected {model.config.dtype}")
+            packed = name.endswith(f".{GUARD}") and info.shape == (1,)
+            said = "; it is packed, and config.json does not list it: one of them is damaged" if packed else ""
+            raise InputError(f"{folder}: tensor {name!r} is {info.dtype}, expected {model.config.dtype}{said}")
+
+
+def _warn_of_others(linears: Iterable[str], stored: Mapping[str, TensorInfo], model: PreTrainedModel) -> None:
+    """Say that files hold these linears of blocks that the model does not have."""
+    if any(_inside(f"{name}.{GUARD}", model) in stored for name in linears):
+        blocks = model.config.num_hidden_layers
+        warnings.warn(f"ptq: the model has {blocks} blocks, and its files more: those are left out", stacklevel=2)
 
 
 def _refuse_missing(model: PreTrainedModel, folder: Path) -> None:
@@ -208,35 +218,3 @@ def _inside(name: str, model: PreTrainedModel) -> str:
 def stored_in(files: Iterable[Path], model: PreTrainedModel) -> dict[str, TensorInfo]:
     """The tensors of a model's files, by what its base calls them."""
     return {_inside(name, model): info for file in files for name, info in read_header(file)[0].items()}
-
-
-def check_files(
-    modules: Mapping[str, nn.Module], stored: Mapping[str, TensorInfo], folder: Path, model: PreTrainedModel
-) -> None:
-    """Check that the files of a model (`stored_in`) hold every tensor of these modules, by their names there, in its
-    shape and dtype; with or without the prefix that transformers adds and removes.
-
-    transformers would fill a missing tensor with random numbers and go on. Raises InputError.
-    """
-    for owner, module in modules.items():
-        for leaf, parameter in module.state_dict().items():
-            name = f"{owner}.{leaf}"
-            info = stored.get(_inside(name, model))
-            if info is None:
-                raise InputError(f"{folder}: tensor {name!r} is missing; the checkpoint is damaged")
-            if leaf == GUARD and tuple(info.shape) == (
-                getattr(module, "out_features", 0),
-                getattr(module, "in_features", 0),
-            ):
-                raise InputError(
-                    f"{folder}: tensor {name!r} holds plain numbers, and config.json says that they are packed: remove "
-                    "its quantization_config if the model is a plain one"
-                )
-            if tuple(info.shape) != tuple(parameter.shape):
-                raise InputError(
-                    f"{folder}: tensor {name!r} has shape {list(info.shape)}, config.json says "
-                    f"{list(parameter.shape)}; the checkpoint is damaged"
-                )
-            packed = not (parameter.is_floating_point() and info.dtype.is_floating_point)
-            if packed and info.dtype != parameter.dtype:
-                raise InputError(f"{folder}: tensor {name!r} is {info.dtype}, expected {parameter.dtype}")

@@ -19,6 +19,7 @@ _KINDS = {
     "sinks": (int,),
     "hadamard": (str, type(None)),
 }
+_WORDS = {"clip": "a number", "hadamard": "a text, or null"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class CacheQuantization:
             raise InputError(f"{where}: expected {', '.join(cls.__dataclass_fields__)}; found {', '.join(fields)}")
         for name, value in fields.items():
             if type(value) not in _KINDS[name]:
-                raise InputError(f"{where}: {name}: found {value!r}")
+                raise InputError(f"{where}: {name} must be {_WORDS.get(name, 'a whole number')}, found {value!r}")
         try:
             return cls(**{**fields, "clip": float(fields["clip"])})
         except (InputError, OverflowError) as error:  # the latter for an integer that no float can hold

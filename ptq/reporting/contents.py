@@ -6,8 +6,10 @@ from typing import Any
 from ptq.errors import InputError, in_folder
 from ptq.files import published
 from ptq.files.checkpoint import Checkpoint
+from ptq.hf import packed_tensors, residual
 from ptq.hf.meta_model import packed_modules, transformers_config
 from ptq.hf.packed_config import PtqConfig
+from ptq.models.families import family_of
 from ptq.reporting.report_schema import PAGE
 
 
@@ -84,6 +86,16 @@ def _summary(checkpoint: Checkpoint) -> Contents:
     packed_bytes = sum(group.nbytes for group in groups)
     plain_bytes = checkpoint.nbytes - packed_bytes
     return Contents(tuple(groups), plain_bytes, checkpoint.nbytes, packed.kv_cache, packed.residual(), report)
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Raise InputError where the files of a packed checkpoint do not hold the tensors that its config.json speaks of,
+    or hold others of the same linears."""
+    packed = PtqConfig.of_checkpoint(checkpoint)
+    assert packed is not None, checkpoint.folder
+    turned = residual.tensors(family_of(checkpoint.config)) if packed.residual() else ()
+    own = {name: info for name, info in checkpoint.tensors.items() if name not in turned}
+    packed_tensors.check(packed_modules(transformers_config(checkpoint), packed), own, checkpoint.folder, str)
 
 
 def _packed_owner(tensor: str) -> str:
