@@ -225,7 +225,7 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
         typer.echo(console_tables.cache_line(asdict(plan.cache)))
     needs = pipeline.estimate(target, model, recipe)
     console.print(str(needs), soft_wrap=True)
-    if refusal := pipeline.refusal(needs, out, options):
+    if refusal := pipeline.refusal(needs, folder, out, options):
         console.print(f"here and now the command would refuse: {refusal}", soft_wrap=True)
     if missing:
         console.print(f"its weights are not here yet: the command itself fetches {missing / 1e9:.1f} GB from the hub")

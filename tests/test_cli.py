@@ -175,8 +175,9 @@ def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path:
         result = quantize("fp6", tiny, tmp_path / out, "--plan")
         assert result.exit_code == 0 and "here and now the command would refuse: " in result.stderr
         assert reason in result.stderr
-    result = quantize("fp6", tiny, tmp_path / "out", "--plan", "--work", tmp_path)
-    assert "is removed at the end, so" in result.stderr
+    for work in (tmp_path, tiny):
+        result = quantize("fp6", tiny, tmp_path / "out", "--plan", "--work", work)
+        assert "is removed at the end, so" in result.stderr
     assert "refuse" not in quantize("fp6", tiny, tmp_path / "out", "--plan").stderr
 
 

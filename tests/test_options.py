@@ -82,6 +82,8 @@ def test_a_bad_option(options: list[str], message: str, tiny: Path, tmp_path: Pa
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
     check_refused(quantize("rotate", tiny, tmp_path / "out", "--device", "cuda"), "no CUDA device")
+    planned = quantize("fp6", tiny, tmp_path / "out", "--device", "cuda", "--plan")
+    assert planned.exit_code == 0 and "would refuse: --device cuda" in planned.stderr
     assert listing(tmp_path) == {}
 
 

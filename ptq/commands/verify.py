@@ -157,7 +157,7 @@ def _check_hashes(folder: Path, hashes: dict[str, str]) -> set[str]:
     """The files that were not written by the run. Raises InputError where one that was is another, and for weights that
     were added."""
     expected = read_record(folder / RECORD).get("files")
-    if not isinstance(expected, dict):
+    if not isinstance(expected, dict) or not expected:
         raise InputError(f"{folder / RECORD}: lists no files; quantise again")
     added = hashes.keys() - expected.keys()
     weights = {name for name in added if name.endswith(".safetensors") or name == INDEX}

@@ -106,14 +106,15 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
         return _quantize(plan(model, recipe), model, work, out, recipe, options, workers)
 
 
-def refusal(needed: Estimate, out: Path, options: RunOptions) -> str | None:
-    """Why a run with such needs would be refused on this machine, its output folder being as it is; None: it would not,
-    as far as can be told without weights and text."""
+def refusal(needed: Estimate, model: Path, out: Path, options: RunOptions) -> str | None:
+    """Why a run with such needs would be refused on this machine, its folders being as they are; None: it would not, as
+    far as can be told without weights and text."""
     out, work = _folders(out, options)
     if (out / RECORD).is_file():
         return f"{out}: holds the result of a run (of this very one nothing would be left to do)"
     try:
-        check_folders(out, work)
+        _device(options.device, engine.ALONE)
+        check_folders(out, work, model)
         preflight.check(needed, work, out)
     except InputError as error:
         return str(error)
