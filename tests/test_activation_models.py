@@ -82,8 +82,8 @@ def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
     found = PtqConfig.parse(checkpoint.config)
     assert found is not None and (construction := found.residual()) is not None
 
-    def part(index: int | None, *prefixes: str) -> blocks.Part:
-        made = blocks.Part(config, family, index, torch.device("cpu"))
+    def part(index: int | None, *prefixes: str) -> blocks.PartialModel:
+        made = blocks.PartialModel(config, family, index, torch.device("cpu"))
         made.pack(found.entries() if index is not None else {})
         if index is None:
             residual.install(made.model, construction)

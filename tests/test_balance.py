@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import CACHED, DISTINCT, KEYS_WITHOUT_NORM, WRITTEN_PLAIN, save_model
 
 import ptq
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
 from ptq.pipeline import balance, pipeline
@@ -41,7 +41,7 @@ def same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return torch.equal(a, b) if a is not None and b is not None else a is b
 
 
-def behind_norm(linear: LinearPlan, job: Job, part: Part) -> torch.Tensor:
+def behind_norm(linear: LinearPlan, job: Job, part: PartialModel) -> torch.Tensor:
     """A rewritten weight with the gain of the norm in front of it, which is 1 where R1 has folded it."""
     w, field = part.parameter(linear.dense_weight), READERS.get(linear.role.partition("+")[0])
     norm = None if field is None else getattr(job.family, field)

@@ -214,7 +214,7 @@ def test_hessians_are_of_what_the_clips_leave(
 
 def test_without_hessians_none_are_taken(tiny: Path, calibration_text: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(
-        "ptq.statistics.hessian.Hessians.take", lambda *_: pytest.fail("Hessians of a run that rounds to nearest")
+        "ptq.statistics.hessian.Hessians.collect", lambda *_: pytest.fail("Hessians of a run that rounds to nearest")
     )
     ptq.quantize(tiny, tmp_path / "out", of_text(calibration_text, rounding="nearest"), QUIET)
 

@@ -18,7 +18,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import ptq
 from ptq.hf import experts, fused
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.hf.experts import Experts
 from ptq.models.families import FAMILIES
 from ptq.models.family import Family
@@ -200,7 +200,7 @@ def test_a_row_with_another_layout_is_refused(flag: str, tmp_path: Path) -> None
     assert target.family.experts is not None
     wrong = replace(target.family, experts=replace(target.family.experts, **{flag: False}))
     with pytest.raises(ptq.InputError, match="GptOssExperts holds its experts as .*, but the family's row says"):
-        Part(target.config, wrong, 0, torch.device("cpu"))
+        PartialModel(target.config, wrong, 0, torch.device("cpu"))
 
 
 def test_experts_of_another_kind_are_refused() -> None:

@@ -179,7 +179,7 @@ def test_a_crash_at_any_moment_costs_nothing(tmp_path: Path) -> None:
 def test_a_run_goes_on_with_the_turn_that_it_was_at(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, own, taken = recipe(model, finetune="blocks"), finetune_blocks._take, list[str]()
+    made, own, taken = recipe(model, finetune="blocks"), finetune_blocks._run_turn, list[str]()
 
     def take(turn: Any, *others: Any) -> None:
         if taken.count("stop") < 1 and turn.key == "1-2":
@@ -188,7 +188,7 @@ def test_a_run_goes_on_with_the_turn_that_it_was_at(
         taken.append(turn.key)
         own(turn, *others)
 
-    monkeypatch.setattr(finetune_blocks, "_take", take)
+    monkeypatch.setattr(finetune_blocks, "_run_turn", take)
     with pytest.raises(KeyboardInterrupt):
         ptq.quantize(model, tmp_path / "out", made, QUIET)
     assert sorted(os.listdir(tmp_path / "out.work" / "tuned")) == ["0.json", "1-1.safetensors"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq.engine import ALONE
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.statistics import hessian
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.hessian import Hessians
@@ -15,7 +15,7 @@ from ptq.statistics.hessian import Hessians
 CPU = torch.device("cpu")
 
 
-class Two(Part):
+class Two(PartialModel):
     """Two linears for a block, with names of which one begins like the other's panels."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ def test_panels_and_parts_are_the_sum(panel: int, tmp_path: Path, monkeypatch: p
     hidden.write(0, len(rows), lambda number: rows[number])
     (tmp_path / "hessians").mkdir()
     hessians = Hessians(tmp_path / "hessians", CPU, ALONE)
-    hessians.take("0", part, ["a", "a.0"], hidden, 0)
+    hessians.collect("0", part, ["a", "a.0"], hidden, 0)
     x = torch.cat(rows).flatten(0, 1)
     for name, inputs in {"a": x, "a.0": part.linears["a"](x).detach()}.items():
         wanted = inputs.double().T @ inputs.double()

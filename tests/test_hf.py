@@ -160,8 +160,8 @@ def test_loaded_logits_are_those_of_the_run(packed: Path) -> None:
     entries, construction = found.entries(), found.residual()
     assert construction is not None
 
-    def part(index: int | None, *prefixes: str) -> blocks.Part:
-        made = blocks.Part(config, family, index, torch.device("cpu"))
+    def part(index: int | None, *prefixes: str) -> blocks.PartialModel:
+        made = blocks.PartialModel(config, family, index, torch.device("cpu"))
         made.pack(entries if index is not None else {})
         if index is None:
             residual.install(made.model, construction)

@@ -14,7 +14,7 @@ from tiny_models import DISTINCT, decode, save_model, tiny_config
 from transformers import AutoModelForCausalLM
 
 import ptq
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import QuantLinear
 from ptq.models import family_parts
 from ptq.models.families import FAMILIES
@@ -134,7 +134,7 @@ def test_what_is_special_about_falcon_h1(tmp_path: Path) -> None:
     config = pipeline.plan(str(folder), QuarotRecipe(rounding="nearest")).config
     for layer in (0, 1):
         with patch.object(torch, "full_like", wraps=torch.full_like) as made:
-            part = Part(config, FAMILIES["falcon_h1"], layer, torch.device("cpu"))
+            part = PartialModel(config, FAMILIES["falcon_h1"], layer, torch.device("cpu"))
         assert made.call_count == 1  # of the other block none
         vector = part.block.get_submodule("mamba").mup_vector
         assert vector.flatten()[[0, 150, -1]].tolist() == pytest.approx([0.7, 1.3, 1.1])

@@ -90,8 +90,8 @@ def test_loaded_logits_are_those_of_the_run(bits: int, activation_bits: int, mod
     found = PtqConfig.parse(checkpoint.config)
     assert found is not None
 
-    def part(index: int | None, *prefixes: str) -> blocks.Part:
-        made = blocks.Part(config, FAMILIES["llama"], index, torch.device("cpu"))
+    def part(index: int | None, *prefixes: str) -> blocks.PartialModel:
+        made = blocks.PartialModel(config, FAMILIES["llama"], index, torch.device("cpu"))
         made.pack(found.entries() if index is not None else {})
         made.load({name: checkpoint.read(name) for name in checkpoint.tensors if name.startswith(prefixes)})
         return made

@@ -28,7 +28,7 @@ from ptq.ops.activations import Activation
 UNRUN = "config.json: the model that transformers makes of it does not run"
 
 
-class Part:
+class PartialModel:
     """A transformers model with one decoder block, of which only some modules are filled.
 
     `layer` picks the block; None leaves all of them out, for the embedding and the head. Fill the part with `load`,

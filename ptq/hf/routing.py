@@ -12,7 +12,7 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 
 Routing = tuple[Tensor, ...] | Tensor
 """What a router gives: its logits, or these among others, such as weights and numbers of the chosen experts."""
@@ -38,7 +38,7 @@ class Routes:
 
 
 @contextmanager
-def recorded(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[None]:
+def recorded(part: PartialModel, routers: Iterable[str], routes: Routes) -> Iterator[None]:
     """Keep what the named routers of a block give."""
 
     def keep(_: nn.Module, __: Any, choice: Routing) -> None:
@@ -49,7 +49,7 @@ def recorded(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[Non
 
 
 @contextmanager
-def replayed(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[None]:
+def replayed(part: PartialModel, routers: Iterable[str], routes: Routes) -> Iterator[None]:
     """Give what was kept in the place of what the named routers give, call by call; their own logits are kept too."""
 
     def replace(_: nn.Module, __: Any, choice: Routing) -> Routing:
@@ -61,7 +61,7 @@ def replayed(part: Part, routers: Iterable[str], routes: Routes) -> Iterator[Non
 
 
 @contextmanager
-def _hooked(part: Part, routers: Iterable[str], hook: Any) -> Iterator[None]:
+def _hooked(part: PartialModel, routers: Iterable[str], hook: Any) -> Iterator[None]:
     with ExitStack() as hooks:
         for name in routers:
             hooks.enter_context(part.module(name).register_forward_hook(hook))

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int, Int64
 from torch import Tensor
 
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.embedding import RowFormat, row_format
 from ptq.layers.packed_weight import GUARD
 from ptq.models.family import Family
@@ -53,7 +53,7 @@ class Matrix:
 
 
 def embed(
-    part: Part, ids: Int[Tensor, "rows t"], weights: Callable[[Int64[Tensor, " u"]], dict[str, Tensor]]
+    part: PartialModel, ids: Int[Tensor, "rows t"], weights: Callable[[Int64[Tensor, " u"]], dict[str, Tensor]]
 ) -> Float[Tensor, "rows t w"]:
     """The state that enters the first block. `weights` makes the rows of the embedding for some tokens, by tensor name:
     it is asked for those that occur alone. One row of `ids` runs at a time: some models multiply here, and the last
@@ -70,7 +70,7 @@ def last(family: Family) -> tuple[str, ...]:
 
 
 def logits(
-    part: Part, matrix: Matrix, last: dict[str, Tensor], state: Float[Tensor, "rows t w"]
+    part: PartialModel, matrix: Matrix, last: dict[str, Tensor], state: Float[Tensor, "rows t w"]
 ) -> Iterator[Float[Tensor, "1 t v"]]:
     """Logits of every row from the state that leaves the last block, the head's matrix and the tensors `last`."""
     head = part.family.head

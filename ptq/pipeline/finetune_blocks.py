@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq.files import work_files
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import finetune, trainable
@@ -63,7 +63,7 @@ class _Turn:
         return self.tasks.work / "tuned" / f"{self.key}.safetensors"
 
 
-def teach(tasks: Tasks, index: int, part: Part) -> None:
+def teach(tasks: Tasks, index: int, part: PartialModel) -> None:
     """Send the calibration rows through an original block: what leaves it is what its packed one is trained on."""
     tasks.teacher.through(index, part.run)
 
@@ -81,7 +81,7 @@ def tune(tasks: Tasks, index: int, progress: Progress) -> None:
         previous = turns[turn.number - 1].file if turn.number else None
         if turn.number > done:
             start = _start(turn) if previous is None else work_files.read_tensors(previous, tasks.job.device)
-            _take(turn, start, progress)
+            _run_turn(turn, start, progress)
         if tasks.workers.first:
             tasks.hessians.drop(turn.key)
             if previous is not None:
@@ -102,7 +102,7 @@ def _turns(tasks: Tasks, index: int, linears: list[LinearPlan]) -> list[_Turn]:
     ]
 
 
-def _take(turn: _Turn, values: Values, progress: Progress) -> None:
+def _run_turn(turn: _Turn, values: Values, progress: Progress) -> None:
     """Round and train in one turn."""
     tasks, index = turn.tasks, turn.index
     block = tasks.job.plan.block(index)
@@ -110,7 +110,7 @@ def _take(turn: _Turn, values: Values, progress: Progress) -> None:
     if tasks.job.recipe.rounding != "nearest":
         with progress.step(f"block {index}: Hessians", sum(linear.n * linear.k for linear in turn.group)):
             with tasks.job.calibration():
-                tasks.hessians.take(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
+                tasks.hessians.collect(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
     tasks.round(turn.group, part, progress, turn.key)
     del part
     if tasks.workers.first:
@@ -130,7 +130,7 @@ def _start(turn: _Turn) -> Values:
     return trainable.read(job, tensors)
 
 
-def _rewritten(turn: _Turn, values: Values) -> Part:
+def _rewritten(turn: _Turn, values: Values) -> PartialModel:
     """The block before the linears of a turn are rounded: those before it packed, its own rewritten, others plain."""
     job, part = turn.tasks.job, turn.tasks.job.original_block(turn.index)
     names = [name for name in values if not name.startswith(LOSSES) and part.holds(name)]
@@ -185,8 +185,8 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
     task.file.unlink()
 
 
-def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> Part:
-    """The block with its rounded weights frozen; the others are put in their places by `Part.differentiated`."""
+def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
+    """The block with its rounded weights frozen; `PartialModel.differentiated` puts the others in their places."""
     part = turn.tasks.job.original_block(turn.index)
     for linear in (*rounded, *turn.left):
         part.take(f"{linear.name}.weight")

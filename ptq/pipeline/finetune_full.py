@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ptq.files import work_files
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import finetune, free_memory, trainable
 from ptq.pipeline.ends import plain_matrix
@@ -90,9 +90,9 @@ class _Model:
         self.linears = [linear for linear in job.plan.linears if linear.statistics]
         self.share = RATE * finetune.rounding_error(map(tasks.mark, self.linears))
         self.embedding, self.head = (f"{linear.name}.weight" for linear in (job.embedding, job.head))
-        self.teacher = Part(job.config, job.family, None, job.device)
+        self.teacher = PartialModel(job.config, job.family, None, job.device)
         self.teacher.load({job.lm_head: job.tensor(job.head.source), **{name: job.tensor(name) for name in job.last}})
-        self.bottom, self.blocks = Part(job.config, job.family, None, job.device), dict[int, Part]()
+        self.bottom, self.blocks = PartialModel(job.config, job.family, None, job.device), dict[int, PartialModel]()
         self.bottom.load(job.beside_embedding())
         head = tasks.matrix(job.head) if job.head.format is not None else None
         self.frozen_head = None if head is None else head.whole(job.head.k).to(job.device)
@@ -165,11 +165,11 @@ class _Model:
         inside = {name: value for name, value in values.items() if name.startswith(part.prefix)}
         return part.differentiated(inside, hidden=hidden)
 
-    def _block(self, index: int) -> Part:
+    def _block(self, index: int) -> PartialModel:
         """A block whose weights stand for their codes; kept where there is memory for all of them."""
         if index in self.blocks:
             return self.blocks[index]
-        part = Part(self.job.config, self.job.family, index, self.job.device)
+        part = PartialModel(self.job.config, self.job.family, index, self.job.device)
         tensors = self.tasks.written(part.prefix)
         packed = [linear for linear in self.linears if linear.name.startswith(part.prefix)]
         trainable.freeze(part, packed, tensors)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ptq.errors import refused
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import residual
-from ptq.hf.blocks import UNRUN, Part
+from ptq.hf.blocks import UNRUN, PartialModel
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, guard, stored_signs
 from ptq.models.family import Family
@@ -106,8 +106,8 @@ class Job:
             self.row_scales[linear.name] = balance.row_scale(self.tensor(linear.source).to(self.device))
         return self.row_scales[linear.name]
 
-    def original_block(self, index: int, as_stored: bool = False) -> Part:
-        """A decoder block with the source's weights, in float32 or `as_stored`: see `Part.load`."""
+    def original_block(self, index: int, as_stored: bool = False) -> PartialModel:
+        """A decoder block with the source's weights, in float32 or `as_stored`: see `PartialModel.load`."""
         part = self._part(index)
         unused = set(self.plan.unused)
         for name in self.checkpoint.tensors:
@@ -115,7 +115,7 @@ class Job:
                 part.load({name: self.tensor(name)}, as_stored)
         return part
 
-    def rotate_block(self, index: int, part: Part) -> None:
+    def rotate_block(self, index: int, part: PartialModel) -> None:
         """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
         for linear in self.plan.block(index):
             if not linear.rewritten and not linear.acts_online:
@@ -126,7 +126,7 @@ class Job:
                 part.load({f"{linear.name}.bias": bias})
         part.load(dict(self.norms_and_kept(part.prefix)))
 
-    def rotate_weight(self, linear: LinearPlan, part: Part) -> None:
+    def rotate_weight(self, linear: LinearPlan, part: PartialModel) -> None:
         """Rewrite the weight of a linear that a part holds."""
         gain = self._gain(linear)
         weight = self._rewrite(linear, part.take(f"{linear.name}.weight"), gain, torch.float32)
@@ -136,7 +136,7 @@ class Job:
             part.load({f"{linear.name}.weight": guard(), **self.sign_tensors(linear)})
         part.load({linear.dense_weight: weight})
 
-    def quantize_inputs(self, index: int, part: Part) -> None:
+    def quantize_inputs(self, index: int, part: PartialModel) -> None:
         """Quantise what a rewritten block is fed when it runs: the inputs of its linears, and its keys and values. It
         is no longer equal to the original then; Hessians are taken of what it sees now."""
         for linear in self.plan.block(index):
@@ -144,7 +144,7 @@ class Job:
                 part.quantize_input(linear.name, linear.activation)
         part.quantize_cache(self.plan.cache)
 
-    def packed_block(self, index: int, tensors: dict[str, Tensor]) -> Part:
+    def packed_block(self, index: int, tensors: dict[str, Tensor]) -> PartialModel:
         """A decoder block as it is written and runs, from its written tensors."""
         part = self._part(index)
         part.pack({linear.name: config_entry(linear) for linear in self.plan.block(index) if linear.format is not None})
@@ -264,7 +264,7 @@ class Job:
         assert vector is not None
         return dict.fromkeys(residual.tensors(self.family), stored_signs(vector))
 
-    def _ends(self, model: Model) -> Part:
+    def _ends(self, model: Model) -> PartialModel:
         """A part without a block, for the embedding and the head of a model."""
         part = self._part(None)
         if model != "original" and self.plan.online_residual is not None:
@@ -273,8 +273,8 @@ class Job:
             part.load(self.residual_signs())
         return part
 
-    def _part(self, index: int | None) -> Part:
-        return Part(self.config, self.family, index, self.device)
+    def _part(self, index: int | None) -> PartialModel:
+        return PartialModel(self.config, self.family, index, self.device)
 
     def _float32(self, name: str) -> Tensor:
         return self.tensor(name).float().to(self.device)

@@ -60,7 +60,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class _Block:
+class _Cost:
     """What a step of the calibration takes; operations are those of one block."""
 
     passes: float = 0.0
@@ -71,8 +71,8 @@ class _Block:
     """Bytes, beside those of the steps before."""
     disk: int = 0
 
-    def __add__(self, other: "_Block") -> "_Block":
-        return _Block(
+    def __add__(self, other: "_Cost") -> "_Cost":
+        return _Cost(
             self.passes + other.passes,
             self.others + other.others,
             self.memory + other.memory,
@@ -96,7 +96,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     assert length is not None
     block = largest_block(plan)
     largest = max((4 if linear.role == "layer_embedding" else 6) * linear.n * linear.k for linear in plan.linears)
-    needs = _Block(memory=max(4 * _weights(block) + 12 * max(x.n * x.k for x in block), largest))
+    needs = _Cost(memory=max(4 * _weights(block) + 12 * max(x.n * x.k for x in block), largest))
     seconds = BASE_SECONDS + _weights(plan.linears) / (STREAM_RATE * torch.get_num_threads())
     if needs_text(plan, recipe):
         found = _calibrating(block, shape, recipe, length)
@@ -106,7 +106,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
         seconds += plan.blocks * (found.passes / (_matmul_rate(bfloat16) if bfloat16 else rate) + found.others / rate)
         needs += found
     if needs_text(plan, recipe) or recipe.calibration is not None:
-        needs += _Block(memory=_mixing(block, shape, length))
+        needs += _Cost(memory=_mixing(block, shape, length))
     packed = sum(_packed_bytes(linear, sizes) for linear in plan.linears)
     work = needs.disk + MARK_BYTES * len(plan.linears)
     made = Estimate(seconds, BASE_MEMORY + needs.memory, work, packed, _plain_ends(plan, sizes))
@@ -117,11 +117,11 @@ def _weights(linears: Iterable[LinearPlan]) -> int:
     return sum(linear.n * linear.k for linear in linears)
 
 
-def _calibrating(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Block:
+def _calibrating(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Cost:
     """The calibration rows go through a block; the clips of its inputs are searched. On disk are the rows in front of a
     block and behind it."""
     tokens = recipe.samples * length
-    return _Block(
+    return _Cost(
         passes=2 * tokens * _active(block, shape),
         others=_clip_search(block, shape, tokens, length),
         memory=4 * max(length, CHUNK_TOKENS) * (3 * shape.state + 4 * max(mlp_widths(shape).values())),
@@ -129,7 +129,7 @@ def _calibrating(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, len
     )
 
 
-def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Block:
+def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Cost:
     """Hessians are summed, and weights rounded with them. On disk is every Hessian, and the parts that it is the sum
     of."""
     tokens = recipe.samples * length
@@ -137,12 +137,12 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
     hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
     square = sum(share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
     solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
-    found = _Block(passes=tokens * (2 * _active(block, shape) + square), others=2.0 * solve)
+    found = _Cost(passes=tokens * (2 * _active(block, shape) + square), others=2.0 * solve)
     crossed = {x.statistics: x.k for x in block if x.statistics and x.expert is None and recipe.gptaq_alpha}
     if crossed:  # the rows of another model, its products, and the cross moments of both
         squares = sum(k**2 for k in crossed.values())
         hessians += 4 * squares
-        found += _Block(
+        found += _Cost(
             passes=tokens * (4 * _active(block, shape) + 2 * squares),
             others=6.0 * sum(x.n * x.k**2 for x in block if x.expert is None),
             memory=4 * max(length, CHUNK_TOKENS) * sum(crossed.values()) + 4 * max(x.n * x.k for x in block),
@@ -151,7 +151,7 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
     # Beside the block and its Hessians: H, and of experts the sum of all.
     solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
     parts = 1 + max(1, min(MAX_PARTS, tokens // (max(length, CHUNK_TOKENS) * PART_CHUNKS)))
-    return found + _Block(memory=max(hessians, solver), disk=parts * hessians)
+    return found + _Cost(memory=max(hessians, solver), disk=parts * hessians)
 
 
 def _active(block: list[LinearPlan], shape: ModelShape) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptq.errors import InputError, RunError, refused
 from ptq.files import work_files
-from ptq.hf.blocks import UNRUN, Part
+from ptq.hf.blocks import UNRUN, PartialModel
 from ptq.hf.routing import Routes, recorded, replayed
 from ptq.pipeline import rewrite
 from ptq.pipeline.ends import Matrix, plain_matrix
@@ -46,7 +46,7 @@ class Probe:
         work_files.write_tensors(self._file(0), {**states, "ids": ids})
 
     def run_original(
-        self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
+        self, index: int, part: PartialModel, state: Float[Tensor, "rows t k"] | None, routes: Routes
     ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, MeasuredInput]]:
         """The same as `run`, of the original: where that does not run or gives no numbers, its settings and weights
         are to blame. Raises InputError."""
@@ -60,7 +60,7 @@ class Probe:
         return left, seen
 
     def run(
-        self, index: int, part: Part, state: Float[Tensor, "rows t k"] | None, routes: Routes
+        self, index: int, part: PartialModel, state: Float[Tensor, "rows t k"] | None, routes: Routes
     ) -> tuple[Float[Tensor, "rows t left"] | None, dict[str, MeasuredInput]]:
         """What leaves a block, and the inputs of the linears inside; None and nothing where there is no probe. The
         first model that runs leaves its `routes`, the second one takes them."""
@@ -123,7 +123,7 @@ class Probe:
         return self.work / "probe" / f"{index}.safetensors"
 
 
-def row_by_row(part: Part, state: Float[Tensor, "rows t k"]) -> Float[Tensor, "rows t left"]:
+def row_by_row(part: PartialModel, state: Float[Tensor, "rows t k"]) -> Float[Tensor, "rows t left"]:
     """One row at a time, as the proof of the written checkpoint does: in a larger batch the last bit of a product may
     differ."""
     return torch.cat([part.run(row) for row in state.split(1)])

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.ops import memory
 from ptq.ops.matmul import product
 from ptq.pipeline.job import Job
@@ -26,7 +26,7 @@ def crossed_inputs(job: Job, index: int) -> list[str]:
 
 
 def round_with_hessian(
-    job: Job, hessians: Hessians, linear: LinearPlan, part: Part, key: str, codebook: Codebook
+    job: Job, hessians: Hessians, linear: LinearPlan, part: PartialModel, key: str, codebook: Codebook
 ) -> Rounded:
     """A weight rounded with the Hessian of its input; to nearest, where no token of the text says what that is."""
     memory.give_back()
@@ -41,14 +41,14 @@ def round_with_hessian(
     return replace(rounded, **found)
 
 
-def _drift(job: Job, hessians: Hessians, linear: LinearPlan, part: Part, key: str) -> Float32[Tensor, "n k"]:
+def _drift(job: Job, hessians: Hessians, linear: LinearPlan, part: PartialModel, key: str) -> Float32[Tensor, "n k"]:
     """alpha W C, with the cross moments C of the input."""
     assert linear.statistics is not None, linear.name
     weight = weight_or_rewritten(job, linear, part.parameter(linear.dense_weight))
     return product(weight, hessians.cross(key, linear.statistics)).mul_(job.recipe.gptaq_alpha)
 
 
-def take_weight(job: Job, linear: LinearPlan, part: Part) -> Float[Tensor, "n k"]:
+def take_weight(job: Job, linear: LinearPlan, part: PartialModel) -> Float[Tensor, "n k"]:
     """The rewritten weight of a linear, which the block then does not hold any more."""
     return weight_or_rewritten(job, linear, part.take(linear.dense_weight))
 

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.hf.routing import Routes
 from ptq.ops import matmul, memory
 from ptq.pipeline import finetune_blocks, finetune_full, solve
@@ -94,7 +94,7 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
         probe.write(index, {"original": original, "rotated": rotated, "packed": packed}, before, after)
 
 
-def _round(tasks: Tasks, index: int, part: Part, calibrated: bool, progress: Progress) -> None:
+def _round(tasks: Tasks, index: int, part: PartialModel, calibrated: bool, progress: Progress) -> None:
     """Round the linears of a rotated block, each with what its rounding asks for."""
     job, weights = tasks.job, _weights(tasks, index)
     if solve.crossed_inputs(job, index) and index + 1 < job.plan.blocks:
@@ -110,17 +110,17 @@ def _round(tasks: Tasks, index: int, part: Part, calibrated: bool, progress: Pro
     tasks.round(list(job.plan.block(index)), part, progress, str(index))
 
 
-def observe(tasks: Tasks, index: int, part: Part, progress: Progress) -> None:
+def observe(tasks: Tasks, index: int, part: PartialModel, progress: Progress) -> None:
     """Take the Hessians of a block whose linears are all rounded together."""
     job, block = tasks.job, tuple(tasks.job.plan.block(index))
     names = dict.fromkeys(linear.statistics for linear in block if linear.statistics)
-    if not names or tasks.hessians.there(str(index)):
+    if not names or tasks.hessians.exists(str(index)):
         return
     if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
         part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
     with job.calibration():
         crossed = solve.crossed_inputs(job, index)
-        tasks.hessians.take(str(index), part, names, tasks.hidden, index, tasks.teacher, crossed)
+        tasks.hessians.collect(str(index), part, names, tasks.hidden, index, tasks.teacher, crossed)
     for note in unseen(tasks.hessians, job.plan, index):
         progress.say(note)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptq.errors import in_folder
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import residual
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.hf.meta_model import check_whole, transformers_config
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.models.families import family_of
@@ -70,7 +70,7 @@ class Streamed:
 
     def run(self, index: int, state: Float[Tensor, "rows t w"]) -> Float[Tensor, "rows t left"]:
         """The state that leaves a block."""
-        part = Part(self.config, self.family, index, self.device)
+        part = PartialModel(self.config, self.family, index, self.device)
         if self.packed is not None:
             part.pack(self.packed.entries())
             part.quantize_cache(self.packed.cache())
@@ -84,15 +84,15 @@ class Streamed:
         last = self._read(name for name in ends.last(self.family) if name in self.checkpoint.tensors)
         return ends.logits(self._ends(), self._matrix(head), last, state)
 
-    def _ends(self) -> Part:
+    def _ends(self) -> PartialModel:
         """A part without a block, for the embedding and the head."""
-        part = Part(self.config, self.family, None, self.device)
+        part = PartialModel(self.config, self.family, None, self.device)
         if self.packed is not None and (turned := self.packed.residual()) is not None:
             residual.install(part.model, turned)
             part.load(self._read(residual.tensors(self.family)))
         return part
 
-    def _rows(self, part: Part, name: str, used: Int64[Tensor, " u"]) -> Float[Tensor, "u k"]:
+    def _rows(self, part: PartialModel, name: str, used: Int64[Tensor, " u"]) -> Float[Tensor, "u k"]:
         """Some rows of an embedding."""
         module = part.module(self.family.module_name(name))
         assert isinstance(module, nn.Embedding)

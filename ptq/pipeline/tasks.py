@@ -27,7 +27,7 @@ from torch import Tensor
 from ptq.engine import ALONE, Workers
 from ptq.files import work_files
 from ptq.files.shards import Shards, write_json
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import guard
 from ptq.pipeline import solve
@@ -80,7 +80,7 @@ class Tasks:
         """The file that says that `linear` is done."""
         return self.work / "linears" / f"{linear.name}.json"
 
-    def round(self, linears: Sequence[LinearPlan], part: Part | None, progress: Progress, key: str) -> None:
+    def round(self, linears: Sequence[LinearPlan], part: PartialModel | None, progress: Progress, key: str) -> None:
         """Round linears of a block, shared out among the processes by what they cost. `key`: the file of their
         Hessians (`ptq.statistics.hessian`)."""
         solver = 1 if self.job.recipe.rounding == "nearest" else 2
@@ -91,7 +91,7 @@ class Tasks:
                     self.linear(linear, part, key)
         self.workers.wait()
 
-    def linear(self, linear: LinearPlan, part: Part | None, key: str) -> None:
+    def linear(self, linear: LinearPlan, part: PartialModel | None, key: str) -> None:
         """Round and pack one linear of the rewritten block `part` with the Hessians `key`, or write one that is not
         quantised."""
         if self.mark(linear).exists():
@@ -115,7 +115,7 @@ class Tasks:
         """A weight that is not quantised: from float64 to the source's dtype in one step."""
         return self.job.rewritten(linear, self.job.checkpoint.tensors[linear.source].dtype)
 
-    def _pack(self, linear: LinearPlan, part: Part | None, key: str) -> tuple[Tensors, dict[str, object]]:
+    def _pack(self, linear: LinearPlan, part: PartialModel | None, key: str) -> tuple[Tensors, dict[str, object]]:
         """The stored parts of a weight, and the statistics of its rounding."""
         format, recipe = linear.format, self.job.recipe
         assert format is not None
@@ -171,7 +171,7 @@ class Tasks:
             size = min(size, len(rows) // HELD_OUT)  # one chunk of so many is held out
         return rows.split(max(1, size))
 
-    def packed_block(self, index: int) -> Part:
+    def packed_block(self, index: int) -> PartialModel:
         """A block as it is written and runs."""
         job = self.job_with_choices(self.job.plan.block(index))
         return job.packed_block(index, self.written(f"{self.job.plan.layers}.{index}."))

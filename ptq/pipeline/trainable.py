@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import Online, config_entry, online_of
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, frozen, loaded_signs, stored_signs
 from ptq.ops import activations, hadamard, matmul
@@ -42,7 +42,7 @@ class Trained:
 
 class TunedLinear(nn.Module):
     """A `QuantLinear` in training: its codes stand still, as the weight that they stand for; sign vectors and bias,
-    which `Part.differentiated` puts in their places, have gradients. The rounding of its input, if any, has the
+    which `PartialModel.differentiated` puts in their places, have gradients. The rounding of its input, if any, has the
     gradient of the identity."""
 
     def __init__(self, weight: Float[Tensor, "n k"], online: Online, bias: bool) -> None:
@@ -67,7 +67,7 @@ class TunedLinear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-def freeze(part: Part, linears: Iterable[LinearPlan], tensors: Values) -> None:
+def freeze(part: PartialModel, linears: Iterable[LinearPlan], tensors: Values) -> None:
     """Put the written weights of linears, which are among `tensors`, into a part, for training around them."""
     for linear in linears:
         assert linear.format is not None, linear.name

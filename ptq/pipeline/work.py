@@ -96,7 +96,7 @@ def open_work(folder: Path, record: Record, restart: bool, partial: Path) -> Non
         folder.mkdir(parents=True, exist_ok=True)
         write_json(path, record.as_dict())
         return
-    found = compare(record, read_record(path))
+    found = differences(record.as_dict(), read_record(path))
     if found:
         raise InputError(
             f"{folder}: holds unfinished work of another run ({'; '.join(found)}); "
@@ -170,7 +170,7 @@ def remove_finished_work(folder: Path, record: Record) -> None:
     """Remove the work folder of a run that was killed after its result was in place."""
     path = folder / UNFINISHED
     empty = folder.is_dir() and not any(folder.iterdir())
-    if empty or path.is_file() and not compare(record, read_record(path)):
+    if empty or path.is_file() and not differences(record.as_dict(), read_record(path)):
         remove_work(folder)
 
 
@@ -190,13 +190,8 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def compare(new: Record, stored: dict[str, Any]) -> list[str]:
-    """What differs between a run and a stored record, one sentence part each; empty where they are the same run."""
-    return differences(new.as_dict(), stored)
-
-
 def differences(mine: dict[str, Any], stored: dict[str, Any]) -> list[str]:
-    """`compare`, of two records."""
+    """What differs between two records of runs, one sentence part each; empty where they are the same run."""
     if mine["fingerprint"] == stored.get("fingerprint"):
         return []
     theirs = stored["recipe"]

@@ -19,7 +19,7 @@ from ptq.hf.packed_config import PtqConfig
 from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, guard
 from ptq.models.model_shape import UNREAD
 from ptq.pipeline.job import Job
-from ptq.pipeline.work import RECORD, Record, compare, read_record
+from ptq.pipeline.work import RECORD, Record, differences, read_record
 
 MAX_SHARD_BYTES = 50_000_000_000
 """The default of transformers' `save_pretrained`: saving a loaded checkpoint of one file gives the same file; several
@@ -68,10 +68,12 @@ def is_finished(out: Path, record: Record) -> bool:
     if not path.is_file():
         return False
     stored = read_record(path)
-    differences = compare(record, stored) or ["put into the order of the kernels since"] * ("prepacked" in stored)
-    if differences:
+    changes = differences(record.as_dict(), stored)
+    if not changes and "prepacked" in stored:
+        changes = ["put into the order of the kernels since"]
+    if changes:
         raise InputError(
-            f"{out}: holds the result of another run ({'; '.join(differences)}); nothing in it was touched. Name "
+            f"{out}: holds the result of another run ({'; '.join(changes)}); nothing in it was touched. Name "
             "another folder or remove it"
         )
     Checkpoint.open(out)

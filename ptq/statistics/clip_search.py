@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ptq.engine import Workers
 from ptq.files import work_files
 from ptq.files.shards import write_json
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import QuantLinear
 from ptq.ops import activations, matmul
 from ptq.ops.activations import Activation
@@ -90,7 +90,7 @@ class Clips:
     def __init__(self, folder: Path, workers: Workers) -> None:
         self.folder, self.workers = folder, workers
 
-    def search(self, part: Part, plan: Plan, hidden: Chunks, index: int) -> list[str]:
+    def search(self, part: PartialModel, plan: Plan, hidden: Chunks, index: int) -> list[str]:
         """Search those of a rewritten block whose inputs are quantised with the default clips; all processes share the
         inputs. From then on they are quantised with what was found. Sentences for the user."""
         inputs = inputs_of(plan, index)
@@ -138,7 +138,7 @@ def is_searched(plan: Plan) -> bool:
 
 
 def measure(
-    part: Part, inputs: Sequence[SearchedInput], chunks: Iterable[Float[Tensor, "batch t k"]], most: int
+    part: PartialModel, inputs: Sequence[SearchedInput], chunks: Iterable[Float[Tensor, "batch t k"]], most: int
 ) -> Mapping[str, Errors]:
     """Run a block on hidden states and measure inputs of it, at most so many tokens of each in a chunk, evenly spread
     (and one for each expert). The sums are taken in the order of the chunks."""
@@ -152,7 +152,9 @@ def measure(
     return found
 
 
-def _watch(part: Part, readers: Sequence[LinearPlan], most: int, found: Errors) -> torch.utils.hooks.RemovableHandle:
+def _watch(
+    part: PartialModel, readers: Sequence[LinearPlan], most: int, found: Errors
+) -> torch.utils.hooks.RemovableHandle:
     first = readers[0]
     module = part.module(first.name)
     assert isinstance(module, QuantLinear) and first.activation is not None, first.name

@@ -12,7 +12,7 @@ from torch import Tensor
 from ptq.engine import Workers
 from ptq.files import work_files
 from ptq.files.work_files import Stored
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.ops import gram, matmul, memory
 from ptq.planning.outline import alike
 from ptq.planning.plan import LinearPlan, Plan
@@ -39,10 +39,10 @@ class Hessians:
         self._pool: tuple[str, Tensor, int] | None = None
         self._opened: tuple[str, Stored] | None = None
 
-    def take(
+    def collect(
         self,
         key: str,
-        part: Part,
+        part: PartialModel,
         names: Iterable[str],
         hidden: Chunks,
         index: int,
@@ -52,7 +52,7 @@ class Hessians:
         """Sum the Hessians of the named inputs of a rewritten block, as its weights will see them, into the file `key`;
         all processes share the work. Of inputs that are `crossed` also the cross moments with those that come of the
         chunks that are `exact` (`ptq.statistics.inputs`)."""
-        if self.there(key):
+        if self.exists(key):
             return
         names, chunks, crossed = list(names), hidden.files(index), list(crossed)
         others = exact.files(index) if exact is not None and crossed else []
@@ -77,7 +77,7 @@ class Hessians:
                 file.unlink()
         self.workers.wait()
 
-    def there(self, key: str) -> bool:
+    def exists(self, key: str) -> bool:
         """Whether the file `key` is complete."""
         return self.workers.agree(self._file(key).exists())
 
@@ -140,7 +140,7 @@ class Hessians:
 
 
 def observe(
-    part: Part,
+    part: PartialModel,
     names: Iterable[str],
     chunks: Iterable[Float[Tensor, "batch t k"]],
     exact: Iterable[Float[Tensor, "batch t k"]] = (),

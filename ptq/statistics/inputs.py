@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import QuantLinear
 from ptq.ops import gram, matmul
 
@@ -26,7 +26,7 @@ class _Seen(Exception):
 
 
 def run_until_seen(
-    part: Part, names: Iterable[str], state: Float[Tensor, "batch t k"], see: Callable[[str, Tensor], None]
+    part: PartialModel, names: Iterable[str], state: Float[Tensor, "batch t k"], see: Callable[[str, Tensor], None]
 ) -> None:
     """Run a block until each of the named linears has had its input. `see` is given name and input [t, k]: where a
     linear transforms it, or quantises it, as its weight sees it."""
@@ -55,7 +55,7 @@ class CrossMoments:
     inputs in the other one. Both models must give a linear the same tokens, so it is not for experts.
     """
 
-    def __init__(self, part: Part, names: Iterable[str]) -> None:
+    def __init__(self, part: PartialModel, names: Iterable[str]) -> None:
         self.part, self.names = part, sorted(names)
         widths = {name: int(part.module(name).in_features) for name in self.names}  # pyright: ignore[reportArgumentType]
         self.sums: dict[str, Float32[Tensor, "k k"]] = {

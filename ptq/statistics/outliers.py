@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Float32, Float64, Int
 from torch import Tensor, nn
 
-from ptq.hf.blocks import Part
+from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import QuantLinear
 from ptq.ops import activations
 from ptq.ops.activations import Activation
@@ -101,7 +101,7 @@ def _measure(x: Float32[Tensor, "t k"], activation: Activation | None) -> Measur
 
 @contextmanager
 def watching(
-    part: Part, names: Mapping[str, Iterable[str]], activation: Activation | None = None
+    part: PartialModel, names: Mapping[str, Iterable[str]], activation: Activation | None = None
 ) -> Iterator[dict[str, MeasuredInput]]:
     """Measure the inputs of linears of a block in every forward pass inside the `with`: those that a name stands for,
     together.
