@@ -99,6 +99,10 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], None], str]] = {
     "tokenizer that is no JSON": (
         lambda folder: (folder / "tokenizer.json").write_text('{"broken"'), "tokenizer.json: not valid JSON"
     ),
+    "tokenizer settings that are a list": (
+        lambda folder: (folder / "tokenizer_config.json").write_text("[]"),
+        "tokenizer_config.json: expected an object, found '[]'",
+    ),
     "contradicting shape": (edit_tensors(lambda t: t.update({NAME: torch.ones(24, 8)})), "has shape [24, 8], but"),
     "a norm of another shape": (
         edit_tensors(lambda t: t.update({"model.norm.weight": torch.ones(1)})), "'model.norm.weight' has shape [1], but"

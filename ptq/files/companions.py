@@ -9,6 +9,8 @@ from ptq.files.shards import write_bytes
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """Files of which a model with a tokenizer has one at least."""
+OBJECTS = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+"""Files whose JSON is an object."""
 TEMPLATES = "additional_chat_templates/*.jinja"
 """Chat templates with names of their own, such as those for tools: in a folder, as transformers saves them."""
 HUB_FILES = "blobs"
@@ -39,9 +41,11 @@ def check(folder: Path) -> None:
             )
         if name.endswith(".json"):
             try:
-                json.loads((folder / name).read_bytes())
+                content = json.loads((folder / name).read_bytes())
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{folder / name}: not valid JSON ({error}); fetch the file again") from None
+            if name in OBJECTS and not isinstance(content, dict):
+                raise InputError(f"{folder / name}: expected an object, found {str(content)[:80]!r}; fetch it again")
 
 
 def has_tokenizer(folder: Path) -> bool:
