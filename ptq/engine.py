@@ -59,14 +59,14 @@ class Workers:
         return box[0]
 
     def first_finds(self, find: Callable[[], T]) -> T:
-        """What `find` gives the first process, for all of them; it alone calls it. An InputError is all theirs, too."""
-        found: T | InputError | None = None
+        """What `find` gives the first process, for all of them; it alone calls it. Its errors are all theirs, too."""
+        found: T | InputError | RunError | None = None
         if self.first:
             try:
                 found = find()
-            except InputError as error:
+            except (InputError, RunError) as error:
                 found = error
-        if isinstance(found := self.agree(found), InputError):
+        if isinstance(found := self.agree(found), InputError | RunError):
             raise found
         return cast(T, found)
 

@@ -356,3 +356,16 @@ def test_a_rotated_checkpoint_needs_no_package(tmp_path: Path) -> None:
         command = [sys.executable, "-c", code, str(model), str(out)]
         lines = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
         assert close(*(torch.tensor(json.loads(line)) for line in reversed(lines)), 1e-5)
+
+
+def test_saved_under_the_names_of_the_model(tmp_path: Path) -> None:
+    """`block_sparse_moe.experts.0.w1` in files is `mlp.experts.0.w1` in the model: both load, and are checked alike."""
+    model = save_model(tmp_path / "model", "mixtral")
+    assert quantize("fp6", model, tmp_path / "out").exit_code == 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(
+        tmp_path / "saved", save_original_format=False
+    )
+    assert any(".mlp.experts.0.w1." in name for name in load_file(tmp_path / "saved" / "model.safetensors"))
+    assert quantize("verify", tmp_path / "saved").exit_code == 0
+    shown = [quantize("inspect", tmp_path / name).stdout for name in ("out", "saved")]
+    assert shown[0].splitlines()[:4] == shown[1].splitlines()[:4]

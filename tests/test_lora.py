@@ -81,12 +81,18 @@ def test_what_needs_the_weight_is_refused(tmp_path: Path) -> None:
     assert torch.equal(logits(adapted), before)
 
 
-def test_whole_modules_beside_the_adapter(tmp_path: Path) -> None:
-    """A head that sees turned numbers would not fit the plain model that the adapter is merged into."""
-    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])
-    with pytest.raises(InputError, match=r"modules_to_save .*lm_head.* --offline"):
+@pytest.mark.parametrize(
+    "options",
+    [{"modules_to_save": ["norm"]}, {"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["embed_tokens"]},
+     {"trainable_token_indices": [3]}, {"task_type": "SEQ_CLS"}],
+    ids=str,
+)  # fmt: skip
+def test_what_is_trained_of_the_ends(options: Any, tmp_path: Path) -> None:
+    """It would not fit the plain model that an adapter is merged into, whose ends are turned."""
+    config = LoraConfig(**{"target_modules": ["q_proj"], **options})
+    with pytest.warns(UserWarning, match=r"fits this packed model alone.* --offline"):
         prepared(config, packed(tmp_path, "quarot"))
-    assert prepared(config, packed(tmp_path, "fp6")).modules_to_save == ["lm_head"]
+    prepared(config, packed(tmp_path, "fp6"))  # says nothing
 
 
 def test_experts(tmp_path: Path) -> None:

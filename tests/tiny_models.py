@@ -157,6 +157,7 @@ OWN: dict[str, dict[str, Any]] = {
         ),
     ),
     "ministral3": SCALED_QUERIES,
+    "axk2": dict(LATENT, mlp_layer_types=["dense", "sparse"], gated_norm_rank=12),
     "axk1": dict(LATENT, mlp_layer_types=["dense", "sparse"]),
     "bailing_hybrid": dict(
         TWO_MIXERS, num_key_value_heads=4, head_dim=8, mlp_layer_types=["dense", "sparse"], tie_word_embeddings=False,
@@ -181,8 +182,8 @@ ALIKE = {
     "dots1", "sarvam_moe", "solar_open", "mellum", "flex_olmo", "hunyuan_v1_moe", "lfm2_moe", "glm_moe_dsa", "afmoe",
     "ernie4_5_moe",
     "exaone", "arcee", "jais2", "starcoder2", "stablelm", "cohere2",
-    "axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v32", "diffllama", "glm4_moe_lite", "kimi_linear", "mistral4",
-    "olmo_hybrid", "sarvam_mla", "youtu", "minicpm3", "qwen3_5_moe_text",
+    "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v32", "diffllama", "glm4_moe_lite", "kimi_linear",
+    "mistral4", "olmo_hybrid", "sarvam_mla", "youtu", "minicpm3", "qwen3_5_moe_text",
     "ministral3", "seed_oss", "internlm3", "iquestcoder", "cwm", "helium", "hyperclovax", "exaone4", "vaultgemma",
     "nemotron_h", "falcon_h1", "jamba", "flint", "kolibri1",
     "gemma4_unified_text", "cohere2_moe", "cohere_compass_text", "minimax", "exaone_moe", "hy_v3", "phimoe",

@@ -56,10 +56,11 @@ def prepared(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
             "no gradient passes inputs of linears, or a KV cache, in few bits; quantise without --activation-bits and "
             f"--kv-bits (quip-sharp: --activation-bits 16), or {PLAIN}"
         )
-    if config.modules_to_save and quantizer is not None and quantizer.quantization_config.residual() is not None:
-        raise InputError(
-            f"modules_to_save {config.modules_to_save!r}: embedding, head and norm see turned numbers here, and plain "
-            f"ones where an adapter is merged; quantise with --offline, or {PLAIN}"
+    if quantizer is not None and quantizer.quantization_config.residual() is not None and _adapts_ends(config, model):
+        warnings.warn(
+            "ptq: what is trained of embedding, norm or head fits this packed model alone: both ends are turned in the "
+            "plain one that model.dequantize() makes, so do not merge it there; quantise with --offline for that",
+            stacklevel=2,
         )
     config = copy.copy(config)
     inside = {name for module in model.modules() if isinstance(module, Experts) for name in module.names}
@@ -73,6 +74,15 @@ def prepared(config: LoraConfig, model: PreTrainedModel) -> LoraConfig:
             )
     config._register_custom_module({QuantLinear: PackedLora})
     return config
+
+
+def _adapts_ends(config: LoraConfig, model: PreTrainedModel) -> bool:
+    """Whether more is trained than adapters between the ends of a model: modules, tokens, classes, or its ends."""
+    ends = [name for name, module in model.named_modules()
+            if module in (model.get_input_embeddings(), model.get_output_embeddings())]  # fmt: skip
+    more = config.modules_to_save or getattr(config, "trainable_token_indices", None)
+    classes = str(config.task_type).rpartition(".")[2] in ("SEQ_CLS", "TOKEN_CLS")
+    return bool(more) or classes or any(_means(config.target_modules, name) for name in ends)
 
 
 def _means(targets: Any, name: str) -> bool:

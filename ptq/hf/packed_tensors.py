@@ -10,7 +10,7 @@ from ptq.files.header import TensorInfo
 from ptq.layers.packed_weight import GUARD
 
 Naming = Callable[[str], str]
-"""What files call a tensor of a module."""
+"""The key, among what is stored, of a tensor of a module."""
 
 
 def check(modules: Mapping[str, nn.Module], stored: Mapping[str, TensorInfo], folder: Path, naming: Naming) -> None:

@@ -32,6 +32,12 @@ FORGET_GATE = tuple(
     (f"self_attn.{name}", f"self_attn.forget_gate.{name}")
     for name in ("f_a_proj", "f_b_proj", "f_proj", "dt_bias", "A_log")
 )
+
+
+def gated_norm(name: str) -> tuple[str, ...]:
+    return tuple(f"{name}.{part}.weight" for part in ("norm", "W_down", "W_up"))
+
+
 HEAD_GATES = ("self_attn.g_proj",)
 
 ROWS = (
@@ -149,6 +155,21 @@ ROWS = (
         rotate_residual=False,
         renamed=(("post_mlp_layernorm", "mlp.post_mlp_layernorm"),),
         experts=replace(SHARED_EXPERTS, kept=(*SHARED_EXPERTS.kept, "post_mlp_layernorm.weight")),
+    ),
+    Family(  # norms have gates of low rank, but those of MLPs without experts
+        "axk2",
+        attention_norm=None,
+        mlp_norm=None,
+        rotate_residual=False,
+        mixers=(
+            replace(
+                INDEXED_ATTENTION,
+                kept=(*INDEXED_ATTENTION.kept, *gated_norm("input_layernorm")),
+                optional=("post_attention_layernorm.weight", *gated_norm("post_attention_layernorm")),
+            ),
+        ),
+        renamed=(("W_down", "mlp.fc1"), ("W_up", "mlp.fc2"), ("self_attn.q_b_proj", "self_attn.q_gate_proj")),
+        experts=SHARED_EXPERTS,
     ),
     Family(
         "diffllama",

@@ -159,8 +159,8 @@ def _check_settings(config: Any, blocks: int) -> None:
     """Raise InputError for settings that no family is supported with, and for some that make no sense."""
     if getattr(config, "clip_qkv", None) is not None:
         raise InputError(f"config.json: clip_qkv {config.clip_qkv}: models that clip their values are not supported")
-    if getattr(config, "max_position_embeddings", None) is not None:
-        _size(config, "max_position_embeddings")
+    if isinstance(limit := getattr(config, "max_position_embeddings", None), int) and limit < 0:
+        raise InputError(f"config.json: max_position_embeddings must be a positive whole number, found {limit}")
     if not getattr(config, "do_layer_norm_before", True):
         raise InputError("config.json: do_layer_norm_before false: norms behind attention and MLP are not supported")
     if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:

@@ -67,8 +67,10 @@ def _summary(checkpoint: Checkpoint) -> Contents:
         return Contents((), checkpoint.nbytes, checkpoint.nbytes, report=report)
     modules = packed_modules(transformers_config(checkpoint), packed)
     stored: dict[str, int] = {}
+    family = family_of(checkpoint.config)
     for tensor, info in checkpoint.tensors.items():
-        stored[_packed_owner(tensor)] = stored.get(_packed_owner(tensor), 0) + info.nbytes
+        owner = _packed_owner(family.file_name(tensor))
+        stored[owner] = stored.get(owner, 0) + info.nbytes
     groups = []
     for name, scheme in packed.schemes.items():
         named = [linear for linear, used in packed.linears.items() if used == name]
@@ -93,9 +95,19 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     or hold others of the same linears."""
     packed = PtqConfig.of_checkpoint(checkpoint)
     assert packed is not None, checkpoint.folder
-    turned = residual.tensors(family_of(checkpoint.config)) if packed.residual() else ()
-    own = {name: info for name, info in checkpoint.tensors.items() if name not in turned}
-    packed_tensors.check(packed_modules(transformers_config(checkpoint), packed), own, checkpoint.folder, str)
+    family = family_of(checkpoint.config)
+    prefix, _, _ = family.layers.partition(".")
+
+    def inside(name: str) -> str:  # files may also have the model's names, and those of its base
+        return family.module_name(name.removeprefix(f"{prefix}."))
+
+    modules = packed_modules(transformers_config(checkpoint), packed)
+    stored = {inside(name): info for name, info in checkpoint.tensors.items()}
+    for name in residual.tensors(family) if packed.residual() else ():
+        stored.pop(inside(name), None)
+    if f"{family.embedding}.weight" not in checkpoint.tensors and inside(f"{family.head}.weight") not in stored:
+        modules.pop(family.head, None)  # AutoModel saved it, without the head
+    packed_tensors.check(modules, stored, checkpoint.folder, inside)
 
 
 def _packed_owner(tensor: str) -> str:
