@@ -26,7 +26,7 @@ from quip_sharp.plan import QuipSharpRecipe
 KINDS = {
     "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads", "exaone4": "heads",
     "apertus": "heads", "exaone_moe": "heads", "hy_v3": "heads", "kolibri1": "heads",
-    "glm4_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole", "flex_olmo": "whole",
+    "glm4_moe": "heads", "sarvam_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole", "flex_olmo": "whole",
     "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
@@ -123,7 +123,7 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
         return
     own = [module for module in plain.modules() if type(module).__name__.endswith("Attention")]
     kinds = [fast_attention.kind_of(module) for module in own]
-    in_part = family in ("phi3", "glm4_moe", "minimax_m2", "nemotron")
+    in_part = family in ("phi3", "glm4_moe", "sarvam_moe", "minimax_m2", "nemotron")
     assert kinds[0] == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part))
     fast = [kind for kind in kinds if kind is not None]
     if family == "cohere_compass_text":  # whose first block is given no positions
