@@ -26,8 +26,8 @@ from quip_sharp.plan import QuipSharpRecipe
 KINDS = {
     "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads", "exaone4": "heads",
     "apertus": "heads", "exaone_moe": "heads", "hy_v3": "heads", "kolibri1": "heads",
-    "glm4_moe": "heads", "sarvam_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole", "flex_olmo": "whole",
-    "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
+    "glm4_moe": "heads", "sarvam_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole",
+    "flex_olmo": "whole", "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
     "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2",
