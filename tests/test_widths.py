@@ -22,7 +22,7 @@ from ptq.layers.linear import QuantLinear
 from ptq.models.families import FAMILIES
 from ptq.models.model_shape import ModelShape
 from ptq.pipeline import pipeline
-from ptq.pipeline.work import Record, compare
+from ptq.pipeline.work import Record, differences
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
 from quarot.plan import QuarotRecipe, plan
@@ -133,12 +133,12 @@ def test_records_from_before_are_those_of_the_same_recipe() -> None:
     made = plan(SHAPE, FAMILIES["llama"], NEAREST, {})
     record = Record.of(NEAREST, made, "source", None)
     stored = json.loads(json.dumps(record.as_dict()))
-    assert "widths" not in stored["recipe"] and compare(record, stored) == []
+    assert "widths" not in stored["recipe"] and differences(record.as_dict(), stored) == []
     orders = [dataclasses.replace(NEAREST, widths=widths) for widths in (("a=8", "*=3"), ("*=3", "a=8"))]
     records = [Record.of(recipe, made, "source", None) for recipe in orders]
-    assert compare(records[0], stored) == ["widths: None -> ['a=8', '*=3']"]
-    assert compare(record, records[0].as_dict()) == ["widths: ['a=8', '*=3'] -> None"]
-    assert compare(records[1], records[0].as_dict()) == ["widths: ['a=8', '*=3'] -> ['*=3', 'a=8']"]
+    assert differences(records[0].as_dict(), stored) == ["widths: None -> ['a=8', '*=3']"]
+    assert differences(record.as_dict(), records[0].as_dict()) == ["widths: ['a=8', '*=3'] -> None"]
+    assert differences(records[1].as_dict(), records[0].as_dict()) == ["widths: ['a=8', '*=3'] -> ['*=3', 'a=8']"]
 
 
 def test_a_changed_width_is_refused(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

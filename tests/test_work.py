@@ -15,7 +15,7 @@ from ptq.pipeline.work import (
     Record,
     _from_hex,
     _to_hex,
-    compare,
+    differences,
     open_work,
     read_record,
     remove_finished_work,
@@ -50,7 +50,7 @@ def test_the_signs_of_a_record_are_those_that_were_drawn() -> None:
 
 
 def test_a_record_survives_json() -> None:
-    assert compare(RECORD, json.loads(json.dumps(RECORD.as_dict()))) == []
+    assert differences(RECORD.as_dict(), json.loads(json.dumps(RECORD.as_dict()))) == []
 
 
 def test_every_part_of_a_record_is_in_the_fingerprint() -> None:
@@ -72,7 +72,7 @@ def test_every_part_of_a_record_is_in_the_fingerprint() -> None:
     ],
 )
 def test_differences_are_named(change: dict[str, object], difference: list[str]) -> None:
-    assert compare(RECORD, dataclasses.replace(RECORD, **change).as_dict()) == difference  # type: ignore[arg-type]
+    assert differences(RECORD.as_dict(), dataclasses.replace(RECORD, **change).as_dict()) == difference  # type: ignore[arg-type]
 
 
 def test_a_work_folder_is_made_and_continued(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_work_folder_is_made_and_continued(tmp_path: Path) -> None:
 def test_a_record_that_was_half_written_is_no_obstacle(tmp_path: Path) -> None:
     (tmp_path / f"{UNFINISHED}.12345678.tmp").write_text("{")
     open_work(tmp_path, RECORD, restart=False, partial=tmp_path / "none")
-    assert compare(RECORD, read_record(tmp_path / UNFINISHED)) == []
+    assert differences(RECORD.as_dict(), read_record(tmp_path / UNFINISHED)) == []
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -111,7 +111,7 @@ def test_a_damaged_record(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ptq.InputError, match="not a record of a ptq run.*; pass --restart, or name another folder"):
         open_work(tmp_path, RECORD, restart=False, partial=tmp_path / "none")
     open_work(tmp_path, RECORD, restart=True, partial=tmp_path / "none")
-    assert compare(RECORD, read_record(tmp_path / UNFINISHED)) == []
+    assert differences(RECORD.as_dict(), read_record(tmp_path / UNFINISHED)) == []
 
 
 @pytest.mark.parametrize("content", ['{"my": "notes"}', '{"recipe": {"flour": 3}}', None])
