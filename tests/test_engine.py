@@ -157,6 +157,25 @@ def test_restart_throws_work_away_once(model: Path, tmp_path: Path, monkeypatch:
     assert seen == [True, False]
 
 
+def test_what_the_first_process_finds_is_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    first, second = Workers(0, 2), Workers(1, 2)
+
+    def agree(self: Workers, value: Any) -> Any:
+        said.extend([value] if self.first else [])
+        return said[-1]
+
+    monkeypatch.setattr(Workers, "agree", agree)
+    assert first.first_finds(lambda: "here") == second.first_finds(lambda: pytest.fail("looked, too")) == "here"
+
+    def refuse() -> None:
+        raise InputError("damaged")
+
+    for each in (first, second):
+        with pytest.raises(InputError, match="damaged"):
+            each.first_finds(refuse if each.first else (lambda: pytest.fail("looked, too")))
+
+
 def test_every_item_is_shared_once_and_evenly() -> None:
     costs = {"a": 9.0, "b": 5.0, "c": 4.0, "d": 1.0, "e": 1.0}
     for count in (1, 2, 3, 7):

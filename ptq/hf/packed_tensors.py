@@ -8,9 +8,16 @@ from torch import nn
 from ptq.errors import InputError
 from ptq.files.header import TensorInfo
 from ptq.layers.packed_weight import GUARD
+from ptq.models.family import Family
 
 Naming = Callable[[str], str]
 """The key, among what is stored, of a tensor of a module."""
+
+
+def inside(name: str, family: Family, prefix: str) -> str:
+    """What the base of a model, which is called `prefix` in it, calls a tensor of the model's files, which may also
+    have the name that it has in the model."""
+    return family.module_name(name.removeprefix(f"{prefix}."))
 
 
 def check(modules: Mapping[str, nn.Module], stored: Mapping[str, TensorInfo], folder: Path, naming: Naming) -> None:

@@ -211,8 +211,7 @@ def _leave_plain_steps(model: PreTrainedModel) -> None:
 
 
 def _inside(name: str, model: PreTrainedModel) -> str:
-    """What a model's base calls a tensor of its files, which may also have the name that it has in the model."""
-    return family_or_default(model.config).module_name(name.removeprefix(f"{model.base_model_prefix}."))
+    return packed_tensors.inside(name, family_or_default(model.config), model.base_model_prefix)
 
 
 def stored_in(files: Iterable[Path], model: PreTrainedModel) -> dict[str, TensorInfo]:

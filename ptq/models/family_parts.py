@@ -37,6 +37,7 @@ FULL_QUERIES = Mixer(
 )
 """MLA with queries from one full matrix."""
 MLA = (LATENT_ATTENTION, FULL_QUERIES)
+HEAD_GATED_MLA = tuple(replace(mixer, gates=("self_attn.g_proj",)) for mixer in MLA)
 INDEXED_ATTENTION = replace(
     LATENT_ATTENTION,
     gates=("self_attn.indexer.wk", "self_attn.indexer.weights_proj"),
@@ -55,7 +56,15 @@ KIMI_DELTA = Mixer(
 )
 """Kimi Delta Attention: gated DeltaNet with a decay for every channel. Decays and gates are products of low rank."""
 FULL_KIMI_DELTA = replace(KIMI_DELTA, readers=("self_attn.f_proj", "self_attn.g_proj", *QKV), inside=())
+"""The same with matrices of full rank."""
+FORGET_GATE = tuple(
+    (f"self_attn.{name}", f"self_attn.forget_gate.{name}")
+    for name in ("f_a_proj", "f_b_proj", "f_proj", "dt_bias", "A_log")
+)
+"""What makes the decays, in files and in the model."""
 STACKED_CONVOLUTIONS = (("self_attn.conv1d.weight", tuple(f"self_attn.{part}_conv1d.weight" for part in "qkv")),)
+GATED_NORM_PARTS = ("norm.weight", "W_down.weight", "W_up.weight")
+"""Of a norm whose output is multiplied with a gate of low rank."""
 OWN_KEYS = ("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight")
 GEMMA_4_ATTENTION = (
     replace(GATED_ATTENTION, readers=("self_attn.v_proj", "self_attn.k_proj", "self_attn.q_proj")),

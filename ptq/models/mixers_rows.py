@@ -8,12 +8,15 @@ from ptq.models.family import ExpertNames, Family, LayerInputs, Mixer
 from ptq.models.family_parts import (
     DELTA_NET,
     FEED_FORWARD,
+    FORGET_GATE,
     FULL_KIMI_DELTA,
     FUSED_DELTA_NET,
     GATED_ATTENTION,
+    GATED_NORM_PARTS,
     GATED_SHARED_EXPERT,
     GEMMA_4,
     GRANITE_MOE,
+    HEAD_GATED_MLA,
     HEAD_NORMS,
     INDEXED_ATTENTION,
     KIMI_DELTA,
@@ -27,18 +30,6 @@ from ptq.models.family_parts import (
     SHARED_EXPERTS,
     STACKED_CONVOLUTIONS,
 )
-
-FORGET_GATE = tuple(
-    (f"self_attn.{name}", f"self_attn.forget_gate.{name}")
-    for name in ("f_a_proj", "f_b_proj", "f_proj", "dt_bias", "A_log")
-)
-
-
-def gated_norm(name: str) -> tuple[str, ...]:
-    return tuple(f"{name}.{part}.weight" for part in ("norm", "W_down", "W_up"))
-
-
-HEAD_GATES = ("self_attn.g_proj",)
 
 ROWS = (
     Family(
@@ -117,7 +108,7 @@ ROWS = (
     ),
     Family(
         "bailing_hybrid",
-        mixers=(FULL_KIMI_DELTA, *(replace(mixer, gates=HEAD_GATES) for mixer in MLA)),
+        mixers=(FULL_KIMI_DELTA, *HEAD_GATED_MLA),
         renamed=FORGET_GATE,
         published=(
             ("word_embeddings", "embed_tokens"),
@@ -164,8 +155,11 @@ ROWS = (
         mixers=(
             replace(
                 INDEXED_ATTENTION,
-                kept=(*INDEXED_ATTENTION.kept, *gated_norm("input_layernorm")),
-                optional=("post_attention_layernorm.weight", *gated_norm("post_attention_layernorm")),
+                kept=(*INDEXED_ATTENTION.kept, *(f"input_layernorm.{part}" for part in GATED_NORM_PARTS)),
+                optional=(
+                    "post_attention_layernorm.weight",
+                    *(f"post_attention_layernorm.{part}" for part in GATED_NORM_PARTS),
+                ),
             ),
         ),
         renamed=(("W_down", "mlp.fc1"), ("W_up", "mlp.fc2"), ("self_attn.q_b_proj", "self_attn.q_gate_proj")),

@@ -1,6 +1,7 @@
 """What is inside a checkpoint: formats, rotations and true sizes, read from its headers alone."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ptq.errors import InputError, in_folder
@@ -96,11 +97,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
     packed = PtqConfig.of_checkpoint(checkpoint)
     assert packed is not None, checkpoint.folder
     family = family_of(checkpoint.config)
-    prefix, _, _ = family.layers.partition(".")
-
-    def inside(name: str) -> str:  # files may also have the model's names, and those of its base
-        return family.module_name(name.removeprefix(f"{prefix}."))
-
+    inside = partial(packed_tensors.inside, family=family, prefix=family.layers.partition(".")[0])
     modules = packed_modules(transformers_config(checkpoint), packed)
     stored = {inside(name): info for name, info in checkpoint.tensors.items()}
     for name in residual.tensors(family) if packed.residual() else ():

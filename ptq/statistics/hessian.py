@@ -70,6 +70,7 @@ class Hessians:
                 work_files.write_tensors(files[number], panels)
                 del sums, panels
         self.workers.wait()
+        self._opened = None
         memory.give_back()
         if self.workers.first:
             work_files.write_tensors(self._file(key), merged(files))
