@@ -2,6 +2,7 @@
 
 python scripts/bench_generate.py demo            the demo model
 python scripts/bench_generate.py 1b              a random Llama of 1.1 B weights, made on the first run
+python scripts/bench_generate.py moe           8 blocks of Qwen3-30B-A3B, random: 128 experts, 8 for a token
 python scripts/bench_generate.py 1b --only W4A8 --only "bf16, oneDNN"      some rows
 python scripts/bench_generate.py 1b --context 4000     decoding behind a long prompt
 python scripts/bench_generate.py 1b --batch 16 --padded    sixteen rows at once, as many tokens of left padding in each
@@ -44,6 +45,12 @@ PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
 installs."""
 LLAMA_CPP = {f"llama.cpp, {name}": name for name in ("BF16", "Q8_0", "Q6_K", "Q4_K_M", "Q4_0", "Q2_K")}
 """Rows of another program, measured where they are named."""
+MADE = {
+    "1b": (FOLDER / "llama-1b", ["--blocks=22", "--positions=8192"]),
+    "moe": (FOLDER / "qwen3-moe", ["--blocks=8", "--positions=8192", "--experts=128", "--intermediate=768",
+                                   "--head-dim=128", "--kv-heads=4"]),
+}  # fmt: skip
+"""Random models by what they are called here: folder and options of scripts/random_model.py."""
 READ_BYTES = 1 << 30
 
 
@@ -212,7 +219,7 @@ def _line(process: subprocess.Popen) -> str:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Argument(help="demo, 1b, or a folder.")],
+    model: Annotated[str, typer.Argument(help="demo, 1b, moe, or a folder.")],
     context: Annotated[int, typer.Option(help="Tokens before those that are timed.")] = 32,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are timed.")] = 32,
     rounds: Annotated[int, typer.Option(help="Medians are taken over so many, after one to warm up.")] = 5,
@@ -222,11 +229,10 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A row to measure; all where none is named.")] = None,
 ) -> None:
     """One row per recipe, in Markdown. Rows are measured in turns and compared with the first."""
-    if model == "1b":
-        folder = FOLDER / "llama-1b"
+    if model in MADE:
+        folder, sizes = MADE[model]
         if not folder.exists():
             script = Path(__file__).with_name("random_model.py")
-            sizes = ["--blocks=22", "--positions=8192"]
             subprocess.run([sys.executable, script, folder, *sizes], check=True)
         model = str(folder)
     from bench_case import can_prepack

@@ -46,9 +46,18 @@ def made(model: Path, folder: Path, type_name: str) -> Path:
 
 
 def bytes_per_token(path: Path) -> int:
-    """Bytes of all weights but an embedding that is not the head, too."""
-    tensors = {tensor.name: tensor.n_bytes for tensor in gguf.GGUFReader(path).tensors}
-    return int(sum(tensors.values()) - (tensors["token_embd.weight"] if "output.weight" in tensors else 0))
+    """Bytes of all weights that a token reads: of its experts, and of the embedding only where it is the head, too."""
+    reader = gguf.GGUFReader(path)
+    tensors = {tensor.name: int(tensor.n_bytes) for tensor in reader.tensors}
+    if "output.weight" in tensors:
+        del tensors["token_embd.weight"]
+    total = sum(tensors.values())
+    experts = sum(nbytes for name, nbytes in tensors.items() if "_exps." in name)
+    if experts:
+        architecture = reader.fields["general.architecture"].contents()
+        used, count = (reader.fields[f"{architecture}.expert_{key}"].contents() for key in ("used_count", "count"))
+        total -= experts - experts * used // count
+    return total
 
 
 class Decoder:

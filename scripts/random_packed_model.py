@@ -92,9 +92,12 @@ def random_parts(form: Format, n: int, k: int, device: torch.device, size: float
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Of all weights that a decoded token reads: of the embedding only where it is the head, too."""
+    """Of all weights that a token reads: of its experts, and of the embedding only where it is the head, too."""
     embedding = () if model.config.tie_word_embeddings else model.get_input_embeddings().parameters()
-    return sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in embedding)
+    total = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in embedding)
+    if experts := sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name):
+        total -= experts - experts * model.config.num_experts_per_tok // model.config.num_experts
+    return total
 
 
 def cache_of(model: PreTrainedModel, length: int) -> Any:

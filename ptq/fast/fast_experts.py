@@ -6,19 +6,17 @@ format that computes it, experts that treat their inputs alike, and nobody who l
 """
 
 import functools
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
-from operator import call, is_
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from ptq.layers import changes
 from ptq.layers.linear import Online, QuantLinear, must_be_called, stays_on_cpu
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.ops.expert_ops import ExpertSteps
@@ -46,8 +44,6 @@ class _Kind:
     has_biases: bool
     clamped: tuple[float, ...]
     """Alpha and limit of `ptq::clamped_swiglu`; empty: silu(gate) * up."""
-    modules: int
-    """How many modules an expert holds."""
     names: tuple[str, ...]
     """What the parameters of each of its linears are called."""
     su: bytes = b""
@@ -58,22 +54,12 @@ class _Kind:
         """What is done to the input of gate and up, and to that of down, but for signs."""
         return self.gate.treatment(None, CPU), self.down.treatment(None, CPU)
 
-    def all_of(self, values: list[Any], name: str) -> list[Any]:
-        """A parameter of all gates, all ups, all downs. `values`: what the experts hold."""
-        count = len(self.names)
-        first, every = self.modules + self.names.index(name), self.modules + count * len(ROLES)
-        return _all(values[first + role * count :: every] for role in ROLES)
-
-    def compute(
-        self, x: Float[Tensor, "t k"], rows: Rows, values: list[Any], experts: Sequence["_Expert"]
-    ) -> Float[Tensor, "t k"] | None:
-        """What the experts make of x. `values`: what they hold. None where a bias wants a gradient, or is gone:
-        `_values_if_same` takes a weak reference that died for None."""
+    def compute(self, x: Float[Tensor, "t k"], rows: Rows, experts: Sequence["_Expert"]) -> Float[Tensor, "t k"] | None:
+        """What the experts make of x. None where a bias wants a gradient."""
         first = experts[0].linears[0]
-        weights = {part: self.all_of(values, name) for part, name in first.part_names.items()}
-        biases = self.all_of(values, "bias") if self.has_biases else []
-        learns = torch.is_grad_enabled()
-        if any(bias is None or (learns and bias.requires_grad) for bias in biases):
+        weights = {part: _all_of(experts, name) for part, name in first.part_names.items()}
+        biases = _all_of(experts, "bias") if self.has_biases else []
+        if torch.is_grad_enabled() and any(bias.requires_grad for bias in biases):
             return None
         width, steps = first.out_features, ExpertSteps(*self.treatments, biases, self.clamped)
         if not self.gate.signs:
@@ -85,45 +71,20 @@ class _Kind:
         return self.format.transformed_experts(x, rows, weights, signs, width, steps)
 
 
+@dataclass(frozen=True)
 class _Expert:
-    """An expert as it was found, and what is slow to find out about it."""
+    """An expert as it was found."""
 
-    def __init__(self, module: nn.Module, linears: Sequence[QuantLinear], kind: _Kind) -> None:
-        self.module, self.linears = module, tuple(linears)
-        self.kind = kind
-        """The same object for all experts that are alike."""
-        self.owners = [module._modules, *(linear._parameters for linear in linears)]
-        held = chain.from_iterable(map(dict.values, self.owners))
-        self.references = [type(None) if one is None else weakref.ref(one) for one in held]
-        """Calls that give its linears and parameters: replaced ones must not stay in memory."""
-        self.instances = [vars(linear) for linear in linears]
-        self.online = [linear.online for linear in linears]
-        self.hooks = [hooks for linear in linears for hooks in (linear._forward_hooks, linear._forward_pre_hooks)]
+    linears: tuple[QuantLinear, ...]
+    kind: _Kind
+    """The same object for all experts that are alike."""
+    held: dict[str, tuple[Any, ...]]
+    """The parameters of its linears, by name: of gate, up and down."""
 
 
-def _values_if_same(experts: Sequence[_Expert], modules: Iterable[nn.Module | None]) -> list[Any] | None:
-    """What these modules hold, if it still is what was found, and nobody listens to them. (Without a loop in Python,
-    which would take as long as the products of a small expert.)"""
-    if not all(map(is_, modules, [expert.module for expert in experts])):
-        return None
-    now, found = _values(experts), _all([expert.references for expert in experts])
-    if len(now) != len(found) or not all(map(is_, now, map(call, found))):
-        return None
-    instances = _all([expert.instances for expert in experts])
-    online = chain.from_iterable([expert.online for expert in experts])
-    if not all(map(is_, map(dict.get, instances, repeat("online")), online)):
-        return None
-    heard = any(chain.from_iterable([expert.hooks for expert in experts]))
-    return None if heard or any(map(dict.get, instances, repeat("forward"))) else now
-
-
-def _values(experts: Sequence[_Expert]) -> list[Any]:
-    """What the modules of experts hold, one after the other."""
-    return _all(map(dict.values, chain.from_iterable([expert.owners for expert in experts])))
-
-
-def _all(lists: Iterable[Iterable[Any]]) -> list[Any]:
-    return list(chain.from_iterable(lists))
+def _all_of(experts: Sequence[_Expert], name: str) -> list[Any]:
+    """A parameter of all gates, all ups, all downs."""
+    return [expert.held[name][role] for role in ROLES for expert in experts]
 
 
 class FewTokens:
@@ -131,6 +92,7 @@ class FewTokens:
 
     def __init__(self) -> None:
         self._known: dict[int, _Expert] = {}
+        """Emptied when one of the modules in question changes."""
         self._kinds: dict[_Kind, _Kind] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,32 +118,30 @@ class FewTokens:
         numbers = sorted({number for row in chosen for number in row})
         if not numbers or any(len(set(row)) < len(row) for row in chosen):
             return None  # nothing to do; or somebody has chosen an expert twice
-        modules = [experts._modules[str(number)] for number in numbers]
-        found = [self._known.get(number) for number in numbers]
-        values = None if None in found else _values_if_same(cast(Any, found), modules)
-        if values is None:
-            found = [self._find(experts, *expert) for expert in zip(numbers, modules, strict=True)]
-        first = found[0]
-        if first is None or any(expert is None or expert.kind is not first.kind for expert in found):
+        known = [self._known.get(number) or self._find(experts, number) for number in numbers]
+        first = known[0]
+        if first is None or any(expert is None or expert.kind is not first.kind for expert in known):
             return None
-        alike = cast(list[_Expert], found)
         rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))
         tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
         counts = Counter(number for number, *_ in rows)
         each = [counts[number] for number in numbers]
-        return first.kind.compute(x, (tokens, each, shares), _values(alike) if values is None else values, alike)
+        return first.kind.compute(x, (tokens, each, shares), cast(list[_Expert], known))
 
-    def _find(self, experts: Any, number: int, module: nn.Module) -> _Expert | None:
+    def _find(self, experts: Any, number: int) -> _Expert | None:
+        module = experts._modules[str(number)]
         linears: list[Any] = [module._modules[name] for name in experts.names]
-        kind = _kind(module, linears, experts.clamped)
+        kind = _kind(linears, experts.clamped)
         if kind is None:
-            self._known.pop(number, None)  # what has been replaced must not stay in memory
             return None
-        self._known[number] = found = _Expert(module, linears, self._kinds.setdefault(kind, kind))
+        for each in (experts, module, *linears):
+            changes.listen(each, self._known.clear)
+        held = {name: tuple(linear._parameters[name] for linear in linears) for name in kind.names}
+        self._known[number] = found = _Expert(tuple(linears), self._kinds.setdefault(kind, kind), held)
         return found
 
 
-def _kind(module: nn.Module, linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
+def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     """None where there is no one call for this expert."""
     if not all(
         type(linear) is QuantLinear and stays_on_cpu(linear) and not must_be_called(linear) for linear in linears
@@ -197,7 +157,7 @@ def _kind(module: nn.Module, linears: Sequence[Any], clamped: tuple[float, ...])
     names, *other_names = (tuple(linear._parameters) for linear in linears)
     if not isinstance(format, LaidOut) or other_names != [names, names]:
         return None
-    alike = format, first, second, has_bias, clamped, len(module._modules), names
+    alike = format, first, second, has_bias, clamped, names
     if first.signs and second.signs:
         if (first.input, first.output) != (second.output, second.input):
             return None
