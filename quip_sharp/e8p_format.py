@@ -24,8 +24,8 @@ from jaxtyping import Float, Float32, Int8, Int32, UInt8
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.ops.expert_ops import ExpertSteps
-from ptq.weights.formats import Listed, Parts, Rows, Scales, check_parts
+from ptq.ops.expert_ops import ExpertSteps, Rows
+from ptq.weights.formats import Listed, Parts, Scales, check_parts
 from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
 from quip_sharp import expert_ops, fragment_ops, layer_ops, tiled_ops  # noqa: F401 (their ops)

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeSparseMoeBlock
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.fast import cpu_layer, fast_attention, fast_decode, fast_layer
+from ptq.fast import cpu_layer, fast_attention, fast_decode, fast_layer, fast_moe
 from ptq.kv.attention import CACHE
 from ptq.models.families import FAMILIES
 from quarot.plan import QuarotRecipe
@@ -38,11 +38,11 @@ OWN_ATTENTION = {
 another way."""
 OTHERS = (
     dict.fromkeys(("olmo2", "olmo3", "olmo", "apertus", "nemotron", *sorted(OWN_ATTENTION)), [])
-    | dict.fromkeys(("mixtral", "olmoe", "minimax_m2"), ["attention"] * 2)
-    | dict.fromkeys(("qwen3_moe", "qwen2_moe", "glm4_moe"), ["all", "attention"])
+    | {"minimax_m2": ["attention"] * 2}
+    | dict.fromkeys(("qwen2_moe", "glm4_moe"), ["all", "attention"])
 )
 """Families whose attention, norms or MLP are others, whose rotary embedding is in float32 (OLMo), or which have
-experts: what one call does of two layers."""
+experts and something beside them: what one call does of two layers."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -175,18 +175,28 @@ class Unpacking(Qwen3MoeDecoderLayer):
         return y + (z[0] if isinstance(z, tuple) else z)
 
 
-def test_experts_that_give_their_logits_too(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+class GivingLogits(Qwen3MoeSparseMoeBlock):
+    """Experts that give the router's logits, too."""
+
+    def forward(self, hidden_states: Any) -> Any:
+        return super().forward(hidden_states), None
+
+
+@pytest.mark.parametrize("in_layer", (True, False))
+def test_experts_that_give_their_logits_too(in_layer: bool, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = save_model(tmp_path / "source", "qwen3_moe", mlp_only_layers=[])
     ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     wanted, calls = decode(model), counted_layers(monkeypatch)
+    if not in_layer:
+        monkeypatch.setattr(fast_moe, "held", lambda mlp: None)
     for layer in model.model.layers:
         del layer.forward
         layer.__class__ = Unpacking
-        layer.mlp.register_forward_hook(lambda module, given, y: (y, None))
+        layer.mlp.__class__ = GivingLogits
     fast_layer.install(model)
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
-    assert calls == [1] * 8
+    assert calls == ([2] * 4 if in_layer else [1] * 8)
 
 
 CLIPS = {

@@ -77,13 +77,14 @@ def arguments(
     turned: int = D,
     hidden: int = 0,
     tokens: int = 1,
+    moe: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """The op, and by name its arguments and those of a token, with seven tokens before.
 
     `norms`: before attention and MLP, of queries and keys (by heads or whole), behind both; `biases`: the first letters
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
     those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows;
-    `tokens`: of each row.
+    `tokens`: of each row; `moe`: whether there are experts in the place of an MLP.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, "qkvogud") if mlp else (SITES[:2], "qkvo"))
@@ -121,10 +122,20 @@ def arguments(
     causal = torch.ones(tokens, before + tokens, dtype=torch.bool).tril(before)
     mask = seen[:, None, None] & causal if hidden else None
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
-    fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], *found[1]]
+    held_moe = [experts(dtype)] if moe else []
+    fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *found[1]]
     token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
     names = (argument.name for argument in found[0]._schema.arguments)
     return found[0], token | dict(zip(names, fixed, strict=True))
+
+
+def experts(dtype: torch.dtype) -> Tensor:
+    """A router, and three experts of which a token chooses two."""
+    parts = [packed(IntegerFormat(4, 0), torch.randn(n, k) / k**0.5)
+             for n, k in [(32, HIDDEN)] * 6 + [(HIDDEN, 32)] * 3]  # fmt: skip
+    weights = [[part[name] for part in parts] for name in ("tiles", "scale")]
+    steps = 32, 4, 0, 8, 1.0, [], 0, 8, 1.0, [], []
+    return torch.ops.ptq.integer_moe(torch.randn(3, HIDDEN, dtype=dtype), 2, True, True, *weights, [], *steps)
 
 
 def of_layer(given: dict[str, Any]) -> list[Any]:
@@ -157,6 +168,8 @@ CASES: list[dict[str, Any]] = [
     TWO_SIDED | {"mlp": False, "biases": "qkvo", "cache": "sinks"},
     {"fused": "qg", "norms": "amqk", "biases": "qog"}, {"fused": "q", "turned": 12, "cache": "packed", "batch": 1},
     {"fused": "g", "turned": 6, "cache": "sinks", "gelu": True, "batch": 3}, {"mlp": False, "fused": "q", "turned": 2},
+    {"mlp": False, "moe": True, "norms": "amqkAM", "multiplier": 0.3},
+    {"mlp": False, "moe": True, "batch": 4, "tokens": 5, "hidden": 2},
     TWO_SIDED | {"fused": "qg", "biases": "qogd", "norms": "amqkAM", "batch": 4},
     TWO_SIDED | {"fused": "qg", "bits": 0, "cache": "packed", "turned": 8, "biases": ""},
     {"batch": 5, "hidden": 4}, {"batch": 9, "hidden": 7, "cache": "packed"}, {"hidden": 3, "cache": "sinks"},

@@ -1,4 +1,6 @@
 // ptq::dense_linear for the CPU. Schema, fake kernel and reference are in ptq/ops/matmul.py.
+#include "dense/dense_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -19,6 +21,8 @@ using torch::stable::Tensor;
 const Kernels& kernels() {
     return at_level<portable, avx2, avx2, avx512, avx512, avx512bf16>();
 }
+
+}  // namespace
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
     const ScalarType type = x.scalar_type();
@@ -52,7 +56,6 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     return out;
 }
 
-}  // namespace
 }  // namespace ptq::dense
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

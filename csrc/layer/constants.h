@@ -18,7 +18,7 @@ enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, 
 enum Site { to_qkv, to_o, to_gate_up, to_down, site_count };
 enum Role { q, k, v, o, gate, up, down, role_count };
 constexpr size_t first_role[] = {q, o, gate, down, role_count};  // of each site
-constexpr size_t attention_roles = gate;                         // of a layer that ends in front of its MLP
+constexpr size_t attention_roles = gate;                         // of a layer without an MLP of these weights
 
 // What a layer has besides its weights, as its op takes it. What follows refers to it.
 struct Constants {
@@ -34,6 +34,7 @@ struct Constants {
     Ints back_counts, back_orders;
     bool gelu;
     Ints rows;
+    Tensors moe;  // empty, or one that stands for experts
 };
 
 // Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn.

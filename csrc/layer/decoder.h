@@ -3,8 +3,6 @@
 
 #include <torch/csrc/stable/tensor.h>
 
-#include <memory>
-
 #include "layer/cache.h"
 
 namespace ptq::layer {
@@ -16,8 +14,5 @@ class Decoder {
     virtual Tensor decode(const Tensor& x, const Tensor& cos, const Tensor& sin, const Cache& cache, double scaling,
                           double multiplier) = 0;
 };
-
-// A byte that nobody reads. Its address is the key of the layer, which is destroyed with it.
-Tensor handle(std::unique_ptr<Decoder> layer);
 
 }  // namespace ptq::layer

@@ -11,8 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "common/handles.h"
 #include "common/tensors.h"
 #include "experts/experts.h"
+#include "experts/moe.h"
 #include "hadamard/input.h"
 #include "layer/constants.h"
 #include "layer/decoder.h"
@@ -61,6 +63,12 @@ class Layer final : public Decoder {
         STD_TORCH_CHECK(c.biases.empty() || c.biases.size() == count, "layer: expected ", count, " biases");
         for (const Tensors* list : format_.tensors())
             STD_TORCH_CHECK(list->size() == count, "layer: lists of different lengths");
+        STD_TORCH_CHECK(c.moe.empty() || (c.moe.size() == 1 && sites == to_gate_up),
+                        "layer: expected weights of an MLP, or experts");
+        if (!c.moe.empty()) {
+            moe_ = experts::MoeHandles::find(c.moe.front());
+            STD_TORCH_CHECK(moe_, "layer: expected what an op on experts gave, not a copy of it");
+        }
         prepared();  // what does not fit is refused now
     }
 
@@ -75,6 +83,7 @@ class Layer final : public Decoder {
         const Tensor queries = norm_.of_heads(qkv[q], of_queries), keys = norm_.of_heads(qkv[k], of_keys);
         const Tensor attended = cache.attend(queries, keys, qkv[v], cos, sin, scaling);
         const Tensor y = sum(x, norm_(linears(attended, to_o).front(), after_attention), multiplier);
+        if (moe_) return sum(y, norm_(moe_->run(norm_(y, before_mlp)), after_mlp), multiplier);
         if (sites_.size() < site_count) return y;
         const Tensors gated = linears(norm_(y, before_mlp), to_gate_up);
         const Tensor inner = (constants_.gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
@@ -163,7 +172,8 @@ class Layer final : public Decoder {
     const Norms norm_;
     const Transforms inputs_, outputs_;
     const Sites sites_;
-    std::mutex mutex_;  // of what follows
+    std::shared_ptr<const experts::Moe> moe_;  // in the place of an MLP
+    std::mutex mutex_;                         // of what follows
     std::vector<Place> places_;
     std::shared_ptr<const Prepared> prepared_;
 };
@@ -202,10 +212,10 @@ template <class Format, class... Arguments>
 Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first, const Tensors& biases,
           const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
           const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
-          const Ints& back_orders, bool gelu, const Ints& rows, Arguments... weights) {
-    return handle(std::make_unique<Layer<Format>>(
+          const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, Arguments... weights) {
+    return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(
         Constants{gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
-                  back_factors, back_counts, back_orders, gelu, rows},
+                  back_factors, back_counts, back_orders, gelu, rows, moe},
         Format{weights...}));
 }
 

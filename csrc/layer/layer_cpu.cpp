@@ -1,40 +1,18 @@
 // ptq::decode_layers for the CPU. See ptq/ops/layer_ops.py.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
 #include <memory>
-#include <mutex>
-#include <unordered_map>
-#include <utility>
 
+#include "common/handles.h"
 #include "layer/decoder.h"
 
 namespace ptq::layer {
 namespace {
 
-std::mutex mutex;  // of the layers
-
-// By the address of their handles. Never destroyed: handles may live longer than what is static here.
-std::unordered_map<const void*, std::shared_ptr<Decoder>>& layers() {
-    static auto& all = *new std::unordered_map<const void*, std::shared_ptr<Decoder>>;
-    return all;
-}
-
 std::shared_ptr<Decoder> layer_of(const Tensor& handle) {
-    const std::lock_guard lock(mutex);
-    const auto found = layers().find(handle.const_data_ptr());
-    STD_TORCH_CHECK(found != layers().end(), "decode_layers: expected what an op on layers gave, not a copy of it");
-    return found->second;
-}
-
-void forget(void* byte) {
-    std::shared_ptr<Decoder> layer;  // goes after the lock
-    const std::lock_guard lock(mutex);
-    if (const auto found = layers().find(byte); found != layers().end()) {
-        layer = std::move(found->second);
-        layers().erase(found);
-    }
-    delete static_cast<char*>(byte);
+    const auto found = Handles<Decoder>::find(handle);
+    STD_TORCH_CHECK(found, "decode_layers: expected what an op on layers gave, not a copy of it");
+    return found;
 }
 
 // Every layer has as many tensors of the cache as the others.
@@ -58,17 +36,6 @@ Tensor decode(const Tensors& handles, const Tensor& x, const Tensor& cos, const 
 }
 
 }  // namespace
-
-Tensor handle(std::unique_ptr<Decoder> layer) {
-    auto byte = std::make_unique<char>();
-    {
-        const std::lock_guard lock(mutex);
-        layers().emplace(byte.get(), std::move(layer));
-    }
-    const Ints one{1};
-    const torch::stable::Device cpu(torch::headeronly::DeviceType::CPU);
-    return torch::stable::from_blob(byte.release(), one, one, cpu, ScalarType::Byte, &forget);
-}
 
 }  // namespace ptq::layer
 

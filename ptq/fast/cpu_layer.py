@@ -15,7 +15,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import fast_attention, fast_steps
+from ptq.fast import fast_attention, fast_moe, fast_steps
+from ptq.fast.fast_experts import HeldMoe
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
@@ -39,6 +40,8 @@ class Layer:
     """Stands for it in `ptq::decode_layers` (`ptq.ops.layer_ops`)."""
     has_mlp: bool
     """Whether the op does all, or what stands before the MLP."""
+    moe: HeldMoe | None
+    """What stands in the place of an MLP."""
     attention: nn.Module
     kind: fast_attention.Kind
     heads: tuple[int, int]
@@ -51,7 +54,9 @@ class Layer:
     """The versions of the sign vectors when it was made."""
 
     def is_over(self) -> bool:
-        """Whether sign vectors have been written to since this was made."""
+        """Whether sign vectors have been written to, or experts have changed, since this was made."""
+        if self.moe is not None and self.moe.is_over:
+            return True
         return any(map(ne, map(version, self.signs), self.versions))
 
 
@@ -59,11 +64,21 @@ def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, before the
     MLP, behind attention, behind the MLP."""
     act = fast_steps.gate_of(mlp)
-    found = None if act is None else _layer(attention, mlp, norms, act == fast_steps.GELU)
-    return found or _layer(attention, None, (norms[0], None, norms[2], None), False)
+    if act is not None:
+        found = _layer(attention, mlp, norms, gelu=act == fast_steps.GELU)
+    else:
+        moe = fast_moe.held(mlp)
+        found = None if moe is None else _layer(attention, None, norms, moe)
+    return found or _layer(attention, None, (norms[0], None, norms[2], None))
 
 
-def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Module | None], gelu: bool) -> Layer | None:
+def _layer(
+    attention: nn.Module,
+    mlp: nn.Module | None,
+    norms: Sequence[nn.Module | None],
+    moe: HeldMoe | None = None,
+    gelu: bool = False,
+) -> Layer | None:
     kind = fast_attention.kind_of(attention)
     if kind is None:
         return None
@@ -81,13 +96,15 @@ def _layer(attention: nn.Module, mlp: nn.Module | None, norms: Sequence[nn.Modul
     given = [bias for bias in biases if bias is not None]
     full = [NONE if bias is None else bias for bias in biases] if given else []
     make, weights = op
-    handle = make(*HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows), *weights)
-    floats = tuple(x for x in (*normed["gains"], *given) if x is not NONE)
+    handles, of_router = ([], []) if moe is None else ([moe.handle], [moe.router])
+    handle = make(*HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles), *weights)
+    floats = tuple(x for x in (*normed["gains"], *given, *of_router) if x is not NONE)
     signs = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
     d = cast(int, attention.head_dim)
-    return Layer(handle, mlp is not None, attention, kind, (rows[1] // d, d), floats, signs, tuple(map(version, signs)))
+    whole, heads = mlp is not None or moe is not None, (rows[1] // d, d)
+    return Layer(handle, whole, moe, attention, kind, heads, floats, signs, tuple(map(version, signs)))
 
 
 def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:

@@ -6,7 +6,7 @@ format that computes it, experts that treat their inputs alike, and nobody who l
 """
 
 import functools
-from collections import Counter
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -19,11 +19,11 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 from ptq.layers import changes
 from ptq.layers.linear import Online, QuantLinear, must_be_called, stays_on_cpu
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.ops.expert_ops import ExpertSteps
+from ptq.ops.expert_ops import ExpertSteps, Rows, rows_of
 from ptq.ops.input_steps import Treatment
 from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
-from ptq.weights.formats import Rows
+from ptq.weights.formats import Listed
 from ptq.weights.layouts import LaidOut
 
 CPU = torch.device("cpu")
@@ -56,19 +56,39 @@ class _Kind:
 
     def compute(self, x: Float[Tensor, "t k"], rows: Rows, experts: Sequence["_Expert"]) -> Float[Tensor, "t k"] | None:
         """What the experts make of x. None where a bias wants a gradient."""
-        first = experts[0].linears[0]
-        weights = {part: _all_of(experts, name) for part, name in first.part_names.items()}
-        biases = _all_of(experts, "bias") if self.has_biases else []
-        if torch.is_grad_enabled() and any(bias.requires_grad for bias in biases):
+        weights, width, steps = self._weights(experts)
+        if torch.is_grad_enabled() and any(bias.requires_grad for bias in steps.biases):
             return None
-        width, steps = first.out_features, ExpertSteps(*self.treatments, biases, self.clamped)
         if not self.gate.signs:
             return self.format.experts(x, rows, weights, width, steps)
         gates, ups, downs = ([expert.linears[role] for expert in experts] for role in ROLES)
-        su = [linear.signs(INPUT_SIGNS) for linear in (first, *downs)]
+        su = [linear.signs(INPUT_SIGNS) for linear in (gates[0], *downs)]
         sv = [linear.signs(OUTPUT_SIGNS) for linear in (*gates, *ups, *downs)]
         signs = cast(list[Tensor], su), cast(list[Tensor], sv)
         return self.format.transformed_experts(x, rows, weights, signs, width, steps)
+
+    def held(self, router: Sequence[Any], experts: Sequence["_Expert"]) -> Tensor | None:
+        """What stands for a router and experts without signs; None where the format has no such op."""
+        return self.format.moe(router, *self._weights(experts))
+
+    def _weights(self, experts: Sequence["_Expert"]) -> tuple[Listed, int, ExpertSteps]:
+        """Weights, rows of a gate and steps of experts, as their format takes them."""
+        first = experts[0].linears[0]
+        weights = {part: _all_of(experts, name) for part, name in first.part_names.items()}
+        biases = _all_of(experts, "bias") if self.has_biases else []
+        return weights, first.out_features, ExpertSteps(*self.treatments, biases, self.clamped)
+
+
+@dataclass(eq=False)
+class HeldMoe:
+    """A router and experts that an op holds."""
+
+    handle: Tensor
+    """Stands for them (`ptq.ops.expert_ops`)."""
+    router: Tensor
+    """The matrix of the router."""
+    is_over: bool = False
+    """Whether one of the experts has changed since."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +114,7 @@ class FewTokens:
         self._known: dict[int, _Expert] = {}
         """Emptied when one of the modules in question changes."""
         self._kinds: dict[_Kind, _Kind] = {}
+        self._moes = weakref.WeakSet[HeldMoe]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # copies and pickles find out anew
@@ -115,18 +136,38 @@ class FewTokens:
         if _global_forward_hooks or _global_forward_pre_hooks:
             return None
         chosen, weighed = top_k_index.tolist(), top_k_weights.tolist()
-        numbers = sorted({number for row in chosen for number in row})
-        if not numbers or any(len(set(row)) < len(row) for row in chosen):
+        if not top_k_index.numel() or any(len(set(row)) < len(row) for row in chosen):
             return None  # nothing to do; or somebody has chosen an expert twice
+        numbers, rows = rows_of(chosen, weighed)
         known = [self._known.get(number) or self._find(experts, number) for number in numbers]
         first = known[0]
         if first is None or any(expert is None or expert.kind is not first.kind for expert in known):
             return None
-        rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))
-        tokens, shares = [token for _, token, _ in rows], [weighed[token][place] for _, token, place in rows]
-        counts = Counter(number for number, *_ in rows)
-        each = [counts[number] for number in numbers]
-        return first.kind.compute(x, (tokens, each, shares), cast(list[_Expert], known))
+        return first.kind.compute(x, rows, cast(list[_Expert], known))
+
+    def held(self, experts: Any, router: Tensor, how: Sequence[Any]) -> HeldMoe | None:
+        """The matrix of a router that chooses so (`ptq.ops.expert_ops`), and all experts, as an op holds them; None
+        where these are not alike, or have signs, which may be written to, or biases, which may learn."""
+        if experts.clamped is None:
+            return None
+        known = [self._known.get(number) or self._find(experts, number) for number in range(experts.count)]
+        first = known[0]
+        if first is None or first.kind.gate.signs or first.kind.has_biases:
+            return None
+        if any(expert is None or expert.kind is not first.kind for expert in known):
+            return None
+        handle = first.kind.held((router, *how), cast(list[_Expert], known))
+        if handle is None:
+            return None
+        self._moes.add(moe := HeldMoe(handle, router))
+        return moe
+
+    def forget(self) -> None:
+        """What is called when a module in question has changed."""
+        self._known.clear()
+        for moe in self._moes:
+            moe.is_over = True
+        self._moes.clear()
 
     def _find(self, experts: Any, number: int) -> _Expert | None:
         module = experts._modules[str(number)]
@@ -135,7 +176,7 @@ class FewTokens:
         if kind is None:
             return None
         for each in (experts, module, *linears):
-            changes.listen(each, self._known.clear)
+            changes.listen(each, self.forget)
         held = {name: tuple(linear._parameters[name] for linear in linears) for name in kind.names}
         self._known[number] = found = _Expert(tuple(linears), self._kinds.setdefault(kind, kind), held)
         return found

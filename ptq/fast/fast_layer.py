@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
+from ptq.fast import cpu_layer, fast_attention, fast_moe, fast_steps, gpu_layer
 from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
@@ -82,9 +82,11 @@ class Replacement:
 
 
 def _inside(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
-    """The modules that a call may take the place of. An MLP of another kind, with hundreds of experts say, is none."""
+    """The modules that a call may take the place of, but experts, which tell of changes themselves."""
     inside = [attention, *norms, None if fast_steps.gate_of(mlp) is None else mlp]
-    return chain.from_iterable(part.modules() for part in inside if part is not None)
+    parts = chain.from_iterable(part.modules() for part in inside if part is not None)
+    moe = fast_moe.parts_of(mlp)
+    return parts if moe is None else chain(parts, (mlp, moe.router))
 
 
 class FastForward:

@@ -52,7 +52,7 @@ def install(model: nn.Module) -> None:
         elif (act := gate_of(module)) is not None:
             module.forward = InPlace(_gated_forward, module, act, activation_of(module))
         elif is_router(module):
-            module.forward = InPlace(_router_forward, module)
+            module.forward = InPlace(router_forward, module)
         elif (forward := fast_mixers.forward_of(module)) is not None:
             module.forward = forward
 
@@ -218,7 +218,7 @@ def is_router(module: nn.Module) -> bool:
     return not others and _with_fast_linear(type(module).forward) is not None
 
 
-def _router_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def router_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
     if torch.compiler.is_compiling():
         return own(module, *args, **kwargs)

@@ -23,6 +23,7 @@ from ptq.fast import fast_steps
 from ptq.fast.fast_experts import FewTokens
 from ptq.fast.trials import MISFIT, hollow, trial, tried_once
 from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
+from ptq.layers.changes import TellingModule
 from ptq.layers.shared_input import products
 from ptq.ops import expert_ops, steps
 from ptq.ops.matmul import ops_serve
@@ -35,7 +36,7 @@ ACTIVATION, OWN_GATE = "act_fn", "_apply_gate"
 EXPERT_LINEAR = re.compile(r"\.experts\.\d+\.([^.]+)$")
 
 
-class Experts(nn.Module):
+class Experts(TellingModule):
     """The experts 0, 1, ... of a block, each with linears of the given `names`: y = sum_e p_e down_e(act(gate_e x) *
     up_e x) over the experts e that were chosen for a token x, or with `gated` of both products in the place of
     act(gate) * up; with two names, y = sum_e p_e down_e(act(up_e x)). Sums are taken in the order of the experts.

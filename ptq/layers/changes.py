@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 HELD = ("_parameters", "_modules")
 
@@ -41,19 +42,39 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdef
     setattr(TellingDict, _name, _telling(_name))
 
 
+class TellingModule(nn.Module):
+    """A module that tells also of attributes and hooks."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self._tell()
+
+    def __delattr__(self, name: str) -> None:
+        super().__delattr__(name)
+        self._tell()
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As a module does it."""
+        self._tell()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As a module does it."""
+        self._tell()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def _tell(self) -> None:
+        held = vars(self).get(HELD[0])
+        if type(held) is TellingDict:
+            held.tell()
+
+
 def listen(module: nn.Module, listener: Callable[[], None]) -> None:
-    """Have `listener` called when a parameter or a module takes the place of another in a module, and when `tell` is
-    called with it: a `ptq.layers.linear.QuantLinear` does that when it is changed otherwise."""
+    """Have `listener` called when a parameter or a module takes the place of another in a module; in a `TellingModule`
+    also when an attribute is set, or somebody begins to listen in."""
     for name in HELD:
         held = vars(module)[name]
         if type(held) is not TellingDict:
             vars(module)[name] = held = TellingDict(held)
         if listener not in held.listeners:
             held.listeners.append(listener)
-
-
-def tell(module: nn.Module) -> None:
-    """Call those who listen to a module."""
-    held = vars(module).get(HELD[0])
-    if type(held) is TellingDict:
-        held.tell()

@@ -8,10 +8,10 @@ import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
-from torch.utils.hooks import RemovableHandle
 
 from ptq.errors import InputError
-from ptq.layers import changes, embedding
+from ptq.layers import embedding
+from ptq.layers.changes import TellingModule
 from ptq.layers.packed_weight import (
     INPUT_SIGNS,
     OUTPUT_SIGNS,
@@ -60,7 +60,7 @@ class Online:
         return Treatment(signs, factors, order, self.input_bits, clip)
 
 
-class QuantLinear(PackedWeight):
+class QuantLinear(TellingModule, PackedWeight):
     """A linear layer y = x Wᵀ + b whose W[n, k] is stored in a format. Its input may be transformed by a Hadamard
     matrix and quantised per token before it is multiplied, its product transformed back after that (see `Online`).
 
@@ -80,24 +80,6 @@ class QuantLinear(PackedWeight):
         self._signs = KeptSigns()
         self.register_parameter("bias", frozen(torch.empty(n)) if bias else None)
         self.make_room()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        changes.tell(self)
-
-    def __delattr__(self, name: str) -> None:
-        super().__delattr__(name)
-        changes.tell(self)
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """As a module does it."""
-        changes.tell(self)
-        return super().register_forward_hook(*args, **kwargs)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """As a module does it."""
-        changes.tell(self)
-        return super().register_forward_pre_hook(*args, **kwargs)
 
     def signs(self, name: str) -> Float32[Tensor, " size"] | None:
         """A sign vector as numbers, kept for the next call; None where there is none."""

@@ -7,7 +7,8 @@ embedding and attention, with key and value stored behind the first `before` tok
 `residual_multiplier`; added to the layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`),
 down_proj; an RMSNorm; times the same; added again.
 
-Where `rows` are four and inputs two, the op ends in front of the second part.
+Where `rows` are four and inputs two, `moe` stands for a router and experts in the place of that MLP
+(`ptq.ops.expert_ops`); where it is empty, the op ends in front of the second part.
 
 Lists:
 
@@ -43,6 +44,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from ptq.ops import expert_ops as _expert_ops  # noqa: F401 (registers the ops)
 from ptq.ops import kv_step as _kv_step  # noqa: F401 (registers the ops)
 from ptq.ops.input_steps import Treatment, treated
 from ptq.ops.op_declarations import declare
@@ -50,7 +52,7 @@ from ptq.ops.op_declarations import declare
 SCHEMA = (
     "Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, float[] clips, "
     "Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, int[] back_counts, "
-    "int[] back_orders, bool gelu, int[] rows"
+    "int[] back_orders, bool gelu, int[] rows, Tensor[] moe"
 )
 DECODE_SCHEMA = (
     "(Tensor[] layers, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int[] before, int[] cache_bits, "
@@ -87,6 +89,7 @@ class HeldLayer(NamedTuple):
     back_orders: list[int]
     gelu: bool
     rows: list[int]
+    moe: list[Tensor]
 
 
 class Token(NamedTuple):
@@ -230,6 +233,8 @@ def _layer(
     q, k, v = linears(norm(x, ATTENTION_NORM), QKV_INPUT)
     attended = _attended(norm(q, Q_NORM), norm(k, K_NORM), v, token)
     y = added(x, norm(linears(attended, O_INPUT)[0], ATTENDED_NORM))
+    if held.moe:
+        return added(y, norm(torch.ops.ptq.run_experts(held.moe[0], norm(y, MLP_NORM)), MLP_OUTPUT_NORM))
     if len(sites) <= GATE_UP_INPUT:
         return y
     act = torch.ops.ptq.gelu_mul if held.gelu else torch.ops.ptq.silu_mul

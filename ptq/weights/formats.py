@@ -28,9 +28,6 @@ Listed = dict[str, list[Tensor]]
 """Those of several weights that have the same parts."""
 LayerOp = tuple[Any, tuple[Any, ...]]
 """An op of `ptq.ops.layer_ops`, and the weights of a layer as it takes them."""
-Rows = tuple[list[int], list[int], list[float]]
-"""The tokens of every expert one after the other, how many each expert has, and the share of each in its token's sum:
-`tokens`, `counts` and `shares` of `ptq.ops.expert_ops`."""
 
 
 @runtime_checkable

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ptq.ops.activations import Activation
-from ptq.ops.expert_ops import ExpertSteps
+from ptq.ops.expert_ops import ExpertSteps, Rows
 from ptq.ops.op_declarations import call
 from ptq.ops.tiles import applies, listed
-from ptq.weights.formats import Format, LayerOp, Listed, Parts, Rows
+from ptq.weights.formats import Format, LayerOp, Listed, Parts
 
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """By the type of a torch device. Elsewhere the ops read the stored parts."""
@@ -43,6 +43,8 @@ class Ops:
     """For tiles: the product with tokens that it quantises itself. None: the format has no such op."""
     experts: OpOverload | None = None
     """See `ptq.ops.expert_ops`. None: the format has no such op."""
+    moe: OpOverload | None = None
+    """The same."""
     told_bits: tuple[str, ...] = ()
     """Layouts for which `quantized` takes the bits that the integers of the tokens have."""
 
@@ -162,10 +164,20 @@ class LaidOut(Format):
         ups, all downs; `width`: rows of a gate."""
         if self.ops.experts is None or "tiles" not in weights:
             return None
+        return self.ops.experts(x, *rows, *self._of_experts(weights, width, steps))
+
+    def moe(self, router: Sequence[Any], weights: Listed, width: int, steps: ExpertSteps) -> Tensor | None:
+        """What stands for a router (`ptq.ops.expert_ops`) and all experts, as `experts` takes them."""
+        if self.ops.moe is None or "tiles" not in weights:
+            return None
+        return self.ops.moe(*router, *self._of_experts(weights, width, steps))
+
+    def _of_experts(self, weights: Listed, width: int, steps: ExpertSteps) -> tuple[Any, ...]:
+        """What ops on experts take of these."""
         gate, down, biases, clamped = steps
         held = [weights.get(part, []) for part in ("tiles", *self.scale_parts)]
         treatments = gate.bits, gate.clip, down.factors, down.order, down.bits, down.clip
-        return self.ops.experts(x, *rows, *held, width, *self.numbers, *treatments, biases, clamped)
+        return *held, width, *self.numbers, *treatments, biases, clamped
 
     def transformed_experts(
         self,

@@ -1,0 +1,14 @@
+// Few tokens times a plain weight as a function, for ops that do several steps at once.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+namespace ptq::dense {
+
+// What ptq::dense_linear gives.
+torch::stable::Tensor linear(const torch::stable::Tensor& x, const torch::stable::Tensor& weight,
+                             const std::optional<torch::stable::Tensor>& bias);
+
+}  // namespace ptq::dense

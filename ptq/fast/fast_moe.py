@@ -1,0 +1,116 @@
+"""A router and its experts in one op, for few tokens on the CPU: as a part of a decoder layer (`ptq.fast.cpu_layer`).
+
+No family is named. A module that is nothing but a router and `ptq.hf.experts.Experts` is tried on random numbers: its
+router must be one of `ptq.ops.expert_ops`, to the bit.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from ptq.fast import fast_steps
+from ptq.fast.fast_experts import FewTokens, HeldMoe
+from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.fast.watched import InPlace
+from ptq.layers.linear import must_be_called
+from ptq.ops.expert_ops import choice, rows_of
+from ptq.ops.matmul import FEW_DTYPES
+
+
+class Router(NamedTuple):
+    """How tokens choose, as `ptq.ops.expert_ops` has it."""
+
+    chosen: int
+    normed: bool
+    rounded: bool
+
+
+class Parts(NamedTuple):
+    """What a module is made of."""
+
+    router: nn.Module
+    experts: Any
+
+
+def parts_of(mlp: nn.Module) -> Parts | None:
+    """A router and its experts; None for a module that is anything else."""
+    parts = _parts(mlp)
+    return None if parts is None or _router_of(mlp) is None else parts
+
+
+def held(mlp: nn.Module) -> HeldMoe | None:
+    """A router and its experts as an op holds them; None where none does."""
+    parts = parts_of(mlp)
+    router = None if parts is None else _router_of(mlp)
+    if parts is None or router is None or must_be_called(parts.experts):
+        return None
+    if not type(parts.experts).__module__.startswith("ptq."):
+        return None  # somebody's own class
+    few, forward = parts.experts.few_tokens, vars(parts.router).get("forward")
+    if not isinstance(forward, InPlace) or forward.func is not fast_steps.router_forward:
+        return None  # last bits of its product are others
+    return few.held(parts.experts, parts.router.get_parameter("weight"), router) if isinstance(few, FewTokens) else None
+
+
+def _parts(mlp: nn.Module) -> Parts | None:
+    """The same, of a router that is not tried yet."""
+    experts = [part for part in mlp._modules.values() if hasattr(part, "few_tokens")]
+    others = [part for part in mlp._modules.values() if part is not None and part not in experts]
+    if len(experts) != 1 or len(others) != 1 or mlp._parameters or mlp._buffers:
+        return None
+    [router] = others
+    weight = router._parameters.get("weight")
+    if router._modules or router._buffers or weight is None or len(router._parameters) != 1 or weight.dim() != 2:
+        return None
+    return Parts(router, experts[0])
+
+
+class _StandIn(nn.Module):
+    """Remembers what tokens have chosen."""
+
+    def forward(self, x: Float[Tensor, "t k"], index: Int[Tensor, "t chosen"], shares: Tensor) -> Tensor:
+        self.seen = x, *rows_of(index.tolist(), shares.tolist())
+        return x.sin()
+
+
+@tried_once
+def _router_of(mlp: nn.Module) -> Router | None:
+    """The router of a module that `_parts` takes apart; None for another."""
+    parts = _parts(mlp)
+    assert parts is not None
+    kinds = itertools.product((True, False), repeat=2)
+    generator = torch.Generator().manual_seed(0)
+    shape = parts.router.get_parameter("weight").shape
+    weight, x = (torch.randn(size, generator=generator) for size in (shape, (1, 5, shape[1])))
+    seen = [_seen(mlp, parts, weight.to(dtype), x.to(dtype)) for dtype in FEW_DTYPES]
+    if any(one is None for one in seen):
+        return None
+    for normed, rounded in kinds:
+        chosen = len(seen[0][1][0]) // 5
+        if all(
+            choice(x.to(dtype).flatten(0, 1), weight.to(dtype), chosen, normed, rounded) == one
+            for dtype, one in zip(FEW_DTYPES, seen, strict=True)
+        ):
+            return Router(chosen, normed, rounded)
+    return None
+
+
+def _seen(mlp: nn.Module, parts: Parts, weight: Tensor, x: Float[Tensor, "b t k"]) -> Any:
+    """What the experts of a module are given for x; None where that is not x itself, or where it gives something else
+    than they do."""
+    alone, router, experts = hollow(mlp), hollow(parts.router), _StandIn()
+    router.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
+    router.forward = InPlace(fast_steps.router_forward, router)  # whose product is ours
+    for name, part in mlp._modules.items():
+        setattr(alone, name, router if part is parts.router else experts)
+    try:
+        found = type(mlp).forward(alone.eval(), x)
+        given, *rows = experts.seen
+    except MISFIT:
+        return None
+    found = found[0] if isinstance(found, tuple) else found
+    rows_alike = torch.equal(given, x.flatten(0, 1)) and isinstance(found, Tensor)
+    return tuple(rows) if rows_alike and torch.equal(found, x.sin()) else None

@@ -1,0 +1,307 @@
+"""A router and its experts as one op (`ptq::integer_moe`, `ptq::minifloat_moe`), and as a part of their layer."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import SLOW_PAIRS, at_level
+from test_expert_ops import ASYMMETRIC, CASES, FLOATS, RECIPES, arguments, in_layers, one_by_one, op_of, packed
+from tiny_models import decode
+from torch import Tensor, nn
+from transformers import MixtralConfig, Qwen3MoeConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
+
+import fp6.expert_ops
+import quarot.expert_ops
+from ptq.fast import fast_moe
+from ptq.hf import experts
+from ptq.hf.experts import Experts
+from ptq.layers.changes import TellingDict, listen
+from ptq.layers.linear import QuantLinear
+from ptq.ops.activations import Activation
+from ptq.ops.expert_ops import rows_of
+from ptq.ops.matmul import few_tokens_linear
+
+CLAMPED = next(case for case in CASES if "clamped" in case)
+HELD = {"integers": ASYMMETRIC, "small floats": FLOATS, "clamped gates, biases": CLAMPED}
+RUN = torch.ops.ptq.run_experts
+
+
+@pytest.fixture(params=("portable", "avx2", "avxvnni", "avx512bf16", SLOW_PAIRS, "dotprod"))
+def level(request) -> Iterator[str]:
+    yield from at_level(request.param)
+
+
+def moe_of(case: dict[str, Any]) -> tuple[Any, Any]:
+    """The op that holds experts of a format, and its reference."""
+    if op_of(case)[0] == torch.ops.ptq.integer_experts.default:
+        return torch.ops.ptq.integer_moe, quarot.expert_ops.moe
+    return torch.ops.ptq.minifloat_moe, fp6.expert_ops.moe
+
+
+def given_of(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, list[Any]]:
+    """A router for three experts, and these, as the op takes them."""
+    given = arguments(dtype, "experts in common", **case)
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(3, given[0].shape[1], generator=generator).to(dtype), given[4:]
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("shape", ((1,), (2, 2), (20,)))
+@pytest.mark.parametrize("case", HELD.values(), ids=HELD)
+def test_the_bits_of_single_ops(case: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, level: str) -> None:
+    (router, parts), (hold, reference) = given_of(case, dtype), moe_of(case)
+    x = torch.randn(*shape, router.shape[1]).to(dtype)
+    rows, each = x.flatten(0, -2), len(parts[0]) // 3
+    for normed in (False, True):
+        for rounded in (False, True):
+            p = few_tokens_linear(rows, router).softmax(-1, dtype=torch.float32)
+            shares, index = p.topk(2)
+            shares = shares / shares.sum(-1, keepdim=True) if normed else shares
+            shares = shares.to(dtype) if rounded else shares
+            chosen, found = rows_of(index.tolist(), shares.tolist())
+
+            def own(part: Any, chosen: list[int] = chosen) -> Any:
+                """Of a list of all weights, those that were chosen."""
+                if not isinstance(part, list) or len(part) != 3 * each:
+                    return part
+                return [part[role * each + expert] for role in range(3) for expert in chosen]
+
+            wanted = op_of(case)[0](rows, *found, *map(own, parts)).view(x.shape)
+            kind = router, 2, normed, rounded
+            held = hold(*kind, *parts)
+            assert torch.equal(RUN(held, x), wanted)
+            strided = torch.cat((x, x), -1)[..., : x.shape[-1]]
+            assert torch.equal(RUN(held, strided), wanted)
+            assert torch.equal(vars(reference(*kind, *parts))["run"](rows).view(x.shape), wanted)
+
+
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
+    (router, parts), (hold, _) = given_of(case, torch.float32), moe_of(case)
+    x = torch.randn(2, router.shape[1])
+    held = hold(router, 2, True, True, *parts)
+    for wrong in (held.clone(), torch.zeros(1, dtype=torch.uint8), torch.empty(0), x):
+        with pytest.raises(RuntimeError, match="expected what an op on experts gave, not a copy of it"):
+            RUN(wrong, x)
+    for wrong in (router[:2], router[0], torch.cat((router, router))):
+        with pytest.raises(RuntimeError, match="three weights for each row"):
+            hold(wrong, 2, True, True, *parts)
+    for chosen in (0, -1, 4):
+        with pytest.raises(RuntimeError, match="cannot be chosen"):
+            hold(router, chosen, True, True, *parts)
+    for wrong in (x[0], x[:0], x[:, 1:], x.half()):
+        with pytest.raises(RuntimeError):
+            RUN(held, wrong)
+
+
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+def test_schema_and_fake(case: dict[str, Any]) -> None:
+    (router, parts), (hold, _) = given_of(case, torch.float32), moe_of(case)
+    for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
+        torch.library.opcheck(hold.default, (router, 2, True, True, *parts), test_utils=check)
+
+
+# --- which modules are taken ----------------------------------------------------------------------------------------
+
+
+def block(cls: type[nn.Module] = Qwen3MoeSparseMoeBlock, router: type[nn.Module] = Qwen3MoeTopKRouter) -> Any:
+    """A block of four experts of which two are chosen, taken apart."""
+    if cls is MixtralSparseMoeBlock:
+        config: Any = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)
+    else:
+        config = Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    made: Any = cls(config)
+    made.gate.__class__ = router
+    experts.separate(made, experts.NAMES[0])
+    return made
+
+
+class Sharpened(Qwen3MoeTopKRouter):
+    def forward(self, hidden_states: Any) -> Any:
+        return super().forward(2 * hidden_states)
+
+
+class Halved(Qwen3MoeSparseMoeBlock):
+    def forward(self, hidden_states: Any) -> Any:
+        return super().forward(hidden_states) / 2
+
+
+class Asks(Qwen3MoeSparseMoeBlock):
+    def forward(self, hidden_states: Any, mask: Any) -> Any:
+        return super().forward(hidden_states) if mask else None
+
+
+def test_routers_are_tried() -> None:
+    def router_of(made: Any) -> Any:
+        return None if fast_moe.parts_of(made) is None else fast_moe._router_of(made)
+
+    assert router_of(block()) == (2, False, True)
+    normed = block()
+    normed.gate.norm_topk_prob = True
+    assert router_of(normed) == (2, True, True)
+    assert router_of(block(MixtralSparseMoeBlock, MixtralTopKRouter)) == (2, True, False)
+    for other in (block(router=Sharpened), block(Halved), block(Asks)):
+        assert router_of(other) is None
+    more, parameter = block(), block()
+    more.shared = nn.Linear(8, 8)
+    parameter.scale = nn.Parameter(torch.ones(()))
+    for other in (more, parameter, nn.Identity(), nn.Linear(2, 2)):
+        assert router_of(other) is None
+
+
+# --- in a model -----------------------------------------------------------------------------------------------------
+
+
+def replaced_scale(block: Any) -> None:
+    for expert in block.experts.children():
+        if isinstance(expert, nn.ModuleDict):
+            linear = expert.get_submodule("down_proj")
+            scale = linear.get_parameter("weight_scale")
+            linear._parameters["weight_scale"] = nn.Parameter(torch.zeros_like(scale), requires_grad=False)
+
+
+def written_scale(block: Any) -> None:
+    for linear in linears_of(block):
+        linear.get_parameter("weight_scale").data.zero_()
+
+
+def other_memory(block: Any) -> None:
+    for linear in linears_of(block):
+        scale = linear.get_parameter("weight_scale")
+        scale.data = torch.zeros_like(scale)
+
+
+def other_clip(block: Any) -> None:
+    for linear in linears_of(block):
+        linear.online = replace(linear.online, activation=Activation(8, 0.3))
+
+
+def other_linears(block: Any) -> None:
+    for expert in block.experts.children():
+        if isinstance(expert, nn.ModuleDict):
+            old: Any = expert["up_proj"]
+            expert["up_proj"] = nn.Linear(old.in_features, old.out_features, bias=False)
+
+
+def other_forward(block: Any) -> None:
+    for linear in linears_of(block):
+        linear.forward = lambda x, own=linear.forward: 2 * own(x)
+
+
+def other_experts(block: Any) -> None:
+    for number in range(block.experts.count):
+        block.experts.add_module(str(number), block.experts._modules["0"])
+
+
+def other_router(block: Any) -> None:
+    weight = block.gate.weight
+    block.gate.weight = nn.Parameter(weight.flip(0), requires_grad=False)
+
+
+def fewer_chosen(block: Any) -> None:
+    class One(type(block.gate)):
+        def forward(self, hidden_states: Any) -> Any:
+            logits, shares, index = super().forward(hidden_states)
+            return logits, shares[:, :1], index[:, :1]
+
+    del block.gate.forward
+    block.gate.weight.data = block.gate.weight.data.clone()  # torch's products differ by where weights begin
+    block.gate.__class__ = One
+
+
+class Twice(Experts):
+    def forward(self, *given: Any) -> Any:
+        return 2 * super().forward(*given)
+
+
+def other_class(block: Any) -> None:
+    block.experts.__class__ = Twice
+
+
+def other_activation(block: Any) -> None:
+    block.experts.clamped, block.experts.act_fn = None, nn.GELU()
+
+
+def linears_of(block: Any) -> list[QuantLinear]:
+    return [module for module in block.modules() if isinstance(module, QuantLinear)]
+
+
+CHANGES: tuple[Callable[[Any], None], ...] = (
+    replaced_scale, written_scale, other_memory, other_clip, other_linears, other_forward, other_experts, other_router,
+    fewer_chosen, other_class, other_activation,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@torch.no_grad()
+def test_a_layer_sees_what_becomes_of_its_experts(change: Callable[[Any], None], tmp_path: Path) -> None:
+    model = packed(tmp_path, recipe=RECIPES["W4A8"])
+    before = decode(model)
+    assert in_layers(model) > 0
+    blocks = [module for module in model.modules() if isinstance(module, Qwen3MoeSparseMoeBlock)]
+    change(blocks[0])
+    found, wanted = decode(model), decode(one_by_one(model))
+    assert not torch.equal(found[-1], before[-1])
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@torch.no_grad()
+def test_who_listens_is_heard(tmp_path: Path) -> None:
+    model = packed(tmp_path)
+    wanted = decode(model)
+    assert in_layers(model) > 0
+    block = next(module for module in model.modules() if isinstance(module, Qwen3MoeSparseMoeBlock))
+    linears = linears_of(block)
+    for module in (block, block.gate, block.experts, linears[0], linears[-1]):
+        for register in (module.register_forward_hook, module.register_forward_pre_hook):
+            heard: list[Any] = []
+            handle = register(lambda *given, heard=heard: heard.append(given))
+            many = linears if module in linears else []  # one alone may not be chosen
+            others = [each.register_forward_hook(lambda *given, heard=heard: heard.append(given)) for each in many]
+            assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+            assert len(heard) >= 5
+            for one in (handle, *others):
+                one.remove()
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+
+
+@torch.no_grad()
+def test_old_weights_go_with_the_next_token(tmp_path: Path) -> None:
+    model = packed(tmp_path)
+    decode(model)
+    assert in_layers(model) > 0
+    ups = [module for name, module in model.named_modules() if name.endswith("up_proj") and ".experts." in name]
+    old = [weakref.ref(parameter) for up in ups for parameter in up.parameters()]
+    for block in (module for module in model.modules() if isinstance(module, Qwen3MoeSparseMoeBlock)):
+        other_linears(block)
+    del ups
+    decode(model)
+    gc.collect()
+    assert len(old) >= 12 and not any(one() is not None for one in old)
+
+
+def test_copies_and_pickles_tell_nobody() -> None:
+    linear, calls = nn.Linear(2, 2), []
+    listen(linear, lambda: calls.append(1))
+    held = vars(linear)["_parameters"]
+    assert type(held) is TellingDict and type(vars(copy.deepcopy(linear))["_parameters"]) is dict
+    assert not calls
+    for change in (
+        lambda: linear._parameters.update(bias=None), lambda: linear._parameters.pop("bias"),
+        lambda: linear.register_parameter("bias", None), lambda: linear._parameters.setdefault("more", None),
+        lambda: linear._parameters.popitem(), lambda: linear._parameters.__ior__({"bias": None}),
+        lambda: linear._parameters.__delitem__("bias"), lambda: linear._parameters.clear(),
+        lambda: linear.add_module("more", None),
+    ):  # fmt: skip
+        calls.clear()
+        change()
+        assert calls == [1]
