@@ -23,6 +23,7 @@ import quarot.expert_ops
 from ptq.fast import fast_moe
 from ptq.hf import experts
 from ptq.hf.experts import Experts
+from ptq.kv.attention import CACHE
 from ptq.layers.changes import TellingDict, listen
 from ptq.layers.linear import QuantLinear
 from ptq.ops.activations import Activation
@@ -272,6 +273,23 @@ def test_who_listens_is_heard(tmp_path: Path) -> None:
             for one in (handle, *others):
                 one.remove()
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
+
+
+@torch.no_grad()
+def test_logits_of_the_router_are_recorded(tmp_path: Path) -> None:
+    model = packed(tmp_path)
+    cache = model(torch.full((1, 5), 5), use_cache=True)[CACHE]
+    alone = one_by_one(model)
+    token = torch.tensor([[3]])
+    for asked in ({}, {"output_router_logits": True}, {}):
+        found, wanted = (m(token, **{CACHE: copy.deepcopy(cache)}, use_cache=True, **asked) for m in (model, alone))
+        assert torch.equal(found.logits, wanted.logits)
+        if asked:
+            assert len(found.router_logits) == len(wanted.router_logits) > 0
+            assert all(torch.equal(a, b) for a, b in zip(found.router_logits, wanted.router_logits, strict=True))
+    model.config.output_router_logits = alone.config.output_router_logits = True
+    found, wanted = (m(token, **{CACHE: copy.deepcopy(cache)}, use_cache=True) for m in (model, alone))
+    assert all(torch.equal(a, b) for a, b in zip(found.router_logits, wanted.router_logits, strict=True))
 
 
 @torch.no_grad()

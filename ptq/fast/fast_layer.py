@@ -7,8 +7,8 @@ No family is named. `install` tries decoder layers with stand-ins for attention 
 
 where two of the four norms may be missing, and m is mostly 1. The call needs what `ptq.fast.cpu_layer` or
 `ptq.fast.gpu_layer` asks for, and nobody who listens in (hooks), or who trains a dropout. Otherwise the layer's own
-code runs. Where an MLP is of another kind (experts), the call gives y, and the MLP's own code runs behind it. The
-numbers are those of the single ops to the bit.
+code runs. Where an MLP is of another kind (some experts), the call gives y, and the MLP's own code runs behind it.
+The numbers are those of the single ops to the bit.
 """
 
 import copy
@@ -72,7 +72,9 @@ class Replacement:
             others = [layer._modules[name] for name in layer._modules.keys() - {ATTENTION, MLP, *self.layout}]
             dropouts = [module for module in others if type(module) is nn.Dropout]
             inside = [*dropouts, *_inside(*parts)]
-            watched = Watched([layer, *inside], inside)
+            moe = fast_moe.parts_of(parts[1])
+            recorded = [] if moe is None else [parts[1], moe.router]  # whose logits transformers may be asked for
+            watched = Watched([layer, *inside, *recorded], inside, recorded)
             fits = len(dropouts) == len(others) and watched.are_ours() and _tried(layer, (self.layout,)) is not None
             self.found = self.find(*parts) if fits else None
             if self.found is not None:
@@ -82,11 +84,9 @@ class Replacement:
 
 
 def _inside(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
-    """The modules that a call may take the place of, but experts, which tell of changes themselves."""
+    """The modules that a call may take the place of, but a router and experts, which tell of changes themselves."""
     inside = [attention, *norms, None if fast_steps.gate_of(mlp) is None else mlp]
-    parts = chain.from_iterable(part.modules() for part in inside if part is not None)
-    moe = fast_moe.parts_of(mlp)
-    return parts if moe is None else chain(parts, (mlp, moe.router))
+    return chain.from_iterable(part.modules() for part in inside if part is not None)
 
 
 class FastForward:

@@ -24,7 +24,8 @@ class Watched:
     """What modules hold: modules, parameters and forwards, their own and those of their classes; and the hooks of those
     that must not be listened to."""
 
-    def __init__(self, modules: list[nn.Module], quiet: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], quiet: list[nn.Module], recorded: Iterable[nn.Module] = ()) -> None:
+        """`quiet`: those that must not be listened to; `recorded`: also not by transformers."""
         self._modules, self._types = modules, list(map(type, modules))
         self._own: dict[type[nn.Module], Any] = {cls: cls.forward for cls in self._types}
         self._owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
@@ -32,6 +33,7 @@ class Watched:
         self._instances = [vars(module) for module in modules]
         self._forwards = list(_forwards(self._instances))
         self._hooks: list[Hooks] = [hooks for m in quiet for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._recorded: list[Hooks] = [hooks for m in recorded for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._dropouts = [module for module in modules if isinstance(module, nn.Dropout)]
         self._found: list[Expiring] = []
 
@@ -48,6 +50,7 @@ class Watched:
             made._instances += each._instances
             made._forwards += each._forwards
             made._hooks += each._hooks
+            made._recorded += each._recorded
             made._dropouts += each._dropouts
             made._found += each._found
         return made
@@ -74,7 +77,7 @@ class Watched:
 
     def must_be_called(self) -> bool:
         """Whether somebody listens in, or a dropout drops."""
-        heard = any(self._hooks) and not all(map(_is_idle, self._hooks))
+        heard = any(self._recorded) or (any(self._hooks) and not all(map(_is_idle, self._hooks)))
         of_all = _global_forward_hooks or _global_forward_pre_hooks
         return heard or bool(of_all) or any(dropout.training for dropout in self._dropouts)
 

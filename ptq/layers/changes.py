@@ -1,5 +1,5 @@
-"""Tells of changes to modules. To look at all that the chosen experts of a block hold, for every token, took half as
-long as their products: what is found out about them is kept until they say that they have changed.
+"""Tells of changes to modules. To look at all that the chosen experts of a block hold, for every token, took a sixth of
+the time of their products: what is found out about them is kept until they say that they have changed.
 """
 
 from collections.abc import Callable
