@@ -26,7 +26,7 @@ from torch import Tensor
 from ptq.errors import InputError
 from ptq.ops.expert_ops import ExpertSteps, Rows
 from ptq.weights.formats import Listed, Parts, Scales, check_parts
-from ptq.weights.layouts import LaidOut, Ops
+from ptq.weights.layouts import LaidOut, Ops, Signs
 from ptq.weights.rounding import Rounded
 from quip_sharp import expert_ops, fragment_ops, layer_ops, tiled_ops  # noqa: F401 (their ops)
 from quip_sharp.codebook import E8Codebook
@@ -100,17 +100,28 @@ class E8PFormat(LaidOut):
         x: Float[Tensor, "t k"],
         rows: Rows,
         weights: Listed,
-        signs: tuple[Sequence[Tensor], Sequence[Tensor]],
+        signs: Signs,
         width: int,
         steps: ExpertSteps,
     ) -> Float[Tensor, "t k"] | None:
         """See `ptq.weights.layouts`."""
         if "tiles" not in weights:
             return None
+        return OPS.e8p_experts.default(x, *rows, *self._of_transformed(weights, signs, width, steps))
+
+    def transformed_moe(
+        self, router: Sequence[Any], weights: Listed, signs: Signs, width: int, steps: ExpertSteps
+    ) -> Tensor | None:
+        """See `ptq.weights.layouts`."""
+        if "tiles" not in weights:
+            return None
+        return OPS.e8p_moe.default(*router, *self._of_transformed(weights, signs, width, steps))
+
+    def _of_transformed(self, weights: Listed, signs: Signs, width: int, steps: ExpertSteps) -> tuple[Any, ...]:
+        """What ops on experts take of these."""
         gate, down, biases, clamped = steps
         treatments = gate.bits, gate.clip, down.bits, down.clip, gate.factors, gate.order, down.factors, down.order
-        held = weights["tiles"], weights["scale"]
-        return OPS.e8p_experts.default(x, *rows, *held, *signs, width, self.bits, *treatments, biases, clamped)
+        return weights["tiles"], weights["scale"], *signs, width, self.bits, *treatments, biases, clamped
 
     def lay_out(self, parts: Parts, layout: str) -> Parts:
         n, c = parts["abs"].shape

@@ -1,27 +1,30 @@
-"""`ptq::e8p_experts`: the chosen experts of a block on few tokens as one op, for E8P weights in tiles
-(`quip_sharp.tiled_ops`). Tokens, counts, shares and the lists of weights are those of `ptq.ops.expert_ops`.
+"""`ptq::e8p_experts` and `ptq::e8p_moe`: experts of a block, with E8P weights in tiles (`quip_sharp.tiled_ops`). The
+router, tokens, counts, shares and the lists of weights are those of `ptq.ops.expert_ops`.
 
 `su` are the signs of the input that gates and ups share, then those of the input of each down; `sv` those of all
-products; float32. `order` is that of the Hadamard matrix for x's width, `width_order` of that for the width of an
-expert, each with its dense factors.
+products: float32, but of `ptq::e8p_moe` as they are stored (`ptq.layers.packed_weight`). `order` is that of the
+Hadamard matrix for x's width, `width_order` of that for the width of an expert, each with its dense factors.
 """
 
+from typing import Any
+
 import torch
+from jaxtyping import Float32, Int16
 from torch import Tensor
 
-from ptq.ops.expert_ops import INSIDE, ROWS, gated
+from ptq.ops.expert_ops import INSIDE, ROWS, declare_moe, gated, of_experts
 from ptq.ops.input_steps import treated
 from ptq.ops.op_declarations import like_first, reference_of
 from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
 
-SCHEMA = (
-    f"({ROWS}, Tensor[] tiles, Tensor[] scale, Tensor[] su, Tensor[] sv, int width, int bits, int input_bits, "
-    "float clip, int down_bits, float down_clip, Tensor[] factors, int order, Tensor[] width_factors, int width_order, "
-    f"{INSIDE}) -> Tensor"
+ARGUMENTS = (
+    "Tensor[] tiles, Tensor[] scale, Tensor[] su, Tensor[] sv, int width, int bits, int input_bits, float clip, "
+    "int down_bits, float down_clip, Tensor[] factors, int order, Tensor[] width_factors, int width_order, "
+    f"{INSIDE}"
 )
 
 
-@reference_of("e8p_experts", SCHEMA, like_first)
+@reference_of("e8p_experts", f"({ROWS}, {ARGUMENTS}) -> Tensor", like_first)
 def experts(
     x, tokens, counts, shares, tiles, scale, su, sv, width, bits, input_bits, clip, down_bits, down_clip,
     factors, order, width_factors, width_order, biases, clamped,
@@ -48,3 +51,19 @@ def experts(
             total[token] += (each.float() * share).to(x.dtype)
         row += rows
     return total
+
+
+def _of_chosen(x, chosen, rows, tiles, scale, su, sv, *rest):
+    *others, biases, clamped = rest
+    into = [_loaded(su[0]), *(_loaded(su[1 + expert]) for expert in chosen)]
+    back = [_loaded(each) for each in of_experts(sv, chosen)]
+    weights: list[Any] = [of_experts(tiles, chosen), of_experts(scale, chosen), into, back]
+    return experts(*(x, *rows, *weights, *others, of_experts(biases, chosen), clamped))
+
+
+def _loaded(signs: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
+    return signs.view(torch.float16).float()
+
+
+moe = declare_moe("e8p_moe", ARGUMENTS, _of_chosen)
+"""The op that holds them step by step."""

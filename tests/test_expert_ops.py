@@ -243,7 +243,7 @@ def recipes_of(model_type: str) -> list[str]:
 def test_few_tokens(model_type: str, recipe: str, tmp_path: Path, seen: list[list[int]]) -> None:
     model = packed(tmp_path, model_type, RECIPES[recipe])
     blocks = sum(isinstance(module, Experts) for module in model.modules())
-    held = model_type in IN_LAYERS and isinstance(RECIPES[recipe], QuarotRecipe | Fp6Recipe)
+    held = model_type in IN_LAYERS
     for dtype in (torch.float32, torch.bfloat16):
         own, model = one_by_one(model.to(dtype)), model.to(dtype)
         for batch in (1, 3, 24):
@@ -251,6 +251,8 @@ def test_few_tokens(model_type: str, recipe: str, tmp_path: Path, seen: list[lis
             found = decode(model, batch)
             rows = batch * (2 if model_type in WEIGHTS_ON_INPUT else 1)  # rows of experts are counted there
             prompt, alone = 6 * rows <= MOST_TOKENS, blocks - in_layers(model)
+            if model_type == "flex_olmo" and dtype == torch.bfloat16:  # its rotary embedding is in float32
+                alone = blocks
             assert len(seen) == 4 * alone + prompt * blocks and not (held and alone)
             assert all(sum(counts) == 2 * batch for counts in seen[prompt * blocks :])
             for a, b in zip(found, decode(own, batch), strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import SLOW_PAIRS, at_level
-from test_expert_ops import ASYMMETRIC, CASES, FLOATS, RECIPES, arguments, in_layers, one_by_one, op_of, packed
+from test_expert_ops import ASYMMETRIC, CASES, FLOATS, LATTICE, RECIPES, arguments, in_layers, one_by_one, op_of, packed
 from tiny_models import decode
 from torch import Tensor, nn
 from transformers import MixtralConfig, Qwen3MoeConfig
@@ -20,18 +20,20 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 import fp6.expert_ops
 import quarot.expert_ops
+import quip_sharp.expert_ops
 from ptq.fast import fast_moe
 from ptq.hf import experts
 from ptq.hf.experts import Experts
 from ptq.kv.attention import CACHE
 from ptq.layers.changes import TellingDict, listen
 from ptq.layers.linear import QuantLinear
+from ptq.layers.packed_weight import stored_signs
 from ptq.ops.activations import Activation
 from ptq.ops.expert_ops import rows_of
 from ptq.ops.matmul import few_tokens_linear
 
 CLAMPED = next(case for case in CASES if "clamped" in case)
-HELD = {"integers": ASYMMETRIC, "small floats": FLOATS, "clamped gates, biases": CLAMPED}
+HELD = {"integers": ASYMMETRIC, "small floats": FLOATS, "clamped gates, biases": CLAMPED, "lattice": LATTICE}
 RUN = torch.ops.ptq.run_experts
 
 
@@ -44,14 +46,38 @@ def moe_of(case: dict[str, Any]) -> tuple[Any, Any]:
     """The op that holds experts of a format, and its reference."""
     if op_of(case)[0] == torch.ops.ptq.integer_experts.default:
         return torch.ops.ptq.integer_moe, quarot.expert_ops.moe
+    if op_of(case)[0] == torch.ops.ptq.e8p_experts.default:
+        return torch.ops.ptq.e8p_moe, quip_sharp.expert_ops.moe
     return torch.ops.ptq.minifloat_moe, fp6.expert_ops.moe
 
 
 def given_of(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, list[Any]]:
     """A router for three experts, and these, as the op takes them."""
     given = arguments(dtype, "experts in common", **case)
+    if case is LATTICE:  # signs of any size, to which float16 is no loss
+        given[6:8] = [[sign.half().float() for sign in side] for side in given[6:8]]
     generator = torch.Generator().manual_seed(1)
     return torch.randn(3, given[0].shape[1], generator=generator).to(dtype), given[4:]
+
+
+def stored(parts: list[Any], case: dict[str, Any]) -> list[Any]:
+    """The same with signs as they are stored."""
+    if case is not LATTICE:
+        return parts
+    return [*parts[:2], *([stored_signs(sign) for sign in side] for side in parts[2:4]), *parts[4:]]
+
+
+def of_chosen(parts: list[Any], chosen: list[int], case: dict[str, Any]) -> list[Any]:
+    """Of all lists of weights, what belongs to the experts that were chosen."""
+    found, each = [], len(parts[0]) // 3
+    for place, part in enumerate(parts):
+        if case is LATTICE and place == 2:
+            found.append([part[0], *(part[1 + expert] for expert in chosen)])
+        elif isinstance(part, list) and len(part) == 3 * each:
+            found.append([part[role * each + expert] for role in range(3) for expert in chosen])
+        else:
+            found.append(part)
+    return found
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -60,7 +86,7 @@ def given_of(case: dict[str, Any], dtype: torch.dtype) -> tuple[Tensor, list[Any
 def test_the_bits_of_single_ops(case: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, level: str) -> None:
     (router, parts), (hold, reference) = given_of(case, dtype), moe_of(case)
     x = torch.randn(*shape, router.shape[1]).to(dtype)
-    rows, each = x.flatten(0, -2), len(parts[0]) // 3
+    rows = x.flatten(0, -2)
     for normed in (False, True):
         for rounded in (False, True):
             p = few_tokens_linear(rows, router).softmax(-1, dtype=torch.float32)
@@ -69,24 +95,19 @@ def test_the_bits_of_single_ops(case: dict[str, Any], shape: tuple[int, ...], dt
             shares = shares.to(dtype) if rounded else shares
             chosen, found = rows_of(index.tolist(), shares.tolist())
 
-            def own(part: Any, chosen: list[int] = chosen) -> Any:
-                """Of a list of all weights, those that were chosen."""
-                if not isinstance(part, list) or len(part) != 3 * each:
-                    return part
-                return [part[role * each + expert] for role in range(3) for expert in chosen]
-
-            wanted = op_of(case)[0](rows, *found, *map(own, parts)).view(x.shape)
+            wanted = op_of(case)[0](rows, *found, *of_chosen(parts, chosen, case)).view(x.shape)
             kind = router, 2, normed, rounded
-            held = hold(*kind, *parts)
+            held = hold(*kind, *stored(parts, case))
             assert torch.equal(RUN(held, x), wanted)
             strided = torch.cat((x, x), -1)[..., : x.shape[-1]]
             assert torch.equal(RUN(held, strided), wanted)
-            assert torch.equal(vars(reference(*kind, *parts))["run"](rows).view(x.shape), wanted)
+            assert torch.equal(vars(reference(*kind, *stored(parts, case)))["run"](rows).view(x.shape), wanted)
 
 
-@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS, LATTICE), ids=("integers", "small floats", "lattice"))
 def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
     (router, parts), (hold, _) = given_of(case, torch.float32), moe_of(case)
+    parts = stored(parts, case)
     x = torch.randn(2, router.shape[1])
     held = hold(router, 2, True, True, *parts)
     for wrong in (held.clone(), torch.zeros(1, dtype=torch.uint8), torch.empty(0), x):
@@ -103,9 +124,10 @@ def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
             RUN(held, wrong)
 
 
-@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS), ids=("integers", "small floats"))
+@pytest.mark.parametrize("case", (ASYMMETRIC, FLOATS, LATTICE), ids=("integers", "small floats", "lattice"))
 def test_schema_and_fake(case: dict[str, Any]) -> None:
     (router, parts), (hold, _) = given_of(case, torch.float32), moe_of(case)
+    parts = stored(parts, case)
     for check in ("test_schema", "test_faketensor", "test_autograd_registration"):
         torch.library.opcheck(hold.default, (router, 2, True, True, *parts), test_utils=check)
 
@@ -253,6 +275,22 @@ def test_a_layer_sees_what_becomes_of_its_experts(change: Callable[[Any], None],
     found, wanted = decode(model), decode(one_by_one(model))
     assert not torch.equal(found[-1], before[-1])
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@torch.no_grad()
+def test_a_layer_sees_signs_that_are_written_to(tmp_path: Path) -> None:
+    model = packed(tmp_path, recipe=RECIPES["W2A8"])
+    found = decode(model)
+    assert in_layers(model) > 0
+    block = next(module for module in model.modules() if isinstance(module, Qwen3MoeSparseMoeBlock))
+    for name in ("weight_su", "weight_sv"):
+        for linear in linears_of(block):
+            linear.get_parameter(name).copy_(stored_signs(torch.rand(linear.get_parameter(name).shape) + 0.5))
+            if name == "weight_su" and linear.in_features == 72:  # gates and ups of a block share it
+                linear.get_parameter(name).copy_(linears_of(block)[0].get_parameter(name))
+        before, found = found, decode(model)
+        assert not torch.equal(found[-1], before[-1])
+        assert all(torch.equal(a, b) for a, b in zip(found, decode(one_by_one(model)), strict=True))
 
 
 @torch.no_grad()

@@ -4,11 +4,14 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstdint>
 #include <cstring>
 #include <optional>
 #include <vector>
 
 #include "e8p_tiled/weights.h"
+#include "experts/moe.h"
 #include "hadamard/hadamard_cpu.h"
 
 namespace ptq::e8p_tiled {
@@ -107,9 +110,48 @@ Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const ex
     return experts::weighed(from_float(y, dtype), {tokens, counts, shares}, x);
 }
 
+// The numbers of a sign vector, which is stored as the bits of float16 numbers, none of them infinite or NaN.
+Tensor numbers(const Tensor& signs) {
+    STD_TORCH_CHECK(signs.scalar_type() == ScalarType::Short, "e8p_moe: signs must be int16");
+    const Tensor in = compact(signs), out = fresh(in.sizes(), ScalarType::Float);
+    const auto* from = static_cast<const uint16_t*>(in.const_data_ptr());
+    auto* to = static_cast<float*>(out.mutable_data_ptr());
+    const int64_t count = in.numel();
+    for (int64_t i = 0; i < count; i++) {  // 2^112: the difference of the biases of both exponents
+        const uint32_t size = (from[i] & 0x7fffu) << 13, sign = (from[i] & 0x8000u) << 16;
+        to[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(std::bit_cast<float>(size) * 0x1p112f) | sign);
+    }
+    return out;
+}
+
+Tensors numbers_of(const Tensors& signs) {
+    Tensors found;
+    for (const Tensor& each : signs) found.push_back(numbers(each));
+    return found;
+}
+
+// `su`: of gates and ups, which share it, then of all downs.
+Tensor hold_moe(const Tensor& router, int64_t chosen, bool normed, bool rounded, const Tensors& tiles,
+                const Tensors& scale, const Tensors& su, const Tensors& sv, int64_t width, int64_t bits,
+                int64_t input_bits, double clip, int64_t down_bits, double down_clip, const Tensors& factors,
+                int64_t order, const Tensors& width_factors, int64_t width_order, const Tensors& biases,
+                const experts::Shares& clamped) {
+    STD_TORCH_CHECK(su.size() == tiles.size() / 3 + 1 && sv.size() == tiles.size(),
+                    "e8p_moe: lists of weights and signs do not fit together");
+    return experts::hold({router, chosen, normed, rounded}, tiles.size(),
+                         [=](const Tensor& x, const experts::Choice& c) {
+                             Tensors inputs{numbers(su.front())};
+                             for (const int64_t expert : c.experts) inputs.push_back(numbers(su[expert + 1]));
+                             return compute(x, c.tokens, c.counts, c.shares, c.of(tiles), c.of(scale), inputs,
+                                            numbers_of(c.of(sv)), width, bits, input_bits, clip, down_bits, down_clip,
+                                            factors, order, width_factors, width_order, c.of(biases), clamped);
+                         });
+}
+
 }  // namespace
 }  // namespace ptq::e8p_tiled
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("e8p_experts", TORCH_BOX(&ptq::e8p_tiled::compute));
+    m.impl("e8p_moe", TORCH_BOX(&ptq::e8p_tiled::hold_moe));
 }

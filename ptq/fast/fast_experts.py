@@ -68,8 +68,13 @@ class _Kind:
         return self.format.transformed_experts(x, rows, weights, signs, width, steps)
 
     def held(self, router: Sequence[Any], experts: Sequence["_Expert"]) -> Tensor | None:
-        """What stands for a router and experts without signs; None where the format has no such op."""
-        return self.format.moe(router, *self._weights(experts))
+        """What stands for a router and experts; None where the format has no such op."""
+        weights, width, steps = self._weights(experts)
+        if not self.gate.signs:
+            return self.format.moe(router, weights, width, steps)
+        first, *_ = experts
+        su = [first.held[INPUT_SIGNS][0], *(expert.held[INPUT_SIGNS][2] for expert in experts)]
+        return self.format.transformed_moe(router, weights, (su, _all_of(experts, OUTPUT_SIGNS)), width, steps)
 
     def _weights(self, experts: Sequence["_Expert"]) -> tuple[Listed, int, ExpertSteps]:
         """Weights, rows of a gate and steps of experts, as their format takes them."""
@@ -147,12 +152,12 @@ class FewTokens:
 
     def held(self, experts: Any, router: Tensor, how: Sequence[Any]) -> HeldMoe | None:
         """The matrix of a router that chooses so (`ptq.ops.expert_ops`), and all experts, as an op holds them; None
-        where these are not alike, or have signs, which may be written to, or biases, which may learn."""
+        where these are not alike, or have biases, which may learn."""
         if experts.clamped is None:
             return None
         known = [self._known.get(number) or self._find(experts, number) for number in range(experts.count)]
         first = known[0]
-        if first is None or first.kind.gate.signs or first.kind.has_biases:
+        if first is None or first.kind.has_biases:
             return None
         if any(expert is None or expert.kind is not first.kind for expert in known):
             return None

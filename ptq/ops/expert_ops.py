@@ -90,22 +90,28 @@ def declare_experts(
             row += rows
         return total
 
-    def held(router, chosen, normed, rounded, *rest):
-        def run(x: Float[Tensor, "t k"]) -> Float[Tensor, "t k"]:
-            experts, rows = choice(x, router, chosen, normed, rounded)
-            parts = [_of(part, experts) for part in rest[:lists]]
-            *others, biases, clamped = rest[lists:]
-            return reference(x, *rows, *parts, *others, _of(biases, experts), clamped)
-
-        handle = torch.empty(1, dtype=torch.uint8)
-        vars(handle)["run"] = run
-        return handle
+    def compute(x, experts, rows, *rest):
+        *others, biases, clamped = rest[lists:]
+        parts = [of_experts(part, experts) for part in rest[:lists]]
+        return reference(x, *rows, *parts, *others, of_experts(biases, experts), clamped)
 
     arguments = f"{weights}, int width, {numbers}, {TREATMENTS}, {INSIDE}"
     declare(f"{format}_experts", f"({ROWS}, {arguments}) -> Tensor", reference, like_first)
+    return reference, declare_moe(f"{format}_moe", arguments, compute)
+
+
+def declare_moe(op: str, arguments: str, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Declare `ptq::<op>(router, chosen, normed, rounded, arguments ...)`, a handle. `compute(x, experts, rows,
+    arguments ...)` gives what the experts of those numbers make of their rows. Returns the reference."""
+
+    def held(router, chosen, normed, rounded, *rest):
+        handle = torch.empty(1, dtype=torch.uint8)
+        vars(handle)["run"] = lambda x: compute(x, *choice(x, router, chosen, normed, rounded), *rest)
+        return handle
+
     schema = f"(Tensor router, int chosen, bool normed, bool rounded, {arguments}) -> Tensor"
-    declare(f"{format}_moe", schema, held, lambda *rest: torch.empty(1, dtype=torch.uint8))
-    return reference, held
+    declare(op, schema, held, lambda *rest: torch.empty(1, dtype=torch.uint8))
+    return held
 
 
 def choice(
@@ -125,7 +131,7 @@ def rows_of(chosen: list[list[int]], weighed: list[list[float]]) -> tuple[list[i
     return list(counts), ([token for _, token, _ in rows], list(counts.values()), shares)
 
 
-def _of(weights: list[Tensor], experts: list[int]) -> list[Tensor]:
+def of_experts(weights: list[Tensor], experts: list[int]) -> list[Tensor]:
     """Of all gates, all ups and all downs, those of some experts; nothing of an empty list."""
     count = len(weights) // 3
     return [weights[role * count + expert] for role in range(3) for expert in experts] if weights else []

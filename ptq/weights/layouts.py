@@ -20,6 +20,8 @@ from ptq.ops.op_declarations import call
 from ptq.ops.tiles import applies, listed
 from ptq.weights.formats import Format, LayerOp, Listed, Parts
 
+Signs = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Of inputs, and of products."""
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """By the type of a torch device. Elsewhere the ops read the stored parts."""
 
@@ -184,11 +186,17 @@ class LaidOut(Format):
         x: Float[Tensor, "t k"],
         rows: Rows,
         weights: Listed,
-        signs: tuple[Sequence[Tensor], Sequence[Tensor]],
+        signs: Signs,
         width: int,
         steps: ExpertSteps,
     ) -> Float[Tensor, "t k"] | None:
         """`experts` whose linears have signs and transforms on both sides (QuIP#): the products of gate and up go back
         through the transform of the input of down, those of down through that of the input of gate and up. `signs`:
         those of the input of gates and ups, then of each down's; those of all products."""
+        return None
+
+    def transformed_moe(
+        self, router: Sequence[Any], weights: Listed, signs: Signs, width: int, steps: ExpertSteps
+    ) -> Tensor | None:
+        """`moe` whose linears are those of `transformed_experts`; signs as they are stored."""
         return None
