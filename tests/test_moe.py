@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 import fp6.expert_ops
 import quarot.expert_ops
 import quip_sharp.expert_ops
-from ptq.fast import fast_moe
+from ptq.fast import fast_experts, fast_moe
 from ptq.hf import experts
 from ptq.hf.experts import Experts
 from ptq.kv.attention import CACHE
@@ -135,12 +135,19 @@ def test_schema_and_fake(case: dict[str, Any]) -> None:
 # --- which modules are taken ----------------------------------------------------------------------------------------
 
 
-def block(cls: type[nn.Module] = Qwen3MoeSparseMoeBlock, router: type[nn.Module] = Qwen3MoeTopKRouter) -> Any:
-    """A block of four experts of which two are chosen, taken apart."""
+def block(
+    cls: type[nn.Module] = Qwen3MoeSparseMoeBlock,
+    router: type[nn.Module] = Qwen3MoeTopKRouter,
+    hidden: int = 8,
+    count: int = 4,
+    chosen: int = 2,
+) -> Any:
+    """A block of experts, taken apart."""
+    sizes = dict(hidden_size=hidden, num_experts_per_tok=chosen)
     if cls is MixtralSparseMoeBlock:
-        config: Any = MixtralConfig(hidden_size=8, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2)
+        config: Any = MixtralConfig(**sizes, intermediate_size=16, num_local_experts=count)
     else:
-        config = Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2)
+        config = Qwen3MoeConfig(**sizes, moe_intermediate_size=16, num_experts=count)
     config._experts_implementation = "eager"
     made: Any = cls(config)
     made.gate.__class__ = router
@@ -179,6 +186,18 @@ def test_routers_are_tried() -> None:
     parameter.scale = nn.Parameter(torch.ones(()))
     for other in (more, parameter, nn.Identity(), nn.Linear(2, 2)):
         assert router_of(other) is None
+
+
+@pytest.mark.parametrize("hidden", (72, 2048, 5120))
+@pytest.mark.parametrize("count, chosen", ((4, 2), (32, 4), (64, 8), (256, 8), (128, 1)))
+def test_routers_of_real_sizes(hidden: int, count: int, chosen: int) -> None:
+    for normed in (False, True):
+        made = block(hidden=hidden, count=count, chosen=chosen)
+        made.gate.norm_topk_prob = normed
+        unclear = normed and chosen == 1  # shares of 1, however they are rounded
+        assert fast_moe._router_of(made) == (None if unclear else (chosen, normed, True))
+    made = block(MixtralSparseMoeBlock, MixtralTopKRouter, hidden, count, chosen)
+    assert fast_moe._router_of(made) == (None if chosen == 1 else (chosen, True, False))
 
 
 # --- in a model -----------------------------------------------------------------------------------------------------
@@ -250,6 +269,14 @@ def other_class(block: Any) -> None:
     block.experts.__class__ = Twice
 
 
+def one_chosen(block: Any) -> None:
+    block.gate.top_k = 1
+
+
+def others_normed(block: Any) -> None:
+    block.gate.norm_topk_prob = not block.gate.norm_topk_prob
+
+
 def other_activation(block: Any) -> None:
     block.experts.clamped, block.experts.act_fn = None, nn.GELU()
 
@@ -260,7 +287,7 @@ def linears_of(block: Any) -> list[QuantLinear]:
 
 CHANGES: tuple[Callable[[Any], None], ...] = (
     replaced_scale, written_scale, other_memory, other_clip, other_linears, other_forward, other_experts, other_router,
-    fewer_chosen, other_class, other_activation,
+    fewer_chosen, one_chosen, others_normed, other_class, other_activation,
 )  # fmt: skip
 
 
@@ -330,6 +357,48 @@ def test_logits_of_the_router_are_recorded(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found.router_logits, wanted.router_logits, strict=True))
 
 
+def without_last(block: Any, in_experts: bool) -> None:
+    count = block.experts.count - 1
+    block.gate.weight = nn.Parameter(block.gate.weight[:count].clone(), requires_grad=False)
+    if in_experts:
+        del block.experts._modules[str(count)]
+
+
+@pytest.mark.parametrize("in_experts", (False, True))
+@torch.no_grad()
+def test_experts_that_are_gone(in_experts: bool, tmp_path: Path) -> None:
+    model = packed(tmp_path)
+    decode(model)
+    without_last(next(module for module in model.modules() if isinstance(module, Qwen3MoeSparseMoeBlock)), in_experts)
+    assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(one_by_one(model)), strict=True))
+
+
+@torch.no_grad()
+def test_autocast(tmp_path: Path) -> None:
+    model = packed(tmp_path)
+    decode(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(torch.equal(a, b) for a, b in zip(decode(model), decode(one_by_one(model)), strict=True))
+
+
+@torch.no_grad()
+def test_hidden_states_that_were_asked_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls, own = packed(tmp_path), [], Experts.forward
+    decode(model)
+    model(torch.tensor([[3, 4]]), output_hidden_states=True)
+    assert any(router._forward_hooks for router in model.modules() if isinstance(router, Qwen3MoeTopKRouter))
+    monkeypatch.setattr(Experts, "forward", lambda self, *given: calls.append(1) or own(self, *given))
+    decode(model)
+    assert calls  # a patched class is called
+    monkeypatch.undo()
+    decode(model)
+    run = fast_experts.FewTokens.__call__
+    monkeypatch.setattr(fast_experts.FewTokens, "__call__", lambda self, *given: calls.append(1) or run(self, *given))
+    calls.clear()
+    decode(model)
+    assert len(calls) == in_layers(model) > 0  # of the prompt
+
+
 @torch.no_grad()
 def test_old_weights_go_with_the_next_token(tmp_path: Path) -> None:
     model = packed(tmp_path)
@@ -346,8 +415,14 @@ def test_old_weights_go_with_the_next_token(tmp_path: Path) -> None:
 
 
 def test_copies_and_pickles_tell_nobody() -> None:
-    linear, calls = nn.Linear(2, 2), []
-    listen(linear, lambda: calls.append(1))
+    class Listener:
+        def hear(self) -> None:
+            calls.append(1)
+
+    linear, calls, listener = nn.Linear(2, 2), [], Listener()
+    listen(linear, listener.hear)
+    listen(linear, listener.hear)
+    listen(linear, Listener().hear)  # which is gone
     held = vars(linear)["_parameters"]
     assert type(held) is TellingDict and type(vars(copy.deepcopy(linear))["_parameters"]) is dict
     assert not calls

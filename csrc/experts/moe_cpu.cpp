@@ -65,6 +65,7 @@ Tensors Choice::of(const Tensors& all) const {
     if (count)
         for (size_t role = 0; role < 3; role++)
             for (const int64_t expert : experts) found.push_back(all[role * count + expert]);
+    for (const Tensor& each : found) STD_TORCH_CHECK(each.is_cpu(), "experts: a tensor is not on the CPU");
     return found;
 }
 

@@ -55,7 +55,7 @@ class Layer:
 
     def is_over(self) -> bool:
         """Whether sign vectors have been written to, or experts have changed, since this was made."""
-        if self.moe is not None and self.moe.is_over:
+        if self.moe is not None and self.moe.is_over():
             return True
         return any(map(ne, map(version, self.signs), self.versions))
 
@@ -96,7 +96,7 @@ def _layer(
     given = [bias for bias in biases if bias is not None]
     full = [NONE if bias is None else bias for bias in biases] if given else []
     make, weights = op
-    handles, of_router = ([], []) if moe is None else ([moe.handle], [moe.router])
+    handles, of_router = ([], []) if moe is None else ([moe.handle], [moe.weight])
     handle = make(*HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles), *weights)
     floats = tuple(x for x in (*normed["gains"], *given, *of_router) if x is not NONE)
     signs = tuple(
@@ -134,6 +134,9 @@ def run(
 ) -> Float[Tensor, "b t k"] | None:
     """What layers, one behind another, give for decoded tokens of each row; None where they are called with something
     else. `multipliers`: m of each."""
+    if torch.is_autocast_enabled("cpu") and x.dtype != torch.get_autocast_dtype("cpu"):
+        if any(layer.moe is not None for layer in layers):
+            return None  # a router's product would have another dtype
     attentions = [(layer.attention, layer.kind) for layer in layers]
     floats = chain.from_iterable(layer.floats for layer in layers)
     states = fast_attention.cache_layers(attentions, x, floats=floats, **others)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ptq.layers import changes
@@ -90,10 +90,28 @@ class HeldMoe:
 
     handle: Tensor
     """Stands for them (`ptq.ops.expert_ops`)."""
-    router: Tensor
+    weight: Tensor
     """The matrix of the router."""
-    is_over: bool = False
+    modules: tuple[nn.Module, nn.Module]
+    """That whose parts they are, and the router."""
+    kind: type[nn.Module]
+    """The class of the experts."""
+    ended: bool = False
     """Whether one of the experts has changed since."""
+
+    def __post_init__(self) -> None:
+        owners = [vars(module) for module in self.modules]
+        self.plain = [(held, name, x) for held in owners for name, x in held.items() if isinstance(x, int | float)]
+        """Numbers that say what is computed, such as how many experts are chosen."""
+        self.forward = self.kind.forward
+
+    def is_over(self) -> bool:
+        """Whether they compute something else now."""
+        return (
+            self.ended
+            or self.kind.forward is not self.forward
+            or any(held.get(name) != x for held, name, x in self.plain)
+        )
 
 
 @dataclass(frozen=True)
@@ -150,10 +168,11 @@ class FewTokens:
             return None
         return first.kind.compute(x, rows, cast(list[_Expert], known))
 
-    def held(self, experts: Any, router: Tensor, how: Sequence[Any]) -> HeldMoe | None:
-        """The matrix of a router that chooses so (`ptq.ops.expert_ops`), and all experts, as an op holds them; None
-        where these are not alike, or have biases, which may learn."""
-        if experts.clamped is None:
+    def held(self, experts: Any, modules: tuple[nn.Module, nn.Module], how: Sequence[Any]) -> HeldMoe | None:
+        """A router that chooses so (`ptq.ops.expert_ops`), and all experts, as an op holds them; None where these are
+        not alike, or have biases, which may learn, or where some are gone. `modules`: as `HeldMoe` has them."""
+        weight = modules[1].get_parameter("weight")
+        if experts.clamped is None or len(weight) != experts.count:
             return None
         known = [self._known.get(number) or self._find(experts, number) for number in range(experts.count)]
         first = known[0]
@@ -161,27 +180,29 @@ class FewTokens:
             return None
         if any(expert is None or expert.kind is not first.kind for expert in known):
             return None
-        handle = first.kind.held((router, *how), cast(list[_Expert], known))
+        handle = first.kind.held((weight, *how), cast(list[_Expert], known))
         if handle is None:
             return None
-        self._moes.add(moe := HeldMoe(handle, router))
+        self._moes.add(moe := HeldMoe(handle, weight, modules, type(experts)))
         return moe
 
     def forget(self) -> None:
         """What is called when a module in question has changed."""
         self._known.clear()
         for moe in self._moes:
-            moe.is_over = True
+            moe.ended = True
         self._moes.clear()
 
     def _find(self, experts: Any, number: int) -> _Expert | None:
-        module = experts._modules[str(number)]
-        linears: list[Any] = [module._modules[name] for name in experts.names]
-        kind = _kind(linears, experts.clamped)
-        if kind is None:
+        module = experts._modules.get(str(number))
+        linears: list[Any] = [] if module is None else [module._modules.get(name) for name in experts.names]
+        if module is None or None in linears:
             return None
         for each in (experts, module, *linears):
             changes.listen(each, self.forget)
+        kind = _kind(linears, experts.clamped)
+        if kind is None:
+            return None
         held = {name: tuple(linear._parameters[name] for linear in linears) for name in kind.names}
         self._known[number] = found = _Expert(tuple(linears), self._kinds.setdefault(kind, kind), held)
         return found

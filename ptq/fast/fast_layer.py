@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import cpu_layer, fast_attention, fast_moe, fast_steps, gpu_layer
+from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
 from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
@@ -72,11 +72,12 @@ class Replacement:
             others = [layer._modules[name] for name in layer._modules.keys() - {ATTENTION, MLP, *self.layout}]
             dropouts = [module for module in others if type(module) is nn.Dropout]
             inside = [*dropouts, *_inside(*parts)]
-            moe = fast_moe.parts_of(parts[1])
-            recorded = [] if moe is None else [parts[1], moe.router]  # whose logits transformers may be asked for
-            watched = Watched([layer, *inside, *recorded], inside, recorded)
+            watched = Watched([layer, *inside], inside)
             fits = len(dropouts) == len(others) and watched.are_ours() and _tried(layer, (self.layout,)) is not None
             self.found = self.find(*parts) if fits else None
+            moe = getattr(self.found, "moe", None)
+            if moe is not None:
+                watched = Watched([layer, *inside, *moe.modules], inside, moe.modules)
             if self.found is not None:
                 watched.expires_with(self.found)
             self.watched = watched  # last: another thread may look

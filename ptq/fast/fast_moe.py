@@ -19,6 +19,9 @@ from ptq.layers.linear import must_be_called
 from ptq.ops.expert_ops import choice, rows_of
 from ptq.ops.matmul import FEW_DTYPES
 
+TOKENS = 5
+"""Of a trial."""
+
 
 class Router(NamedTuple):
     """How tokens choose, as `ptq.ops.expert_ops` has it."""
@@ -47,12 +50,14 @@ def held(mlp: nn.Module) -> HeldMoe | None:
     router = None if parts is None else _router_of(mlp)
     if parts is None or router is None or must_be_called(parts.experts):
         return None
+    if mlp.training or parts.router.training or "forward" in vars(mlp):
+        return None
     if not type(parts.experts).__module__.startswith("ptq."):
         return None  # somebody's own class
     few, forward = parts.experts.few_tokens, vars(parts.router).get("forward")
     if not isinstance(forward, InPlace) or forward.func is not fast_steps.router_forward:
         return None  # last bits of its product are others
-    return few.held(parts.experts, parts.router.get_parameter("weight"), router) if isinstance(few, FewTokens) else None
+    return few.held(parts.experts, (mlp, parts.router), router) if isinstance(few, FewTokens) else None
 
 
 def _parts(mlp: nn.Module) -> Parts | None:
@@ -81,21 +86,22 @@ def _router_of(mlp: nn.Module) -> Router | None:
     """The router of a module that `_parts` takes apart; None for another."""
     parts = _parts(mlp)
     assert parts is not None
-    kinds = itertools.product((True, False), repeat=2)
     generator = torch.Generator().manual_seed(0)
     shape = parts.router.get_parameter("weight").shape
-    weight, x = (torch.randn(size, generator=generator) for size in (shape, (1, 5, shape[1])))
-    seen = [_seen(mlp, parts, weight.to(dtype), x.to(dtype)) for dtype in FEW_DTYPES]
-    if any(one is None for one in seen):
+    weight, x = (torch.randn(size, generator=generator) for size in (shape, (1, TOKENS, shape[1])))
+    weight /= shape[1] ** 0.5  # for shares that do not come to 1 before they are divided by their sum
+    given = [(weight.to(dtype), x.to(dtype)) for dtype in FEW_DTYPES]
+    seen = [_seen(mlp, parts, *each) for each in given]
+    if None in seen:
         return None
-    for normed, rounded in kinds:
-        chosen = len(seen[0][1][0]) // 5
-        if all(
-            choice(x.to(dtype).flatten(0, 1), weight.to(dtype), chosen, normed, rounded) == one
-            for dtype, one in zip(FEW_DTYPES, seen, strict=True)
-        ):
-            return Router(chosen, normed, rounded)
-    return None
+    chosen = len(seen[0][1][0]) // TOKENS
+    kinds = (Router(chosen, *flags) for flags in itertools.product((True, False), repeat=2))
+    fit = [
+        kind
+        for kind in kinds
+        if all(choice(x[0], weight, *kind) == one for (weight, x), one in zip(given, seen, strict=True))
+    ]
+    return fit[0] if len(fit) == 1 else None  # one expert alone has a share of 1 in several ways
 
 
 def _seen(mlp: nn.Module, parts: Parts, weight: Tensor, x: Float[Tensor, "b t k"]) -> Any:

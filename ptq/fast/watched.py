@@ -9,6 +9,11 @@ from typing import Any, Protocol, runtime_checkable
 from torch import nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:
+    _active_collector = None
+
 Hooks = dict[int, Any]
 IS_OVER = methodcaller("is_over")
 
@@ -25,7 +30,7 @@ class Watched:
     that must not be listened to."""
 
     def __init__(self, modules: list[nn.Module], quiet: list[nn.Module], recorded: Iterable[nn.Module] = ()) -> None:
-        """`quiet`: those that must not be listened to; `recorded`: also not by transformers."""
+        """`quiet`: those that must not be listened to; `recorded`: likewise, and transformers may record them."""
         self._modules, self._types = modules, list(map(type, modules))
         self._own: dict[type[nn.Module], Any] = {cls: cls.forward for cls in self._types}
         self._owners = [owner for module in modules for owner in (module._modules, module._parameters) if owner]
@@ -77,7 +82,8 @@ class Watched:
 
     def must_be_called(self) -> bool:
         """Whether somebody listens in, or a dropout drops."""
-        heard = any(self._recorded) or (any(self._hooks) and not all(map(_is_idle, self._hooks)))
+        heard = any(self._hooks) and not all(map(_is_idle, self._hooks))
+        heard = heard or (any(self._recorded) and (_records() or not all(map(_is_idle, self._recorded))))
         of_all = _global_forward_hooks or _global_forward_pre_hooks
         return heard or bool(of_all) or any(dropout.training for dropout in self._dropouts)
 
@@ -111,6 +117,12 @@ def _is_ours(forward: Any) -> bool:
 
 def _module_of(function: Any) -> str:
     return getattr(function, "__module__", None) or ""
+
+
+def _records() -> bool:
+    """Whether transformers records more now than hidden states and attention weights, such as logits of routers."""
+    collected = None if _active_collector is None else _active_collector.get()
+    return _active_collector is None or bool((collected or {}).keys() - {"hidden_states", "attentions"})
 
 
 def _is_idle(hooks: Hooks) -> bool:

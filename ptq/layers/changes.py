@@ -3,7 +3,9 @@ the time of their products: what is found out about them is kept until they say 
 """
 
 from collections.abc import Callable
+from operator import call
 from typing import Any
+from weakref import WeakMethod
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -16,15 +18,16 @@ class TellingDict(dict[str, Any]):
 
     def __init__(self, held: dict[str, Any]) -> None:
         super().__init__(held)
-        self.listeners: list[Callable[[], None]] = []
+        self.listeners: list[WeakMethod[Callable[[], None]]] = []
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
     def tell(self) -> None:
         """Call all listeners."""
-        for listener in self.listeners:
-            listener()
+        for listener in map(call, self.listeners):
+            if listener is not None:
+                listener()
 
 
 def _telling(name: str) -> Callable[..., Any]:
@@ -47,7 +50,8 @@ class TellingModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        self._tell()
+        if name != "training":  # which decides nothing here
+            self._tell()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
@@ -55,13 +59,15 @@ class TellingModule(nn.Module):
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """As a module does it."""
+        handle = super().register_forward_hook(*args, **kwargs)
         self._tell()
-        return super().register_forward_hook(*args, **kwargs)
+        return handle
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """As a module does it."""
+        handle = super().register_forward_pre_hook(*args, **kwargs)
         self._tell()
-        return super().register_forward_pre_hook(*args, **kwargs)
+        return handle
 
     def _tell(self) -> None:
         held = vars(self).get(HELD[0])
@@ -70,11 +76,13 @@ class TellingModule(nn.Module):
 
 
 def listen(module: nn.Module, listener: Callable[[], None]) -> None:
-    """Have `listener` called when a parameter or a module takes the place of another in a module; in a `TellingModule`
-    also when an attribute is set, or somebody begins to listen in."""
+    """Have `listener`, a method of an object for as long as that lives, called when a parameter or a module takes the
+    place of another in a module; in a `TellingModule` also when an attribute is set, or somebody begins to listen in.
+    """
     for name in HELD:
         held = vars(module)[name]
         if type(held) is not TellingDict:
             vars(module)[name] = held = TellingDict(held)
-        if listener not in held.listeners:
-            held.listeners.append(listener)
+        method = WeakMethod(listener)
+        if method not in held.listeners:
+            held.listeners = [each for each in held.listeners if each() is not None] + [method]
