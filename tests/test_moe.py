@@ -400,6 +400,18 @@ def test_hidden_states_that_were_asked_for_once(tmp_path: Path, monkeypatch: pyt
 
 
 @torch.no_grad()
+def test_eval_before_a_request_is_no_change(tmp_path: Path) -> None:
+    model = packed(tmp_path)
+    decode(model)
+    layers = [layer.forward.on_cpu.found for layer in model.model.layers]
+    held = [layer.moe for layer in layers if layer.moe is not None]
+    model.eval()
+    assert held and not any(moe.is_over() for moe in held)
+    model.train()
+    assert all(moe.is_over() for moe in held)
+
+
+@torch.no_grad()
 def test_old_weights_go_with_the_next_token(tmp_path: Path) -> None:
     model = packed(tmp_path)
     decode(model)
