@@ -172,7 +172,7 @@ class Asks(Qwen3MoeSparseMoeBlock):
 
 def test_routers_are_tried() -> None:
     def router_of(made: Any) -> Any:
-        return None if fast_moe.parts_of(made) is None else fast_moe._router_of(made)
+        return None if fast_moe._parts(made) is None else fast_moe._router_of(made)
 
     assert router_of(block()) == (2, False, True)
     normed = block()

@@ -94,8 +94,8 @@ class HeldMoe:
     """The matrix of the router."""
     modules: tuple[nn.Module, nn.Module]
     """That whose parts they are, and the router."""
-    kind: type[nn.Module]
-    """The class of the experts."""
+    cls: type[nn.Module]
+    """That of the experts."""
     ended: bool = False
     """Whether one of the experts has changed since."""
 
@@ -103,13 +103,13 @@ class HeldMoe:
         owners = [vars(module) for module in self.modules]
         self.plain = [(held, name, x) for held in owners for name, x in held.items() if isinstance(x, int | float)]
         """Numbers that say what is computed, such as how many experts are chosen."""
-        self.forward = self.kind.forward
+        self.forward = self.cls.forward
 
     def is_over(self) -> bool:
         """Whether they compute something else now."""
         return (
             self.ended
-            or self.kind.forward is not self.forward
+            or self.cls.forward is not self.forward
             or any(held.get(name) != x for held, name, x in self.plain)
         )
 

@@ -31,22 +31,16 @@ class Router(NamedTuple):
     rounded: bool
 
 
-class Parts(NamedTuple):
+class _Parts(NamedTuple):
     """What a module is made of."""
 
     router: nn.Module
     experts: Any
 
 
-def parts_of(mlp: nn.Module) -> Parts | None:
-    """A router and its experts; None for a module that is anything else."""
-    parts = _parts(mlp)
-    return None if parts is None or _router_of(mlp) is None else parts
-
-
 def held(mlp: nn.Module) -> HeldMoe | None:
     """A router and its experts as an op holds them; None where none does."""
-    parts = parts_of(mlp)
+    parts = _parts(mlp)
     router = None if parts is None else _router_of(mlp)
     if parts is None or router is None or must_be_called(parts.experts):
         return None
@@ -60,8 +54,8 @@ def held(mlp: nn.Module) -> HeldMoe | None:
     return few.held(parts.experts, (mlp, parts.router), router) if isinstance(few, FewTokens) else None
 
 
-def _parts(mlp: nn.Module) -> Parts | None:
-    """The same, of a router that is not tried yet."""
+def _parts(mlp: nn.Module) -> _Parts | None:
+    """A router, which is not tried yet, and its experts; None for a module that is anything else."""
     experts = [part for part in mlp._modules.values() if hasattr(part, "few_tokens")]
     others = [part for part in mlp._modules.values() if part is not None and part not in experts]
     if len(experts) != 1 or len(others) != 1 or mlp._parameters or mlp._buffers:
@@ -70,7 +64,7 @@ def _parts(mlp: nn.Module) -> Parts | None:
     weight = router._parameters.get("weight")
     if router._modules or router._buffers or weight is None or len(router._parameters) != 1 or weight.dim() != 2:
         return None
-    return Parts(router, experts[0])
+    return _Parts(router, experts[0])
 
 
 class _StandIn(nn.Module):
@@ -104,7 +98,7 @@ def _router_of(mlp: nn.Module) -> Router | None:
     return fit[0] if len(fit) == 1 else None  # one expert alone has a share of 1 in several ways
 
 
-def _seen(mlp: nn.Module, parts: Parts, weight: Tensor, x: Float[Tensor, "b t k"]) -> Any:
+def _seen(mlp: nn.Module, parts: _Parts, weight: Tensor, x: Float[Tensor, "b t k"]) -> Any:
     """What the experts of a module are given for x; None where that is not x itself, or where it gives something else
     than they do."""
     alone, router, experts = hollow(mlp), hollow(parts.router), _StandIn()
