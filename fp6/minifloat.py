@@ -118,7 +118,7 @@ class MinifloatFormat(LaidOut):
         layer=OPS.minifloat_layer.default,
         tokens=OPS.minifloat_linear_tokens.default,
         experts=OPS.minifloat_experts.default,
-        moe=OPS.minifloat_moe.default,
+        all_experts=OPS.minifloat_all_experts.default,
     )
 
     def __post_init__(self) -> None:

@@ -105,7 +105,7 @@ class IntegerFormat(LaidOut):
         layer=OPS.integer_layer.default,
         tokens=OPS.integer_linear_tokens.default,
         experts=OPS.integer_experts.default,
-        moe=OPS.integer_moe.default,
+        all_experts=OPS.integer_all_experts.default,
         told_bits=("fragments",),
     )
     scale_parts = ("scale", "zero")

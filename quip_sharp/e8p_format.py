@@ -15,7 +15,6 @@ fill the last code of a row are not part of W.
 True bits per weight: 2, 3 or 4, and 32 for the whole weight.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -109,13 +108,11 @@ class E8PFormat(LaidOut):
             return None
         return OPS.e8p_experts.default(x, *rows, *self._of_transformed(weights, signs, width, steps))
 
-    def transformed_moe(
-        self, router: Sequence[Any], weights: Listed, signs: Signs, width: int, steps: ExpertSteps
-    ) -> Tensor | None:
+    def all_transformed_experts(self, weights: Listed, signs: Signs, width: int, steps: ExpertSteps) -> Tensor | None:
         """See `ptq.weights.layouts`."""
         if "tiles" not in weights:
             return None
-        return OPS.e8p_moe.default(*router, *self._of_transformed(weights, signs, width, steps))
+        return OPS.e8p_all_experts.default(*self._of_transformed(weights, signs, width, steps))
 
     def _of_transformed(self, weights: Listed, signs: Signs, width: int, steps: ExpertSteps) -> tuple[Any, ...]:
         """What ops on experts take of these."""

@@ -1,8 +1,8 @@
-"""`ptq::e8p_experts` and `ptq::e8p_moe`: experts of a block, with E8P weights in tiles (`quip_sharp.tiled_ops`). The
-router, tokens, counts, shares and the lists of weights are those of `ptq.ops.expert_ops`.
+"""`ptq::e8p_experts` and `ptq::e8p_all_experts`: experts of a block, with E8P weights in tiles
+(`quip_sharp.tiled_ops`). Tokens, counts, shares and the lists of weights are those of `ptq.ops.expert_ops`.
 
 `su` are the signs of the input that gates and ups share, then those of the input of each down; `sv` those of all
-products: float32, but of `ptq::e8p_moe` as they are stored (`ptq.layers.packed_weight`). `order` is that of the
+products: float32, but of `ptq::e8p_all_experts` as they are stored (`ptq.layers.packed_weight`). `order` is that of the
 Hadamard matrix for x's width, `width_order` of that for the width of an expert, each with its dense factors.
 """
 
@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float32, Int16
 from torch import Tensor
 
-from ptq.ops.expert_ops import INSIDE, ROWS, declare_moe, gated, of_experts
+from ptq.ops.expert_ops import INSIDE, ROWS, declare_all_experts, gated, of_experts
 from ptq.ops.input_steps import treated
 from ptq.ops.op_declarations import like_first, reference_of
 from quip_sharp import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
@@ -65,5 +65,5 @@ def _loaded(signs: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
     return signs.view(torch.float16).float()
 
 
-moe = declare_moe("e8p_moe", ARGUMENTS, _of_chosen)
+all_experts = declare_all_experts("e8p_all_experts", ARGUMENTS, _of_chosen)
 """The op that holds them step by step."""

@@ -82,6 +82,13 @@ def test_views_and_refusals() -> None:
     torch.library.opcheck(torch.ops.ptq.dense_linear.default, (x, w, None))
 
 
+@pytest.mark.parametrize("k", [1, 31, 64, 100, 2048])
+def test_the_numbers_of_a_weight_alone_matter(k: int, level: str) -> None:
+    """Not whether they are stored as float32 or as bfloat16."""
+    x, w = torch.randn(3, k), torch.randn(9, k).bfloat16()
+    assert torch.equal(*(torch.ops.ptq.dense_linear(x, weight, None) for weight in (w, w.float())))
+
+
 def test_what_it_is_made_for() -> None:
     serves = matmul.dense_linear_serves
     x, w, bias = draw(6, 64, matmul.FEW_TOKENS + 1, torch.float32)

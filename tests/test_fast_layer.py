@@ -38,11 +38,11 @@ OWN_ATTENTION = {
 another way."""
 OTHERS = (
     dict.fromkeys(("olmo2", "olmo3", "olmo", "apertus", "nemotron", *sorted(OWN_ATTENTION)), [])
-    | {"minimax_m2": ["attention"] * 2}
-    | dict.fromkeys(("qwen2_moe", "glm4_moe"), ["all", "attention"])
+    | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ["all"] * 2)
+    | {"qwen3_next": ["all"]}
 )
 """Families whose attention, norms or MLP are others, whose rotary embedding is in float32 (OLMo), or which have
-experts and something beside them: what one call does of two layers."""
+delta nets: what one call does of two layers."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -124,7 +124,7 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     own = [module for module in plain.modules() if type(module).__name__.endswith("Attention")]
     kinds = [fast_attention.kind_of(module) for module in own]
     in_part = family in ("phi3", "glm4_moe", "sarvam_moe", "minimax_m2", "nemotron")
-    assert kinds[0] == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part))
+    assert kinds[0] == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part, False))
     fast = [kind for kind in kinds if kind is not None]
     if family == "cohere_compass_text":  # whose first block is given no positions
         return
@@ -244,7 +244,7 @@ def test_whole_layers_of_every_family(family: str, tmp_path, monkeypatch: pytest
     monkeypatch.setattr(cpu_layer, "run", run)
     for a, b in zip(decode(model), decode(single), strict=True):
         assert torch.equal(a, b)
-    assert calls == 4 * (OTHERS.get(family, ["all"] * 2) if family in PLAIN_ATTENTION else [])
+    assert calls == 4 * OTHERS.get(family, ["all"] * 2 if family in PLAIN_ATTENTION else [])
 
 
 def test_padding_and_given_caches(packed) -> None:
@@ -273,7 +273,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False)
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False, False)
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 

@@ -16,9 +16,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, to
 
 from ptq.fast import fast_decode, fast_mixers
 
-OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm")
+OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm", "delta_net_step")
+PROMPT = {"gated_delta_rule", "gated_rms_norm"}
 FAMILIES = {
-    "qwen3_next": set(OPS), "qwen3_5_text": set(OPS), "qwen3_5_moe_text": set(OPS),
+    "qwen3_next": PROMPT | {"conv_step"},
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), PROMPT | {"delta_net_step"}),
     "lfm2": {"conv_step"}, "granitemoehybrid": {"conv_step"},
 }  # fmt: skip
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from fp6 import layer_ops as minifloat_ops
 from fp6.minifloat import MinifloatFormat
 from ptq.ops import hadamard, kv_ops, layer_ops
+from ptq.ops.moe_ops import Choosing, RouterWeights
 from ptq.weights import formats
 from ptq.weights.rounding import Rounded
 from quarot import layer_ops as integer_ops
@@ -23,7 +24,11 @@ from quip_sharp.e8p_format import E8PFormat
 
 HIDDEN, FEATURES, HEADS, KV_HEADS, D = 64, 96, 6, 2, 16
 WIDTH, KV_WIDTH = HEADS * D, KV_HEADS * D
-ROWS = dict(q=WIDTH, k=KV_WIDTH, v=KV_WIDTH, o=HIDDEN, g=FEATURES, u=FEATURES, d=HIDDEN)
+KEY_HEADS, DK, KERNEL = 3, 8, 4
+"""Of a delta net, whose heads of values are those of queries."""
+ROWS = dict(q=WIDTH, k=KV_WIDTH, v=KV_WIDTH, o=HIDDEN, g=FEATURES, u=FEATURES, d=HIDDEN, c=2 * KEY_HEADS * DK + WIDTH,
+            z=WIDTH, Q=2 * WIDTH)  # fmt: skip
+"""By role; c: what goes through the convolution of a delta net, z: its gate, Q: queries that have gates behind them."""
 SITES = [HIDDEN, WIDTH, HIDDEN, FEATURES]
 FORMATS: dict[str, Any] = {
     "integer": (IntegerFormat(4, 0), integer_ops.layer),
@@ -78,17 +83,19 @@ def arguments(
     hidden: int = 0,
     tokens: int = 1,
     moe: bool = False,
+    mixer: str = "qkv",
 ) -> tuple[Any, dict[str, Any]]:
     """The op, and by name its arguments and those of a token, with seven tokens before.
 
     `norms`: before attention and MLP, of queries and keys (by heads or whole), behind both; `biases`: the first letters
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
     those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows;
-    `tokens`: of each row; `moe`: whether there are experts in the place of an MLP.
+    `tokens`: of each row; `moe`: whether there are experts in the place of an MLP; `mixer`: the roles of its first
+    input.
     """
     torch.manual_seed(0)
-    draw, before, sites, roles = torch.randn, 7, *((SITES, "qkvogud") if mlp else (SITES[:2], "qkvo"))
-    linears = [linear for site, k in zip(("qkv", "o", "gu", "d"), sites, strict=False)
+    draw, before, sites, roles = torch.randn, 7, *((SITES, f"{mixer}ogud") if mlp else (SITES[:2], f"{mixer}o"))
+    linears = [linear for site, k in zip((mixer, "o", "gu", "d"), sites, strict=False)
                for linear in [(site, k)] * (site[0] in fused) or [(role, k) for role in site]]  # fmt: skip
     shapes = [(sum(ROWS[role] for role in name), k) for name, k in linears]
     parts = [packed(FORMATS[format][0], draw(n, k) / k**0.5) for n, k in shapes]
@@ -101,7 +108,9 @@ def arguments(
              for (name, _), (n, _) in zip(linears, shapes, strict=True)] if biases else []  # fmt: skip
     held: list[Tensor] = []
     states = draw(2, batch, KV_HEADS, before, D)
-    if cache == "plain":
+    if mixer == "cz":
+        held.extend((draw(batch, ROWS["c"], KERNEL, dtype=dtype), draw(batch, HEADS, DK, D)))
+    elif cache == "plain":
         room = torch.zeros(2, batch, KV_HEADS, 12, D, dtype=dtype)
         room[:, :, :, :before] = states
         held.extend(room)
@@ -123,19 +132,23 @@ def arguments(
     mask = seen[:, None, None] & causal if hidden else None
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
     held_moe = [experts(dtype)] if moe else []
-    fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *found[1]]
+    net = [draw(ROWS["c"], KERNEL), draw(ROWS["c"]), *draw(2, HEADS, HIDDEN), *draw(2, HEADS), draw(D)]
+    net = [x.to(dtype) for x in net] if mixer == "cz" else []
+    special = D if mixer[0] == "Q" else 0, net, 1e-5
+    fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *special, *found[1]]
     token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
     names = (argument.name for argument in found[0]._schema.arguments)
     return found[0], token | dict(zip(names, fixed, strict=True))
 
 
 def experts(dtype: torch.dtype) -> Tensor:
-    """A router, and three experts of which a token chooses two."""
+    """A router, two experts of which a token chooses one, and one that all choose."""
     parts = [packed(IntegerFormat(4, 0), torch.randn(n, k) / k**0.5)
              for n, k in [(32, HIDDEN)] * 6 + [(HIDDEN, 32)] * 3]  # fmt: skip
     weights = [[part[name] for part in parts] for name in ("tiles", "scale")]
     steps = 32, 4, 0, 8, 1.0, [], 0, 8, 1.0, [], []
-    return torch.ops.ptq.integer_moe(torch.randn(3, HIDDEN, dtype=dtype), 2, True, True, *weights, [], *steps)
+    held, router = torch.ops.ptq.integer_all_experts(*weights, [], *steps), torch.randn(2, HIDDEN, dtype=dtype)
+    return torch.ops.ptq.moe([held], *RouterWeights(router, shared_gate=router[:1]), *Choosing(1, normed=0.0))
 
 
 def of_layer(given: dict[str, Any]) -> list[Any]:
@@ -175,6 +188,11 @@ CASES: list[dict[str, Any]] = [
     {"batch": 5, "hidden": 4}, {"batch": 9, "hidden": 7, "cache": "packed"}, {"hidden": 3, "cache": "sinks"},
     {"batch": 19, "bits": 0, "cache": "packed"}, TWO_SIDED | {"batch": 40, "bits": 0, "fused": "q", "hidden": 6},
     TWO_SIDED | {"batch": 18, "biases": "qkvogud", "multiplier": 0.3, "cache": "packed"},
+    {"mixer": "Qkv", "norms": "amqk"}, {"mixer": "Qkv", "fused": "Q", "cache": "packed", "turned": 8, "bits": 0},
+    TWO_SIDED | {"mixer": "Qkv", "batch": 3, "hidden": 2, "cache": "sinks", "biases": "Qo"},
+    {"mixer": "cz"}, {"mixer": "cz", "bits": 0, "batch": 1, "norms": "amAM", "multiplier": 0.3},
+    {"mixer": "cz", "mlp": False, "moe": True, "biases": "cz"}, {"mixer": "cz", "fused": "cg", "batch": 19},
+    TWO_SIDED | {"mixer": "cz", "biases": "czogud"}, {"mixer": "cz", "mlp": False},
     {"tokens": 3}, {"tokens": 5, "hidden": 2, "cache": "packed", "norms": "amqk"},
     {"tokens": 2, "bits": 0, "fused": "qg"},
     TWO_SIDED | {"tokens": 4, "hidden": 3, "cache": "sinks", "fused": "q", "biases": "qog"},
@@ -243,7 +261,7 @@ def test_lists_that_are_not_one_for_each_layer_are_refused(decode: Any) -> None:
 TOGETHER = {"factors", "counts", "orders", "back_factors", "back_counts", "back_orders"}
 """Belong together: the cases above have several."""
 CHANGED = [name for name in arguments(torch.float32)[1] if name not in TOGETHER | {"round_first"}]
-CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")]]
+CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")], "delta"]
 """`round_first` makes no difference in float32."""
 
 
@@ -251,6 +269,7 @@ CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("g
 def test_every_argument_counts(name: str) -> None:
     """A change of any part of any list changes the result."""
     case = TWO_SIDED | dict(norms="amqkAM", biases="qkvogud")
+    case |= dict(mixer="cz") if name == "delta" else {}
     op, given = arguments(torch.float32, "e8p", **case)
     wanted, was = decoded(op, given), given[name]
     for place in range(len(was) if isinstance(was, list) else 1):

@@ -1,4 +1,5 @@
-"""`ptq::conv_step`, `ptq::gated_delta_rule` and `ptq::gated_rms_norm` against float64, and what they refuse."""
+"""`ptq::conv_step`, `ptq::gated_delta_rule`, `ptq::gated_rms_norm` and `ptq::delta_net_step` against float64, and what
+they refuse."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from ptq.ops import mixer_ops
 
 DTYPES = (torch.float32, torch.bfloat16)
 ops = torch.ops.ptq
-OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm")
+OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm", "delta_net_step")
 
 
 @pytest.fixture(params=("portable", "avx2", "avx512"))
@@ -97,7 +98,42 @@ def given() -> dict[str, list[Any]]:
         "conv_step": [draw(2, 5, 1), draw(2, 5, 3), draw(5, 4), draw(5), True],
         "gated_delta_rule": [*heads, draw(2, 4, 8, 6), True],
         "gated_rms_norm": [draw(3, 8), draw(3, 8), draw(8), 1e-5],
+        "delta_net_step": delta_net(2, 24, 2, 4, 8, 6),
     }
+
+
+def delta_net(
+    b: int, k: int, shared: int, heads: int, dk: int, dv: int, dtype: torch.dtype = torch.float32
+) -> list[Any]:
+    channels = 2 * shared * dk + heads * dv
+    shapes = (b, 1, k), (b, 1, channels), (b, 1, heads * dv), (b, channels, 4), (b, heads, dk, dv)
+    net = (channels, 4), (channels,), (heads, k), (heads, k), (heads,), (heads,), (dv,)
+    drawn = [draw(*shape, seed=seed) for seed, shape in enumerate((*shapes, *net))]
+    drawn[10] *= 30  # more than the softplus of which is the number itself
+    return [*(x if place in (4, 9, 10) else x.to(dtype) for place, x in enumerate(drawn)), 1e-5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(1, 2048, 16, 32, 128, 128), (3, 70, 1, 3, 12, 20), (19, 64, 2, 2, 8, 16)])
+def test_delta_net(sizes: tuple[int, ...], dtype: torch.dtype, level: str) -> None:
+    """The steps one by one, those that are no ops of ours in float64."""
+    x, qkv, z, conv_state, state, conv, bias, a, b, a_log, dt_bias, gain, eps = delta_net(*sizes, dtype)
+    states = conv_state.clone(), state.clone()
+    found = ops.delta_net_step(x, qkv, z, conv_state, state, conv, bias, a, b, a_log, dt_bias, gain, eps)
+    _, _, shared, heads, dk, dv = sizes
+    mixed = ops.conv_step(qkv.transpose(1, 2), states[0], conv, bias, True).transpose(1, 2)
+    parts = mixed.split((shared * dk, shared * dk, heads * dv), 2)
+    q, k, v = (part.unflatten(2, (-1, d)) for part, d in zip(parts, (dk, dk, dv), strict=True))
+    one, other = (ops.dense_linear(x, w, None).double() for w in (a, b))
+    g = -a_log.double().exp() * torch.nn.functional.softplus(one + dt_bias.double())
+    y = ops.gated_delta_rule(q, k, v, g.float(), other.sigmoid().to(dtype).float(), states[1], True)
+    wanted = ops.gated_rms_norm(y, z.view(y.shape), gain, eps).view(z.shape)
+    assert found.dtype == dtype and torch.equal(conv_state, states[0])
+    rtol = 1e-4 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(state, states[1], rtol=rtol, atol=1e-3 * rtol)
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol)
+    again = delta_net(*sizes, dtype)
+    torch.testing.assert_close(mixer_ops.delta_net_step(*again), found, rtol=rtol, atol=rtol)
 
 
 @pytest.mark.parametrize("op", OPS)

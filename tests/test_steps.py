@@ -212,6 +212,9 @@ def test_gate_of_the_mlp(dtype: torch.dtype, level: str) -> None:
         found, wanted = torch.ops.ptq.silu_mul(gate, up), steps.silu_mul(gate, up)
         torch.testing.assert_close(found, wanted, rtol=2**-20 if dtype == torch.float32 else 2**-7, atol=1e-30)
         assert shape[0] == 0 or (found == wanted).double().mean() > (0.5 if dtype == torch.float32 else 0.99)
+        found, wanted = torch.ops.ptq.sigmoid_mul(gate, up), steps.sigmoid_mul(gate, up)
+        torch.testing.assert_close(found, wanted, rtol=2**-19 if dtype == torch.float32 else 2**-7, atol=1e-30)
+        assert shape[0] == 0 or (found == wanted).double().mean() > (0.3 if dtype == torch.float32 else 0.99)
         gate = gate / 10  # far below zero torch's 1 + tanh loses its digits
         found = torch.ops.ptq.gelu_mul(gate, up)
         wanted = torch.nn.functional.gelu(gate.double(), approximate="tanh").to(dtype) * up
@@ -238,6 +241,7 @@ def test_ops_and_refusals(level: str) -> None:
     torch.library.opcheck(torch.ops.ptq.rotary.default, (q, q.clone(), cos, cos.clone()))
     torch.library.opcheck(torch.ops.ptq.silu_mul.default, (x, x.clone()))
     torch.library.opcheck(torch.ops.ptq.gelu_mul.default, (x, x.clone()))
+    torch.library.opcheck(torch.ops.ptq.sigmoid_mul.default, (x, x.clone()))
     torch.library.opcheck(torch.ops.ptq.clamped_swiglu.default, (x, x.clone(), 1.7, 7.0))
     heads = draw(1, 1, 16, dtype=torch.float32)
     room = [draw(1, 2, 5, 8, dtype=torch.float32) for _ in "kv"]

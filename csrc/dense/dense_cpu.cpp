@@ -2,8 +2,10 @@
 #include "dense/dense_cpu.h"
 
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 
@@ -20,6 +22,17 @@ using torch::stable::Tensor;
 
 const Kernels& kernels() {
     return at_level<portable, avx2, avx2, avx512, avx512, avx512bf16>();
+}
+
+constexpr int64_t few_tokens = 16;  // as in ptq/ops/matmul.py: for more, torch's own product is the faster one
+
+Tensor torch_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    using torch::stable::detail::from;
+    const Tensor alike = weight.scalar_type() == x.scalar_type() ? weight : torch::stable::to(weight, x.scalar_type());
+    std::array<StableIValue, 3> stack{from(x), from(alike), from(bias)};
+    const auto failed = torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION);
+    STD_TORCH_CHECK(failed == 0, "aten::linear failed");
+    return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
 }  // namespace
@@ -54,6 +67,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     kernels().spread(p);
     in_shares(n, n * k, 16, [&](int64_t first, int64_t last) { kernels().rows(p, first, last); });
     return out;
+}
+
+Tensor few_tokens_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+    const bool few = weight.dim() == 2 && x.numel() <= few_tokens * weight.size(1);
+    return few ? linear(x, weight, bias) : torch_linear(x, weight, bias);
 }
 
 }  // namespace ptq::dense

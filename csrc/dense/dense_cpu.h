@@ -10,5 +10,8 @@ namespace ptq::dense {
 // What ptq::dense_linear gives.
 torch::stable::Tensor linear(const torch::stable::Tensor& x, const torch::stable::Tensor& weight,
                              const std::optional<torch::stable::Tensor>& bias);
+// The same up to `few_tokens`, and for more what torch's own product gives.
+torch::stable::Tensor few_tokens_linear(const torch::stable::Tensor& x, const torch::stable::Tensor& weight,
+                                        const std::optional<torch::stable::Tensor>& bias = std::nullopt);
 
 }  // namespace ptq::dense

@@ -2,7 +2,7 @@
 //
 // A thread reads its rows as one stream, with prefetch. Four vectors of sixteen columns are multiplied at a time, each
 // with a sum of its own. Two neighbouring bfloat16 numbers lie in a dword: so x is spread to its even columns, then its
-// odd ones, 32 at a time. With AVX-512 BF16 one instruction multiplies both with x as it is: the fewer instructions
+// odd ones, 32 at a time. A weight of floats is read in the same order, so that its numbers alone matter. With AVX-512 BF16 one instruction multiplies both with x as it is: the fewer instructions
 // stand between two loads, the more of them wait for memory at once.
 #include "common/fetch.h"
 #include "common/lanes.h"
@@ -44,18 +44,37 @@ void spread(const Linear& p) {
         float* to = p.spread + t * size;
         std::fill(to, to + size, 0.0f);
         for (int64_t i = 0; i < p.k; i++) {
-            const int64_t place = p.weight_type == Number::float32 ? i : i / 32 * 32 + i % 2 * 16 + i % 32 / 2;
-            to[place] = widened(p.x, t * p.k + i, p.type);
+            to[i / 32 * 32 + i % 2 * 16 + i % 32 / 2] = widened(p.x, t * p.k + i, p.type);
         }
     }
+}
+
+// Of 32 floats in memory those in even places, and the others.
+inline void alternate(const uint8_t* from, Lanes& even, Lanes& odd) {
+#if defined(__AVX512F__)
+    const auto first = load_vector<Lanes>(from), last = load_vector<Lanes>(from + sizeof(Lanes));
+    even = __builtin_shufflevector(first, last, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    odd = __builtin_shufflevector(first, last, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#elif defined(__AVX2__)
+    const auto first = load_vector<Lanes>(from), last = load_vector<Lanes>(from + sizeof(Lanes));
+    even = {__builtin_shufflevector(first.low, first.high, 0, 2, 4, 6, 8, 10, 12, 14),
+            __builtin_shufflevector(last.low, last.high, 0, 2, 4, 6, 8, 10, 12, 14)};
+    odd = {__builtin_shufflevector(first.low, first.high, 1, 3, 5, 7, 9, 11, 13, 15),
+           __builtin_shufflevector(last.low, last.high, 1, 3, 5, 7, 9, 11, 13, 15)};
+#else
+    float x[2 * lanes], apart[2][lanes];
+    std::memcpy(x, from, sizeof(x));
+    for (int i = 0; i < 2 * lanes; i++) apart[i % 2][i / 2] = x[i];
+    even = load(apart[0]), odd = load(apart[1]);
+#endif
 }
 
 // 64 columns of a row as floats.
 template <Number type>
 inline void load_step(const uint8_t* from, Lanes w[chains]) {
     if constexpr (type == Number::float32) {
-#pragma GCC unroll 4
-        for (int c = 0; c < chains; c++) w[c] = load_vector<Lanes>(from + c * sizeof(Lanes));
+#pragma GCC unroll 2
+        for (int c = 0; c < chains; c += 2) alternate(from + c * sizeof(Lanes), w[c], w[c + 1]);
     } else {
 #pragma GCC unroll 2
         for (int c = 0; c < chains; c += 2) {

@@ -112,7 +112,7 @@ Tensor compute(const Tensor& x, const Ints& tokens, const Ints& counts, const ex
 
 // The numbers of a sign vector, which is stored as the bits of float16 numbers, none of them infinite or NaN.
 Tensor numbers(const Tensor& signs) {
-    STD_TORCH_CHECK(signs.scalar_type() == ScalarType::Short, "e8p_moe: signs must be int16");
+    STD_TORCH_CHECK(signs.scalar_type() == ScalarType::Short, "e8p_all_experts: signs must be int16");
     const Tensor in = compact(signs), out = fresh(in.sizes(), ScalarType::Float);
     const auto* from = static_cast<const uint16_t*>(in.const_data_ptr());
     auto* to = static_cast<float*>(out.mutable_data_ptr());
@@ -131,21 +131,19 @@ Tensors numbers_of(const Tensors& signs) {
 }
 
 // `su`: of gates and ups, which share it, then of all downs.
-Tensor hold_moe(const Tensor& router, int64_t chosen, bool normed, bool rounded, const Tensors& tiles,
-                const Tensors& scale, const Tensors& su, const Tensors& sv, int64_t width, int64_t bits,
-                int64_t input_bits, double clip, int64_t down_bits, double down_clip, const Tensors& factors,
-                int64_t order, const Tensors& width_factors, int64_t width_order, const Tensors& biases,
-                const experts::Shares& clamped) {
+Tensor hold_experts(const Tensors& tiles, const Tensors& scale, const Tensors& su, const Tensors& sv, int64_t width,
+                    int64_t bits, int64_t input_bits, double clip, int64_t down_bits, double down_clip,
+                    const Tensors& factors, int64_t order, const Tensors& width_factors, int64_t width_order,
+                    const Tensors& biases, const experts::Shares& clamped) {
     STD_TORCH_CHECK(su.size() == tiles.size() / 3 + 1 && sv.size() == tiles.size(),
-                    "e8p_moe: lists of weights and signs do not fit together");
-    return experts::hold({router, chosen, normed, rounded}, tiles.size(),
-                         [=](const Tensor& x, const experts::Choice& c) {
-                             Tensors inputs{numbers(su.front())};
-                             for (const int64_t expert : c.experts) inputs.push_back(numbers(su[expert + 1]));
-                             return compute(x, c.tokens, c.counts, c.shares, c.of(tiles), c.of(scale), inputs,
-                                            numbers_of(c.of(sv)), width, bits, input_bits, clip, down_bits, down_clip,
-                                            factors, order, width_factors, width_order, c.of(biases), clamped);
-                         });
+                    "e8p_all_experts: lists of weights and signs do not fit together");
+    return experts::hold(tiles.size(), [=](const Tensor& x, const experts::Choice& c) {
+        Tensors inputs{numbers(su.front())};
+        for (const int64_t expert : c.experts) inputs.push_back(numbers(su[expert + 1]));
+        return compute(x, c.tokens, c.counts, c.shares, c.of(tiles), c.of(scale), inputs, numbers_of(c.of(sv)), width,
+                       bits, input_bits, clip, down_bits, down_clip, factors, order, width_factors, width_order,
+                       c.of(biases), clamped);
+    });
 }
 
 }  // namespace
@@ -153,5 +151,5 @@ Tensor hold_moe(const Tensor& router, int64_t chosen, bool normed, bool rounded,
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("e8p_experts", TORCH_BOX(&ptq::e8p_tiled::compute));
-    m.impl("e8p_moe", TORCH_BOX(&ptq::e8p_tiled::hold_moe));
+    m.impl("e8p_all_experts", TORCH_BOX(&ptq::e8p_tiled::hold_experts));
 }

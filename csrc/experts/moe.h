@@ -1,4 +1,4 @@
-// A router and all experts of a block, held from token to token. See ptq/ops/expert_ops.py.
+// A router and all experts of a block, held from token to token. See ptq/ops/moe_ops.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "common/handles.h"
@@ -17,40 +18,60 @@ namespace ptq::experts {
 struct Choice {
     Ints experts, tokens, counts;
     Shares shares;
+    std::optional<Tensor> by_token;  // shares of the router's choice, as it gives them: [t, chosen]
 
     // Of all gates, all ups and all downs, those of these experts; nothing of an empty list.
     Tensors of(const Tensors& all) const;
 };
 
-// softmax(x Wᵀ) in float32; the `chosen` largest count. `normed`: they are divided by their sum; `rounded`: then
-// to x's dtype.
-struct Router {
-    Tensor weight;  // [experts, k]
-    int64_t chosen;
-    bool normed, rounded;
+// All experts of a block.
+struct AllExperts {
+    using Compute = std::function<Tensor(const Tensor&, const Choice&)>;
 
-    Choice choose(const Tensor& x) const;  // [t, k]
+    int64_t count;
+    Compute compute;  // of tokens [t, k]
+};
+
+using ExpertHandles = Handles<AllExperts>;
+
+// A tensor that stands for experts of so many weights.
+inline Tensor hold(size_t weights, AllExperts::Compute compute) {
+    STD_TORCH_CHECK(weights && weights % 3 == 0, "experts: expected three weights for each of them");
+    const auto count = static_cast<int64_t>(weights / 3);
+    return ExpertHandles::keep(std::make_unique<AllExperts>(AllExperts{count, std::move(compute)}));
+}
+
+// How tokens choose; the fields are the arguments of ptq::moe.
+struct Router {
+    Tensor weight;                                        // [experts, k]
+    std::optional<Tensor> bias, correction, shared_gate;  // [experts], [experts], [1, k]
+    int64_t chosen;
+    bool wide, single, sigmoid, late;
+    int64_t groups, kept_groups;
+    bool sorted;
+    std::optional<double> normed;
+    double scale;
+    bool rounded;
+
+    // `shared`: an expert behind those of the router is chosen by every token, too.
+    Choice choose(const Tensor& x, bool shared) const;  // [t, k]
+    // By every token the first expert of others.
+    Choice first_of_others(const Tensor& x) const;
+
+  private:
+    std::vector<float> shared_shares(const Tensor& x) const;
+    Tensor activated(const Tensor& x) const;
+    Tensor within_groups(const Tensor& wanted) const;
 };
 
 struct Moe {
-    using Compute = std::function<Tensor(const Tensor&, const Choice&)>;
-
+    std::shared_ptr<const AllExperts> experts, other;  // `other`: one through which every token goes; or null
     Router router;
-    Compute compute;
 
-    Tensor run(const Tensor& x) const;  // [*, k]
+    std::pair<Tensor, Tensor> run(const Tensor& x) const;  // [*, k]; what they make of it, and the shares
+    bool has_shared() const { return experts->count > router.weight.size(0); }
 };
 
 using MoeHandles = Handles<Moe>;
-
-// A tensor that stands for a router and so many weights.
-inline Tensor hold(Router router, size_t weights, Moe::Compute compute) {
-    const int64_t count = router.weight.dim() == 2 ? router.weight.size(0) : 0;
-    STD_TORCH_CHECK(static_cast<int64_t>(weights) == 3 * count,
-                    "experts: expected three weights for each row of the router");
-    STD_TORCH_CHECK(router.chosen > 0 && router.chosen <= count, "experts: ", router.chosen, " of ", count,
-                    " cannot be chosen");
-    return MoeHandles::keep(std::make_unique<Moe>(Moe{std::move(router), std::move(compute)}));
-}
 
 }  // namespace ptq::experts

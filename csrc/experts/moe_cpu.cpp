@@ -1,107 +1,63 @@
-// The choice of experts, and ptq::run_experts for the CPU. Schemas and references are in ptq/ops/expert_ops.py.
+// ptq::moe and ptq::run_moe for the CPU. Schemas and references are in ptq/ops/moe_ops.py.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
-#include <array>
 #include <tuple>
 
-#include "dense/dense_cpu.h"
 #include "experts/moe.h"
 
 namespace ptq::experts {
 namespace {
 
-using torch::stable::detail::from;
-using torch::stable::detail::to;
-
-// An op of torch; its results lie where its arguments did.
-template <size_t count>
-void call(const char* op, const char* overload, std::array<StableIValue, count>& stack) {
-    STD_TORCH_CHECK(torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION) == 0, op, " failed");
+std::shared_ptr<const AllExperts> experts_of(const Tensor& handle) {
+    const auto found = ExpertHandles::find(handle);
+    STD_TORCH_CHECK(found, "moe: expected what an op on all experts gave, not a copy of it");
+    return found;
 }
 
-constexpr int64_t few_tokens = 16;  // as in ptq/ops/matmul.py: for more, torch's own product is the faster one
-
-Tensor torch_linear(const Tensor& x, const Tensor& weight) {
-    std::array<StableIValue, 3> stack{from(x), from(weight), from(std::optional<Tensor>())};
-    call("aten::linear", "", stack);
-    return to<Tensor>(stack[0]);
+Tensor hold_moe(const Tensors& handles, const Tensor& weight, const std::optional<Tensor>& bias,
+                const std::optional<Tensor>& correction, const std::optional<Tensor>& shared_gate, int64_t chosen,
+                bool wide, bool single, bool sigmoid, bool late, int64_t groups, int64_t kept_groups, bool sorted,
+                std::optional<double> normed, double scale, bool rounded) {
+    STD_TORCH_CHECK(handles.size() == 1 || handles.size() == 2, "moe: expected experts, and maybe another one");
+    const auto experts = experts_of(handles.front()), other = handles.size() == 2 ? experts_of(handles[1]) : nullptr;
+    const int64_t count = weight.dim() == 2 ? weight.size(0) : 0;
+    STD_TORCH_CHECK(count && (experts->count == count || experts->count == count + 1),
+                    "moe: expected a row of the router for each of ", experts->count, " experts, or for all but one");
+    STD_TORCH_CHECK(!other || (other->count == 1 && experts->count == count), "moe: expected one other expert");
+    for (const auto* each : {&bias, &correction})
+        STD_TORCH_CHECK(!*each || (*each)->numel() == count, "moe: expected a number for each of ", count, " experts");
+    const bool fits = groups > 0 && count % groups == 0 && (groups == 1 || count / groups > 1) && kept_groups > 0 &&
+                      kept_groups <= groups;
+    STD_TORCH_CHECK(fits, "moe: ", kept_groups, " of ", groups, " groups of ", count, " experts");
+    STD_TORCH_CHECK(chosen > 0 && chosen <= kept_groups * (count / groups), "moe: ", chosen, " of ", count,
+                    " experts cannot be chosen");
+    return MoeHandles::keep(
+        std::make_unique<Moe>(Moe{experts, other,
+                                  Router{weight, bias, correction, shared_gate, chosen, wide, single, sigmoid, late,
+                                         groups, kept_groups, sorted, normed, scale, rounded}}));
 }
 
-Tensor softmax(const Tensor& x) {
-    std::array<StableIValue, 3> stack{from(x), from(int64_t{-1}), from(false)};
-    call("aten::_softmax", "", stack);
-    return to<Tensor>(stack[0]);
-}
-
-std::pair<Tensor, Tensor> topk(const Tensor& x, int64_t count) {
-    std::array<StableIValue, 5> stack{from(x), from(count), from(int64_t{-1}), from(true), from(true)};
-    call("aten::topk", "", stack);
-    return {to<Tensor>(stack[0]), to<Tensor>(stack[1])};
-}
-
-// x / x.sum(-1), as torch adds up.
-Tensor normalized(const Tensor& x) {
-    const std::optional<std::vector<int64_t>> last(std::vector<int64_t>{-1});
-    std::array<StableIValue, 4> sum{from(x), from(last), from(true), from(std::optional<ScalarType>())};
-    call("aten::sum", "dim_IntList", sum);
-    std::array<StableIValue, 2> quotient{from(x), sum[0]};
-    call("aten::div", "Tensor", quotient);
-    return to<Tensor>(quotient[0]);
-}
-
-Tensor run(const Tensor& handle, const Tensor& x) {
+std::tuple<Tensor, Tensor> run(const Tensor& handle, const Tensor& x) {
     const auto held = MoeHandles::find(handle);
-    STD_TORCH_CHECK(held, "run_experts: expected what an op on experts gave, not a copy of it");
+    STD_TORCH_CHECK(held, "run_moe: expected what ptq::moe gave, not a copy of it");
     return held->run(x);
 }
 
 }  // namespace
 
-Tensors Choice::of(const Tensors& all) const {
-    Tensors found;
-    const size_t count = all.size() / 3;
-    if (count)
-        for (size_t role = 0; role < 3; role++)
-            for (const int64_t expert : experts) found.push_back(all[role * count + expert]);
-    for (const Tensor& each : found) STD_TORCH_CHECK(each.is_cpu(), "experts: a tensor is not on the CPU");
-    return found;
-}
-
-Choice Router::choose(const Tensor& x) const {
-    const Tensor logits = x.size(0) > few_tokens ? torch_linear(x, weight) : dense::linear(x, weight, std::nullopt);
-    auto [values, index] = topk(softmax(as_float(logits)), chosen);
-    if (normed) values = normalized(values);
-    const ScalarType dtype = rounded ? x.scalar_type() : ScalarType::Float;
-    const Tensor shares = as_float(from_float(compact(values), dtype)), places = compact(index);
-    const auto* share = static_cast<const float*>(shares.const_data_ptr());
-    const auto* number = static_cast<const int64_t*>(places.const_data_ptr());
-    std::vector<std::tuple<int64_t, int64_t, int64_t>> rows;  // expert, token, place
-    for (int64_t i = 0; i < x.size(0) * chosen; i++) rows.emplace_back(number[i], i / chosen, i);
-    std::sort(rows.begin(), rows.end());
-    Choice made;
-    for (const auto& [expert, token, place] : rows) {
-        if (made.experts.empty() || made.experts.back() != expert) {
-            made.experts.push_back(expert);
-            made.counts.push_back(0);
-        }
-        made.counts.back()++;
-        made.tokens.push_back(token);
-        made.shares.push_back(share[place]);
-    }
-    return made;
-}
-
-Tensor Moe::run(const Tensor& x) const {
+std::pair<Tensor, Tensor> Moe::run(const Tensor& x) const {
     STD_TORCH_CHECK(x.dim() > 1 && x.numel() > 0, "experts: expected tokens [*, k]");
     const int64_t k = x.size(x.dim() - 1);
     const Tensor rows = reshaped(compact(x), Ints{x.numel() / k, k});
-    return reshaped(compute(rows, router.choose(rows)), x.sizes());
+    const Choice choice = router.choose(rows, has_shared());
+    Tensor y = experts->compute(rows, choice);
+    if (other) y = steps::sum(y, other->compute(rows, router.first_of_others(rows)));
+    return {reshaped(y, x.sizes()), *choice.by_token};
 }
 
 }  // namespace ptq::experts
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
-    m.impl("run_experts", TORCH_BOX(&ptq::experts::run));
+    m.impl("moe", TORCH_BOX(&ptq::experts::hold_moe));
+    m.impl("run_moe", TORCH_BOX(&ptq::experts::run));
 }

@@ -79,15 +79,13 @@ Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints
                             {down_bits, down_clip, factors, order});
 }
 
-Tensor hold_moe(const Tensor& router, int64_t chosen, bool normed, bool rounded, const Tensors& tiles,
-                const Tensors& scale, const Tensors& zero, int64_t width, int64_t bits, int64_t group_size,
-                int64_t input_bits, double clip, const Tensors& factors, int64_t order, int64_t down_bits,
-                double down_clip, const Tensors& biases, const experts::Shares& clamped) {
-    return experts::hold(
-        {router, chosen, normed, rounded}, tiles.size(), [=](const Tensor& x, const experts::Choice& c) {
-            return compute(x, c.tokens, c.counts, c.shares, c.of(tiles), c.of(scale), c.of(zero), width, bits,
-                           group_size, input_bits, clip, factors, order, down_bits, down_clip, c.of(biases), clamped);
-        });
+Tensor hold_experts(const Tensors& tiles, const Tensors& scale, const Tensors& zero, int64_t width, int64_t bits,
+                    int64_t group_size, int64_t input_bits, double clip, const Tensors& factors, int64_t order,
+                    int64_t down_bits, double down_clip, const Tensors& biases, const experts::Shares& clamped) {
+    return experts::hold(tiles.size(), [=](const Tensor& x, const experts::Choice& c) {
+        return compute(x, c.tokens, c.counts, c.shares, c.of(tiles), c.of(scale), c.of(zero), width, bits, group_size,
+                       input_bits, clip, factors, order, down_bits, down_clip, c.of(biases), clamped);
+    });
 }
 
 }  // namespace
@@ -95,5 +93,5 @@ Tensor hold_moe(const Tensor& router, int64_t chosen, bool normed, bool rounded,
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("integer_experts", TORCH_BOX(&ptq::integer_tiled::compute));
-    m.impl("integer_moe", TORCH_BOX(&ptq::integer_tiled::hold_moe));
+    m.impl("integer_all_experts", TORCH_BOX(&ptq::integer_tiled::hold_experts));
 }

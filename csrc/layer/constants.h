@@ -4,21 +4,24 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <numeric>
 #include <optional>
 
 #include "common/tensors.h"
 #include "layer/cache.h"
+#include "mixers/mixers_cpu.h"
 #include "steps/steps_cpu.h"
 
 namespace ptq::layer {
 
 enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, after_mlp, norm_count };
-enum Site { to_qkv, to_o, to_gate_up, to_down, site_count };
-enum Role { q, k, v, o, gate, up, down, role_count };
-constexpr size_t first_role[] = {q, o, gate, down, role_count};  // of each site
-constexpr size_t attention_roles = gate;                         // of a layer without an MLP of these weights
+enum Site { to_mixer, to_o, to_gate_up, to_down, site_count };
+// With which role each site starts. Attention: q, k, v; o; gate, up; down. A delta net: what goes through the
+// convolution, and the gate of its norm; o; gate, up; down.
+using Roles = std::array<size_t, site_count + 1>;
+constexpr Roles of_attention{0, 3, 4, 6, 7}, of_delta_net{0, 2, 3, 5, 6};
 
 // What a layer has besides its weights, as its op takes it. What follows refers to it.
 struct Constants {
@@ -34,18 +37,36 @@ struct Constants {
     Ints back_counts, back_orders;
     bool gelu;
     Ints rows;
-    Tensors moe;  // empty, or one that stands for experts
+    Tensors moe;    // empty, or one that stands for experts
+    int64_t gated;  // 0, or the size of the heads of queries, each of which has a gate behind it
+    Tensors delta;  // empty, or what a delta net has besides these weights
+    double delta_eps;
+
+    const Roles& roles() const { return delta.empty() ? of_attention : of_delta_net; }
+    // Of an input.
+    int64_t width(size_t site) const {
+        const auto& first = roles();
+        if (site == to_o) return delta.empty() ? rows[0] / (gated ? 2 : 1) : rows[1];
+        return rows[first[site == to_down ? to_gate_up : to_o]];
+    }
+    std::optional<mixers::DeltaNet> delta_net() const {
+        if (delta.empty()) return std::nullopt;
+        STD_TORCH_CHECK(delta.size() == 7, "layer: expected seven tensors of a delta net");
+        const std::optional<Tensor> bias = delta[1].numel() ? std::optional(delta[1]) : std::nullopt;
+        return mixers::DeltaNet{delta[0], bias, delta[2], delta[3], delta[4], delta[5], delta[6], delta_eps};
+    }
 };
 
 // Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn.
 class Sites {
   public:
-    // The rows of the weights, and of the roles.
-    Sites(const Ints& n, const Ints& rows) : rows_(rows) {
-        STD_TORCH_CHECK(rows.size() == role_count || rows.size() == attention_roles, "layer: expected rows of ",
-                        int{role_count}, " roles, or of ", attention_roles);
-        for (size_t site = 0; first_role[site] < rows.size(); site++) {
-            const auto from = rows.begin() + first_role[site], to = rows.begin() + first_role[site + 1];
+    // The rows of the weights.
+    Sites(const Ints& n, const Constants& constants) : rows_(constants.rows), roles_(constants.roles()) {
+        const Ints& rows = rows_;
+        STD_TORCH_CHECK(rows.size() == roles_[site_count] || rows.size() == roles_[to_gate_up],
+                        "layer: expected rows of ", roles_[site_count], " roles, or of ", roles_[to_gate_up]);
+        for (size_t site = 0; roles_[site] < rows.size(); site++) {
+            const auto from = rows.begin() + roles_[site], to = rows.begin() + roles_[site + 1];
             const size_t at = starts_.back(), left = n.size() - at, roles = to - from;
             const bool inside = left && std::all_of(from, to, [&](int64_t r) { return 0 <= r && r <= n[at]; });
             const bool fused = inside && n[at] == std::accumulate(from, to, int64_t{0});
@@ -60,7 +81,7 @@ class Sites {
     size_t last(size_t site) const { return starts_[site + 1]; }
     // [b, t, rows] of each role
     Tensors by_role(Tensors products, size_t site) const {
-        const size_t from = first_role[site], count = first_role[site + 1] - from;
+        const size_t from = roles_[site], count = roles_[site + 1] - from;
         if (products.size() == count) return products;
         const Tensor whole = products.front();
         const int64_t b = whole.size(0), t = whole.size(1), n = whole.size(2);
@@ -73,6 +94,7 @@ class Sites {
 
   private:
     const Ints& rows_;
+    const Roles& roles_;
     std::vector<size_t> starts_{0};
 };
 

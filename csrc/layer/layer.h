@@ -31,6 +31,18 @@ inline Tensor sum(const Tensor& x, const Tensor& y, double multiplier) {
     return steps::sum(x, y);
 }
 
+// x [b, t, heads * 2 * d]: the first and the second d numbers of each head, [b, t, heads * d].
+inline std::pair<Tensor, Tensor> halves_of_heads(const Tensor& x, int64_t d) {
+    const int64_t b = x.size(0), t = x.size(1), n = x.size(2), heads = n / (2 * d);
+    STD_TORCH_CHECK(n == heads * 2 * d, "layer: ", n, " rows are not heads of twice ", d);
+    const Tensor whole = compact(x);
+    const auto half = [&](int64_t from) {
+        const Tensor part = seen_as(whole, Ints{b, t, heads, d}, Ints{t * n, n, 2 * d, 1}, from);
+        return reshaped(compact(part), Ints{b, t, heads * d});
+    };
+    return {half(0), half(d)};
+}
+
 // Where the numbers of a tensor are, and what they are.
 struct Place {
     const void* data;
@@ -54,7 +66,8 @@ class Layer final : public Decoder {
           norm_(constants_),
           inputs_(constants_.su, constants_.factors, constants_.counts, constants_.orders),
           outputs_(constants_.sv, constants_.back_factors, constants_.back_counts, constants_.back_orders),
-          sites_(format_.n, constants_.rows) {
+          sites_(format_.n, constants_),
+          delta_(constants_.delta_net()) {
         const Constants& c = constants_;
         const size_t count = format_.n.size(), sites = sites_.size();
         STD_TORCH_CHECK(inputs_.size() == sites && c.input_bits.size() == sites && c.clips.size() == sites,
@@ -79,11 +92,13 @@ class Layer final : public Decoder {
                         "decode_layers: x must be float32 or bfloat16");
         const std::shared_ptr<const Prepared> now = prepared();
         const auto linears = [&](const Tensor& in, Site site) { return multiplied(*now, in, site); };
-        const Tensors qkv = linears(norm_(x, before_attention), to_qkv);
-        const Tensor queries = norm_.of_heads(qkv[q], of_queries), keys = norm_.of_heads(qkv[k], of_keys);
-        const Tensor attended = cache.attend(queries, keys, qkv[v], cos, sin, scaling);
-        const Tensor y = sum(x, norm_(linears(attended, to_o).front(), after_attention), multiplier);
-        if (moe_) return sum(y, norm_(moe_->run(norm_(y, before_mlp)), after_mlp), multiplier);
+        const Tensor in = norm_(x, before_attention);
+        const Tensors products = linears(in, to_mixer);
+        const Tensor mixed =
+            delta_ ? mixers::delta_net_step(in, products[0], products[1], cache.tensors[0], cache.tensors[1], *delta_)
+                   : attended(products, cos, sin, cache, scaling);
+        const Tensor y = sum(x, norm_(linears(mixed, to_o).front(), after_attention), multiplier);
+        if (moe_) return sum(y, norm_(moe_->run(norm_(y, before_mlp)).first, after_mlp), multiplier);
         if (sites_.size() < site_count) return y;
         const Tensors gated = linears(norm_(y, before_mlp), to_gate_up);
         const Tensor inner = (constants_.gelu ? steps::gelu_mul : steps::silu_mul)(gated[0], gated[1]);
@@ -96,10 +111,15 @@ class Layer final : public Decoder {
         Tensors biases;  // in float32
     };
 
-    // Of an input: q, k and v see as many numbers as o gives, o as many as q, and so on.
-    int64_t width(size_t site) const {
-        constexpr Role like[] = {o, q, o, gate};
-        return constants_.rows[like[site]];
+    Tensor attended(const Tensors& qkv, const Tensor& cos, const Tensor& sin, const Cache& cache,
+                    double scaling) const {
+        const auto attend = [&](const Tensor& q) {
+            const Tensor queries = norm_.of_heads(q, of_queries), keys = norm_.of_heads(qkv[1], of_keys);
+            return cache.attend(queries, keys, qkv[2], cos, sin, scaling);
+        };
+        if (!constants_.gated) return attend(qkv[0]);
+        const auto [q, gate] = halves_of_heads(qkv[0], constants_.gated);
+        return steps::sigmoid_mul(gate, attend(q));
     }
 
     bool is_turned(size_t site) const { return outputs_.order(sites_.first(site)); }
@@ -131,15 +151,15 @@ class Layer final : public Decoder {
         for (size_t site = 0; site < sites_.size(); site++) {
             const size_t first = sites_.first(site), last = sites_.last(site);
             const Tensors own = is_turned(site) ? Tensors() : experts::some(made.biases, first, last);
-            made.sites.push_back(format_.prepare(first, last, width(site), own));
+            made.sites.push_back(format_.prepare(first, last, constants_.width(site), own));
         }
         return made;
     }
 
     // Of each role.
     Tensors multiplied(const Prepared& prepared, const Tensor& x, Site site) const {
-        STD_TORCH_CHECK(x.size(2) == width(site), "decode_layers: expected ", width(site), " numbers for input ",
-                        int{site}, ", found ", x.size(2));
+        STD_TORCH_CHECK(x.size(2) == constants_.width(site), "decode_layers: expected ", constants_.width(site),
+                        " numbers for input ", int{site}, ", found ", x.size(2));
         const Seen in = seen(x, {constants_.input_bits[site], constants_.clips[site], inputs_.factors(site),
                                  inputs_.order(site), inputs_.signs(site)});
         const ScalarType dtype = x.scalar_type();
@@ -172,8 +192,9 @@ class Layer final : public Decoder {
     const Norms norm_;
     const Transforms inputs_, outputs_;
     const Sites sites_;
-    std::shared_ptr<const experts::Moe> moe_;  // in the place of an MLP
-    std::mutex mutex_;                         // of what follows
+    const std::optional<mixers::DeltaNet> delta_;  // in the place of attention
+    std::shared_ptr<const experts::Moe> moe_;      // in the place of an MLP
+    std::mutex mutex_;                             // of what follows
     std::vector<Place> places_;
     std::shared_ptr<const Prepared> prepared_;
 };
@@ -212,10 +233,12 @@ template <class Format, class... Arguments>
 Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first, const Tensors& biases,
           const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
           const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
-          const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, Arguments... weights) {
+          const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, int64_t gated, const Tensors& delta,
+          double delta_eps, Arguments... weights) {
     return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(
-        Constants{gains, eps, offset, round_first, biases, input_bits, clips, su, factors, counts, orders, sv,
-                  back_factors, back_counts, back_orders, gelu, rows, moe},
+        Constants{gains,       eps,     offset, round_first, biases, input_bits,   clips,
+                  su,          factors, counts, orders,      sv,     back_factors, back_counts,
+                  back_orders, gelu,    rows,   moe,         gated,  delta,        delta_eps},
         Format{weights...}));
 }
 

@@ -32,15 +32,13 @@ Tensor compute(const Tensor& x, const experts::Ints& tokens, const experts::Ints
                             {down_bits, down_clip, factors, order});
 }
 
-Tensor hold_moe(const Tensor& router, int64_t chosen, bool normed, bool rounded, const Tensors& tiles,
-                const Tensors& scale, int64_t width, int64_t exponent, int64_t mantissa, int64_t group_size,
-                int64_t input_bits, double clip, const Tensors& factors, int64_t order, int64_t down_bits,
-                double down_clip, const Tensors& biases, const experts::Shares& clamped) {
-    return experts::hold(
-        {router, chosen, normed, rounded}, tiles.size(), [=](const Tensor& x, const experts::Choice& c) {
-            return compute(x, c.tokens, c.counts, c.shares, c.of(tiles), c.of(scale), width, exponent, mantissa,
-                           group_size, input_bits, clip, factors, order, down_bits, down_clip, c.of(biases), clamped);
-        });
+Tensor hold_experts(const Tensors& tiles, const Tensors& scale, int64_t width, int64_t exponent, int64_t mantissa,
+                    int64_t group_size, int64_t input_bits, double clip, const Tensors& factors, int64_t order,
+                    int64_t down_bits, double down_clip, const Tensors& biases, const experts::Shares& clamped) {
+    return experts::hold(tiles.size(), [=](const Tensor& x, const experts::Choice& c) {
+        return compute(x, c.tokens, c.counts, c.shares, c.of(tiles), c.of(scale), width, exponent, mantissa, group_size,
+                       input_bits, clip, factors, order, down_bits, down_clip, c.of(biases), clamped);
+    });
 }
 
 }  // namespace
@@ -48,5 +46,5 @@ Tensor hold_moe(const Tensor& router, int64_t chosen, bool normed, bool rounded,
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("minifloat_experts", TORCH_BOX(&ptq::minifloat_tiled::compute));
-    m.impl("minifloat_moe", TORCH_BOX(&ptq::minifloat_tiled::hold_moe));
+    m.impl("minifloat_all_experts", TORCH_BOX(&ptq::minifloat_tiled::hold_experts));
 }

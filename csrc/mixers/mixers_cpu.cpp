@@ -1,5 +1,7 @@
 // ptq::conv_step, gated_delta_rule and gated_rms_norm for the CPU. Schemas, fake kernels and references are in
 // ptq/ops/mixer_ops.py.
+#include "mixers/mixers_cpu.h"
+
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -15,7 +17,6 @@ namespace ptq::mixers {
 namespace {
 
 using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 const Kernels& kernels() {
     return at_level<portable, avx2, avx2, avx512>();
@@ -26,6 +27,8 @@ Number checked(const char* op, const Tensor& x) {
     STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, op, ": x must be float32 or bfloat16");
     return number_of(type);
 }
+
+}  // namespace
 
 // x [b, channels, 1]
 Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -41,7 +44,8 @@ Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, con
     STD_TORCH_CHECK(state.is_contiguous() && room > 0 && width > 0 && width <= room + 1, "conv_step: a state of ", room,
                     " tokens, which must be contiguous, for a width of ", width);
     const Tensor in = compact(x), w = compact(weight), out = fresh(x.sizes(), x.scalar_type());
-    const std::optional<Tensor> added = bias ? std::optional(compact(*bias)) : std::nullopt;
+    std::optional<Tensor> added;
+    if (bias) added = compact(*bias);
     const Conv p{type,
                  in.const_data_ptr(),
                  w.const_data_ptr(),
@@ -105,7 +109,6 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, d
     return out;
 }
 
-}  // namespace
 }  // namespace ptq::mixers
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

@@ -24,9 +24,9 @@ struct Rotary {
     int64_t d;
 };
 
-// y = act(gate) * up, both rounded: act is silu, or the approximation of GELU by a tanh. Or, with g at most `limit` and
-// u within +-limit, (u + 1) * (g * sigmoid(alpha * g)), every step rounded.
-enum class Gate { silu, gelu, clamped };
+// y = act(gate) * up, both rounded: act is silu, the approximation of GELU by a tanh, or a sigmoid. Or, with g at most
+// `limit` and u within +-limit, (u + 1) * (g * sigmoid(alpha * g)), every step rounded.
+enum class Gate { silu, gelu, sigmoid, clamped };
 struct Gated {
     Number type;  // of all three
     const void *gate, *up;

@@ -60,9 +60,10 @@ void rotary(const Rotary& p, const void* x, const void* cos, const void* sin, vo
     (p.type == Number::float32 ? rotary_of<Number::float32> : rotary_of<Number::bfloat16>)(p, x, cos, sin, y);
 }
 
-// (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z).
-inline Lanes activated(Lanes x, bool gelu) {
-    return vectors::times_sigmoid(x, gelu ? 1.5957691216f * (x + 0.044715f * (x * x * x)) : x);  // 2 sqrt(2 / pi)
+// (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z), here for z / 2 = sqrt(2 / pi) (x + 0.044715 x³).
+inline Lanes activated(Lanes x, Gate kind) {
+    if (kind == Gate::sigmoid) return vectors::times_sigmoid(Lanes{} + 1.0f, x);
+    return vectors::times_sigmoid(x, kind == Gate::gelu ? 1.5957691216f * (x + 0.044715f * (x * x * x)) : x);
 }
 
 template <Number type>
@@ -80,7 +81,7 @@ void gated_of(const Gated& p, int64_t first, int64_t last) {
         const int64_t count = std::min(lanes, p.size - i);
         const Lanes gate = read<type>(p.gate, i, count), up = read<type>(p.up, i, count);
         const Lanes y = p.kind == Gate::clamped ? clamped<type>(gate, up, p.alpha, limit)
-                                                : rounded<type>(activated(gate, p.kind == Gate::gelu)) * up;
+                                                : rounded<type>(activated(gate, p.kind)) * up;
         write<type>(p.y, i, rounded<type>(y), count);
     }
 }

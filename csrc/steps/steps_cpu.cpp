@@ -1,4 +1,4 @@
-// ptq::rms_norm, rotary, silu_mul, gelu_mul, clamped_swiglu and decode_attention for the CPU. Schemas, fake kernels and
+// ptq::rms_norm, rotary, decode_attention and the gates for the CPU. Schemas, fake kernels and
 // references are in ptq/ops/steps.py.
 #include "steps/steps_cpu.h"
 
@@ -136,6 +136,10 @@ Tensor gelu_mul(const Tensor& gate, const Tensor& up) {
     return gated("gelu_mul", gate, up, Gate::gelu);
 }
 
+Tensor sigmoid_mul(const Tensor& gate, const Tensor& x) {
+    return gated("sigmoid_mul", gate, x, Gate::sigmoid);
+}
+
 Tensor clamped_swiglu(const Tensor& gate, const Tensor& up, double alpha, double limit) {
     return gated("clamped_swiglu", gate, up, Gate::clamped, alpha, limit);
 }
@@ -257,6 +261,7 @@ STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&ptq::steps::rms_norm));
     m.impl("rotary", TORCH_BOX(&ptq::steps::rotary));
     m.impl("silu_mul", TORCH_BOX(&ptq::steps::silu_mul));
+    m.impl("sigmoid_mul", TORCH_BOX(&ptq::steps::sigmoid_mul));
     m.impl("gelu_mul", TORCH_BOX(&ptq::steps::gelu_mul));
     m.impl("clamped_swiglu", TORCH_BOX(&ptq::steps::clamped_swiglu));
     m.impl("decode_attention", TORCH_BOX(&ptq::steps::decode_attention));

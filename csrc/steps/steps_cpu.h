@@ -22,6 +22,7 @@ torch::stable::Tensor decode_attention(const torch::stable::Tensor& q, const tor
                                        const std::optional<torch::stable::Tensor>& mask);
 torch::stable::Tensor silu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor gelu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
+torch::stable::Tensor sigmoid_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& x);
 torch::stable::Tensor clamped_swiglu(const torch::stable::Tensor& gate, const torch::stable::Tensor& up, double alpha,
                                      double limit);
 torch::stable::Tensor sum(const torch::stable::Tensor& a, const torch::stable::Tensor& b);

@@ -1,8 +1,9 @@
 """Decoder layers of few decoded tokens on the CPU, in one call of an op of `ptq.ops.layer_ops`; or of one layer what
 stands before its MLP, where that is of another kind.
 
-The call needs a format that has such an op, linears that treat their input alike, and attention and MLP of the kinds of
-`ptq.fast.fast_attention` and `ptq.fast.fast_steps`. The numbers are those of the single ops to the bit.
+The call needs a format that has such an op, linears that treat their input alike, attention or a delta net of the kinds
+of `ptq.fast.fast_attention` and `ptq.fast.delta_net`, and an MLP of those of `ptq.fast.fast_steps` and
+`ptq.fast.fast_moe`. The numbers are those of the single ops to the bit.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import fast_attention, fast_moe, fast_steps
-from ptq.fast.fast_experts import HeldMoe
+from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps
+from ptq.fast.fast_moe import HeldMoe
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
@@ -29,6 +30,8 @@ from ptq.weights.layouts import LaidOut
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
 NO_NORM = (1.0, 0.0, False)
+NO_NUMBERS: tuple[list[int], float, list[Tensor], int] = ([0, 0], 1.0, [], 0)
+"""Of a cache that is not packed: bits, clip, factors and order of a transform."""
 DECODE = torch.ops.ptq.decode_layers.default
 
 
@@ -42,10 +45,11 @@ class Layer:
     """Whether the op does all, or what stands before the MLP."""
     moe: HeldMoe | None
     """What stands in the place of an MLP."""
-    attention: nn.Module
-    kind: fast_attention.Kind
+    mixer: Any
+    """Attention, or a delta net."""
+    kind: fast_attention.Kind | delta_net.Kind
     heads: tuple[int, int]
-    """Number and size of the heads of keys and values."""
+    """Number and size of the heads of keys and values of attention."""
     floats: tuple[Tensor, ...]
     """Gains and biases."""
     signs: tuple[Tensor, ...]
@@ -60,51 +64,65 @@ class Layer:
         return any(map(ne, map(version, self.signs), self.versions))
 
 
-def layer_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
-    """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, before the
-    MLP, behind attention, behind the MLP."""
+def layer_of(mixer: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
+    """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, or what stands
+    in its place, before the MLP, behind attention, behind the MLP."""
     act = fast_steps.gate_of(mlp)
     if act is not None:
-        found = _layer(attention, mlp, norms, gelu=act == fast_steps.GELU)
+        found = _layer(mixer, mlp, norms, gelu=act == fast_steps.GELU)
     else:
         moe = fast_moe.held(mlp)
-        found = None if moe is None else _layer(attention, None, norms, moe)
-    return found or _layer(attention, None, (norms[0], None, norms[2], None))
+        gains = [norm._parameters.get("weight") for norm in norms if norm is not None]
+        alike = moe is not None and len({x.dtype for x in (*moe.floats(), *gains) if x is not None}) == 1
+        found = _layer(mixer, None, norms, moe) if alike else None
+    return found or _layer(mixer, None, (norms[0], None, norms[2], None))
 
 
 def _layer(
-    attention: nn.Module,
+    mixer: Any,
     mlp: nn.Module | None,
     norms: Sequence[nn.Module | None],
     moe: HeldMoe | None = None,
     gelu: bool = False,
 ) -> Layer | None:
-    kind = fast_attention.kind_of(attention)
+    kind = fast_attention.kind_of(mixer) or delta_net.kind_of(mixer)
     if kind is None:
         return None
-    of_heads = [attention.get_submodule(name) if kind.normed else None for name in fast_attention.NORMS]
-    normed, sites = _norms([*norms[:2], *of_heads, *norms[2:]]), _sites(attention, mlp)
+    is_normed = isinstance(kind, fast_attention.Kind) and bool(kind.normed)
+    of_heads = [mixer.get_submodule(name) if is_normed else None for name in fast_attention.NORMS]
+    normed, sites = _norms([*norms[:2], *of_heads, *norms[2:]]), _sites(mixer, kind, mlp)
     linears = [linear for site in sites for linear in site]
     if normed is None or not all(
         type(linear) is QuantLinear and stays_on_cpu(linear) and "forward" not in vars(linear) for linear in linears
     ):
         return None
-    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(attention, sites)
-    if transforms is None or op is None:
+    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, sites)
+    special = _special(mixer, kind)
+    if transforms is None or op is None or special is None:
         return None
     biases = [linear._parameters["bias"] for linear in linears]
     given = [bias for bias in biases if bias is not None]
     full = [NONE if bias is None else bias for bias in biases] if given else []
     make, weights = op
-    handles, of_router = ([], []) if moe is None else ([moe.handle], [moe.weight])
-    handle = make(*HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles), *weights)
-    floats = tuple(x for x in (*normed["gains"], *given, *of_router) if x is not NONE)
+    handles, of_router = ([], []) if moe is None else ([moe.handle], moe.floats())
+    held = HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles, **special)
+    handle = make(*held, *weights)
+    net = delta_net.Net(*special["delta"]).floats() if special["delta"] else ()
+    floats = tuple(x for x in (*normed["gains"], *given, *of_router, *net) if x is not NONE)
     signs = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
-    d = cast(int, attention.head_dim)
+    d = cast(int, mixer.head_dim) if isinstance(kind, fast_attention.Kind) else 1
     whole, heads = mlp is not None or moe is not None, (rows[1] // d, d)
-    return Layer(handle, whole, moe, attention, kind, heads, floats, signs, tuple(map(version, signs)))
+    return Layer(handle, whole, moe, mixer, kind, heads, floats, signs, tuple(map(version, signs)))
+
+
+def _special(mixer: Any, kind: fast_attention.Kind | delta_net.Kind) -> dict[str, Any] | None:
+    """The fields of gated attention and of a delta net; None where a part of that is of another kind now."""
+    if isinstance(kind, fast_attention.Kind):
+        return dict(gated=mixer.head_dim if kind.gated else 0, delta=[], delta_eps=0.0)
+    net = delta_net.net_of(mixer)
+    return None if net is None else dict(gated=0, delta=list(net), delta_eps=kind.eps)
 
 
 def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
@@ -117,9 +135,10 @@ def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
     return dict(gains=gains, eps=eps, offset=offset, round_first=round_first)
 
 
-def _sites(attention: nn.Module, mlp: nn.Module | None) -> list[list[Any]]:
+def _sites(mixer: nn.Module, kind: Any, mlp: nn.Module | None) -> list[list[Any]]:
     """The linears of each input."""
-    *first, output = fast_attention.linears_of(attention)
+    of_attention = isinstance(kind, fast_attention.Kind)
+    *first, output = (fast_attention if of_attention else delta_net).linears_of(mixer)
     if mlp is None:
         return [first, [output]]
     *gated, down = fast_steps.linears_of(mlp)
@@ -134,11 +153,16 @@ def run(
 ) -> Float[Tensor, "b t k"] | None:
     """What layers, one behind another, give for decoded tokens of each row; None where they are called with something
     else. `multipliers`: m of each."""
-    if torch.is_autocast_enabled("cpu") and x.dtype != torch.get_autocast_dtype("cpu"):
-        if any(layer.moe is not None for layer in layers):
-            return None  # a router's product would have another dtype
-    attentions = [(layer.attention, layer.kind) for layer in layers]
-    floats = chain.from_iterable(layer.floats for layer in layers)
+    if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
+        return None
+    handles, floats = [layer.handle for layer in layers], chain.from_iterable(layer.floats for layer in layers)
+    if not isinstance(layers[0].kind, fast_attention.Kind):
+        moved = delta_net.states_of([layer.mixer for layer in layers], x, [*floats], **others)
+        if moved is None or len({id(conv) for conv, _ in moved}) < len(moved):
+            return None
+        cache = [*chain.from_iterable(moved)], [0] * len(layers), *NO_NUMBERS
+        return DECODE(handles, x, x, x, *cache, [1.0] * len(layers), multipliers, None)
+    attentions = [(layer.mixer, cast(fast_attention.Kind, layer.kind)) for layer in layers]
     states = fast_attention.cache_layers(attentions, x, floats=floats, **others)
     if states is None or len(set(map(id, states))) < len(states):  # layers that are one see their own tokens
         return None
@@ -146,8 +170,8 @@ def run(
     if cache is None:
         return None
     turns, mask = others["position_embeddings"], others.get("attention_mask")
-    scaling = [layer.attention.scaling for layer in layers]
-    y = DECODE([layer.handle for layer in layers], x, *turns, *cache, scaling, multipliers, mask)
+    scaling = [layer.mixer.scaling for layer in layers]
+    y = DECODE(handles, x, *turns, *cache, scaling, multipliers, mask)
     for state in cast(list[GrowingLayer | PackedLayer], states):
         state.advance(x.shape[1])
     return y
@@ -159,7 +183,7 @@ def _cache(
     """The arguments of `ptq::decode_layers` from `cache` to `cache_order`, with room for the tokens of x. All states
     are of one cache."""
     batch, tokens = x.shape[:2]
-    room, before, numbers = [], [], ([0, 0], 1.0, [], 0)
+    room, before, numbers = [], [], NO_NUMBERS
     for layer, state in zip(layers, states, strict=True):
         if isinstance(state, GrowingLayer):
             shape = batch, layer.heads[0], tokens, layer.heads[1]
@@ -173,10 +197,11 @@ def _cache(
     return room, before, *numbers
 
 
-def _rows(attention: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
-    """How many rows q, k, v, o, gate, up and down have, or the first four."""
+def _rows(mixer: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
+    """How many rows the linears have before and with o (`ptq.ops.layer_ops`), and gate, up and down, should they be
+    there."""
     first, (output,), *mlp = sites
-    rows = fast_attention.rows_of(attention) if len(first) == 1 else [linear.out_features for linear in first]
+    rows = fast_attention.rows_of(mixer) if len(first) == 1 else [linear.out_features for linear in first]
     rows.append(output.out_features)
     if mlp:
         _, (down,) = mlp

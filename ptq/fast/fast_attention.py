@@ -46,6 +46,8 @@ class Kind(NamedTuple):
     """What is normed before the rotary embedding: nothing, each head of queries and keys, or all as one vector."""
     in_part: bool
     """Whether it may turn the first channels of every head, and leave the others as they are."""
+    gated: bool
+    """Whether a gate of what is attended stands behind the queries of every head, in the same product."""
 
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
@@ -63,7 +65,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     if wants_gradient(q, k, v):  # somebody listens, and has added to them
         return None
     turns, mask = others["position_embeddings"], others.get("attention_mask")
-    return output(attend(module, kind.normed, q, k, v, turns, layers[0], mask))
+    return output(attend(module, kind, q, k, v, turns, layers[0], mask))
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -75,7 +77,13 @@ def linears_of(module: nn.Module) -> list[Any]:
 def rows_of(module: Any) -> list[int]:
     """How many rows of its weights are of queries, of keys and of values."""
     config, d = module.config, module.head_dim
-    return [config.num_attention_heads * d, *(config.num_key_value_heads * d,) * 2]
+    return [config.num_attention_heads * d * (1 + is_gated(module)), *(config.num_key_value_heads * d,) * 2]
+
+
+def is_gated(module: Any) -> bool:
+    """Whether the linear of queries has twice their rows."""
+    linear = module._modules.get(INPUTS[0])
+    return getattr(linear, "out_features", 0) == 2 * module.config.num_attention_heads * module.head_dim
 
 
 def cache_layers(
@@ -173,19 +181,23 @@ def _implementation(config: Any) -> str | None:
 
 def attend(
     module: Any,
-    normed: str,
+    kind: Kind,
     q: Float[Tensor, "b t q_width"],
     k: Float[Tensor, "b t width"],
     v: Float[Tensor, "b t width"],
     turns: tuple[Tensor, Tensor],
     layer: CacheLayer,
     mask: Tensor | None = None,
-) -> Float[Tensor, "b t q_width"]:
+) -> Float[Tensor, "b t attended"]:
     """Attention of the products of decoded tokens, whose keys and values go to the cache. `turns`: cos and sin."""
     d = module.head_dim
-    if normed:
+    if kind.gated:
+        q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2, d)).unbind(3))
+        y = attend(module, kind._replace(gated=False), q, k, v, turns, layer, mask)
+        return torch.ops.ptq.sigmoid_mul(gate, y) if y.is_cpu else y * gate.sigmoid()
+    if kind.normed:
         norms = (module._modules[name] for name in NORMS)
-        q, k = (_normed(norm, y, d if normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
+        q, k = (_normed(norm, y, d if kind.normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
     if isinstance(layer, GrowingLayer):
         return layer.decode(q, k, v, turns, d, module.scaling, mask)
     if isinstance(layer, StaticLayer):
@@ -220,20 +232,21 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 @tried_once
 def _tried(module: Any) -> Kind | None:
-    normed = next((normed for normed in NORMED if _gives_its_numbers(module, normed, module.head_dim)), None)
+    kinds = (Kind(normed, False, is_gated(module)) for normed in NORMED)
+    kind = next((kind for kind in kinds if _gives_its_numbers(module, kind, module.head_dim)), None)
     part = module.head_dim // 4 * 2
-    return None if normed is None else Kind(normed, part > 0 and _gives_its_numbers(module, normed, part))
+    return None if kind is None else kind._replace(in_part=part > 0 and _gives_its_numbers(module, kind, part))
 
 
-def _gives_its_numbers(module: Any, normed: str, turned: int) -> bool:
-    if bool(normed) != all(name in module._modules for name in NORMS):
+def _gives_its_numbers(module: Any, kind: Kind, turned: int) -> bool:
+    if bool(kind.normed) != all(name in module._modules for name in NORMS):
         return False
     generator = torch.Generator().manual_seed(0)
     alone = _small_copy(module, HIDDEN, generator)
-    return all(_gives_those_of(module, alone, normed, turned, tokens, generator) for tokens in (1, 3))
+    return all(_gives_those_of(module, alone, kind, turned, tokens, generator) for tokens in (1, 3))
 
 
-def _gives_those_of(module: Any, alone: Any, normed: str, turned: int, tokens: int, generator: torch.Generator) -> bool:
+def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: int, generator: torch.Generator) -> bool:
     """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
     rows, d = rows_of(module), module.head_dim
     before = [torch.randn(2, rows[1] // d, 5, d, generator=generator) for _ in range(2)]
@@ -255,7 +268,7 @@ def _gives_those_of(module: Any, alone: Any, normed: str, turned: int, tokens: i
                 assert layer is not None
                 *first, output = linears_of(alone)
                 q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
-                results.append(output(attend(alone, normed, q, k, v, (cos, sin), layer, mask)))
+                results.append(output(attend(alone, kind, q, k, v, (cos, sin), layer, mask)))
         except MISFIT:
             return False
         layer = cast(DynamicLayer, cache.layers[0])
@@ -270,8 +283,8 @@ def _small_copy(module: Any, hidden: int, generator: torch.Generator) -> Any:
     alone.config = copy.copy(module.config)
     alone.config._attn_implementation = "sdpa"
     alone.layer_idx = 0
-    rows = rows_of(module)
-    shapes = dict(zip(INPUTS, ((n, hidden) for n in rows), strict=True)) | {OUTPUT: (hidden, rows[0])}
+    rows, attended = rows_of(module), module.config.num_attention_heads * module.head_dim
+    shapes = dict(zip(INPUTS, ((n, hidden) for n in rows), strict=True)) | {OUTPUT: (hidden, attended)}
     if FUSED in module._modules:
         shapes = {FUSED: (sum(rows), hidden), OUTPUT: shapes[OUTPUT]}
     for name, (n, k) in shapes.items():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ptq.fast import fast_layer, fast_steps, layer_runs
+from ptq.fast import fast_layer, fast_moe, fast_steps, layer_runs
 from ptq.fast.fast_attention import ATTENTION
 from ptq.layers import shared_input
 from ptq.ops import matmul, prefill_attention
@@ -36,6 +36,7 @@ def install(model: PreTrainedModel) -> None:
                 module.weight.data = module.weight.data.clone()  # as in `ptq.hf.blocks`, so that numbers are the same
     shared_input.attach(model)
     fast_steps.install(model)
+    fast_moe.install(model)
     fast_layer.install(model)
     layer_runs.install(model)
     install_attention(model)

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
+from ptq.fast import fast_steps
 from ptq.layers import changes
 from ptq.layers.linear import Online, QuantLinear, must_be_called, stays_on_cpu
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
@@ -44,6 +45,8 @@ class _Kind:
     has_biases: bool
     clamped: tuple[float, ...]
     """Alpha and limit of `ptq::clamped_swiglu`; empty: silu(gate) * up."""
+    width: int
+    """Rows of a gate."""
     names: tuple[str, ...]
     """What the parameters of each of its linears are called."""
     su: bytes = b""
@@ -56,62 +59,44 @@ class _Kind:
 
     def compute(self, x: Float[Tensor, "t k"], rows: Rows, experts: Sequence["_Expert"]) -> Float[Tensor, "t k"] | None:
         """What the experts make of x. None where a bias wants a gradient."""
-        weights, width, steps = self._weights(experts)
+        weights, steps = self._weights(experts)
         if torch.is_grad_enabled() and any(bias.requires_grad for bias in steps.biases):
             return None
         if not self.gate.signs:
-            return self.format.experts(x, rows, weights, width, steps)
+            return self.format.experts(x, rows, weights, self.width, steps)
         gates, ups, downs = ([expert.linears[role] for expert in experts] for role in ROLES)
         su = [linear.signs(INPUT_SIGNS) for linear in (gates[0], *downs)]
         sv = [linear.signs(OUTPUT_SIGNS) for linear in (*gates, *ups, *downs)]
         signs = cast(list[Tensor], su), cast(list[Tensor], sv)
-        return self.format.transformed_experts(x, rows, weights, signs, width, steps)
+        return self.format.transformed_experts(x, rows, weights, signs, self.width, steps)
 
-    def held(self, router: Sequence[Any], experts: Sequence["_Expert"]) -> Tensor | None:
-        """What stands for a router and experts; None where the format has no such op."""
-        weights, width, steps = self._weights(experts)
+    def held(self, experts: Sequence["_Expert"]) -> Tensor | None:
+        """What stands for all experts; None where the format has no such op."""
+        weights, steps = self._weights(experts)
         if not self.gate.signs:
-            return self.format.moe(router, weights, width, steps)
+            return self.format.all_experts(weights, self.width, steps)
         first, *_ = experts
         su = [first.held[INPUT_SIGNS][0], *(expert.held[INPUT_SIGNS][2] for expert in experts)]
-        return self.format.transformed_moe(router, weights, (su, _all_of(experts, OUTPUT_SIGNS)), width, steps)
+        return self.format.all_transformed_experts(weights, (su, _all_of(experts, OUTPUT_SIGNS)), self.width, steps)
 
-    def _weights(self, experts: Sequence["_Expert"]) -> tuple[Listed, int, ExpertSteps]:
-        """Weights, rows of a gate and steps of experts, as their format takes them."""
+    def _weights(self, experts: Sequence["_Expert"]) -> tuple[Listed, ExpertSteps]:
+        """Weights and steps of experts, as their format takes them."""
         first = experts[0].linears[0]
         weights = {part: _all_of(experts, name) for part, name in first.part_names.items()}
         biases = _all_of(experts, "bias") if self.has_biases else []
-        return weights, first.out_features, ExpertSteps(*self.treatments, biases, self.clamped)
+        return weights, ExpertSteps(*self.treatments, biases, self.clamped)
 
 
 @dataclass(eq=False)
-class HeldMoe:
-    """A router and experts that an op holds."""
+class HeldExperts:
+    """All experts of a block, as an op holds them."""
 
-    handle: Tensor
-    """Stands for them (`ptq.ops.expert_ops`)."""
-    weight: Tensor
-    """The matrix of the router."""
-    modules: tuple[nn.Module, nn.Module]
-    """That whose parts they are, and the router."""
-    cls: type[nn.Module]
-    """That of the experts."""
+    handles: list[Tensor]
+    """Stand for them (`ptq.ops.expert_ops`): for all, or for all but one of another kind."""
+    has_biases: bool
+    """Which may learn."""
     ended: bool = False
-    """Whether one of the experts has changed since."""
-
-    def __post_init__(self) -> None:
-        owners = [vars(module) for module in self.modules]
-        self.plain = [(held, name, x) for held in owners for name, x in held.items() if isinstance(x, int | float)]
-        """Numbers that say what is computed, such as how many experts are chosen."""
-        self.forward = self.cls.forward
-
-    def is_over(self) -> bool:
-        """Whether they compute something else now."""
-        return (
-            self.ended
-            or self.cls.forward is not self.forward
-            or any(held.get(name) != x for held, name, x in self.plain)
-        )
+    """Whether one of them has changed since."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +122,7 @@ class FewTokens:
         self._known: dict[int, _Expert] = {}
         """Emptied when one of the modules in question changes."""
         self._kinds: dict[_Kind, _Kind] = {}
-        self._moes = weakref.WeakSet[HeldMoe]()
+        self._holders = weakref.WeakSet[HeldExperts]()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # copies and pickles find out anew
@@ -168,49 +153,63 @@ class FewTokens:
             return None
         return first.kind.compute(x, rows, cast(list[_Expert], known))
 
-    def held(self, experts: Any, modules: tuple[nn.Module, nn.Module], how: Sequence[Any]) -> HeldMoe | None:
-        """A router that chooses so (`ptq.ops.expert_ops`), and all experts, as an op holds them; None where these are
-        not alike, or have biases, which may learn, or where some are gone. `modules`: as `HeldMoe` has them."""
-        weight = modules[1].get_parameter("weight")
-        if experts.clamped is None or len(weight) != experts.count:
+    def held(self, experts: Any, shared: nn.Module | None) -> HeldExperts | None:
+        """All experts of a block, and behind them a gated MLP that every token goes through, as an op holds them; None
+        where these are not alike, or where some are gone."""
+        if experts.clamped is None:
             return None
         known = [self._known.get(number) or self._find(experts, number) for number in range(experts.count)]
-        first = known[0]
-        if first is None or first.kind.has_biases:
+        first, lists = known[0], [known]
+        if shared is not None:
+            own = self._found([shared], fast_steps.linears_of(shared), ())
+            if own is not None and first is not None and own.kind is first.kind:
+                known.append(own)
+            else:
+                lists.append([own])
+        handles = [_handle_of(each) for each in lists]
+        held = [handle for handle in handles if handle is not None]
+        if first is None or len(held) < len(handles):
             return None
-        if any(expert is None or expert.kind is not first.kind for expert in known):
-            return None
-        handle = first.kind.held((weight, *how), cast(list[_Expert], known))
-        if handle is None:
-            return None
-        self._moes.add(moe := HeldMoe(handle, weight, modules, type(experts)))
-        return moe
+        self._holders.add(made := HeldExperts(held, any(each[0].kind.has_biases for each in lists if each[0])))
+        return made
 
     def forget(self) -> None:
         """What is called when a module in question has changed."""
         self._known.clear()
-        for moe in self._moes:
-            moe.ended = True
-        self._moes.clear()
+        for held in self._holders:
+            held.ended = True
+        self._holders.clear()
 
     def _find(self, experts: Any, number: int) -> _Expert | None:
         module = experts._modules.get(str(number))
         linears: list[Any] = [] if module is None else [module._modules.get(name) for name in experts.names]
         if module is None or None in linears:
             return None
-        for each in (experts, module, *linears):
+        found = self._found([experts, module], linears, experts.clamped)
+        if found is not None:
+            self._known[number] = found
+        return found
+
+    def _found(self, owners: list[Any], linears: list[Any], clamped: tuple[float, ...]) -> _Expert | None:
+        """An expert of these linears. `owners`: what else tells of changes."""
+        for each in (*owners, *linears):
             changes.listen(each, self.forget)
-        kind = _kind(linears, experts.clamped)
+        kind = _kind(linears, clamped)
         if kind is None:
             return None
         held = {name: tuple(linear._parameters[name] for linear in linears) for name in kind.names}
-        self._known[number] = found = _Expert(tuple(linears), self._kinds.setdefault(kind, kind), held)
-        return found
+        return _Expert(tuple(linears), self._kinds.setdefault(kind, kind), held)
+
+
+def _handle_of(experts: list[_Expert | None]) -> Tensor | None:
+    """What stands for experts; None where they are not alike, or some are gone."""
+    alike = [expert for expert in experts if expert is not None and experts[0] and expert.kind is experts[0].kind]
+    return alike[0].kind.held(alike) if alike and len(alike) == len(experts) else None
 
 
 def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     """None where there is no one call for this expert."""
-    if not all(
+    if len(linears) != len(ROLES) or not all(
         type(linear) is QuantLinear and stays_on_cpu(linear) and not must_be_called(linear) for linear in linears
     ):
         return None
@@ -224,7 +223,7 @@ def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:
     names, *other_names = (tuple(linear._parameters) for linear in linears)
     if not isinstance(format, LaidOut) or other_names != [names, names]:
         return None
-    alike = format, first, second, has_bias, clamped, names
+    alike = format, first, second, has_bias, clamped, gate.out_features, names
     if first.signs and second.signs:
         if (first.input, first.output) != (second.output, second.input):
             return None

@@ -21,12 +21,14 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
+from ptq.fast.fast_moe import FastMoe, looked_at
 from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
 
-ATTENTION, MLP = "self_attn", "mlp"
+MIXERS, MLP = ("self_attn", "linear_attn"), "mlp"
+"""Attention, or what a layer has in its place; and what stands behind it."""
 NormNames = tuple[str | None, str | None, str | None, str | None]
 """The norms before attention, before the MLP, behind attention, behind the MLP, by name; None: there is none."""
 LAYOUTS: tuple[NormNames, ...] = (
@@ -36,8 +38,9 @@ LAYOUTS: tuple[NormNames, ...] = (
 )
 MULTIPLIER = "residual_multiplier"
 """What m is called where a layer has one."""
-OTHERS = ("position_embeddings", "attention_mask", "position_ids", CACHE, "use_cache")
-"""What a layer is called with besides its input."""
+NEEDED = ("attention_mask", CACHE)
+OTHERS = ("position_embeddings", "position_ids", "use_cache", *NEEDED)
+"""What a layer is called with besides its input, and what of it a mixer without attention is given, too."""
 
 
 class Replacement:
@@ -69,7 +72,8 @@ class Replacement:
         if self.watched is None or not self.watched.is_same():
             self.forget()  # merged weights go before others are made
             parts = _parts(self.layout, layer)
-            others = [layer._modules[name] for name in layer._modules.keys() - {ATTENTION, MLP, *self.layout}]
+            known = {_mixer_of(layer), MLP, *self.layout}
+            others = [part for name, part in layer._modules.items() if name not in known]
             dropouts = [module for module in others if type(module) is nn.Dropout]
             inside = [*dropouts, *_inside(*parts)]
             watched = Watched([layer, *inside], inside)
@@ -78,6 +82,8 @@ class Replacement:
             moe = getattr(self.found, "moe", None)
             if moe is not None:
                 watched = Watched([layer, *inside, *moe.modules], inside, moe.modules)
+            elif fast_steps.gate_of(parts[1]) is None:
+                watched = Watched([layer, *inside, *looked_at(parts[1])], inside)
             if self.found is not None:
                 watched.expires_with(self.found)
             self.watched = watched  # last: another thread may look
@@ -146,6 +152,7 @@ def let_copies_be(layers: Iterable[nn.Module]) -> None:
         forward = vars(module).get("forward")
         owner = forward.layer if isinstance(forward, FastForward) else module
         owner = forward.args[0] if isinstance(forward, InPlace) else owner
+        owner = forward.module if isinstance(forward, FastMoe) else owner
         if owner is not module:
             del vars(module)["forward"]
 
@@ -177,28 +184,34 @@ def multiplier(module: nn.Module) -> float:
 
 def _parts(layout: NormNames, module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module | None]]:
     held: dict[str, Any] = module._modules
-    return held[ATTENTION], held[MLP], [None if name is None else held[name] for name in layout]
+    return held[_mixer_of(module)], held[MLP], [None if name is None else held[name] for name in layout]
+
+
+def _mixer_of(module: nn.Module) -> str:
+    """What attention, or what stands in its place, is called in a decoder layer."""
+    return next((name for name in MIXERS if name in module._modules), MIXERS[0])
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 
 class _StandIn(nn.Module):
-    def __init__(self, is_attention: bool) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.is_attention = is_attention
+        self.name = name
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_attention and (args or kwargs):
+        if self.name == MLP and (args or kwargs):
             raise TypeError("more than `_decoded` gives an MLP")
         self.given = kwargs
-        return (hidden_states.sin(), None) if self.is_attention else hidden_states.tanh()
+        y = hidden_states.tanh() if self.name == MLP else hidden_states.sin()
+        return (y, None) if self.name == MIXERS[0] else y
 
 
 def _layout_of(module: nn.Module) -> NormNames | None:
     """Where the norms of a decoder layer are; None for what is none as the docstring of this file has it."""
     names = {name for name, part in module._modules.items() if type(part) is not nn.Dropout}
-    layouts = tuple(layout for layout in LAYOUTS if names == {ATTENTION, MLP, *layout} - {None})
+    layouts = tuple(layout for layout in LAYOUTS if names == {_mixer_of(module), MLP, *layout} - {None})
     return _tried(module, layouts) if layouts else None
 
 
@@ -210,10 +223,11 @@ def _tried(module: nn.Module, layouts: tuple[NormNames, ...]) -> NormNames | Non
 def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)
-    attention, mlp = _StandIn(True), _StandIn(False)
-    setattr(alone, ATTENTION, attention)
+    mixer = _mixer_of(module)
+    attention, mlp = _StandIn(mixer), _StandIn(MLP)
+    setattr(alone, mixer, attention)
     setattr(alone, MLP, mlp)
-    for name in module._modules.keys() - {ATTENTION, MLP, *layout}:
+    for name in module._modules.keys() - {mixer, MLP, *layout}:
         setattr(alone, name, nn.Dropout())
     norms, width = [], 8  # of norms without gains
     for name in layout:
@@ -231,8 +245,9 @@ def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
         found = type(module).forward(alone.eval(), x, **others)
     except MISFIT:
         return False
-    if any(attention.given.get(name) is not value for name, value in others.items()):
+    needed = OTHERS if mixer == MIXERS[0] else NEEDED
+    if any(attention.given.get(name) is not others[name] for name in needed):
         return False
-    m = multiplier(module)
-    y = x + m * norms[2](attention(norms[0](x))[0])
+    m, attended = multiplier(module), attention(norms[0](x))
+    y = x + m * norms[2](attended[0] if isinstance(attended, tuple) else attended)
     return isinstance(found, Tensor) and torch.equal(found, y + m * norms[3](mlp(norms[1](y))))

@@ -1,4 +1,5 @@
-"""What mixers that keep a state in the place of keys and values do on the CPU: an op for each step.
+"""What mixers that keep a state in the place of keys and values do on the CPU: an op for each step, or for a decoded
+token one for all of them (`ptq.fast.delta_net`).
 
 No family is named. A mixer is known by functions that its forward calls (`STEPS`), or is a gated norm; each is tried on
 random numbers first, and where the reference of `ptq.ops.mixer_ops` gives other numbers (up to rounding), it is left
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ptq.fast import delta_net
 from ptq.fast.trials import MISFIT, hollow, innermost, trial, tried_once, with_globals
 from ptq.fast.watched import InPlace
 from ptq.ops import mixer_ops
@@ -28,13 +30,15 @@ def forward_of(module: nn.Module) -> Step | None:
     if eps is not None:
         return InPlace(_norm_forward, module, eps)
     own = type(module).forward
-    return None if _with_steps(own) is None else InPlace(_mixer_forward, module)
+    return None if _with_steps(own) is None else InPlace(_mixer_forward, module, delta_net.kind_of(module))
 
 
-def _mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _mixer_forward(module: nn.Module, kind: delta_net.Kind | None, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
-    fast = None if torch.compiler.is_compiling() else _with_steps(own)
-    return (fast or own)(module, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return own(module, *args, **kwargs)
+    found = None if kind is None or args else delta_net.decoded(module, kind, **kwargs)
+    return (_with_steps(own) or own)(module, *args, **kwargs) if found is None else found
 
 
 @functools.cache

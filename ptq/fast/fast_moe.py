@@ -1,116 +1,154 @@
-"""A router and its experts in one op, for few tokens on the CPU: as a part of a decoder layer (`ptq.fast.cpu_layer`).
+"""A router and its experts in one op, for few tokens on the CPU: as a part of a decoder layer (`ptq.fast.cpu_layer`),
+or as the forward of the module whose parts they are.
 
-No family is named. A module that is nothing but a router and `ptq.hf.experts.Experts` is tried on random numbers: its
-router must be one of `ptq.ops.expert_ops`, to the bit.
+No family is named. A module that is nothing but a router, `ptq.hf.experts.Experts`, and maybe an MLP that every token
+goes through, with a gate or without one, is tried on random numbers: its router must be one of `ptq.ops.moe_ops`, to
+the bit (`ptq.fast.routers`).
 """
 
-import itertools
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ptq.fast import fast_steps
-from ptq.fast.fast_experts import FewTokens, HeldMoe
-from ptq.fast.trials import MISFIT, hollow, tried_once
-from ptq.fast.watched import InPlace
-from ptq.layers.linear import must_be_called
-from ptq.ops.expert_ops import choice, rows_of
-from ptq.ops.matmul import FEW_DTYPES
+from ptq.fast import routers
+from ptq.fast.fast_experts import MOST_TOKENS, FewTokens, HeldExperts
+from ptq.fast.routers import MoeParts
+from ptq.fast.watched import Watched, is_ours
+from ptq.layers.linear import QuantLinear, must_be_called
+from ptq.ops.matmul import cpu_ops_serve
+from ptq.ops.moe_ops import RouterWeights
+from ptq.ops.op_declarations import wants_gradient
 
-TOKENS = 5
-"""Of a trial."""
-
-
-class Router(NamedTuple):
-    """How tokens choose, as `ptq.ops.expert_ops` has it."""
-
-    chosen: int
-    normed: bool
-    rounded: bool
+RUN = torch.ops.ptq.run_moe.default
 
 
-class _Parts(NamedTuple):
-    """What a module is made of."""
+@dataclass(eq=False)
+class HeldMoe:
+    """A router and experts that an op holds."""
 
-    router: nn.Module
-    experts: Any
+    handle: Tensor
+    """Stands for them (`ptq.ops.moe_ops`)."""
+    experts: HeldExperts
+    parts: MoeParts
+    modules: tuple[nn.Module, ...]
+    """All of them, but for experts and packed linears, which tell of changes themselves."""
+    weights: RouterWeights
+    wide: bool
+    """Whether the router multiplies in float32, whatever its weight is."""
+    gives: str
+    """What the module gives besides (`ptq.fast.routers`)."""
+    plain: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    """Numbers and buffers that say what is computed, such as how many experts are chosen."""
+
+    def __post_init__(self) -> None:
+        self.cls, self.forward = type(self.parts.experts), type(self.parts.experts).forward
+        for module in self.modules:
+            values = vars(module)
+            self.plain += [(values, name, x) for name, x in values.items() if isinstance(x, int | float)]
+            self.plain += [(module._buffers, name, x) for name, x in module._buffers.items()]
+
+    def floats(self) -> list[Tensor]:
+        """What must have the dtype of tokens."""
+        weight, bias, _, shared_gate = self.weights
+        held = (shared_gate,) if self.wide else (weight, bias, shared_gate)
+        return [x for x in held if x is not None]
+
+    def may_run(self, dtype: torch.dtype) -> bool:
+        """Whether tokens of this dtype go through an op now: nothing learns, and no autocast gives another dtype."""
+        if torch.is_grad_enabled() and (
+            self.experts.has_biases or wants_gradient(*filter(torch.is_tensor, self.weights))
+        ):
+            return False
+        return not torch.is_autocast_enabled("cpu") or dtype == torch.get_autocast_dtype("cpu")
+
+    def is_over(self) -> bool:
+        """Whether they compute something else now."""
+        changed = self.experts.ended or self.cls.forward is not self.forward
+        return changed or not all(_is_still(held.get(name), x) for held, name, x in self.plain)
+
+
+def _is_still(now: Any, x: Any) -> bool:
+    return now is x or (not isinstance(x, Tensor) and now == x)
 
 
 def held(mlp: nn.Module) -> HeldMoe | None:
     """A router and its experts as an op holds them; None where none does."""
-    parts = _parts(mlp)
-    router = None if parts is None else _router_of(mlp)
-    if parts is None or router is None or must_be_called(parts.experts):
+    parts = routers.parts_of(mlp)
+    if parts is None or must_be_called(parts.experts) or not _is_defined_here(type(parts.experts).forward):
         return None
-    if mlp.training or parts.router.training or "forward" in vars(mlp):
+    others = [mlp, *(part for part in (parts.router, parts.shared, parts.shared_gate) if part is not None)]
+    modules = tuple(module for part in others[1:] for module in part.modules() if type(module) is not QuantLinear)
+    if any(module.training or not is_ours(vars(module).get("forward")) for module in (mlp, *modules)):
         return None
-    if not type(parts.experts).__module__.startswith("ptq."):
-        return None  # somebody's own class
-    few, forward = parts.experts.few_tokens, vars(parts.router).get("forward")
-    if not isinstance(forward, InPlace) or forward.func is not fast_steps.router_forward:
-        return None  # last bits of its product are others
-    return few.held(parts.experts, (mlp, parts.router), router) if isinstance(few, FewTokens) else None
-
-
-def _parts(mlp: nn.Module) -> _Parts | None:
-    """A router, which is not tried yet, and its experts; None for a module that is anything else."""
-    experts = [part for part in mlp._modules.values() if hasattr(part, "few_tokens")]
-    others = [part for part in mlp._modules.values() if part is not None and part not in experts]
-    if len(experts) != 1 or len(others) != 1 or mlp._parameters or mlp._buffers:
+    found, few = routers.router_of(mlp), parts.experts.few_tokens
+    experts = few.held(parts.experts, parts.shared) if found is not None and isinstance(few, FewTokens) else None
+    if found is None or experts is None:
         return None
-    [router] = others
-    weight = router._parameters.get("weight")
-    if router._modules or router._buffers or weight is None or len(router._parameters) != 1 or weight.dim() != 2:
-        return None
-    return _Parts(router, experts[0])
+    weights = routers.weights_of(mlp, found)
+    handle = torch.ops.ptq.moe.default(experts.handles, *weights, *found.how)
+    return HeldMoe(handle, experts, parts, (mlp, *modules), weights, found.how.wide, found.gives)
 
 
-class _StandIn(nn.Module):
-    """Remembers what tokens have chosen."""
-
-    def forward(self, x: Float[Tensor, "t k"], index: Int[Tensor, "t chosen"], shares: Tensor) -> Tensor:
-        self.seen = x, *rows_of(index.tolist(), shares.tolist())
-        return x.sin()
+def _is_defined_here(forward: Any) -> bool:
+    return getattr(forward, "__module__", "").startswith("ptq.")
 
 
-@tried_once
-def _router_of(mlp: nn.Module) -> Router | None:
-    """The router of a module that `_parts` takes apart; None for another."""
-    parts = _parts(mlp)
-    assert parts is not None
-    generator = torch.Generator().manual_seed(0)
-    shape = parts.router.get_parameter("weight").shape
-    weight, x = (torch.randn(size, generator=generator) for size in (shape, (1, TOKENS, shape[1])))
-    weight /= shape[1] ** 0.5  # for shares that do not come to 1 before they are divided by their sum
-    given = [(weight.to(dtype), x.to(dtype)) for dtype in FEW_DTYPES]
-    seen = [_seen(mlp, parts, *each) for each in given]
-    if None in seen:
-        return None
-    chosen = len(seen[0][1][0]) // TOKENS
-    kinds = (Router(chosen, *flags) for flags in itertools.product((True, False), repeat=2))
-    fit = [
-        kind
-        for kind in kinds
-        if all(choice(x[0], weight, *kind) == one for (weight, x), one in zip(given, seen, strict=True))
-    ]
-    return fit[0] if len(fit) == 1 else None  # one expert alone has a share of 1 in several ways
+def looked_at(mlp: nn.Module) -> list[nn.Module]:
+    """The modules that decide whether an op may hold a router and its experts, where none does now."""
+    return [mlp, *mlp.children()]
 
 
-def _seen(mlp: nn.Module, parts: _Parts, weight: Tensor, x: Float[Tensor, "b t k"]) -> Any:
-    """What the experts of a module are given for x; None where that is not x itself, or where it gives something else
-    than they do."""
-    alone, router, experts = hollow(mlp), hollow(parts.router), _StandIn()
-    router.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-    router.forward = InPlace(fast_steps.router_forward, router)  # whose product is ours
-    for name, part in mlp._modules.items():
-        setattr(alone, name, router if part is parts.router else experts)
-    try:
-        found = type(mlp).forward(alone.eval(), x)
-        given, *rows = experts.seen
-    except MISFIT:
-        return None
-    found = found[0] if isinstance(found, tuple) else found
-    rows_alike = torch.equal(given, x.flatten(0, 1)) and isinstance(found, Tensor)
-    return tuple(rows) if rows_alike and torch.equal(found, x.sin()) else None
+class FastMoe:
+    """The forward of a router with experts that `install` has made fast. (Slots, because who wraps a forward copies its
+    `__dict__`.)"""
+
+    __slots__ = ("known", "module", "own")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.own = module, type(module).forward
+        self.known: tuple[HeldMoe | None, Watched] | None = None
+
+    def __getstate__(self) -> nn.Module:
+        return self.module  # copies and pickles find out anew
+
+    def __setstate__(self, module: nn.Module) -> None:
+        self.module, self.own, self.known = module, type(module).forward, None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        found = None
+        if len(args) == 1 and not kwargs and not self.module.training and not torch.compiler.is_compiling():
+            [x] = args
+            if x.dim() == 3 and x.is_cpu and 0 < x.shape[0] * x.shape[1] <= MOST_TOKENS and x.numel():
+                moe = self._current()
+                serves = moe is not None and moe.may_run(x.dtype) and cpu_ops_serve(x, *moe.floats())
+                if moe is not None and serves:
+                    y, shares = RUN(moe.handle, x)
+                    found = (y, shares) if moe.gives == routers.SHARES else y
+            elif not x.is_cpu:
+                self.known = None
+        return type(self.module).forward(self.module, *args, **kwargs) if found is None else found
+
+    def _current(self) -> HeldMoe | None:
+        """What an op holds now; None where the module's own code must run."""
+        known = self.known  # another thread may look
+        if known is None or not known[1].is_same():
+            known = self.known = self._find()
+        return None if known[1].must_be_called() else known[0]
+
+    def _find(self) -> tuple[HeldMoe | None, Watched]:
+        self.known = None  # replaced weights go before others are held
+        moe = held(self.module) if type(self.module).forward is self.own else None
+        if moe is None or moe.gives == routers.MORE:
+            return None, Watched(looked_at(self.module), [])
+        watched = Watched([*moe.modules], [], moe.modules[1:])
+        watched.expires_with(moe)
+        return moe, watched
+
+
+def install(model: nn.Module) -> None:
+    """Make the routers and experts of a model fast where an op may take their place."""
+    for module in model.modules():
+        if "forward" not in vars(module) and routers.parts_of(module) is not None:
+            module.forward = FastMoe(module)

@@ -97,7 +97,7 @@ class Run:
         """What a call is checked against, and the segments of this run."""
         known = [(layer, _whole(layer)) for layer in self.layers]
         segments = []
-        for _, group in groupby(known, lambda pair: pair[1] is not None):
+        for _, group in groupby(known, lambda pair: pair[1] and type(pair[1][0].kind)):
             pairs = list(group)
             segments.append(Segment([layer for layer, _ in pairs], [whole[0] for _, whole in pairs if whole]))
         return Watched.all_of([whole[1] for _, whole in known if whole], self.layers), segments

@@ -182,8 +182,13 @@ def stays_on_gpu(linear: Any) -> bool:
 
 def must_be_called(linear: nn.Module) -> bool:
     """Whether a linear must be called: somebody listens to it, or to all modules, or has changed what it does."""
-    hooks = linear._forward_hooks or linear._forward_pre_hooks or _global_forward_hooks or _global_forward_pre_hooks
-    return bool(hooks) or "forward" in vars(linear)
+    return is_heard(linear) or "forward" in vars(linear)
+
+
+def is_heard(module: nn.Module) -> bool:
+    """Whether somebody listens to a module, or to all of them."""
+    own = module._forward_hooks or module._forward_pre_hooks
+    return bool(own or _global_forward_hooks or _global_forward_pre_hooks)
 
 
 def config_entry(linear: LinearPlan) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 """What the ops `ptq::..._experts` of the formats have in common: the chosen experts of a block on few tokens;
-and `ptq::..._moe`, which hold all experts of a block and their router for `ptq::run_experts`.
+and `ptq::..._all_experts`, which hold all experts of a block for a router (`ptq.ops.moe_ops`).
 
 x [t, k]. `tokens` names a token for every row that is computed, those of one expert one after another: `counts[e]` rows
 for the expert e of the lists, none of which may be 0. Lists of weights hold all gates, then all ups, then all downs;
@@ -12,8 +12,7 @@ empty, is alpha and limit of `ptq::clamped_swiglu`, which then stands in the pla
 and up is quantised to `input_bits` (0: it is not); that of down goes through a Hadamard transform of `order` (0: none),
 and has bits of its own. All is done by the functions of the ops that do one step: the numbers are theirs to the bit.
 
-The router: softmax(x Wᵀ) in float32, of which the `chosen` largest count; with `normed` divided by their sum, with
-`rounded` rounded to x's dtype. A handle is as those of `ptq.ops.layer_ops`.
+What holds all experts is a handle, as those of `ptq.ops.layer_ops`.
 """
 
 from collections import Counter
@@ -21,11 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from ptq.ops.input_steps import Treatment, treated
-from ptq.ops.matmul import few_tokens_linear
 from ptq.ops.op_declarations import declare, like_first
 
 ROWS = "Tensor x, int[] tokens, int[] counts, float[] shares"
@@ -60,7 +57,7 @@ def declare_experts(
     format: str, weights: str, numbers: str, floats: Callable[..., Tensor], integers: Callable[..., Tensor]
 ) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
     """Declare `ptq::<format>_experts(x, tokens, counts, shares, weights ..., width, numbers ..., treatments ...,
-    biases, clamped)`, and `ptq::<format>_moe(router, chosen, normed, rounded, weights ..., and so on)`, a handle.
+    biases, clamped)`, and `ptq::<format>_all_experts(weights ..., and so on)`, a handle.
     `weights` and `numbers` are the parts of the schema that name the lists of tensors and the numbers of the format.
     `floats(x, weight ..., bias, n, numbers ...)` and `integers(q, q_scale, weight ..., bias, n, numbers ..., dtype)`
     give one product. Returns their references."""
@@ -97,34 +94,27 @@ def declare_experts(
 
     arguments = f"{weights}, int width, {numbers}, {TREATMENTS}, {INSIDE}"
     declare(f"{format}_experts", f"({ROWS}, {arguments}) -> Tensor", reference, like_first)
-    return reference, declare_moe(f"{format}_moe", arguments, compute)
+    return reference, declare_all_experts(f"{format}_all_experts", arguments, compute)
 
 
-def declare_moe(op: str, arguments: str, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Declare `ptq::<op>(router, chosen, normed, rounded, arguments ...)`, a handle. `compute(x, experts, rows,
-    arguments ...)` gives what the experts of those numbers make of their rows. Returns the reference."""
+def declare_all_experts(op: str, arguments: str, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Declare `ptq::<op>(arguments ...)`, a handle. `compute(x, experts, rows, arguments ...)` gives what the experts
+    of those numbers make of their rows. Returns the reference."""
 
-    def held(router, chosen, normed, rounded, *rest):
-        handle = torch.empty(1, dtype=torch.uint8)
-        vars(handle)["run"] = lambda x: compute(x, *choice(x, router, chosen, normed, rounded), *rest)
+    def held(*rest):
+        handle, (tiles, *_) = torch.empty(1, dtype=torch.uint8), rest
+        if not tiles or len(tiles) % 3:
+            raise RuntimeError("experts: expected three weights for each of them")
+        vars(handle)["experts"] = len(tiles) // 3, lambda x, experts, rows: compute(x, experts, rows, *rest)
         return handle
 
-    schema = f"(Tensor router, int chosen, bool normed, bool rounded, {arguments}) -> Tensor"
-    declare(op, schema, held, lambda *rest: torch.empty(1, dtype=torch.uint8))
+    declare(op, f"({arguments}) -> Tensor", held, lambda *rest: torch.empty(1, dtype=torch.uint8))
     return held
 
 
-def choice(
-    x: Float[Tensor, "t k"], router: Float[Tensor, "experts k"], chosen: int, normed: bool, rounded: bool
-) -> tuple[list[int], Rows]:
-    """The experts that tokens choose, those of low numbers first, and their rows."""
-    values, index = few_tokens_linear(x, router).float().softmax(-1).topk(chosen)
-    shares = values / values.sum(-1, keepdim=True) if normed else values
-    return rows_of(index.tolist(), (shares.to(x.dtype) if rounded else shares).tolist())
-
-
 def rows_of(chosen: list[list[int]], weighed: list[list[float]]) -> tuple[list[int], Rows]:
-    """The same of what every token has chosen, and their weights."""
+    """The experts that tokens have chosen, those of low numbers first, and their rows; of what every token has chosen,
+    and their weights."""
     rows = sorted((number, token, place) for token, row in enumerate(chosen) for place, number in enumerate(row))
     counts = Counter(number for number, *_ in rows)
     shares = [weighed[token][place] for _, token, place in rows]
@@ -135,12 +125,3 @@ def of_experts(weights: list[Tensor], experts: list[int]) -> list[Tensor]:
     """Of all gates, all ups and all downs, those of some experts; nothing of an empty list."""
     count = len(weights) // 3
     return [weights[role * count + expert] for role in range(3) for expert in experts] if weights else []
-
-
-def _run_experts(handle, x):
-    if "run" not in vars(handle):
-        raise RuntimeError("run_experts: expected what an op on experts gave, not a copy of it")
-    return vars(handle)["run"](x.flatten(0, -2)).view(x.shape)
-
-
-declare("run_experts", "(Tensor experts, Tensor x) -> Tensor", _run_experts, lambda experts, x: x.new_empty(x.shape))

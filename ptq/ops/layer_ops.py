@@ -7,16 +7,23 @@ embedding and attention, with key and value stored behind the first `before` tok
 `residual_multiplier`; added to the layer's input. RMSNorm, gate_proj and up_proj, silu(gate) * up (or with `gelu`),
 down_proj; an RMSNorm; times the same; added again.
 
-Where `rows` are four and inputs two, `moe` stands for a router and experts in the place of that MLP
-(`ptq.ops.expert_ops`); where it is empty, the op ends in front of the second part.
+In the place of attention, a layer may have a gated delta net (`ptq::delta_net_step` in `ptq.ops.mixer_ops`): what goes
+through its convolution and the gate of its norm are the two products of the first input, and the state is the `cache`.
+
+Where `rows` end with that of o, and inputs are two, `moe` stands for a router and experts in the place of that MLP
+(`ptq.ops.moe_ops`); where it is empty, the op ends in front of the second part.
 
 Lists:
 
 - `gains` and the numbers of the norms: before attention, before the MLP, of queries, of keys, behind attention, behind
   the MLP. A gain of no elements is no norm.
-- The seven weights are those of q, k, v, o, gate, up and down. q, k and v may be one weight, whose rows are theirs in
-  turn, and so may gate and up; lists of weights are then shorter. `rows` are those of the seven, in any case. `biases`
-  are empty, or one for each weight (of no elements: none).
+- The seven weights are those of q, k, v, o, gate, up and down; of a delta net there are two before o. q, k and v may be
+  one weight, whose rows are theirs in turn, and so may gate and up; lists of weights are then shorter. `rows` are those
+  of the seven, in any case. `biases` are empty, or one for each weight (of no elements: none).
+- `gated`: 0, or the size of a head of queries, whose rows those of a gate follow: what is attended is multiplied with
+  the gate's sigmoid.
+- `delta` is empty, or what a delta net has besides: conv, conv_bias (of no elements: none), a, b, a_log, dt_bias, gain;
+  with `delta_eps`.
 - Inputs are four: that of q, k and v; of o; of gate and up; of down. Each goes through a Hadamard transform of its
   order (0: none) behind the signs `su` (empty, or one vector for each), and is quantised to `input_bits` (0: it is
   not), with its clip. `factors` are the dense factors of all transforms, `counts` how many each has.
@@ -44,15 +51,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ptq.ops import expert_ops as _expert_ops  # noqa: F401 (registers the ops)
 from ptq.ops import kv_step as _kv_step  # noqa: F401 (registers the ops)
+from ptq.ops import mixer_ops as _mixer_ops  # noqa: F401 (registers the ops)
+from ptq.ops import moe_ops as _moe_ops  # noqa: F401 (registers the ops)
 from ptq.ops.input_steps import Treatment, treated
 from ptq.ops.op_declarations import declare
 
 SCHEMA = (
     "Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, float[] clips, "
     "Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, int[] back_counts, "
-    "int[] back_orders, bool gelu, int[] rows, Tensor[] moe"
+    "int[] back_orders, bool gelu, int[] rows, Tensor[] moe, int gated, Tensor[] delta, float delta_eps"
 )
 DECODE_SCHEMA = (
     "(Tensor[] layers, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int[] before, int[] cache_bits, "
@@ -60,9 +68,10 @@ DECODE_SCHEMA = (
     "Tensor? mask=None) -> Tensor"
 )
 
-FIRST_ROLES = (0, 3, 4, 6, 7)
-"""Of q, k, v, o, gate, up and down, that with which each input starts."""
-QKV_INPUT, O_INPUT, GATE_UP_INPUT, DOWN_INPUT = range(4)
+FIRST_ROLES = {"attention": (0, 3, 4, 6, 7), "delta net": (0, 2, 3, 5, 6)}
+"""Of q, k, v, o, gate, up and down, or what a delta net has in the place of the first three, that with which each input
+starts."""
+MIXER_INPUT, O_INPUT, GATE_UP_INPUT, DOWN_INPUT = range(4)
 """The inputs, in the order of `input_bits` and the lists beside it."""
 ATTENTION_NORM, MLP_NORM, Q_NORM, K_NORM, ATTENDED_NORM, MLP_OUTPUT_NORM = range(6)
 """The norms, in the order of `gains`: before attention, before the MLP, of queries, of keys, behind attention, behind
@@ -90,6 +99,9 @@ class HeldLayer(NamedTuple):
     gelu: bool
     rows: list[int]
     moe: list[Tensor]
+    gated: int
+    delta: list[Tensor]
+    delta_eps: float
 
 
 class Token(NamedTuple):
@@ -199,7 +211,7 @@ class _Site(NamedTuple):
 def _sites(n: list[int], held: HeldLayer) -> list[_Site]:
     """The inputs of a layer whose weights have n rows each."""
     sites, first, factors = [], 0, _split(held.factors, held.counts)
-    for i, (role, next_role) in enumerate(pairwise(FIRST_ROLES)):
+    for i, (role, next_role) in enumerate(pairwise(FIRST_ROLES["delta net" if held.delta else "attention"])):
         if role < len(held.rows):
             rows = held.rows[role:next_role]
             last = first + (1 if n[first] == sum(rows) else len(rows))
@@ -229,12 +241,11 @@ def _layer(
     def added(x: Float[Tensor, "b t k"], y: Float[Tensor, "b t k"]) -> Float[Tensor, "b t k"]:
         return x + (y if token.residual_multiplier == 1 else y * token.residual_multiplier)
 
-    x = token.x
-    q, k, v = linears(norm(x, ATTENTION_NORM), QKV_INPUT)
-    attended = _attended(norm(q, Q_NORM), norm(k, K_NORM), v, token)
-    y = added(x, norm(linears(attended, O_INPUT)[0], ATTENDED_NORM))
+    x = norm(token.x, ATTENTION_NORM)
+    mixed = _mixed(held, x, linears(x, MIXER_INPUT), token)
+    y = added(token.x, norm(linears(mixed, O_INPUT)[0], ATTENDED_NORM))
     if held.moe:
-        return added(y, norm(torch.ops.ptq.run_experts(held.moe[0], norm(y, MLP_NORM)), MLP_OUTPUT_NORM))
+        return added(y, norm(torch.ops.ptq.run_moe(held.moe[0], norm(y, MLP_NORM))[0], MLP_OUTPUT_NORM))
     if len(sites) <= GATE_UP_INPUT:
         return y
     act = torch.ops.ptq.gelu_mul if held.gelu else torch.ops.ptq.silu_mul
@@ -265,6 +276,19 @@ def _linears(
     else:
         found = products(seen, held.biases[first:last], first, last, x.dtype, *weights)
     return found if len(found) == len(rows) else found[0].split(rows, -1)
+
+
+def _mixed(held: HeldLayer, x: Float[Tensor, "b t k"], products: Sequence[Tensor], token: Token) -> Tensor:
+    """What the output product multiplies, of the first products with x."""
+    if held.delta:
+        conv, bias, *others = held.delta
+        net = conv, bias if bias.numel() else None, *others, held.delta_eps
+        return torch.ops.ptq.delta_net_step(x, *products, *token.cache, *net)
+    (q, k, v), gate = products, None
+    if held.gated:
+        q, gate = (part.flatten(2) for part in q.unflatten(2, (-1, 2, held.gated)).unbind(3))
+    y = _attended(_norm(held, Q_NORM, q), _norm(held, K_NORM, k), v, token)
+    return y if gate is None else torch.ops.ptq.sigmoid_mul(gate, y)
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, token: Token) -> Tensor:

@@ -7,6 +7,10 @@
   they are x / sqrt(sum of x² + 1e-6). g and beta [b, t, heads] and the state S [b, heads, dk, dv] are float32.
 - `ptq::gated_rms_norm`: y = gain * x / sqrt(mean of x² + eps) * silu(gate), rounded before the gain, behind it and at
   last.
+- `ptq::delta_net_step`: what a gated delta net does to one token of each row, x [b, 1, k], between its products and the
+  last of them. The product `qkv` [b, 1, 2 shared dk + heads dv] goes through the convolution and silu; g = -exp(a_log)
+  softplus(a x + dt_bias) and beta = sigmoid(b x), for weights a and b [heads, k], as Qwen 3.5 has them; then come the
+  gated delta rule with `norm`, and the gated RMSNorm of each head, whose gate is the product z [b, 1, heads dv].
 
 States are moved on in place.
 """
@@ -15,6 +19,7 @@ import torch
 from jaxtyping import Float, Float32
 from torch import Tensor
 
+from ptq.ops.matmul import few_tokens_linear
 from ptq.ops.op_declarations import like_first, reference_of
 
 
@@ -70,3 +75,36 @@ def gated_rms_norm(
     y = x.float()
     y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
     return (gain * y * torch.nn.functional.silu(gate.float())).to(x.dtype)
+
+
+@reference_of(
+    "delta_net_step",
+    "(Tensor x, Tensor qkv, Tensor z, Tensor(a!) conv_state, Tensor(b!) state, Tensor conv, Tensor? conv_bias, "
+    "Tensor a, Tensor b, Tensor a_log, Tensor dt_bias, Tensor gain, float eps) -> Tensor",
+    lambda x, qkv, z, *rest: z.new_empty(z.shape),
+)
+def delta_net_step(
+    x: Float[Tensor, "batch 1 k"],
+    qkv: Float[Tensor, "batch 1 channels"],
+    z: Float[Tensor, "batch 1 width"],
+    conv_state: Float[Tensor, "batch channels room"],
+    state: Float32[Tensor, "batch heads dk dv"],
+    conv: Float[Tensor, "channels kernel"],
+    conv_bias: Float[Tensor, " channels"] | None,
+    a: Float[Tensor, "heads k"],
+    b: Float[Tensor, "heads k"],
+    a_log: Float[Tensor, " heads"],
+    dt_bias: Float[Tensor, " heads"],
+    gain: Float[Tensor, " dv"],
+    eps: float,
+) -> Float[Tensor, "batch 1 width"]:
+    """`ptq::delta_net_step` by the ops that do one step."""
+    heads, dk, dv = state.shape[1:]
+    mixed = torch.ops.ptq.conv_step(qkv.transpose(1, 2), conv_state, conv, conv_bias, True).transpose(1, 2)
+    width = (qkv.shape[2] - heads * dv) // 2
+    sizes = zip(mixed.split((width, width, heads * dv), 2), (dk, dk, dv), strict=True)
+    q, k, v = (part.unflatten(2, (-1, d)) for part, d in sizes)
+    decay = torch.nn.functional.softplus(few_tokens_linear(x, a).float() + dt_bias.float())
+    g, beta = -a_log.float().exp() * decay, few_tokens_linear(x, b).sigmoid().float()
+    y = torch.ops.ptq.gated_delta_rule(q, k, v, g, beta, state, True)
+    return torch.ops.ptq.gated_rms_norm(y, z.view(y.shape), gain, eps).view(z.shape)

@@ -19,7 +19,8 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
   and is t more afterwards. Attention is to all of the room that the mask [b or 1, 1, t, room] shows. The CUDA kernel
   drops tokens that find no room, as it cannot say so.
 - `ptq::silu_mul`: silu(gate) * up, silu rounded to the dtype. `ptq::gelu_mul`: the same with GELU, approximated by a
-  tanh (Hendrycks and Gimpel, arXiv 1606.08415).
+  tanh (Hendrycks and Gimpel, arXiv 1606.08415). `ptq::sigmoid_mul`: sigmoid(gate) * x, the sigmoid rounded likewise;
+  on the CPU.
 - `ptq::clamped_swiglu`: (u + 1) (g sigmoid(alpha g)), where g is the gate, at most `limit`, and u is up, within
   +-limit; every step is rounded to the dtype (the experts of GPT-OSS, arXiv 2508.10925).
 """
@@ -146,6 +147,12 @@ def silu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Te
 def gelu_mul(gate: Float[Tensor, "*t k"], up: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
     """`ptq::gelu_mul` in plain torch."""
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+@reference_of("sigmoid_mul", "(Tensor gate, Tensor x) -> Tensor", like_first)
+def sigmoid_mul(gate: Float[Tensor, "*t k"], x: Float[Tensor, "*t k"]) -> Float[Tensor, "*t k"]:
+    """`ptq::sigmoid_mul` in plain torch."""
+    return torch.sigmoid(gate) * x
 
 
 @reference_of("clamped_swiglu", "(Tensor gate, Tensor up, float alpha, float limit) -> Tensor", like_first)

@@ -45,7 +45,7 @@ class Ops:
     """For tiles: the product with tokens that it quantises itself. None: the format has no such op."""
     experts: OpOverload | None = None
     """See `ptq.ops.expert_ops`. None: the format has no such op."""
-    moe: OpOverload | None = None
+    all_experts: OpOverload | None = None
     """The same."""
     told_bits: tuple[str, ...] = ()
     """Layouts for which `quantized` takes the bits that the integers of the tokens have."""
@@ -168,11 +168,11 @@ class LaidOut(Format):
             return None
         return self.ops.experts(x, *rows, *self._of_experts(weights, width, steps))
 
-    def moe(self, router: Sequence[Any], weights: Listed, width: int, steps: ExpertSteps) -> Tensor | None:
-        """What stands for a router (`ptq.ops.expert_ops`) and all experts, as `experts` takes them."""
-        if self.ops.moe is None or "tiles" not in weights:
+    def all_experts(self, weights: Listed, width: int, steps: ExpertSteps) -> Tensor | None:
+        """What stands for all experts of a block, as `experts` takes them."""
+        if self.ops.all_experts is None or "tiles" not in weights:
             return None
-        return self.ops.moe(*router, *self._of_experts(weights, width, steps))
+        return self.ops.all_experts(*self._of_experts(weights, width, steps))
 
     def _of_experts(self, weights: Listed, width: int, steps: ExpertSteps) -> tuple[Any, ...]:
         """What ops on experts take of these."""
@@ -195,8 +195,6 @@ class LaidOut(Format):
         those of the input of gates and ups, then of each down's; those of all products."""
         return None
 
-    def transformed_moe(
-        self, router: Sequence[Any], weights: Listed, signs: Signs, width: int, steps: ExpertSteps
-    ) -> Tensor | None:
-        """`moe` whose linears are those of `transformed_experts`; signs as they are stored."""
+    def all_transformed_experts(self, weights: Listed, signs: Signs, width: int, steps: ExpertSteps) -> Tensor | None:
+        """`all_experts` whose linears are those of `transformed_experts`; signs as they are stored."""
         return None
