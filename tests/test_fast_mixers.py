@@ -2,11 +2,12 @@
 
 import copy
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import decode, tiny_config
+from tiny_models import decode, save_model, tiny_config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
@@ -14,7 +15,9 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_update
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
 
-from ptq.fast import fast_decode, fast_mixers
+import ptq
+from ptq.fast import cpu_layer, fast_decode, fast_mixers
+from quarot.plan import QuarotRecipe
 
 OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm", "delta_net_step")
 PROMPT = {"gated_delta_rule", "gated_rms_norm"}
@@ -149,3 +152,75 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
     assert any(fast_mixers.forward_of(module) is not None for module in model.modules())
     assert torch.equal(torch.rand(3), wanted)
+
+
+# --- delta nets in a packed model -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Any:
+    ptq.quantize(
+        save_model(tmp_path / "source", "qwen3_5_text"),
+        tmp_path / "packed",
+        QuarotRecipe(rounding="nearest"),
+        ptq.RunOptions(report=False),
+    )
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The layers of every call."""
+    own, calls = cpu_layer.DECODE, []
+    monkeypatch.setattr(cpu_layer, "DECODE", lambda layers, *rest: calls.append(len(layers)) or own(layers, *rest))
+    return calls
+
+
+def by_its_own_code(model: Any) -> Any:
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if type(module).__name__.endswith(("DecoderLayer", "GatedDeltaNet")):
+            del module.forward
+    return model
+
+
+def is_close(model: Any) -> bool:
+    pairs = zip(decode(model), decode(by_its_own_code(model)), strict=True)
+    return all(torch.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in pairs)
+
+
+@torch.no_grad()
+def test_a_layer_sees_what_becomes_of_its_delta_net(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, net = counted(monkeypatch), next(m for m in packed.modules() if hasattr(m, "conv1d"))
+    before = decode(packed)
+    assert sum(calls) == 8  # two layers, four tokens
+    for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight", "in_proj_a.weight", "in_proj_b.weight"):
+        parameter = net.get_parameter(name)
+        parameter.data = parameter.data.flip(0) + 0.3
+        after = decode(packed)
+        assert not torch.equal(after[-1], before[-1]) and is_close(packed), name
+        before = after
+    calls.clear()
+    decode(packed.to(torch.bfloat16))
+    assert sum(calls) == 8
+    calls.clear()
+
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    packed.to(torch.float32)
+    net.in_proj_a.__class__ = Doubled
+    assert is_close(packed) and sum(calls) == 4  # the other layer
+    net.in_proj_a.__class__ = nn.Linear
+    net.A_log.data = net.A_log.data.double()
+    assert is_close(packed)
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "in_proj_b.weight"])
+def test_what_learns_in_a_delta_net(name: str, packed: Any) -> None:
+    for parameter in packed.parameters():
+        parameter.requires_grad_(False)
+    next(m for m in packed.modules() if hasattr(m, "conv1d")).get_parameter(name).requires_grad_()
+    with torch.no_grad():
+        cache = packed(torch.arange(4, 10)[None], use_cache=True).past_key_values
+    assert packed(torch.tensor([[5]]), past_key_values=cache).logits.requires_grad

@@ -132,7 +132,7 @@ def arguments(
     mask = seen[:, None, None] & causal if hidden else None
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
     held_moe = [experts(dtype)] if moe else []
-    net = [draw(ROWS["c"], KERNEL), draw(ROWS["c"]), *draw(2, HEADS, HIDDEN), *draw(2, HEADS), draw(D)]
+    net = [draw(ROWS["c"], 1, KERNEL), draw(ROWS["c"]), *draw(2, HEADS, HIDDEN), *draw(2, HEADS), draw(D)]
     net = [x.to(dtype) for x in net] if mixer == "cz" else []
     special = D if mixer[0] == "Q" else 0, net, 1e-5
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *special, *found[1]]

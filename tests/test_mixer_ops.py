@@ -107,7 +107,7 @@ def delta_net(
 ) -> list[Any]:
     channels = 2 * shared * dk + heads * dv
     shapes = (b, 1, k), (b, 1, channels), (b, 1, heads * dv), (b, channels, 4), (b, heads, dk, dv)
-    net = (channels, 4), (channels,), (heads, k), (heads, k), (heads,), (heads,), (dv,)
+    net = (channels, 1, 4), (channels,), (heads, k), (heads, k), (heads,), (heads,), (dv,)
     drawn = [draw(*shape, seed=seed) for seed, shape in enumerate((*shapes, *net))]
     drawn[10] *= 30  # more than the softplus of which is the number itself
     return [*(x if place in (4, 9, 10) else x.to(dtype) for place, x in enumerate(drawn)), 1e-5]
@@ -121,7 +121,7 @@ def test_delta_net(sizes: tuple[int, ...], dtype: torch.dtype, level: str) -> No
     states = conv_state.clone(), state.clone()
     found = ops.delta_net_step(x, qkv, z, conv_state, state, conv, bias, a, b, a_log, dt_bias, gain, eps)
     _, _, shared, heads, dk, dv = sizes
-    mixed = ops.conv_step(qkv.transpose(1, 2), states[0], conv, bias, True).transpose(1, 2)
+    mixed = ops.conv_step(qkv.transpose(1, 2), states[0], conv[:, 0], bias, True).transpose(1, 2)
     parts = mixed.split((shared * dk, shared * dk, heads * dv), 2)
     q, k, v = (part.unflatten(2, (-1, d)) for part, d in zip(parts, (dk, dk, dv), strict=True))
     one, other = (ops.dense_linear(x, w, None).double() for w in (a, b))

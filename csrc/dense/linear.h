@@ -2,8 +2,9 @@
 //
 // A thread reads its rows as one stream, with prefetch. Four vectors of sixteen columns are multiplied at a time, each
 // with a sum of its own. Two neighbouring bfloat16 numbers lie in a dword: so x is spread to its even columns, then its
-// odd ones, 32 at a time. A weight of floats is read in the same order, so that its numbers alone matter. With AVX-512 BF16 one instruction multiplies both with x as it is: the fewer instructions
-// stand between two loads, the more of them wait for memory at once.
+// odd ones, 32 at a time. A weight of floats is read in the same order, so that its numbers alone matter. With AVX-512
+// BF16 one instruction multiplies both with x as it is: the fewer instructions stand between two loads, the more of
+// them wait for memory at once.
 #include "common/fetch.h"
 #include "common/lanes.h"
 #include "dense/kernels.h"

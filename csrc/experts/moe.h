@@ -50,7 +50,7 @@ struct Router {
     int64_t groups, kept_groups;
     bool sorted;
     std::optional<double> normed;
-    double scale;
+    double least, scale;
     bool rounded;
 
     // `shared`: an expert behind those of the router is chosen by every token, too.

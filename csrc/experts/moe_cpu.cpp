@@ -17,13 +17,16 @@ std::shared_ptr<const AllExperts> experts_of(const Tensor& handle) {
 Tensor hold_moe(const Tensors& handles, const Tensor& weight, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& correction, const std::optional<Tensor>& shared_gate, int64_t chosen,
                 bool wide, bool single, bool sigmoid, bool late, int64_t groups, int64_t kept_groups, bool sorted,
-                std::optional<double> normed, double scale, bool rounded) {
+                std::optional<double> normed, double least, double scale, bool rounded) {
     STD_TORCH_CHECK(handles.size() == 1 || handles.size() == 2, "moe: expected experts, and maybe another one");
     const auto experts = experts_of(handles.front()), other = handles.size() == 2 ? experts_of(handles[1]) : nullptr;
     const int64_t count = weight.dim() == 2 ? weight.size(0) : 0;
     STD_TORCH_CHECK(count && (experts->count == count || experts->count == count + 1),
                     "moe: expected a row of the router for each of ", experts->count, " experts, or for all but one");
     STD_TORCH_CHECK(!other || (other->count == 1 && experts->count == count), "moe: expected one other expert");
+    STD_TORCH_CHECK(!shared_gate || ((other || experts->count > count) && shared_gate->dim() == 2 &&
+                                     shared_gate->size(0) == 1 && shared_gate->size(1) == weight.size(1)),
+                    "moe: expected a gate [1, k] of an expert that every token chooses");
     for (const auto* each : {&bias, &correction})
         STD_TORCH_CHECK(!*each || (*each)->numel() == count, "moe: expected a number for each of ", count, " experts");
     const bool fits = groups > 0 && count % groups == 0 && (groups == 1 || count / groups > 1) && kept_groups > 0 &&
@@ -34,7 +37,7 @@ Tensor hold_moe(const Tensors& handles, const Tensor& weight, const std::optiona
     return MoeHandles::keep(
         std::make_unique<Moe>(Moe{experts, other,
                                   Router{weight, bias, correction, shared_gate, chosen, wide, single, sigmoid, late,
-                                         groups, kept_groups, sorted, normed, scale, rounded}}));
+                                         groups, kept_groups, sorted, normed, least, scale, rounded}}));
 }
 
 std::tuple<Tensor, Tensor> run(const Tensor& handle, const Tensor& x) {
@@ -46,7 +49,7 @@ std::tuple<Tensor, Tensor> run(const Tensor& handle, const Tensor& x) {
 }  // namespace
 
 std::pair<Tensor, Tensor> Moe::run(const Tensor& x) const {
-    STD_TORCH_CHECK(x.dim() > 1 && x.numel() > 0, "experts: expected tokens [*, k]");
+    STD_TORCH_CHECK(x.dim() > 1 && x.numel() > 0, "run_moe: expected tokens [*, k]");
     const int64_t k = x.size(x.dim() - 1);
     const Tensor rows = reshaped(compact(x), Ints{x.numel() / k, k});
     const Choice choice = router.choose(rows, has_shared());

@@ -75,11 +75,11 @@ const float* floats(const Tensor& x) {
     return static_cast<const float*>(x.const_data_ptr());
 }
 
-// x / (x.sum(-1) + more)
-Tensor normalized(const Tensor& x, float more) {
+// x / max(x.sum(-1) + more, least)
+Tensor normalized(const Tensor& x, float more, float least) {
     const Tensor total = as_float(sums(x));
     return each(x, [&](int64_t row, int64_t, float share) {
-        return share / rounded_to(floats(total)[row] + more, x.scalar_type());
+        return share / rounded_to(std::max(floats(total)[row] + more, least), x.scalar_type());
     });
 }
 
@@ -169,22 +169,21 @@ Choice Router::choose(const Tensor& x, bool shared) const {
     const Tensor index = compact(top(wanted, chosen, sorted));
     Tensor values = gathered_from(scores, index);
     if (late) values = activated(values);
-    if (normed) values = normalized(values, static_cast<float>(*normed));
+    if (normed) values = normalized(values, static_cast<float>(*normed), static_cast<float>(least));
     if (scale != 1)
         values = each(values, [&](int64_t, int64_t, float share) { return share * static_cast<float>(scale); });
     if (rounded) values = from_float(as_float(values), x.scalar_type());
-    const Tensor shares = values;
-    values = as_float(values);
+    const Tensor shares = as_float(values);
 
     const auto* numbers = static_cast<const int64_t*>(index.const_data_ptr());
     std::vector<std::tuple<int64_t, int64_t, float>> rows;
-    for (int64_t i = 0; i < x.size(0) * chosen; i++) rows.emplace_back(numbers[i], i / chosen, floats(values)[i]);
+    for (int64_t i = 0; i < x.size(0) * chosen; i++) rows.emplace_back(numbers[i], i / chosen, floats(shares)[i]);
     if (shared) {
         const std::vector<float> own = shared_shares(x);
         for (size_t i = 0; i < own.size(); i++) rows.emplace_back(weight.size(0), static_cast<int64_t>(i), own[i]);
     }
     Choice made = sorted_rows(std::move(rows));
-    made.by_token = shares;
+    made.by_token = values;
     return made;
 }
 

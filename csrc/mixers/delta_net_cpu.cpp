@@ -15,7 +15,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using Sizes = std::vector<int64_t>;
 
-// 1 / (1 + exp(-x)), rounded to x's dtype, in float32.
+// 1 / (1 + exp(-x)), rounded to x's dtype, as float32.
 Tensor sigmoid(const Tensor& x) {
     const Tensor in = as_float(x), out = fresh(in.sizes(), ScalarType::Float);
     const auto* from = static_cast<const float*>(in.const_data_ptr());
@@ -68,8 +68,11 @@ Tensor delta_net_step(const Tensor& x, const Tensor& qkv, const Tensor& z, const
     const Tensor a = dense::few_tokens_linear(x, net.a), b = dense::few_tokens_linear(x, net.b);
     STD_TORCH_CHECK(a.size(2) == heads && b.size(2) == heads, "delta_net_step: a and b must have ", heads, " rows");
 
+    STD_TORCH_CHECK(net.conv.dim() == 3 && net.conv.size(1) == 1,
+                    "delta_net_step: expected conv [channels, 1, kernel]");
+    const Tensor kernel = reshaped(compact(net.conv), Sizes{net.conv.size(0), net.conv.size(2)});
     const Tensor seen = reshaped(compact(qkv), Sizes{rows, channels, 1});
-    const Tensor mixed = conv_step(seen, conv_state, net.conv, net.conv_bias, true);
+    const Tensor mixed = conv_step(seen, conv_state, kernel, net.conv_bias, true);
     const auto part = [&](int64_t from, int64_t count, int64_t d) {
         return seen_as(mixed, {rows, 1, count, d}, {channels, channels, d, 1}, from);
     };

@@ -1,5 +1,5 @@
-// ptq::rms_norm, rotary, decode_attention and the gates for the CPU. Schemas, fake kernels and
-// references are in ptq/ops/steps.py.
+// ptq::rms_norm, rotary, decode_attention and the gates for the CPU. Schemas, fake kernels and references are in
+// ptq/ops/steps.py.
 #include "steps/steps_cpu.h"
 
 #include <torch/csrc/stable/library.h>

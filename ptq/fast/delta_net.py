@@ -19,7 +19,7 @@ from ptq.kv.attention import CACHE
 from ptq.kv.kv_side import is_frozen
 from ptq.layers.linear import is_heard
 from ptq.layers.shared_input import products
-from ptq.ops.matmul import cpu_ops_serve
+from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
 INPUTS, OUTPUT, PLAIN, NORM, CONV = (
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 class Net(NamedTuple):
     """What a module has besides its packed linears, as `ptq::delta_net_step` takes it."""
 
-    conv: Float[Tensor, "channels kernel"]
+    conv: Float[Tensor, "channels 1 kernel"]
     conv_bias: Float[Tensor, " channels"]
     """Of no elements: none."""
     a: Float[Tensor, "heads k"]
@@ -67,7 +67,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         return None
     net, x = net_of(module), hidden_states
     states = None if net is None else states_of([module], x, net.floats(), **others)
-    if net is None or states is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
+    if net is None or states is None:
         return None
     *inputs, output = linears_of(module)
     qkv, z = products(inputs, x)
@@ -94,7 +94,8 @@ def states_of(
         return None  # such as where packed sequences end
     if x.shape[1] != 1 or not x.numel() or any(module.training for module in modules) or not cpu_ops_serve(x, *floats):
         return None
-    if torch.is_autocast_enabled("cpu"):
+    learns = torch.is_grad_enabled() and any(wants_gradient(*module.parameters()) for module in modules)
+    if learns or torch.is_autocast_enabled("cpu"):
         return None
     found = []
     for module in modules:
@@ -122,17 +123,22 @@ def linears_of(module: nn.Module) -> list[Any]:
 def net_of(module: nn.Module) -> Net | None:
     """The parts of a module; None where one is of another kind now."""
     linears, conv, norm = [module._modules.get(name) for name in PLAIN], module._modules[CONV], module._modules[NORM]
-    if conv is None or norm is None or not all(isinstance(x, nn.Linear) and x.bias is None for x in linears):
+    if conv is None or norm is None or not all(map(_is_plain, linears)):
         return None
     if any(hasattr(part, "_hf_hook") for part in (conv, norm, *linears)):
         return None  # which brings weights here for a call
     weights = [None if x is None else x._parameters.get("weight") for x in (conv, *linears, norm)]
     vectors = [module._parameters.get(name) for name in VECTORS]
-    if any(x is None for x in (*weights, *vectors)):
+    if any(x is None for x in (*weights, *vectors)) or any(x.dtype not in FEW_DTYPES for x in vectors if x is not None):
         return None
     kernel, a, b, gain = weights
     bias = conv._parameters.get("bias")
-    return Net(kernel.squeeze(1), NONE if bias is None else bias, a, b, *vectors, gain)  # pyright: ignore
+    return Net(kernel, NONE if bias is None else bias, a, b, *vectors, gain)  # pyright: ignore
+
+
+def _is_plain(linear: Any) -> bool:
+    is_own = type(linear) is nn.Linear or type(linear).__module__.startswith("ptq.")
+    return isinstance(linear, nn.Linear) and is_own and linear.bias is None
 
 
 def kind_of(module: nn.Module) -> Kind | None:

@@ -30,14 +30,15 @@ def forward_of(module: nn.Module) -> Step | None:
     if eps is not None:
         return InPlace(_norm_forward, module, eps)
     own = type(module).forward
-    return None if _with_steps(own) is None else InPlace(_mixer_forward, module, delta_net.kind_of(module))
+    return None if _with_steps(own) is None else InPlace(_mixer_forward, module)
 
 
-def _mixer_forward(module: nn.Module, kind: delta_net.Kind | None, *args: Any, **kwargs: Any) -> Any:
+def _mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
     if torch.compiler.is_compiling():
         return own(module, *args, **kwargs)
-    found = None if kind is None or args else delta_net.decoded(module, kind, **kwargs)
+    kind = None if args else delta_net.kind_of(module)
+    found = None if kind is None else delta_net.decoded(module, kind, **kwargs)
     return (_with_steps(own) or own)(module, *args, **kwargs) if found is None else found
 
 

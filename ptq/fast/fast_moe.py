@@ -6,7 +6,7 @@ goes through, with a gate or without one, is tried on random numbers: its router
 the bit (`ptq.fast.routers`).
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ptq.fast import routers
 from ptq.fast.fast_experts import MOST_TOKENS, FewTokens, HeldExperts
-from ptq.fast.routers import MoeParts
+from ptq.fast.trials import PLAIN
 from ptq.fast.watched import Watched, is_ours
 from ptq.layers.linear import QuantLinear, must_be_called
-from ptq.ops.matmul import cpu_ops_serve
+from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.moe_ops import RouterWeights
 from ptq.ops.op_declarations import wants_gradient
 
@@ -31,22 +31,23 @@ class HeldMoe:
     handle: Tensor
     """Stands for them (`ptq.ops.moe_ops`)."""
     experts: HeldExperts
-    parts: MoeParts
+    cls: type[nn.Module]
+    """That of the experts."""
     modules: tuple[nn.Module, ...]
-    """All of them, but for experts and packed linears, which tell of changes themselves."""
+    """All that it takes the place of, but for experts and packed linears, which tell of changes themselves."""
     weights: RouterWeights
     wide: bool
     """Whether the router multiplies in float32, whatever its weight is."""
     gives: str
     """What the module gives besides (`ptq.fast.routers`)."""
-    plain: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
-    """Numbers and buffers that say what is computed, such as how many experts are chosen."""
 
     def __post_init__(self) -> None:
-        self.cls, self.forward = type(self.parts.experts), type(self.parts.experts).forward
+        self.expert_forward = self.cls.forward
+        self.plain: list[tuple[dict[str, Any], str, Any]] = []
+        """Numbers and buffers that say what is computed, such as how many experts are chosen."""
         for module in self.modules:
             values = vars(module)
-            self.plain += [(values, name, x) for name, x in values.items() if isinstance(x, int | float)]
+            self.plain += [(values, name, x) for name, x in values.items() if isinstance(x, PLAIN)]
             self.plain += [(module._buffers, name, x) for name, x in module._buffers.items()]
 
     def floats(self) -> list[Tensor]:
@@ -56,16 +57,18 @@ class HeldMoe:
         return [x for x in held if x is not None]
 
     def may_run(self, dtype: torch.dtype) -> bool:
-        """Whether tokens of this dtype go through an op now: nothing learns, and no autocast gives another dtype."""
-        if torch.is_grad_enabled() and (
-            self.experts.has_biases or wants_gradient(*filter(torch.is_tensor, self.weights))
-        ):
+        """Whether tokens of this dtype go through an op now: nothing learns, all is where and what the op takes, and no
+        autocast gives another dtype."""
+        weights = [x for x in self.weights if x is not None]
+        if torch.is_grad_enabled() and (self.experts.has_biases or wants_gradient(*weights)):
             return False
-        return not torch.is_autocast_enabled("cpu") or dtype == torch.get_autocast_dtype("cpu")
+        if not all(x.dtype in FEW_DTYPES and x.is_cpu for x in weights):
+            return False
+        return not torch.is_autocast_enabled("cpu") or (dtype == torch.get_autocast_dtype("cpu") and not self.wide)
 
     def is_over(self) -> bool:
         """Whether they compute something else now."""
-        changed = self.experts.ended or self.cls.forward is not self.forward
+        changed = self.experts.ended or self.cls.forward is not self.expert_forward
         return changed or not all(_is_still(held.get(name), x) for held, name, x in self.plain)
 
 
@@ -88,7 +91,7 @@ def held(mlp: nn.Module) -> HeldMoe | None:
         return None
     weights = routers.weights_of(mlp, found)
     handle = torch.ops.ptq.moe.default(experts.handles, *weights, *found.how)
-    return HeldMoe(handle, experts, parts, (mlp, *modules), weights, found.how.wide, found.gives)
+    return HeldMoe(handle, experts, type(parts.experts), (mlp, *modules), weights, found.how.wide, found.gives)
 
 
 def _is_defined_here(forward: Any) -> bool:
@@ -120,15 +123,18 @@ class FastMoe:
         found = None
         if len(args) == 1 and not kwargs and not self.module.training and not torch.compiler.is_compiling():
             [x] = args
+            self._look_again(x)
             if x.dim() == 3 and x.is_cpu and 0 < x.shape[0] * x.shape[1] <= MOST_TOKENS and x.numel():
                 moe = self._current()
-                serves = moe is not None and moe.may_run(x.dtype) and cpu_ops_serve(x, *moe.floats())
-                if moe is not None and serves:
+                if moe is not None and moe.may_run(x.dtype) and cpu_ops_serve(x, *moe.floats()):
                     y, shares = RUN(moe.handle, x)
                     found = (y, shares) if moe.gives == routers.SHARES else y
-            elif not x.is_cpu:
-                self.known = None
         return type(self.module).forward(self.module, *args, **kwargs) if found is None else found
+
+    def _look_again(self, x: Tensor) -> None:
+        """With a prompt, where nothing was held: who listened may be gone. Off the CPU nothing is kept."""
+        if not x.is_cpu or (self.known is not None and self.known[0] is None and x.dim() == 3 and x.shape[1] > 1):
+            self.known = None
 
     def _current(self) -> HeldMoe | None:
         """What an op holds now; None where the module's own code must run."""

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import fast_steps
-from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.fast.trials import MISFIT, PLAIN, hollow, tried_once
 from ptq.fast.watched import InPlace
 from ptq.ops.expert_ops import rows_of
 from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear
@@ -27,8 +27,8 @@ GROUPS, KEPT_GROUPS = ("n_group", "num_group"), "topk_group"
 NOTHING, SHARES, MORE = "nothing", "shares", "more"
 """What a module gives besides what its experts make of tokens: maybe the shares of the chosen ones, or something else
 that a decoder layer leaves out, such as the router's logits."""
-ADDED = (None, 0.0, 1e-20, 1e-6)
-"""To the sums by which shares are divided; None: they are not."""
+SMALL = 1e-6
+"""Numbers of a router below this may be the least that its sums are taken for."""
 
 
 class MoeParts(NamedTuple):
@@ -121,7 +121,8 @@ def router_of(mlp: nn.Module) -> Found | None:
     if parts is None or tensors is None:
         return None
     shapes = tuple(tuple(_tensor(mlp, path).shape) for path in (tensors.weight, *tensors.vectors))
-    return _tried(mlp, tensors.weight, tuple(tensors.vectors), shapes)
+    ours = tuple(isinstance(vars(part).get("forward"), InPlace) for part in parts.router.modules())
+    return _tried(mlp, tensors.weight, tuple(tensors.vectors), shapes, ours)
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
@@ -154,7 +155,8 @@ class _Shared(nn.Module):
 
 
 @tried_once
-def _tried(mlp: nn.Module, weight: str, vectors: tuple[str, ...], shapes: tuple[tuple[int, ...], ...]) -> Found | None:
+def _tried(mlp: nn.Module, weight: str, vectors: tuple[str, ...], *others: Any) -> Found | None:
+    # `others` tell modules apart: `tried_once` remembers what it found by them
     parts = cast(MoeParts, parts_of(mlp))
     tensors, kinds = _Tensors(weight, list(vectors)), itertools.product(enumerate(TRIALS), FEW_DTYPES)
     seen = [_seen(mlp, parts, tensors, seed, tokens, dtype) for (seed, tokens), dtype in kinds]
@@ -166,17 +168,28 @@ def _tried(mlp: nn.Module, weight: str, vectors: tuple[str, ...], shapes: tuple[
 
 
 def _all_ways(mlp: nn.Module, parts: MoeParts, vectors: tuple[str, ...], seen: _Seen) -> Iterator[Found]:
-    """Every way in which a router with these vectors may choose."""
+    """Every way in which a router with these vectors may choose; the first that fits is taken."""
     chosen = len(seen.chosen[1][0]) // len(seen.x)
     values = {**vars(mlp), **vars(parts.router)}
-    scales = {1.0, *(x for x in values.values() if type(x) is float)}
+    numbers = [x for x in values.values() if type(x) is float]
     grouped = next((values[name] for name in GROUPS if name in values), 1) or 1
-    limits = {(1, 1), (grouped, values.get(KEPT_GROUPS, 1) if grouped > 1 else 1)}
+    kept = values.get(KEPT_GROUPS, 1) if grouped > 1 else 1
+    ways = dict(
+        wide=(True, False),
+        single=(True, False),
+        sigmoid=(True, False),
+        late=(False, True),
+        sorted=(True, False),
+        rounded=(True, False),
+        normed=(None, 0.0, 1e-20, 1e-6),
+        least=(0.0, *{x for x in numbers if 0 < x < SMALL}),
+        scale=tuple({1.0, *numbers}),
+        groups=tuple({1, grouped}),
+    )
     places = [pair for pair in {*itertools.permutations((*vectors, None, None), 2)} if {*vectors} <= {*pair}]
-    flags = itertools.product(*(((True, False),) * 3), (False, True), *(((True, False),) * 2))
-    for of, limit, normed, scale, (bias, correction) in itertools.product(flags, limits, ADDED, scales, places):
-        wide, single, sigmoid, late, in_order, rounded = of  # the first that fits is taken
-        how = Choosing(chosen, wide, single, sigmoid, late, limit[0], limit[1], in_order, normed, scale, rounded)
+    for (bias, correction), *way in itertools.product(places, *cast(Any, ways).values()):
+        how = Choosing(chosen, **cast(Any, dict(zip(ways, way, strict=True))))
+        how = how._replace(kept_groups=kept if how.groups > 1 else 1)
         if _is_distinct(how):
             yield Found(how, bias, correction, seen.gives)
 
@@ -188,6 +201,7 @@ def _is_distinct(how: Choosing) -> bool:
         and (how.sorted or how.normed is not None)
         and (how.sigmoid or not how.normed)
         and (not how.late or how.sigmoid or how.normed is None)
+        and (how.normed == 0 or not how.least)
     )
 
 
@@ -209,11 +223,16 @@ def _seen(
     generator = torch.Generator().manual_seed(seed)
     weight = _tensor(mlp, tensors.weight)
     drawn = {path: 0.3 * torch.randn(_tensor(mlp, path).shape, generator=generator) for path in tensors.vectors}
-    kept = {path: x.to(dtype) if _tensor(mlp, path).dtype == weight.dtype else x for path, x in drawn.items()}
     w, x = (torch.randn(size, generator=generator) for size in (weight.shape, (1, tokens, weight.shape[1])))
     w /= weight.shape[1] ** 0.5  # for shares that do not come to 1 before they are divided by their sum
     x[..., 0] = 0
     x[:, :2, 0], w[:, 0] = 1, -60  # for shares that almost vanish
+    if tokens == TRIALS[-1]:  # for some that vanish beside one which is corrected away
+        drawn = {path: 10 * vector for path, vector in drawn.items()}
+        for vector in drawn.values():
+            w[:, 0] = 0
+            w[vector.flatten().argmin(), 0] = 60
+    kept = {path: v.to(dtype) if _tensor(mlp, path).dtype == weight.dtype else v for path, v in drawn.items()}
     x, gate = x.to(dtype), torch.randn(1, weight.shape[1], generator=generator).div_(8).to(dtype)
     given = {tensors.weight: w.to(dtype), **kept}
     experts, shared = _Experts(), _Shared()
@@ -241,6 +260,8 @@ def _alone(
 
     def copy_of(module: nn.Module, prefix: str) -> Any:
         alone = hollow(module)
+        for name in [name for name, x in vars(alone).items() if name[0] != "_" and not isinstance(x, PLAIN)]:
+            delattr(alone, name)  # nobody would see a config change
         for name in module._parameters:
             x = given.get(prefix + name)
             alone.register_parameter(name, None if x is None else nn.Parameter(x, requires_grad=False))

@@ -89,7 +89,7 @@ def delta_net_step(
     z: Float[Tensor, "batch 1 width"],
     conv_state: Float[Tensor, "batch channels room"],
     state: Float32[Tensor, "batch heads dk dv"],
-    conv: Float[Tensor, "channels kernel"],
+    conv: Float[Tensor, "channels 1 kernel"],
     conv_bias: Float[Tensor, " channels"] | None,
     a: Float[Tensor, "heads k"],
     b: Float[Tensor, "heads k"],
@@ -100,7 +100,7 @@ def delta_net_step(
 ) -> Float[Tensor, "batch 1 width"]:
     """`ptq::delta_net_step` by the ops that do one step."""
     heads, dk, dv = state.shape[1:]
-    mixed = torch.ops.ptq.conv_step(qkv.transpose(1, 2), conv_state, conv, conv_bias, True).transpose(1, 2)
+    mixed = torch.ops.ptq.conv_step(qkv.transpose(1, 2), conv_state, conv.squeeze(1), conv_bias, True).transpose(1, 2)
     width = (qkv.shape[2] - heads * dv) // 2
     sizes = zip(mixed.split((width, width, heads * dv), 2), (dk, dk, dv), strict=True)
     q, k, v = (part.unflatten(2, (-1, d)) for part, d in sizes)

@@ -10,8 +10,8 @@ The router: logits = W x + bias, `wide`: in float32 of float32 numbers; `single`
 softmax, or with `sigmoid` that of each. The `chosen` largest of scores + `correction` count; of several `groups` only
 within the `kept_groups` whose two best have the largest sums (DeepSeek V3, arXiv 2412.19437, section 2.1.2). With
 `late` logits take the place of the scores so far, and scores are those of the chosen alone. `normed`: scores are
-divided by their sum + so much, in the order in which torch gives them, `sorted` or not; then multiplied by `scale`, and
-with `rounded` rounded to x's dtype.
+divided by their sum + so much, or by `least`, should that be more, in the order in which torch gives them, `sorted` or
+not; then multiplied by `scale`, and with `rounded` rounded to x's dtype.
 """
 
 from typing import NamedTuple
@@ -46,6 +46,7 @@ class Choosing(NamedTuple):
     kept_groups: int = 1
     sorted: bool = True
     normed: float | None = None
+    least: float = 0.0
     scale: float = 1.0
     rounded: bool = False
 
@@ -89,7 +90,7 @@ def chosen_of(
     shares = scores.gather(1, index)
     shares = _activated(shares, how) if how.late else shares
     if how.normed is not None:
-        shares = shares / (shares.sum(-1, keepdim=True) + how.normed)
+        shares = shares / (shares.sum(-1, keepdim=True) + how.normed).clamp(min=how.least)
     shares = shares if how.scale == 1 else shares * how.scale
     return index, shares.to(dtype) if how.rounded else shares
 
@@ -110,6 +111,9 @@ def _moe(experts, weight, bias, correction, shared_gate, *how):
     if not all("experts" in vars(handle) for handle in experts):
         raise RuntimeError("moe: expected what an op on all experts gave, not a copy of it")
     (count, compute), *others = (vars(handle)["experts"] for handle in experts)
+    has_shared = count - len(weight) + len(others)
+    if shared_gate is not None and (not has_shared or shared_gate.shape != (1, weight.shape[1])):
+        raise RuntimeError("moe: expected a gate [1, k] of an expert that every token chooses")
     if weight.dim() != 2 or count - len(weight) not in (0, 1):
         raise RuntimeError(f"moe: expected a row of the router for each of {count} experts, or for all but one")
 
@@ -135,8 +139,8 @@ def _run_moe(moe, x):
 declare(
     "moe",
     "(Tensor[] experts, Tensor router, Tensor? bias, Tensor? correction, Tensor? shared_gate, int chosen, bool wide, "
-    "bool single, bool sigmoid, bool late, int groups, int kept_groups, bool sorted, float? normed, float scale, "
-    "bool rounded) -> Tensor",
+    "bool single, bool sigmoid, bool late, int groups, int kept_groups, bool sorted, float? normed, float least, "
+    "float scale, bool rounded) -> Tensor",
     reference=_moe,
     fake=lambda *rest: torch.empty(1, dtype=torch.uint8),
 )
