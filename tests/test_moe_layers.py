@@ -269,3 +269,17 @@ def test_copies_and_pickles_tell_nobody() -> None:
         calls.clear()
         change()
         assert calls == [1]
+
+
+@torch.no_grad()
+def test_a_layer_is_whole_again_when_nobody_listens(tmp_path: Path) -> None:
+    model = packed(tmp_path)
+    block = next(module for module in model.modules() if isinstance(module, Qwen3MoeSparseMoeBlock))
+    for listened in (block.experts, linears_of(block)[0]):
+        handle = listened.register_forward_hook(lambda *_: None)
+        decode(model)
+        assert in_layers(model) == 0
+        handle.remove()
+        model(torch.arange(4, 24)[None])
+        decode(model)
+        assert in_layers(model) == 1

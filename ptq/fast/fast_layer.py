@@ -116,7 +116,8 @@ class FastForward:
             else:
                 if self.on_gpu.watched:
                     self.on_gpu.forget()  # merged weights would stay on the GPU
-                if hidden_states.shape[1] > 1 and self.on_cpu.found is not None and not self.on_cpu.found.has_mlp:
+                held = self.on_cpu.found
+                if hidden_states.shape[1] > fast_attention.MOST_TOKENS and held is not None and not held.has_mlp:
                     self.on_cpu.forget()  # a prompt: who listened to its experts may be gone
                 found = _decoded(layer, self.on_cpu, hidden_states, **kwargs)
             if found is not None:

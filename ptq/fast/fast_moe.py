@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq.fast import routers
+from ptq.fast.fast_attention import MOST_TOKENS as MOST_DECODED
 from ptq.fast.fast_experts import MOST_TOKENS, FewTokens, HeldExperts
 from ptq.fast.trials import PLAIN
 from ptq.fast.watched import Watched, is_ours
@@ -47,7 +48,8 @@ class HeldMoe:
         """Numbers and buffers that say what is computed, such as how many experts are chosen."""
         for module in self.modules:
             values = vars(module)
-            self.plain += [(values, name, x) for name, x in values.items() if isinstance(x, PLAIN)]
+            plain = ((name, x) for name, x in values.items() if name[0] != "_" and isinstance(x, PLAIN))
+            self.plain += [(values, name, x) for name, x in plain]
             self.plain += [(module._buffers, name, x) for name, x in module._buffers.items()]
 
     def floats(self) -> list[Tensor]:
@@ -133,7 +135,8 @@ class FastMoe:
 
     def _look_again(self, x: Tensor) -> None:
         """With a prompt, where nothing was held: who listened may be gone. Off the CPU nothing is kept."""
-        if not x.is_cpu or (self.known is not None and self.known[0] is None and x.dim() == 3 and x.shape[1] > 1):
+        failed = self.known is not None and self.known[0] is None
+        if not x.is_cpu or (failed and x.dim() == 3 and x.shape[1] > MOST_DECODED):
             self.known = None
 
     def _current(self) -> HeldMoe | None:
