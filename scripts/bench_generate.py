@@ -3,6 +3,7 @@
 python scripts/bench_generate.py demo            the demo model
 python scripts/bench_generate.py 1b              a random Llama of 1.1 B weights, made on the first run
 python scripts/bench_generate.py moe           8 blocks of Qwen3-30B-A3B, random: 128 experts, 8 for a token
+python scripts/bench_generate.py qwen3.5-moe --only W4A8      few blocks of another family, see random_family.py
 python scripts/bench_generate.py 1b --only W4A8 --only "bf16, oneDNN"      some rows
 python scripts/bench_generate.py 1b --context 4000     decoding behind a long prompt
 python scripts/bench_generate.py 1b --batch 16 --padded    sixteen rows at once, as many tokens of left padding in each
@@ -39,7 +40,7 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
     "E8P, 4 bits": ("quip-sharp", {"bits": 4}),
 }
 """Method and options; rounded to nearest: speed does not depend on how codes were chosen. E8: embedding and head in 8
-bits. Integers have groups of 128 (the demo's of 64), small floats a scale per row; E8P has inputs of 8 bits."""
+bits. Integers have groups of 128 (of 64 see `GROUPS_OF_64`), small floats a scale per row; E8P has inputs of 8 bits."""
 PLAIN = {"bf16": "transformers", "bf16, oneDNN": "onednn", "bf16, ptq": "ptq"}
 """The original, as transformers runs it; with its linears prepacked by oneDNN; with what `ptq.fast.fast_decode`
 installs."""
@@ -50,7 +51,10 @@ MADE = {
     "moe": (FOLDER / "qwen3-moe", ["--blocks=8", "--positions=8192", "--experts=128", "--intermediate=768",
                                    "--head-dim=128", "--kv-heads=4"]),
 }  # fmt: skip
-"""Random models by what they are called here: folder and options of scripts/random_model.py."""
+"""Random models by what they are called here: folder and options of scripts/random_model.py. Besides there are those
+of scripts/random_family.py."""
+GROUPS_OF_64 = ("demo", "gpt-oss")
+"""Whose widths are no multiples of 128."""
 READ_BYTES = 1 << 30
 
 
@@ -140,7 +144,7 @@ def packed(model: str, name: str) -> Path:
         from quip_sharp.plan import QuipSharpRecipe
 
         kind, changes = RECIPES[name]
-        grouped = functools.partial(QuarotRecipe, group_size=64 if model == "demo" else 128)
+        grouped = functools.partial(QuarotRecipe, group_size=64 if Path(model).name in GROUPS_OF_64 else 128)
         recipes = {"quarot": grouped, "fp6": Fp6Recipe, "quip-sharp": QuipSharpRecipe}
         recipe = recipes[kind](rounding="nearest", **changes)
         ptq.quantize(model, out, recipe, ptq.RunOptions(report=False))
@@ -219,7 +223,7 @@ def _line(process: subprocess.Popen) -> str:
 
 @app.command()
 def main(
-    model: Annotated[str, typer.Argument(help="demo, 1b, moe, or a folder.")],
+    model: Annotated[str, typer.Argument(help="demo, 1b, moe, a name of random_family.py, or a folder.")],
     context: Annotated[int, typer.Option(help="Tokens before those that are timed.")] = 32,
     new_tokens: Annotated[int, typer.Option(help="Tokens that are timed.")] = 32,
     rounds: Annotated[int, typer.Option(help="Medians are taken over so many, after one to warm up.")] = 5,
@@ -229,11 +233,15 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="A row to measure; all where none is named.")] = None,
 ) -> None:
     """One row per recipe, in Markdown. Rows are measured in turns and compared with the first."""
-    if model in MADE:
-        folder, sizes = MADE[model]
+    from random_family import SHAPES
+
+    if model in MADE or model in SHAPES:
+        folder, sizes = MADE.get(model, (FOLDER / model, []))
+        given = [Path(__file__).with_name("random_model.py"), folder, *sizes]
+        if model in SHAPES:
+            given = [Path(__file__).with_name("random_family.py"), model, folder]
         if not folder.exists():
-            script = Path(__file__).with_name("random_model.py")
-            subprocess.run([sys.executable, script, folder, *sizes], check=True)
+            subprocess.run([sys.executable, *given], check=True)
         model = str(folder)
     from bench_case import can_prepack
 

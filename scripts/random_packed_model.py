@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Sta
 
 from ptq import methods
 from ptq.fast import fast_decode
+from ptq.hf.experts import Experts, is_fused
 from ptq.kv.attention import SETTINGS, attach
 from ptq.kv.static_cache import StaticPackedCache
 from ptq.layers import linear
@@ -95,8 +96,11 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     """Of all weights that a token reads: of its experts, and of the embedding only where it is the head, too."""
     embedding = () if model.config.tie_word_embeddings else model.get_input_embeddings().parameters()
     total = sum(p.nbytes for p in model.parameters()) - sum(p.nbytes for p in embedding)
-    if experts := sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name):
-        total -= experts - experts * model.config.num_experts_per_tok // model.config.num_experts
+    for module in model.modules():
+        if isinstance(module, Experts) or is_fused(module):
+            count = module.count if isinstance(module, Experts) else len(next(module.parameters()))
+            experts = sum(p.nbytes for p in module.parameters())
+            total -= experts - experts * model.config.num_experts_per_tok // count
     return total
 
 
