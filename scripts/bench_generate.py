@@ -96,7 +96,14 @@ def measured(model: str, linears: str, context: int, new_tokens: int, batch: int
 def _cache_bytes(cache: Any) -> int:
     if hasattr(cache, "memory"):
         return cache.memory()
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return sum(sum(x.nbytes for x in _held(layer) if x is not None) for layer in cache.layers)
+
+
+def _held(layer: Any) -> list[Any]:
+    """The tensors of a layer of a cache of transformers, some of which keep states."""
+    if hasattr(layer, "keys"):
+        return [layer.keys, layer.values]
+    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
 
 
 def _change(model: Any, linears: str) -> None:
