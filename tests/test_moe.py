@@ -177,6 +177,11 @@ def test_what_does_not_fit_is_refused(case: dict[str, Any], level: str) -> None:
     for name in ("bias", "correction"):
         with pytest.raises(RuntimeError, match="a number for each of 3 experts"):
             moe([handle], router, good, **{name: torch.ones(2)})
+    gate = torch.ones(1, router.shape[1])
+    assert moe([handle], router[:2], good, shared_gate=gate).numel() == 1
+    for rows, wrong in ((3, gate), (2, gate[0]), (2, gate[:0]), (2, torch.cat((gate, gate))), (2, gate[:, 1:])):
+        with pytest.raises(RuntimeError, match="a gate .* of an expert that every token chooses"):
+            moe([handle], router[:rows], good, shared_gate=wrong)
     for wrong in (x[0], x[:0], x[:, 1:], x.half()):
         with pytest.raises(RuntimeError):
             RUN(held, wrong)
