@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import SLOW_PAIRS, at_level
-from test_expert_ops import ASYMMETRIC, CASES, FLOATS, LATTICE, OTHER_ROUTERS, WITH_GATES, arguments, op_of
+from test_expert_ops import ASYMMETRIC, CASES, FLOATS, LATTICE, arguments, op_of
+from test_few_experts import OTHER_ROUTERS, WITH_GATES
 from tiny_models import tiny_config
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_expert_ops import RECIPES, in_layers, one_by_one, packed
+from test_few_experts import RECIPES, in_layers, one_by_one, packed
 from tiny_models import decode
 from torch import nn
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_expert_ops import RECIPES, one_by_one, packed
+from test_few_experts import RECIPES, one_by_one, packed
 from tiny_models import decode
 from torch import nn
 

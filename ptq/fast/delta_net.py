@@ -22,13 +22,8 @@ from ptq.layers.shared_input import products
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
-INPUTS, OUTPUT, PLAIN, NORM, CONV = (
-    ("in_proj_qkv", "in_proj_z"),
-    "out_proj",
-    ("in_proj_a", "in_proj_b"),
-    "norm",
-    "conv1d",
-)
+INPUTS, OUTPUT = ("in_proj_qkv", "in_proj_z"), "out_proj"
+PLAIN, NORM, CONV = ("in_proj_a", "in_proj_b"), "norm", "conv1d"
 VECTORS = ("A_log", "dt_bias")
 GIVEN = ("position_embeddings", "position_ids", "use_cache")
 """What a decoder layer is called with besides, for attention."""
@@ -147,9 +142,9 @@ def kind_of(module: nn.Module) -> Kind | None:
     if module._modules.keys() != names or module._parameters.keys() != {*VECTORS}:
         return None
     eps = getattr(module._modules[NORM], "variance_epsilon", None)
-    return (
-        Kind(eps) if isinstance(eps, float) and net_of(module) is not None and _gives_its_numbers(module, eps) else None
-    )
+    if not isinstance(eps, float) or net_of(module) is None:
+        return None
+    return Kind(eps) if _gives_its_numbers(module, eps) else None
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
