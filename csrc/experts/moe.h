@@ -18,7 +18,6 @@ namespace ptq::experts {
 struct Choice {
     Ints experts, tokens, counts;
     Shares shares;
-    std::optional<Tensor> by_token;  // shares of the router's choice, as it gives them: [t, chosen]
 
     // Of all gates, all ups and all downs, those of these experts; nothing of an empty list.
     Tensors of(const Tensors& all) const;
@@ -53,8 +52,9 @@ struct Router {
     double least, scale;
     bool rounded;
 
-    // `shared`: an expert behind those of the router is chosen by every token, too.
-    Choice choose(const Tensor& x, bool shared) const;  // [t, k]
+    // Of x [t, k]; and the shares [t, chosen], as torch would give them. `shared`: an expert behind those of the router
+    // is chosen by every token, too.
+    std::pair<Choice, Tensor> choose(const Tensor& x, bool shared) const;
     // By every token the first expert of others.
     Choice first_of_others(const Tensor& x) const;
 

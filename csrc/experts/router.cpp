@@ -152,7 +152,7 @@ Choice Router::first_of_others(const Tensor& x) const {
     return sorted_rows(std::move(rows));
 }
 
-Choice Router::choose(const Tensor& x, bool shared) const {
+std::pair<Choice, Tensor> Router::choose(const Tensor& x, bool shared) const {
     std::optional<Tensor> added = bias;
     if (bias && wide) added = as_float(*bias);
     const Tensor logits = dense::few_tokens_linear(wide ? as_float(x) : x, weight, added);
@@ -182,9 +182,7 @@ Choice Router::choose(const Tensor& x, bool shared) const {
         const std::vector<float> own = shared_shares(x);
         for (size_t i = 0; i < own.size(); i++) rows.emplace_back(weight.size(0), static_cast<int64_t>(i), own[i]);
     }
-    Choice made = sorted_rows(std::move(rows));
-    made.by_token = values;
-    return made;
+    return {sorted_rows(std::move(rows)), values};
 }
 
 }  // namespace ptq::experts
