@@ -2,7 +2,8 @@
 tiles."""
 
 from fp6 import tiled_ops as _tiled_ops  # noqa: F401 (registers the ops)
-from ptq.ops.layer_ops import declare_layer, one_by_one
+from ptq.ops.layer_ops import declare_layer
+from ptq.ops.layer_reference import one_by_one
 
 WEIGHTS = "Tensor[] tiles, Tensor[] scale, int[] n, int exponent, int mantissa, int group_size"
 

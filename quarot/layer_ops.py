@@ -18,7 +18,7 @@ WEIGHTS = "Tensor[] tiles, Tensor[] scale, Tensor[] zero, int[] n, int bits, int
 def products(
     seen: tuple[Tensor, ...], biases: list[Tensor], first: int, last: int, dtype: torch.dtype, *weights: Any
 ) -> list[Tensor]:
-    """See `ptq.ops.layer_ops.Products`."""
+    """See `ptq.ops.held_layer.Products`."""
     tiles, scale, zero, n, *grid = weights
     lists = [part[first:last] for part in (tiles, scale, zero)]
     if len(seen) == 1:

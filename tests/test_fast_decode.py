@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ptq
-from ptq.fast import fast_attention, fast_decode, fast_layer, fast_steps
+from ptq.fast import fast_attention, fast_decode, fast_layer, fast_rotary, fast_steps
 from ptq.ops import matmul
 from quarot.plan import QuarotRecipe
 
@@ -207,7 +207,8 @@ def test_defaults_of_the_caller_change_nothing(dtype: torch.dtype, device: str) 
     usual = tiny_model(tiny_config("qwen3"))
     other = copy.deepcopy(usual)
     fast_decode.install(usual)
-    for remembered in (fast_attention._tried, fast_steps._tried_norm, fast_layer._tried, fast_steps.with_fast_rotary):
+    found = fast_attention._tried, fast_steps._tried_norm, fast_layer._tried, fast_rotary.with_fast_rotary
+    for remembered in found:
         cast(Any, remembered).cache_clear()
     torch.set_default_dtype(dtype)
     try:

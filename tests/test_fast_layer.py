@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CACHED, DISTINCT, PLAIN_ATTENTION, decode, save_model, tiny_config
+from tiny_models import CACHED, DISTINCT, LATENT_ATTENTION, PLAIN_ATTENTION, decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.models.granite.modeling_granite import GraniteDecoderLayer
@@ -38,11 +38,11 @@ OWN_ATTENTION = {
 another way."""
 OTHERS = (
     dict.fromkeys(("olmo2", "olmo3", "olmo", "apertus", "nemotron", *sorted(OWN_ATTENTION)), [])
-    | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), ["all"] * 2)
+    | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", *LATENT_ATTENTION), ["all"] * 2)
     | {"qwen3_next": ["all"]}
 )
 """Families whose attention, norms or MLP are others, whose rotary embedding is in float32 (OLMo), or which have
-delta nets: what one call does of two layers."""
+delta nets or latent attention: what one call does of two layers."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_map_only
 
 from fp6 import layer_ops as minifloat_ops
 from fp6.minifloat import MinifloatFormat
-from ptq.ops import hadamard, kv_ops, layer_ops
+from ptq.ops import hadamard, held_layer, kv_ops, layer_ops
+from ptq.ops.latent_ops import Turning
 from ptq.ops.moe_ops import Choosing, RouterWeights
 from ptq.weights import formats
 from ptq.weights.rounding import Rounded
@@ -26,9 +27,14 @@ HIDDEN, FEATURES, HEADS, KV_HEADS, D = 64, 96, 6, 2, 16
 WIDTH, KV_WIDTH = HEADS * D, KV_HEADS * D
 KEY_HEADS, DK, KERNEL = 3, 8, 4
 """Of a delta net, whose heads of values are those of queries."""
+LOW, RANK, R = 64, 32, 8
+"""Of queries of low rank, of latent vectors, and of what is turned behind them."""
 ROWS = dict(q=WIDTH, k=KV_WIDTH, v=KV_WIDTH, o=HIDDEN, g=FEATURES, u=FEATURES, d=HIDDEN, c=2 * KEY_HEADS * DK + WIDTH,
-            z=WIDTH, Q=2 * WIDTH)  # fmt: skip
-"""By role; c: what goes through the convolution of a delta net, z: its gate, Q: queries that have gates behind them."""
+            z=WIDTH, Q=2 * WIDTH, n=HEADS * (DK + R), l=RANK + R, r=LOW)  # fmt: skip
+"""By role; c: what goes through the convolution of a delta net, z: its gate, Q: queries that have gates behind them; n:
+queries of latent attention, l: latent vectors, r: what makes queries of low rank."""
+INSIDE = {"rln": LOW}
+"""The width of the input of the last role of a mixer, where that is another one."""
 SITES = [HIDDEN, WIDTH, HIDDEN, FEATURES]
 FORMATS: dict[str, Any] = {
     "integer": (IntegerFormat(4, 0), integer_ops.layer),
@@ -84,6 +90,7 @@ def arguments(
     tokens: int = 1,
     moe: bool = False,
     mixer: str = "qkv",
+    turning: int = 0,
 ) -> tuple[Any, dict[str, Any]]:
     """The op, and by name its arguments and those of a token, with seven tokens before.
 
@@ -91,17 +98,22 @@ def arguments(
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
     those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows;
     `tokens`: of each row; `moe`: whether there are experts in the place of an MLP; `mixer`: the roles of its first
-    input.
+    input, and of one inside; `turning`: of latent attention.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, f"{mixer}ogud") if mlp else (SITES[:2], f"{mixer}o"))
-    linears = [linear for site, k in zip((mixer, "o", "gu", "d"), sites, strict=False)
+    is_latent, groups = "l" in mixer, (mixer, "o", "gu", "d")
+    if mixer in INSIDE:
+        groups, sites = (mixer[:-1], mixer[-1], *groups[1:]), [HIDDEN, INSIDE[mixer], *sites[1:]]
+        orders = orders[:1] + orders
+    linears = [linear for site, k in zip(groups, sites, strict=False)
                for linear in [(site, k)] * (site[0] in fused) or [(role, k) for role in site]]  # fmt: skip
     shapes = [(sum(ROWS[role] for role in name), k) for name, k in linears]
     parts = [packed(FORMATS[format][0], draw(n, k) / k**0.5) for n, k in shapes]
     found = FORMATS[format][0].layer_op(parts)
     assert found is not None
-    sizes = {"a": HIDDEN, "m": HIDDEN, "q": D, "k": KV_WIDTH, "A": HIDDEN, "M": HIDDEN}
+    of_heads = (LOW, RANK) if is_latent else (D, KV_WIDTH)
+    sizes = {"a": HIDDEN, "m": HIDDEN, "q": of_heads[0], "k": of_heads[1], "A": HIDDEN, "M": HIDDEN}
     gains = [torch.rand(size, dtype=dtype) + 0.5 if name in norms else torch.empty(0) for name, size in sizes.items()]
     offset = [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     given = [draw(n, dtype=dtype) if name[0] in biases else torch.empty(0)
@@ -110,6 +122,9 @@ def arguments(
     states = draw(2, batch, KV_HEADS, before, D)
     if mixer == "cz":
         held.extend((draw(batch, ROWS["c"], KERNEL, dtype=dtype), draw(batch, HEADS, DK, D)))
+    elif is_latent:
+        held.extend(draw(batch, 1, 12, size, dtype=dtype) for size in (RANK, R))
+        turned = R
     elif cache == "plain":
         room = torch.zeros(2, batch, KV_HEADS, 12, D, dtype=dtype)
         room[:, :, :, :before] = states
@@ -122,9 +137,12 @@ def arguments(
     if cache == "sinks":
         held.extend((torch.tensor([0, 2, 0][:batch]), draw(batch, KV_HEADS, 3, D), draw(batch, KV_HEADS, 3, D)))
     sides, count = [n for n, _ in shapes], len(sites)
-    inputs = [[bits] * count, [0.9, 0.8, 0.7, 0.9][:count], *transforms(sites, list(orders[:count]), signed)]
+    inputs = [[bits] * count, [0.9, 0.8, 0.7, 0.9, 0.8][:count], *transforms(sites, list(orders[:count]), signed)]
     outputs = transforms(sides, [n if back else 0 for n in sides], signed and back)
-    turns = [draw(1, tokens, turned, dtype=dtype) for _ in range(2)]
+    table = (
+        dict(size=(1, tokens, R // 2)) if turning == Turning.COMPLEX else dict(size=(1, tokens, turned), dtype=dtype)
+    )
+    turns = [draw(**table) for _ in range(2)]
     r3 = hadamard.dense_factors(D, torch.device("cpu"))
     x = draw(batch, tokens, HIDDEN, dtype=dtype)
     seen = torch.arange(before + tokens) >= hidden - torch.arange(batch)[:, None]
@@ -134,7 +152,8 @@ def arguments(
     held_moe = [experts(dtype)] if moe else []
     net = [draw(ROWS["c"], 1, KERNEL), draw(ROWS["c"]), *draw(2, HEADS, HIDDEN), *draw(2, HEADS), draw(D)]
     net = [x.to(dtype) for x in net] if mixer == "cz" else []
-    special = D if mixer[0] == "Q" else 0, net, 1e-5
+    latent = [draw(HEADS, RANK, DK, dtype=dtype), draw(HEADS, D, RANK, dtype=dtype) / RANK**0.5] if is_latent else []
+    special = D if mixer[0] == "Q" else 0, net, 1e-5, latent, turning
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *special, *found[1]]
     token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
     names = (argument.name for argument in found[0]._schema.arguments)
@@ -193,6 +212,11 @@ CASES: list[dict[str, Any]] = [
     {"mixer": "cz"}, {"mixer": "cz", "bits": 0, "batch": 1, "norms": "amAM", "multiplier": 0.3},
     {"mixer": "cz", "mlp": False, "moe": True, "biases": "cz"}, {"mixer": "cz", "fused": "cg", "batch": 19},
     TWO_SIDED | {"mixer": "cz", "biases": "czogud"}, {"mixer": "cz", "mlp": False},
+    {"mixer": "nl", "norms": "amk"}, {"mixer": "rln", "norms": "amqk", "turning": 1}, {"mixer": "nl", "fused": "ng"},
+    {"mixer": "nl", "turning": 2, "batch": 3, "tokens": 4, "hidden": 3, "bits": 0},
+    {"mixer": "rln", "norms": "amqkAM", "mlp": False, "moe": True, "fused": "r", "biases": "rlo", "multiplier": 0.3},
+    {"mixer": "rln", "norms": "aq", "mlp": False, "batch": 19},
+    TWO_SIDED | {"mixer": "rln", "norms": "amqk", "turning": 1, "biases": "rlnogud"}, TWO_SIDED | {"mixer": "nl"},
     {"tokens": 3}, {"tokens": 5, "hidden": 2, "cache": "packed", "norms": "amqk"},
     {"tokens": 2, "bits": 0, "fused": "qg"},
     TWO_SIDED | {"tokens": 4, "hidden": 3, "cache": "sinks", "fused": "q", "biases": "qog"},
@@ -261,7 +285,7 @@ def test_lists_that_are_not_one_for_each_layer_are_refused(decode: Any) -> None:
 TOGETHER = {"factors", "counts", "orders", "back_factors", "back_counts", "back_orders"}
 """Belong together: the cases above have several."""
 CHANGED = [name for name in arguments(torch.float32)[1] if name not in TOGETHER | {"round_first"}]
-CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")], "delta"]
+CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")], "delta", "latent"]
 """`round_first` makes no difference in float32."""
 
 
@@ -269,7 +293,7 @@ CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("g
 def test_every_argument_counts(name: str) -> None:
     """A change of any part of any list changes the result."""
     case = TWO_SIDED | dict(norms="amqkAM", biases="qkvogud")
-    case |= dict(mixer="cz") if name == "delta" else {}
+    case |= {"delta": dict(mixer="cz"), "latent": dict(mixer="rln")}.get(name, {})
     op, given = arguments(torch.float32, "e8p", **case)
     wanted, was = decoded(op, given), given[name]
     for place in range(len(was) if isinstance(was, list) else 1):
@@ -344,8 +368,8 @@ def other(name: str, value: Any) -> Any:
 def test_the_fields_are_the_arguments_of_the_ops(format: str) -> None:
     op, _ = arguments(torch.float32, format)
     names = [argument.name for argument in op._schema.arguments]
-    assert names[: len(layer_ops.HeldLayer._fields)] == [*layer_ops.HeldLayer._fields]
-    assert TOKEN == [*layer_ops.Token._fields]
+    assert names[: len(held_layer.HeldLayer._fields)] == [*held_layer.HeldLayer._fields]
+    assert TOKEN == [*held_layer.Token._fields]
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from tiny_models import tiny_config
+from tiny_models import LATENT_ATTENTION, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -311,13 +311,16 @@ def test_a_model_of_every_family(family: str) -> None:
     ]
     attention = [m for m in fast.modules() if re.search("(?<!Lightning)(?<!Delta)Attention$", type(m).__name__)]
     others = (
-        "deepseek_v2", "deepseek_v32", "glm_moe_dsa", "gemma4_text", "gpt_oss", "nemotron_h", "gemma4_unified_text",
-        "jamba", "opt", "gpt2", "nanochat", "kimi_linear", "bailing_hybrid", "axk2",
+        "deepseek_v32", "glm_moe_dsa", "gemma4_text", "gpt_oss", "nemotron_h", "gemma4_unified_text",
+        "jamba", "opt", "gpt2", "nanochat", "bailing_hybrid", "axk2",
     )  # fmt: skip
-    turned = not FAMILIES[family].rope_interleaved and family not in others  # as the op does it
+    turned = (
+        not FAMILIES[family].rope_interleaved or family in LATENT_ATTENTION
+    ) and family not in others  # as the ops do it
     has_gains = family not in WITH_LAYER_NORM and FAMILIES[family].norm_tensors
     assert bool(norms) >= has_gains and all("forward" in vars(m) for m in norms)
-    assert attention and all(("forward" in vars(m)) == turned for m in attention)
+    replaced = turned or family in LATENT_ATTENTION
+    assert attention and all(("forward" in vars(m)) == replaced for m in attention)
     ids = torch.arange(3, 12).reshape(1, -1)
     for count in (3, 9):
         some = ids[:, :count]

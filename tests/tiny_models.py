@@ -202,6 +202,10 @@ CACHED = [
 """Those whose KV cache can be packed."""
 PLAIN_ATTENTION = [name for name, family in FAMILIES.items() if not family.mixers]
 """Those all of whose blocks have plain attention."""
+LATENT_ATTENTION = (
+    "minicpm3", "youtu", "deepseek_v3", "glm4_moe_lite", "sarvam_mla", "deepseek_v2", "kimi_linear", "axk1",
+)  # fmt: skip
+"""Those that decode by `ptq::latent_attention`."""
 WITHOUT_EXPERTS = {"gemma4_text", "granitemoehybrid"}
 """Those that have rows for experts, and tiny models without."""
 SPARSE_FAMILIES = [name for name, family in FAMILIES.items() if family.experts and name not in WITHOUT_EXPERTS]

@@ -74,6 +74,43 @@ Tensor few_tokens_linear(const Tensor& x, const Tensor& weight, const std::optio
     return few ? linear(x, weight, bias) : torch_linear(x, weight, bias);
 }
 
+Tensor linear_of_heads(const Tensor& x, const Tensor& weights) {
+    const ScalarType type = x.scalar_type();
+    const Number number = number_of(type);
+    STD_TORCH_CHECK((type == ScalarType::Float || type == ScalarType::BFloat16) && weights.scalar_type() == type &&
+                        x.dim() == 3 && weights.dim() == 3 && x.size(0) == weights.size(0) &&
+                        x.size(2) == weights.size(2),
+                    "linear_of_heads: expected x [heads, t, k] and weights [heads, n, k], of one dtype");
+    const int64_t heads = x.size(0), t = x.size(1), k = x.size(2), n = weights.size(1), each = t * spread_size(k);
+    const int64_t size = number == Number::float32 ? 4 : 2;
+    const Tensor in = compact(x), w = compact(weights), out = fresh(std::vector<int64_t>{heads, t, n}, type);
+    const std::unique_ptr<float[]> spread(new float[heads * each]);
+    const auto* from = static_cast<const char*>(in.const_data_ptr());
+    const auto* matrix = static_cast<const char*>(w.const_data_ptr());
+    auto* to = static_cast<char*>(out.mutable_data_ptr());
+    const auto head = [&](int64_t h) {
+        return Linear{number,
+                      number,
+                      from + h * t * k * size,
+                      spread.get() + h * each,
+                      matrix + h * n * k * size,
+                      nullptr,
+                      to + h * t * n * size,
+                      t,
+                      n,
+                      k};
+    };
+    for (int64_t h = 0; h < heads; h++) kernels().spread(head(h));
+    in_shares(heads * n, heads * n * k, 16, [&](int64_t first, int64_t last) {
+        for (int64_t row = first, end; row < last; row = end) {
+            const int64_t h = row / n;
+            end = std::min(last, (h + 1) * n);
+            kernels().rows(head(h), row - h * n, end - h * n);
+        }
+    });
+    return out;
+}
+
 }  // namespace ptq::dense
 
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {

@@ -14,4 +14,7 @@ torch::stable::Tensor linear(const torch::stable::Tensor& x, const torch::stable
 torch::stable::Tensor few_tokens_linear(const torch::stable::Tensor& x, const torch::stable::Tensor& weight,
                                         const std::optional<torch::stable::Tensor>& bias = std::nullopt);
 
+// Of each head: x [heads, t, k] times weights [heads, n, k], of one dtype, which is [heads, t, n].
+torch::stable::Tensor linear_of_heads(const torch::stable::Tensor& x, const torch::stable::Tensor& weights);
+
 }  // namespace ptq::dense

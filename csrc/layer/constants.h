@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "common/tensors.h"
+#include "latent/latent_cpu.h"
 #include "layer/cache.h"
 #include "mixers/mixers_cpu.h"
 #include "steps/steps_cpu.h"
@@ -17,11 +18,21 @@
 namespace ptq::layer {
 
 enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, after_mlp, norm_count };
-enum Site { to_mixer, to_o, to_gate_up, to_down, site_count };
+// The inputs of weights; `inside` is there for queries of low rank alone.
+enum Site { to_mixer, inside, to_o, to_gate_up, to_down, site_count };
 // With which role each site starts. Attention: q, k, v; o; gate, up; down. A delta net: what goes through the
-// convolution, and the gate of its norm; o; gate, up; down.
+// convolution, and the gate of its norm; o; gate, up; down. Latent attention: queries and latent vectors, or what makes
+// queries of low rank, and latent vectors, with those queries inside; o; gate, up; down.
 using Roles = std::array<size_t, site_count + 1>;
-constexpr Roles of_attention{0, 3, 4, 6, 7}, of_delta_net{0, 2, 3, 5, 6};
+constexpr Roles of_attention{0, 3, 3, 4, 6, 7}, of_two{0, 2, 2, 3, 5, 6}, of_low_rank{0, 2, 3, 4, 6, 7};
+
+// Columns [from, from + count) of x [b, t, n], in its memory.
+inline Tensor columns(const Tensor& x, int64_t from, int64_t count) {
+    const int64_t b = x.size(0), t = x.size(1), n = x.size(2);
+    STD_TORCH_CHECK(from >= 0 && count >= 0 && from + count <= n, "layer: ", n, " columns do not have those from ",
+                    from, " on, ", count, " of them");
+    return seen_as(x, Ints{b, t, count}, Ints{t * n, n, 1}, from);
+}
 
 // What a layer has besides its weights, as its op takes it. What follows refers to it.
 struct Constants {
@@ -41,13 +52,26 @@ struct Constants {
     int64_t gated;  // 0, or the size of the heads of queries, each of which has a gate behind it
     Tensors delta;  // empty, or what a delta net has besides these weights
     double delta_eps;
+    Tensors latent;  // empty, or the matrices of latent attention
+    int64_t turning;
 
-    const Roles& roles() const { return delta.empty() ? of_attention : of_delta_net; }
+    const Roles& roles() const {
+        const bool low_rank = !latent.empty() && gains.size() == norm_count && gains[of_queries].numel();
+        return low_rank ? of_low_rank : delta.empty() && latent.empty() ? of_attention : of_two;
+    }
     // Of an input.
     int64_t width(size_t site) const {
         const auto& first = roles();
-        if (site == to_o) return delta.empty() ? rows[0] / (gated ? 2 : 1) : rows[1];
-        return rows[first[site == to_down ? to_gate_up : to_o]];
+        if (site == inside) return rows[0];
+        if (site != to_o) return rows[first[site == to_down ? to_gate_up : to_o]];
+        if (!latent.empty()) return latent[1].size(0) * latent[1].size(1);
+        return delta.empty() ? rows[0] / (gated ? 2 : 1) : rows[1];
+    }
+    std::optional<latent::Expansion> expansion() const {
+        if (latent.empty()) return std::nullopt;
+        STD_TORCH_CHECK(latent.size() == 2 && latent[0].dim() == 3 && latent[1].dim() == 3,
+                        "layer: expected two matrices of latent attention for each head");
+        return latent::Expansion{latent[0], latent[1], latent::Turning{turning}};
     }
     std::optional<mixers::DeltaNet> delta_net() const {
         if (delta.empty()) return std::nullopt;
@@ -57,7 +81,8 @@ struct Constants {
     }
 };
 
-// Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn.
+// Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn. A
+// site without roles has no input.
 class Sites {
   public:
     // The rows of the weights.
@@ -65,37 +90,41 @@ class Sites {
         const Ints& rows = rows_;
         STD_TORCH_CHECK(rows.size() == roles_[site_count] || rows.size() == roles_[to_gate_up],
                         "layer: expected rows of ", roles_[site_count], " roles, or of ", roles_[to_gate_up]);
-        for (size_t site = 0; roles_[site] < rows.size(); site++) {
+        for (size_t site = 0; site < site_count && roles_[site] < rows.size(); site++) {
             const auto from = rows.begin() + roles_[site], to = rows.begin() + roles_[site + 1];
             const size_t at = starts_.back(), left = n.size() - at, roles = to - from;
             const bool inside = left && std::all_of(from, to, [&](int64_t r) { return 0 <= r && r <= n[at]; });
-            const bool fused = inside && n[at] == std::accumulate(from, to, int64_t{0});
+            const bool fused = roles && inside && n[at] == std::accumulate(from, to, int64_t{0});
             STD_TORCH_CHECK(fused || (left >= roles && std::equal(from, to, n.begin() + at)),
-                            "layer: the weights of input ", site, " do not have the rows of what they are for");
+                            "layer: the weights of input ", inputs_.back(),
+                            " do not have the rows of what they are for");
             starts_.push_back(at + (fused ? 1 : roles));
+            inputs_.push_back(inputs_.back() + (roles > 0));
         }
         STD_TORCH_CHECK(starts_.back() == n.size(), "layer: expected ", starts_.back(), " weights");
     }
     size_t size() const { return starts_.size() - 1; }
     size_t first(size_t site) const { return starts_[site]; }
     size_t last(size_t site) const { return starts_[site + 1]; }
+    bool has(size_t site) const { return first(site) < last(site); }
+    // In the lists of what is done to inputs.
+    size_t input(size_t site) const { return inputs_[site]; }
+    size_t inputs() const { return inputs_.back(); }
     // [b, t, rows] of each role
     Tensors by_role(Tensors products, size_t site) const {
         const size_t from = roles_[site], count = roles_[site + 1] - from;
         if (products.size() == count) return products;
-        const Tensor whole = products.front();
-        const int64_t b = whole.size(0), t = whole.size(1), n = whole.size(2);
+        Tensors parts;
         int64_t at = 0;
-        products.clear();
         for (size_t role = from; role < from + count; at += rows_[role++])
-            products.push_back(seen_as(whole, Ints{b, t, rows_[role]}, Ints{t * n, n, 1}, at));
-        return products;
+            parts.push_back(columns(products.front(), at, rows_[role]));
+        return parts;
     }
 
   private:
     const Ints& rows_;
     const Roles& roles_;
-    std::vector<size_t> starts_{0};
+    std::vector<size_t> starts_{0}, inputs_{0};
 };
 
 // A gain of no elements is no norm.

@@ -67,16 +67,17 @@ class Layer final : public Decoder {
           inputs_(constants_.su, constants_.factors, constants_.counts, constants_.orders),
           outputs_(constants_.sv, constants_.back_factors, constants_.back_counts, constants_.back_orders),
           sites_(format_.n, constants_),
-          delta_(constants_.delta_net()) {
+          delta_(constants_.delta_net()),
+          expansion_(constants_.expansion()) {
         const Constants& c = constants_;
-        const size_t count = format_.n.size(), sites = sites_.size();
+        const size_t count = format_.n.size(), sites = sites_.inputs();
         STD_TORCH_CHECK(inputs_.size() == sites && c.input_bits.size() == sites && c.clips.size() == sites,
                         "layer: expected ", sites, " inputs");
         STD_TORCH_CHECK(outputs_.size() == count, "layer: expected ", count, " weights");
         STD_TORCH_CHECK(c.biases.empty() || c.biases.size() == count, "layer: expected ", count, " biases");
         for (const Tensors* list : format_.tensors())
             STD_TORCH_CHECK(list->size() == count, "layer: lists of different lengths");
-        STD_TORCH_CHECK(c.moe.empty() || (c.moe.size() == 1 && sites == to_gate_up),
+        STD_TORCH_CHECK(c.moe.empty() || (c.moe.size() == 1 && sites_.size() == to_gate_up),
                         "layer: expected weights of an MLP, or experts");
         if (!c.moe.empty()) {
             moe_ = experts::MoeHandles::find(c.moe.front());
@@ -93,10 +94,12 @@ class Layer final : public Decoder {
         const std::shared_ptr<const Prepared> now = prepared();
         const auto linears = [&](const Tensor& in, Site site) { return multiplied(*now, in, site); };
         const Tensor in = norm_(x, before_attention);
-        const Tensors products = linears(in, to_mixer);
+        Tensors products = linears(in, to_mixer);
+        if (sites_.has(inside)) products[0] = linears(norm_(products[0], of_queries), inside).front();
         const Tensor mixed =
             delta_ ? mixers::delta_net_step(in, products[0], products[1], cache.tensors[0], cache.tensors[1], *delta_)
-                   : attended(products, cos, sin, cache, scaling);
+            : expansion_ ? attended_latents(products, cos, sin, cache, scaling)
+                         : attended(products, cos, sin, cache, scaling);
         const Tensor y = sum(x, norm_(linears(mixed, to_o).front(), after_attention), multiplier);
         if (moe_) return sum(y, norm_(moe_->run(norm_(y, before_mlp)).first, after_mlp), multiplier);
         if (sites_.size() < site_count) return y;
@@ -122,7 +125,16 @@ class Layer final : public Decoder {
         return steps::sigmoid_mul(gate, attend(q));
     }
 
-    bool is_turned(size_t site) const { return outputs_.order(sites_.first(site)); }
+    Tensor attended_latents(const Tensors& products, const Tensor& cos, const Tensor& sin, const Cache& cache,
+                            double scaling) const {
+        const int64_t rank = expansion_->keys.size(1);
+        const Tensor both = compact(products[1]), latent = norm_(columns(both, 0, rank), of_keys);
+        const Tensor rotary = columns(both, rank, both.size(2) - rank);
+        return latent::attention(products[0], latent, rotary, cos, sin, cache.tensors[0], cache.tensors[1],
+                                 cache.before, *expansion_, scaling, cache.mask);
+    }
+
+    bool is_turned(size_t site) const { return sites_.has(site) && outputs_.order(sites_.first(site)); }
 
     // Kept for as long as tensors stay where they are; for one token, where something has to be copied.
     std::shared_ptr<const Prepared> prepared() {
@@ -150,6 +162,10 @@ class Layer final : public Decoder {
         for (const Tensor& bias : constants_.biases) made.biases.push_back(as_float(bias));
         for (size_t site = 0; site < sites_.size(); site++) {
             const size_t first = sites_.first(site), last = sites_.last(site);
+            if (first == last) {
+                made.sites.emplace_back();
+                continue;
+            }
             const Tensors own = is_turned(site) ? Tensors() : experts::some(made.biases, first, last);
             made.sites.push_back(format_.prepare(first, last, constants_.width(site), own));
         }
@@ -158,10 +174,11 @@ class Layer final : public Decoder {
 
     // Of each role.
     Tensors multiplied(const Prepared& prepared, const Tensor& x, Site site) const {
+        const size_t place = sites_.input(site);
         STD_TORCH_CHECK(x.size(2) == constants_.width(site), "decode_layers: expected ", constants_.width(site),
-                        " numbers for input ", int{site}, ", found ", x.size(2));
-        const Seen in = seen(x, {constants_.input_bits[site], constants_.clips[site], inputs_.factors(site),
-                                 inputs_.order(site), inputs_.signs(site)});
+                        " numbers for input ", place, ", found ", x.size(2));
+        const Seen in = seen(x, {constants_.input_bits[place], constants_.clips[place], inputs_.factors(place),
+                                 inputs_.order(place), inputs_.signs(place)});
         const ScalarType dtype = x.scalar_type();
         if (!is_turned(site)) return sites_.by_role(prepared.sites[site](in, dtype), site);
         Tensors products = prepared.sites[site](in, in.scale ? ScalarType::Float : dtype);
@@ -192,9 +209,10 @@ class Layer final : public Decoder {
     const Norms norm_;
     const Transforms inputs_, outputs_;
     const Sites sites_;
-    const std::optional<mixers::DeltaNet> delta_;  // in the place of attention
-    std::shared_ptr<const experts::Moe> moe_;      // in the place of an MLP
-    std::mutex mutex_;                             // of what follows
+    const std::optional<mixers::DeltaNet> delta_;       // in the place of attention
+    const std::optional<latent::Expansion> expansion_;  // of latent attention
+    std::shared_ptr<const experts::Moe> moe_;           // in the place of an MLP
+    std::mutex mutex_;                                  // of what follows
     std::vector<Place> places_;
     std::shared_ptr<const Prepared> prepared_;
 };
@@ -234,11 +252,11 @@ Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const I
           const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
           const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
           const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, int64_t gated, const Tensors& delta,
-          double delta_eps, Arguments... weights) {
+          double delta_eps, const Tensors& latent, int64_t turning, Arguments... weights) {
     return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(
-        Constants{gains,       eps,     offset, round_first, biases, input_bits,   clips,
-                  su,          factors, counts, orders,      sv,     back_factors, back_counts,
-                  back_orders, gelu,    rows,   moe,         gated,  delta,        delta_eps},
+        Constants{gains,   eps,    offset, round_first, biases,       input_bits,  clips,       su,
+                  factors, counts, orders, sv,          back_factors, back_counts, back_orders, gelu,
+                  rows,    moe,    gated,  delta,       delta_eps,    latent,      turning},
         Format{weights...}));
 }
 

@@ -99,16 +99,17 @@ inline void write_row(const Attend& p, int64_t unit, int64_t row, const float* s
 // while these are added up, the keys behind them, after the last of the part those of `next`: once, by the first rows.
 template <Number type, int rows>
 void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, const Ahead& next, float* scratch) {
-    const int64_t width = padded(p.d), from = part * part_tokens, start = unit * p.room * p.d;
-    const int64_t length = std::min(p.before + p.tokens, from + part_tokens);
+    const int64_t width = padded(p.d), queries = query_width<type>(p);
+    const int64_t from = part * p.part, start = unit * p.room * p.d;
+    const int64_t length = std::min(p.before + p.tokens, from + p.part);
     const auto place = [&](const void* x, int64_t token) {
         return static_cast<const char*>(x) + (start + token * p.d) * bytes<type>;
     };
-    float *q = scratch, *out = q + rows * width, *score = out + rows * width;
+    float *q = scratch, *out = q + rows * queries, *score = out + rows * width;
     float largest[rows], total[rows];
     for (int r = 0; r < rows; r++) largest[r] = none, total[r] = 0;
     std::fill(q, score, 0.0f);
-    Products<type>::take(p, unit * p.rows() + first, rows, q);
+    take_queries<type>(p, unit * p.rows() + first, rows, q);
     for (int64_t at = from; at < length; at += chunk) {
         const int64_t count = std::min(chunk, length - at);
         if (p.mask && p.tokens == 1) {  // padding, mostly, is not read
@@ -118,7 +119,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, con
         const char* values = first ? nullptr : place(p.values, at);
         const int64_t behind = length - at - chunk;
         const Ahead ahead = first ? Ahead{} : behind > 0 ? Ahead{place(p.keys, at + chunk), behind} : next;
-        scores<type, rows>(p, start + at * p.d, count, q, score, values);
+        scores<type, rows>(p, unit, at, count, q, score, values);
         for (int r = 0; r < rows; r++) {
             // Without a mask, a token sees itself and none after it.
             const int64_t seen = p.mask ? count : p.before + (first + r) % p.tokens + 1 - at;
@@ -142,9 +143,9 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, con
 
 template <Number type>
 void attend_of(const Attend& p, int64_t first, int64_t last) {
-    std::vector<float> memory(2 * most_rows * padded(p.d) + most_rows * chunk);
+    std::vector<float> memory(most_rows * (query_width<type>(p) + padded(p.d) + chunk));
     const auto keys_of = [&](int64_t i) -> Ahead {
-        const int64_t unit = i / p.parts(), from = i % p.parts() * part_tokens;
+        const int64_t unit = i / p.parts(), from = i % p.parts() * p.part;
         return {static_cast<const char*>(p.keys) + (unit * p.room + from) * p.d * bytes<type>,
                 p.before + p.tokens - from};
     };

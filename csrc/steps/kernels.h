@@ -54,22 +54,25 @@ inline int64_t padded(int64_t d) {
 constexpr int64_t part_tokens = 512;  // keys and values of so many, in bfloat16, stay in a second-level cache of 1 MB
 struct Attend {
     Number type;                // of q, keys, values and out
-    const void* q;              // [b, heads, groups, tokens, d]
+    const void* q;              // [b, heads, groups, tokens, d + more]
     const void *keys, *values;  // [b, heads, room, d]; maybe not from the first token on
     void* out;                  // [b, tokens, heads, groups, d]
     int64_t heads, groups, tokens, d, before, room;
+    const void* more_keys;  // [b, heads, more_room, more]: what keys have behind these d numbers; null: nothing
+    int64_t more, more_room;
     float scaling;        // times log2(e): weights are powers of two
     float* partial;       // [b, heads, parts, groups, tokens, padded(d) + 2], where there is more than one part
     const uint8_t* mask;  // [b or 1, tokens, before + tokens], or null: 0 where a token is hidden
     int64_t mask_batch;   // elements between rows of the batch: 0 where all share one mask
     int64_t units;        // parts of heads, over the batch
+    int64_t part = part_tokens;
 
     int64_t rows() const { return groups * tokens; }
     // What a row of a head sees from token `at` on.
     const uint8_t* mask_of(int64_t unit, int64_t row, int64_t at) const {
         return mask + unit / heads * mask_batch + row % tokens * (before + tokens) + at;
     }
-    int64_t parts() const { return (before + tokens + part_tokens - 1) / part_tokens; }
+    int64_t parts() const { return (before + tokens + part - 1) / part; }
     // Of a row: sums that its weights make of the values, the largest score, the sum of the weights.
     float* partial_row(int64_t unit, int64_t part, int64_t row) const {
         return partial + ((unit * parts() + part) * rows() + row) * (padded(d) + 2);

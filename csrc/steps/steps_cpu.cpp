@@ -60,6 +60,10 @@ bool fits(const Tensor& cos, int64_t d) {
 
 }  // namespace
 
+decltype(Kernels::rotary) rotary_kernel() {
+    return kernels().rotary;
+}
+
 Tensor rms_norm(const Tensor& x, const Tensor& gain, double eps, double offset, bool round_first) {
     const Number type = number_of(x, "rms_norm");
     STD_TORCH_CHECK(
@@ -228,31 +232,38 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
         }
     std::optional<Tensor> masks;
     if (mask) masks = compact(*mask);
-    Attend p{.type = type,
-             .q = turned.data(),
-             .keys = to_k,
-             .values = to_v,
-             .out = out.mutable_data_ptr(),
-             .heads = heads,
-             .groups = groups,
-             .tokens = t,
-             .d = d,
-             .before = before,
-             .room = whole,
-             .scaling = static_cast<float>(scaling * std::numbers::log2e),
-             .partial = nullptr,
-             .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
-             .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0,
-             .units = 0};
-    const int64_t parts = p.parts(), rows = b * heads * p.rows();
-    p.units = b * heads * parts;
-    std::unique_ptr<float[]> partial;
-    if (parts > 1) partial.reset(new float[rows * parts * (padded(d) + 2)]);
-    p.partial = partial.get();
-    in_shares(p.units, rows * (before + t) * d, 1,
-              [&](int64_t first, int64_t last) { kernels().attend(p, first, last); });
-    if (partial) run(kernels().merge, p, rows, parts * d);
+    const Attend p{.type = type,
+                   .q = turned.data(),
+                   .keys = to_k,
+                   .values = to_v,
+                   .out = out.mutable_data_ptr(),
+                   .heads = heads,
+                   .groups = groups,
+                   .tokens = t,
+                   .d = d,
+                   .before = before,
+                   .room = whole,
+                   .more_keys = nullptr,
+                   .more = 0,
+                   .more_room = 0,
+                   .scaling = static_cast<float>(scaling * std::numbers::log2e),
+                   .partial = nullptr,
+                   .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
+                   .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0,
+                   .units = 0};
+    attend(p, b);
     return out;
+}
+
+void attend(Attend p, int64_t batch) {
+    const int64_t parts = p.parts(), heads = batch * p.heads, rows = heads * p.rows();
+    p.units = heads * parts;
+    std::unique_ptr<float[]> partial;
+    if (parts > 1) partial.reset(new float[rows * parts * (padded(p.d) + 2)]);
+    p.partial = partial.get();
+    in_shares(p.units, rows * (p.before + p.tokens) * p.d, 1,
+              [&](int64_t first, int64_t last) { kernels().attend(p, first, last); });
+    if (partial) run(kernels().merge, p, rows, parts * p.d);
 }
 
 }  // namespace ptq::steps

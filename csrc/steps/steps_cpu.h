@@ -6,6 +6,8 @@
 #include <optional>
 #include <tuple>
 
+#include "steps/kernels.h"
+
 namespace ptq::steps {
 
 torch::stable::Tensor rms_norm(const torch::stable::Tensor& x, const torch::stable::Tensor& gain, double eps,
@@ -20,6 +22,10 @@ torch::stable::Tensor decode_attention(const torch::stable::Tensor& q, const tor
                                        const torch::stable::Tensor& sin, const torch::stable::Tensor& keys,
                                        const torch::stable::Tensor& values, int64_t before, double scaling,
                                        const std::optional<torch::stable::Tensor>& mask);
+// Of queries and keys that are turned already; `partial` and `units` are set here.
+void attend(Attend p, int64_t batch);
+// Of so many numbers of one head of one token.
+decltype(Kernels::rotary) rotary_kernel();
 torch::stable::Tensor silu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor gelu_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& up);
 torch::stable::Tensor sigmoid_mul(const torch::stable::Tensor& gate, const torch::stable::Tensor& x);

@@ -2,8 +2,8 @@
 stands before its MLP, where that is of another kind.
 
 The call needs a format that has such an op, linears that treat their input alike, attention or a delta net of the kinds
-of `ptq.fast.fast_attention` and `ptq.fast.delta_net`, and an MLP of those of `ptq.fast.fast_steps` and
-`ptq.fast.fast_moe`. The numbers are those of the single ops to the bit.
+of `ptq.fast.fast_attention`, `ptq.fast.latent_attention` and `ptq.fast.delta_net`, and an MLP of those of
+`ptq.fast.fast_steps` and `ptq.fast.fast_moe`. The numbers are those of the single ops to the bit.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,16 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps
+from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps, latent_attention
 from ptq.fast.fast_moe import HeldMoe
+from ptq.fast.latent_attention import HeldExpansion
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.ops import hadamard
-from ptq.ops.layer_ops import HeldLayer
+from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
+from ptq.ops.held_layer import HeldLayer
 from ptq.weights.formats import LayerOp
 from ptq.weights.layouts import LaidOut
 
@@ -33,6 +35,9 @@ NO_NORM = (1.0, 0.0, False)
 NO_NUMBERS: tuple[list[int], float, list[Tensor], int] = ([0, 0], 1.0, [], 0)
 """Of a cache that is not packed: bits, clip, factors and order of a transform."""
 DECODE = torch.ops.ptq.decode_layers.default
+
+
+Kind = fast_attention.Kind | latent_attention.Kind | delta_net.Kind
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,9 @@ class Layer:
     """What stands in the place of an MLP."""
     mixer: Any
     """Attention, or a delta net."""
-    kind: fast_attention.Kind | delta_net.Kind
+    kind: Kind
+    expansion: HeldExpansion | None
+    """The matrix of latent attention."""
     heads: tuple[int, int]
     """Number and size of the heads of keys and values of attention."""
     floats: tuple[Tensor, ...]
@@ -58,8 +65,9 @@ class Layer:
     """The versions of the sign vectors when it was made."""
 
     def is_over(self) -> bool:
-        """Whether sign vectors have been written to, or experts have changed, since this was made."""
-        if self.moe is not None and self.moe.is_over():
+        """Whether sign vectors have been written to, or experts or the matrix of latent attention have changed, since
+        this was made."""
+        if any(part is not None and part.is_over() for part in (self.moe, self.expansion)):
             return True
         return any(map(ne, map(version, self.signs), self.versions))
 
@@ -85,19 +93,19 @@ def _layer(
     moe: HeldMoe | None = None,
     gelu: bool = False,
 ) -> Layer | None:
-    kind = fast_attention.kind_of(mixer) or delta_net.kind_of(mixer)
+    kind = fast_attention.kind_of(mixer) or latent_attention.kind_of(mixer) or delta_net.kind_of(mixer)
     if kind is None:
         return None
-    is_normed = isinstance(kind, fast_attention.Kind) and bool(kind.normed)
-    of_heads = [mixer.get_submodule(name) if is_normed else None for name in fast_attention.NORMS]
-    normed, sites = _norms([*norms[:2], *of_heads, *norms[2:]]), _sites(mixer, kind, mlp)
+    normed, sites = _norms([*norms[:2], *_inner_norms(mixer, kind), *norms[2:]]), _sites(mixer, kind, mlp)
     linears = [linear for site in sites for linear in site]
     if normed is None or not all(
         type(linear) is QuantLinear and stays_on_cpu(linear) and "forward" not in vars(linear) for linear in linears
     ):
         return None
-    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, sites)
-    special = _special(mixer, kind)
+    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, sites)
+    dtype = next((gain.dtype for gain in normed["gains"] if gain is not NONE), torch.float32)
+    expansion = latent_attention.held(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
+    special = _special(mixer, kind, expansion)
     if transforms is None or op is None or special is None:
         return None
     biases = [linear._parameters["bias"] for linear in linears]
@@ -108,21 +116,32 @@ def _layer(
     held = HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles, **special)
     handle = make(*held, *weights)
     net = delta_net.Net(*special["delta"]).floats() if special["delta"] else ()
-    floats = tuple(x for x in (*normed["gains"], *given, *of_router, *net) if x is not NONE)
+    floats = tuple(x for x in (*normed["gains"], *given, *of_router, *net, *special["latent"]) if x is not NONE)
     signs = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
     d = cast(int, mixer.head_dim) if isinstance(kind, fast_attention.Kind) else 1
     whole, heads = mlp is not None or moe is not None, (rows[1] // d, d)
-    return Layer(handle, whole, moe, mixer, kind, heads, floats, signs, tuple(map(version, signs)))
+    return Layer(handle, whole, moe, mixer, kind, expansion, heads, floats, signs, tuple(map(version, signs)))
 
 
-def _special(mixer: Any, kind: fast_attention.Kind | delta_net.Kind) -> dict[str, Any] | None:
-    """The fields of gated attention and of a delta net; None where a part of that is of another kind now."""
+def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None) -> dict[str, Any] | None:
+    """The fields of mixers of one kind alone; None where a part of that is of another kind now."""
+    fields: dict[str, Any] = dict(gated=0, delta=[], delta_eps=0.0, latent=[], turning=0)
     if isinstance(kind, fast_attention.Kind):
-        return dict(gated=mixer.head_dim if kind.gated else 0, delta=[], delta_eps=0.0)
+        return fields | dict(gated=mixer.head_dim if kind.gated else 0)
+    if isinstance(kind, latent_attention.Kind):
+        return None if expansion is None else fields | dict(latent=[*expansion.numbers], turning=kind.turning)
     net = delta_net.net_of(mixer)
-    return None if net is None else dict(gated=0, delta=list(net), delta_eps=kind.eps)
+    return None if net is None else fields | dict(delta=list(net), delta_eps=kind.eps)
+
+
+def _inner_norms(mixer: nn.Module, kind: Kind) -> list[nn.Module | None]:
+    """The norms of queries and of keys, or what stands in their places."""
+    if isinstance(kind, latent_attention.Kind):
+        return [mixer._modules.get(name) for name in latent_attention.NORMS]
+    is_normed = isinstance(kind, fast_attention.Kind) and bool(kind.normed)
+    return [mixer.get_submodule(name) if is_normed else None for name in fast_attention.NORMS]
 
 
 def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
@@ -135,14 +154,18 @@ def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
     return dict(gains=gains, eps=eps, offset=offset, round_first=round_first)
 
 
-def _sites(mixer: nn.Module, kind: Any, mlp: nn.Module | None) -> list[list[Any]]:
+def _sites(mixer: nn.Module, kind: Kind, mlp: nn.Module | None) -> list[list[Any]]:
     """The linears of each input."""
-    of_attention = isinstance(kind, fast_attention.Kind)
-    *first, output = (fast_attention if of_attention else delta_net).linears_of(mixer)
+    if isinstance(kind, latent_attention.Kind):
+        first, inside, output = latent_attention.linears_of(mixer)
+        sites = [first, inside, [output]] if inside else [first, [output]]
+    else:
+        *first, output = (fast_attention if isinstance(kind, fast_attention.Kind) else delta_net).linears_of(mixer)
+        sites = [first, [output]]
     if mlp is None:
-        return [first, [output]]
+        return sites
     *gated, down = fast_steps.linears_of(mlp)
-    return [first, [output], gated, [down]]
+    return [*sites, gated, [down]]
 
 
 def run(
@@ -156,7 +179,9 @@ def run(
     if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
         return None
     handles, floats = [layer.handle for layer in layers], chain.from_iterable(layer.floats for layer in layers)
-    if not isinstance(layers[0].kind, fast_attention.Kind):
+    if isinstance(layers[0].kind, latent_attention.Kind):
+        return _run_latent(layers, layers[0].kind, x, others, multipliers)
+    if isinstance(layers[0].kind, delta_net.Kind):
         moved = delta_net.states_of([layer.mixer for layer in layers], x, [*floats], **others)
         if moved is None or len({id(conv) for conv, _ in moved}) < len(moved):
             return None
@@ -173,6 +198,35 @@ def run(
     scaling = [layer.mixer.scaling for layer in layers]
     y = DECODE(handles, x, *turns, *cache, scaling, multipliers, mask)
     for state in cast(list[GrowingLayer | PackedLayer], states):
+        state.advance(x.shape[1])
+    return y
+
+
+def _run_latent(
+    layers: Sequence[Layer],
+    kind: latent_attention.Kind,
+    x: Float[Tensor, "b t k"],
+    others: dict[str, Any],
+    multipliers: list[float],
+) -> Float[Tensor, "b t k"] | None:
+    """`run` for layers with latent attention."""
+    mixers, turns = (
+        [layer.mixer for layer in layers],
+        latent_attention.turns_of(kind, others.get("position_embeddings"), x),
+    )
+    floats = chain.from_iterable(layer.floats for layer in layers)
+    states = latent_attention.cache_layers(mixers, turns, x, floats=floats, **others)
+    if states is None or turns is None or len(set(map(id, states))) < len(states):
+        return None
+    room, before = [], []
+    for mixer, state in zip(mixers, states, strict=True):
+        *held, length = state.reserve(*latent_attention.shapes_of(mixer, *x.shape[:2]), x)
+        room.extend(held)
+        before.append(length)
+    handles, scaling = [layer.handle for layer in layers], [mixer.scaling for mixer in mixers]
+    cache = room, before, *NO_NUMBERS
+    y = DECODE(handles, x, *turns, *cache, scaling, multipliers, others.get("attention_mask"))
+    for state in states:
         state.advance(x.shape[1])
     return y
 
@@ -197,14 +251,15 @@ def _cache(
     return room, before, *numbers
 
 
-def _rows(mixer: nn.Module, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
+def _rows(mixer: nn.Module, kind: Kind, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
     """How many rows the linears have before and with o (`ptq.ops.layer_ops`), and gate, up and down, should they be
     there."""
-    first, (output,), *mlp = sites
-    rows = fast_attention.rows_of(mixer) if len(first) == 1 else [linear.out_features for linear in first]
-    rows.append(output.out_features)
-    if mlp:
-        _, (down,) = mlp
+    mixing = len(_sites(mixer, kind, None))
+    rows = [linear.out_features for site in sites[:mixing] for linear in site]
+    if isinstance(kind, fast_attention.Kind) and len(sites[0]) == 1:
+        rows[:1] = fast_attention.rows_of(mixer)
+    if len(sites) > mixing:
+        [down] = sites[-1]
         rows.extend((down.in_features, down.in_features, down.out_features))
     return rows
 

@@ -113,7 +113,7 @@ def cache_layers(
         if module.training or (turned != module.head_dim and not (kind.in_part and turned < module.head_dim)):
             return None
         layer, wanted = find(module, cache, hidden_states)
-        if layer is None or _implementation(module.config) != wanted or not _fits(attention_mask, hidden_states, layer):
+        if layer is None or attention_name(module.config) != wanted or not fits(attention_mask, hidden_states, layer):
             return None
         if torch.is_grad_enabled() and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
             return None  # a learned prefix
@@ -164,7 +164,7 @@ def are_decoded(tokens: int, mask: Any) -> bool:
     return tokens == 1 or (1 < tokens <= MOST_TOKENS and mask is not None)
 
 
-def _fits(mask: Any, x: Float[Tensor, "b t k"], layer: CacheLayer) -> bool:
+def fits(mask: Any, x: Float[Tensor, "b t k"], layer: CacheLayer) -> bool:
     """Whether the ops take a mask, which may be None: of bools, for tokens behind those that the layer has."""
     batch, tokens = x.shape[:2]
     if mask is None:
@@ -174,7 +174,7 @@ def _fits(mask: Any, x: Float[Tensor, "b t k"], layer: CacheLayer) -> bool:
     return mask.device == x.device and mask.shape[1:] == (1, tokens, layer.get_mask_sizes(tokens)[0])
 
 
-def _implementation(config: Any) -> str | None:
+def attention_name(config: Any) -> str | None:
     """The config's `_attn_implementation`, without its slow way through `__getattribute__` where that can be done."""
     return vars(config).get("_attn_implementation_internal") or config._attn_implementation
 

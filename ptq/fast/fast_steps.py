@@ -1,11 +1,12 @@
 """RMSNorm, rotary embedding and the gate of the MLP of a loaded model in one op each; for few tokens also its attention
-(`ptq.fast.fast_attention`), its router of experts and the steps of other mixers (`ptq.fast.fast_mixers`).
+(`ptq.fast.fast_attention`, `ptq.fast.latent_attention`), its router of experts and the steps of other mixers
+(`ptq.fast.fast_mixers`).
 
 No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
-`apply_rotary_pos_emb`, and for a gated MLP; each kind is tried on random numbers first, and where the op's reference
-does not give the same bits as the model's own code (attention: up to rounding, `ptq.fast.fast_attention`), that code is
-left alone. With gradients, other devices or dtypes (`ptq.ops.matmul.ops_serve`), or under torch.compile, the model's
-own code runs.
+`apply_rotary_pos_emb` (`ptq.fast.fast_rotary`), and for a gated MLP; each kind is tried on random numbers first, and
+where the op's reference does not give the same bits as the model's own code (attention: up to rounding,
+`ptq.fast.fast_attention`), that code is left alone. With gradients, other devices or dtypes
+(`ptq.ops.matmul.ops_serve`), or under torch.compile, the model's own code runs.
 
 Parts of models that run alone (`ptq.hf.blocks`) get the same, so that proofs may compare bits.
 
@@ -17,7 +18,6 @@ the family's own function, with another `apply_rotary_pos_emb` among its globals
 import copy
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +25,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import fast_attention, fast_mixers
-from ptq.fast.trials import MISFIT, hollow, innermost, trial, tried_once, with_globals
+from ptq.fast import fast_attention, fast_mixers, fast_rotary, latent_attention
+from ptq.fast.trials import MISFIT, hollow, innermost, tried_once, with_globals
 from ptq.fast.watched import InPlace
 from ptq.layers.linear import must_be_called, stays_on_gpu
 from ptq.layers.shared_input import products
@@ -34,7 +34,6 @@ from ptq.ops import steps
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve_few, few_tokens_linear, gpu_ops_serve, ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
-ROTARY = "apply_rotary_pos_emb"
 EPSILON = ("variance_epsilon", "eps")
 """What families call the number that RMSNorm adds to the mean."""
 
@@ -47,14 +46,25 @@ def install(model: nn.Module) -> None:
         kind = norm_kind(module)
         if kind is not None:
             module.forward = InPlace(norm_forward, module, *kind)
-        elif with_fast_rotary(type(module).forward) is not None:
-            module.forward = InPlace(_attention_forward, module, fast_attention.kind_of(module))
+        elif (latent := latent_attention.kind_of(module)) is not None:
+            module.forward = InPlace(latent_attention.forward, module, latent)
+        elif fast_rotary.with_fast_rotary(type(module).forward) is not None:
+            module.forward = InPlace(attention_forward, module, fast_attention.kind_of(module))
         elif (act := gate_of(module)) is not None:
             module.forward = InPlace(_gated_forward, module, act, activation_of(module))
         elif is_router(module):
             module.forward = InPlace(router_forward, module)
         elif (forward := fast_mixers.forward_of(module)) is not None:
             module.forward = forward
+
+
+def attention_forward(module: nn.Module, kind: fast_attention.Kind | None, *args: Any, **kwargs: Any) -> Any:
+    """The forward of attention of this kind; None: any other that turns as `ptq::rotary` does."""
+    if kind is not None and not args:
+        found = fast_attention.decoded(module, kind, **kwargs)
+        if found is not None:
+            return found, None
+    return fast_rotary.forward(module, *args, **kwargs)
 
 
 # --- norms ----------------------------------------------------------------------------------------------------------
@@ -247,53 +257,3 @@ def _with_fast_linear(forward: Callable[..., Any]) -> Callable[..., Any] | None:
     if inner.__globals__.get("F") is not torch.nn.functional:
         return None
     return with_globals(forward, {"F": _Functional()})
-
-
-# --- rotary embedding -----------------------------------------------------------------------------------------------
-
-
-def _attention_forward(module: nn.Module, kind: fast_attention.Kind | None, *args: Any, **kwargs: Any) -> Any:
-    if kind is not None and not args:
-        found = fast_attention.decoded(module, kind, **kwargs)
-        if found is not None:
-            return found, None
-    own = type(module).forward
-    fast = None if torch.compiler.is_compiling() else with_fast_rotary(own)
-    return (fast or own)(module, *args, **kwargs)
-
-
-@functools.cache
-def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
-    """A forward function that differs in its rotary embedding alone; None where it has none that the op computes."""
-    inner = innermost(forward)
-    own = inner.__globals__.get(ROTARY) if inner is not None and ROTARY in inner.__code__.co_names else None
-    if not isinstance(own, types.FunctionType) or not _turns_alike(own, 16):
-        return None
-    in_part = _turns_alike(own, 10)
-
-    def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3:
-            served = cos.shape[2] == q.shape[3] or (in_part and cos.shape[2] < q.shape[3] and q.is_cpu)
-            if served and cos.shape[1] == q.shape[2] and q.numel() and ops_serve(q, k, cos, sin):
-                return torch.ops.ptq.rotary.default(q, k, cos, sin)
-        return own(q, k, cos, sin, *args, **kwargs)
-
-    return with_globals(forward, {ROTARY: rotary})
-
-
-@trial()
-def _turns_alike(own: types.FunctionType, turned: int) -> bool:
-    required = [p for p in inspect.signature(own).parameters.values() if p.default is p.empty]
-    if len(required) != 4:
-        return False
-    generator = torch.Generator().manual_seed(0)
-    for dtype in FEW_DTYPES:
-        shapes = ((2, 4, 3, 16), (2, 2, 3, 16), (2, 3, turned), (2, 3, turned))
-        q, k, cos, sin = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-        try:
-            found, wanted = own(q, k, cos, sin), steps.rotary(q, k, cos, sin)
-        except MISFIT:
-            return False  # it turns whole heads, or wants other tables, such as one angle for two channels
-        if len(found) != 2 or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
-            return False
-    return True

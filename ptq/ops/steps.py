@@ -88,7 +88,7 @@ def decode_attention(
     query = _entered(q, k, v, cos, sin, keys, values, before)
     if mask is None:
         mask = torch.ones(1, 1, t, after, dtype=torch.bool, device=q.device).tril(before)
-    return _attended(query, keys[:, :, :after], values[:, :, :after], scaling, mask)
+    return attended(query, keys[:, :, :after], values[:, :, :after], scaling, mask)
 
 
 @reference_of(
@@ -112,7 +112,7 @@ def decode_attention_at(
     """`ptq::decode_attention_at` in plain torch."""
     query = _entered(q, k, v, cos, sin, keys, values, int(start))
     start.add_(q.shape[1])
-    return _attended(query, keys, values, scaling, mask)
+    return attended(query, keys, values, scaling, mask)
 
 
 def _entered(
@@ -126,9 +126,10 @@ def _entered(
     return query
 
 
-def _attended(
+def attended(
     query: Float[Tensor, "b q_heads t d"], keys: Tensor, values: Tensor, scaling: float, mask: Bool[Tensor, "_ 1 t s"]
-) -> Float[Tensor, "b t q_width"]:
+) -> Float[Tensor, "b t width"]:
+    """Attention of queries that are turned to keys and values [b, h, s, *]."""
     groups = query.shape[1] // keys.shape[1]
     seen = [x.float().repeat_interleave(groups, 1) for x in (keys, values)]
     score = query.float() * scaling @ seen[0].transpose(-1, -2)

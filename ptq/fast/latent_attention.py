@@ -1,0 +1,291 @@
+"""Multi-head latent attention of few decoded tokens (of each row of a batch) on the CPU: the products of the input,
+`ptq::latent_attention` over the latent vectors themselves, and the output product.
+
+Transformers' own code makes keys and values of all tokens of the context anew with every decoded token. Here the matrix
+that makes them, `kv_b_proj`, meets queries and results instead (`ptq.ops.latent_ops`), for which it is kept as plain
+numbers, too. Where its input is quantised in prompts, that of decoded tokens is not.
+
+No family is named. `kind_of` tries a module on random numbers first: only where the steps give what its own forward
+gives, up to rounding, does `decoded` take the place of that, and only for tokens behind others in a plain cache.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from ptq.fast import fast_attention, fast_rotary
+from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.kv.attention import CACHE
+from ptq.kv.growing_cache import GrowingLayer, growing_layer
+from ptq.layers.linear import QuantLinear, must_be_called, plain_weight, stays_on_cpu
+from ptq.layers.packed_weight import version
+from ptq.layers.shared_input import products
+from ptq.ops.latent_ops import Turning
+from ptq.ops.matmul import cpu_ops_serve
+from ptq.ops.op_declarations import lasting, wants_gradient
+
+QUERIES, LOW_RANK, LATENT = "q_proj", ("q_a_proj", "q_b_proj"), "kv_a_proj_with_mqa"
+EXPANSION, OUTPUT = "kv_b_proj", "o_proj"
+NORMS = ("q_a_layernorm", "kv_a_layernorm")
+"""Of queries of low rank, and of latent vectors."""
+FULL = {QUERIES, LATENT, NORMS[1], EXPANSION, OUTPUT}
+OF_LOW_RANK = {*LOW_RANK, *NORMS, LATENT, EXPANSION, OUTPUT}
+SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
+"""dk, r, dv and rank of `ptq.ops.latent_ops`."""
+
+
+class Kind(NamedTuple):
+    """What a module does."""
+
+    turning: Turning
+
+
+class Expansion(NamedTuple):
+    """The matrix that makes keys and values of latent vectors, as `ptq::latent_attention` takes it."""
+
+    keys: Float[Tensor, "heads rank dk"]
+    values: Float[Tensor, "heads dv rank"]
+
+
+def forward(module: nn.Module, kind: Kind, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a module of this kind."""
+    found = None if args or torch.compiler.is_compiling() else decoded(module, kind, **kwargs)
+    return fast_rotary.forward(module, *args, **kwargs) if found is None else (found, None)
+
+
+def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
+    """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
+    x, turns = hidden_states, turns_of(kind, others.get("position_embeddings"), hidden_states)
+    layers = cache_layers([module], turns, x, **others)
+    if layers is None or must_be_called(module._modules[EXPANSION]):
+        return None
+    expansion = held(module, x.dtype)
+    if expansion is None:
+        return None
+    parts = module._modules
+    queries, latent = products(linears_of(module)[0], x)
+    if queries.dtype != x.dtype or latent.dtype != x.dtype or wants_gradient(queries, latent):
+        return None  # autocast, or somebody who listens
+    if QUERIES not in parts:
+        queries = parts[LOW_RANK[1]](parts[NORMS[0]](queries))
+    if queries.dtype != x.dtype or wants_gradient(queries):
+        return None
+    mask = others.get("attention_mask")
+    latent, rotary = latent.split((module.kv_lora_rank, module.qk_rope_head_dim), -1)
+    y = attend(
+        module, kind, queries, parts[NORMS[1]](latent), rotary, cast(Any, turns), layers[0], expansion.numbers, mask
+    )
+    return parts[OUTPUT](y)
+
+
+def attend(
+    module: Any,
+    kind: Kind,
+    q: Float[Tensor, "b t q_width"],
+    latent: Float[Tensor, "b t rank"],
+    rotary: Float[Tensor, "b t r"],
+    turns: tuple[Tensor, Tensor],
+    layer: GrowingLayer,
+    expansion: Expansion,
+    mask: Tensor | None,
+) -> Float[Tensor, "b t width"]:
+    """Attention of decoded tokens, whose latent vectors and shared keys go to the cache."""
+    *room, before = layer.reserve(*shapes_of(module, *q.shape[:2]), q)
+    y = torch.ops.ptq.latent_attention.default(
+        q, latent, rotary, *turns, *room, before, *expansion, kind.turning, module.scaling, mask
+    )
+    layer.advance(q.shape[1])
+    return y
+
+
+def shapes_of(module: Any, batch: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Those of what so many tokens add to the cache."""
+    return (batch, 1, tokens, module.kv_lora_rank), (batch, 1, tokens, module.qk_rope_head_dim)
+
+
+def turns_of(kind: Kind, position_embeddings: Any, x: Float[Tensor, "b t k"]) -> tuple[Tensor, Tensor] | None:
+    """cos and sin as the op takes them; None for what is something else."""
+    if kind.turning is Turning.NONE:
+        return x, x
+    if kind.turning is Turning.COMPLEX:
+        angles = position_embeddings
+        is_complex = isinstance(angles, Tensor) and angles.dtype == torch.complex64 and angles.is_cpu
+        return (angles.real.contiguous(), angles.imag.contiguous()) if is_complex else None
+    return position_embeddings if isinstance(position_embeddings, tuple) else None
+
+
+def cache_layers(
+    modules: Sequence[Any],
+    turns: tuple[Tensor, Tensor] | None,
+    x: Float[Tensor, "b t k"],
+    attention_mask: Tensor | None = None,
+    floats: Iterable[Tensor] = (),
+    **others: Any,
+) -> list[GrowingLayer] | None:
+    """The layers of the cache that decoded tokens go to, one for each module; None where this is something else than
+    decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
+    cache, tokens = others.get(CACHE), x.shape[1]
+    if turns is None or cache is None or not x.numel() or not fast_attention.are_decoded(tokens, attention_mask):
+        return None
+    if not cpu_ops_serve(x, *floats) or not all(y.dim() == 3 and y.is_cpu and not wants_gradient(y) for y in turns):
+        return None
+    found = []
+    for module in modules:
+        layer = growing_layer(cache, module.layer_idx)
+        if layer is None or not layer.get_seq_length() or module.training:
+            return None
+        ours = fast_attention.attention_name(module.config) == fast_attention.ATTENTION
+        if not ours or not fast_attention.fits(attention_mask, x, layer):
+            return None
+        cached = cast(list[Tensor], [layer.keys, layer.values])
+        learns = torch.is_grad_enabled() and wants_gradient(*module.parameters(), *cached)
+        if learns or any(y.dtype != x.dtype for y in cached):
+            return None
+        found.append(layer)
+    return found
+
+
+def linears_of(module: nn.Module) -> tuple[list[Any], list[Any], Any]:
+    """The linears of the input, of queries of low rank behind their norm (or none), and that of the output."""
+    parts = module._modules
+    is_full = QUERIES in parts
+    first = [parts[QUERIES if is_full else LOW_RANK[0]], parts[LATENT]]
+    return first, [] if is_full else [parts[LOW_RANK[1]]], parts[OUTPUT]
+
+
+# --- the matrix -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class HeldExpansion:
+    """The matrix of a module in plain numbers, and what they were made of."""
+
+    linear: nn.Module
+    of: list[tuple[Tensor, int, int]]
+    """The tensors of the linear, their versions, and where their numbers are."""
+    numbers: Expansion
+
+    def is_over(self) -> bool:
+        """Whether something has been written to the linear, or put in the place of what it held."""
+        now = _state_of(self.linear)
+        return len(now) != len(self.of) or not all(
+            a[0] is b[0] and a[1:] == b[1:] for a, b in zip(now, self.of, strict=True)
+        )
+
+
+_HELD: WeakKeyDictionary[nn.Module, HeldExpansion] = WeakKeyDictionary()
+"""By module."""
+
+
+def held(module: Any, dtype: torch.dtype) -> HeldExpansion | None:
+    """The matrix of a module in numbers of a dtype, kept while its linear stays as it is; None where that must be
+    called, or is not on the CPU."""
+    linear, known = module._modules[EXPANSION], _HELD.pop(module, None)
+    if not is_ours(linear):
+        return None
+    if known is None or known.linear is not linear or known.numbers.keys.dtype != dtype or known.is_over():
+        with torch.no_grad(), lasting():
+            known = HeldExpansion(linear, _state_of(linear), _expansion(module, _weight(linear), dtype))
+    _HELD[module] = known
+    return known
+
+
+def is_ours(linear: Any) -> bool:
+    """Whether a linear is one whose numbers may be used in its place: packed or plain, without a bias, on the CPU."""
+    if type(linear) is QuantLinear:
+        return linear.bias is None and stays_on_cpu(linear) and "forward" not in vars(linear)
+    weight = linear._parameters.get("weight")
+    is_plain = type(linear) is nn.Linear or type(linear).__module__.startswith("ptq.")
+    if weight is None or not is_plain or not isinstance(linear, nn.Linear) or linear.bias is not None:
+        return False
+    return weight.is_cpu and not hasattr(linear, "_hf_hook") and "forward" not in vars(linear)
+
+
+def _state_of(linear: nn.Module) -> list[tuple[Tensor, int, int]]:
+    return [(x, version(x), x.data_ptr()) for x in linear._parameters.values() if x is not None]
+
+
+def _weight(linear: Any) -> Float[Tensor, "n k"]:
+    return plain_weight(linear, linear.state_dict()) if isinstance(linear, QuantLinear) else linear.weight
+
+
+def _expansion(module: Any, weight: Float[Tensor, "n k"], dtype: torch.dtype) -> Expansion:
+    dk, dv = module.qk_nope_head_dim, module.v_head_dim
+    keys, values = weight.to(dtype).unflatten(0, (-1, dk + dv)).split((dk, dv), 1)
+    return Expansion(keys.transpose(1, 2).contiguous(), values.contiguous())
+
+
+# --- the trial ------------------------------------------------------------------------------------------------------
+
+HIDDEN = 24
+"""Width of what the trial gives a module."""
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """What an attention module does; None for any other module."""
+    if module._modules.keys() not in (FULL, OF_LOW_RANK) or module._parameters:
+        return None
+    known = {*SIZES, "config", "scaling", "layer_idx"} <= vars(module).keys()
+    return _tried(module) if known and module._modules[EXPANSION] is not None else None
+
+
+@tried_once
+def _tried(module: Any) -> Kind | None:
+    return next((Kind(turning) for turning in Turning if _gives_its_numbers(module, Kind(turning))), None)
+
+
+def _gives_its_numbers(module: Any, kind: Kind) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    alone = _small_copy(module, generator)
+    return all(_gives_those_of(module, alone, kind, tokens, generator) for tokens in (1, 3))
+
+
+def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator: torch.Generator) -> bool:
+    """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
+    before = [torch.randn(shape, generator=generator) for shape in shapes_of(module, 2, 5)]
+    x, angles = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, module.qk_rope_head_dim // 2))
+    turns = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
+    given = torch.polar(torch.ones_like(angles), angles) if kind.turning is Turning.COMPLEX else turns
+    given = None if kind.turning is Turning.NONE else given
+    seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
+    seen[0, -1] = True  # a mask may let tokens see those after them
+    mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
+    results = []
+    for own in (True, False):
+        cache = DynamicCache()
+        cache.update(before[0].clone(), before[1].clone(), 0)
+        inputs = {"position_embeddings": given, "attention_mask": mask, CACHE: cache}
+        alone.config._attn_implementation = "sdpa" if own else fast_attention.ATTENTION
+        try:
+            y = type(module).forward(alone, hidden_states=x, **inputs)[0] if own else decoded(alone, kind, x, **inputs)
+        except MISFIT:
+            return False
+        layer = cast(DynamicLayer, cache.layers[0])
+        results.append((y, layer.keys, layer.values))
+    pairs = zip(*results, strict=True)
+    return all(isinstance(b, Tensor) and a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
+
+
+def _small_copy(module: Any, generator: torch.Generator) -> Any:
+    """The module with all its numbers, but with small linears of random weights."""
+    alone = hollow(module)
+    alone.config, alone.layer_idx = copy.copy(module.config), 0
+    for name, part in module._modules.items():
+        if name in NORMS:
+            made = copy.deepcopy(part).to_empty(device="cpu").float()
+            for gain in made.parameters():
+                gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
+        else:
+            n = HIDDEN if name == OUTPUT else part.out_features
+            k = HIDDEN if name in (QUERIES, LOW_RANK[0], LATENT) else part.in_features
+            made = nn.utils.skip_init(nn.Linear, k, n, bias=False)
+            made.get_parameter("weight").copy_(torch.randn(n, k, generator=generator) / k**0.5)
+        setattr(alone, name, made)
+    return alone.eval()
