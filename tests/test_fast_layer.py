@@ -25,21 +25,22 @@ from quip_sharp.plan import QuipSharpRecipe
 
 KINDS = {
     "qwen3": "heads", "gemma3_text": "heads", "qwen3_moe": "heads", "exaone4": "heads",
-    "apertus": "heads", "exaone_moe": "heads", "hy_v3": "heads", "kolibri1": "heads",
+    "apertus": "heads", "exaone_moe": "heads", "hy_v3": "heads", "kolibri1": "heads", "flint": "heads",
     "glm4_moe": "heads", "sarvam_moe": "heads", "dots1": "heads", "mellum": "heads", "minimax_m2": "whole",
     "flex_olmo": "whole", "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
     "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2",
-    "vaultgemma", "granite_swa", "granitemoe_swa", "gpt_oss", "cohere", "cohere2", "cohere2_moe", "phi", "stablelm",
-    "flint", "opt", "gpt2", "llama4_text", "nanochat",
+    "vaultgemma", "cohere", "cohere2", "cohere2_moe", "phi", "stablelm",
+    "opt", "gpt2", "llama4_text", "nanochat",
 }  # fmt: skip
 """Families whose rotary embedding is another one, or which have none, that do more to queries and keys, or attend in
 another way."""
+WITH_SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "flint"}
 OTHERS = (
     dict.fromkeys(("olmo2", "olmo3", "olmo", "apertus", "nemotron", *sorted(OWN_ATTENTION)), [])
     | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", *LATENT_ATTENTION), ["all"] * 2)
-    | {"qwen3_next": ["all"]}
+    | {"qwen3_next": ["all"], "granite_swa": ["all"], "granitemoe_swa": ["all"], "flint": ["all"]}
 )
 """Families whose attention, norms or MLP are others, whose rotary embedding is in float32 (OLMo), or which have
 delta nets or latent attention: what one call does of two layers."""
@@ -124,9 +125,11 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     own = [module for module in plain.modules() if type(module).__name__.endswith("Attention")]
     kinds = [fast_attention.kind_of(module) for module in own]
     in_part = family in ("phi3", "glm4_moe", "sarvam_moe", "minimax_m2", "nemotron")
-    assert kinds[0] == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part, False))
+    more = family == "gpt_oss", family in WITH_SINKS
+    first = kinds[1] if family == "flint" else kinds[0]  # whose first block turns nothing
+    assert first == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part, False, *more))
     fast = [kind for kind in kinds if kind is not None]
-    if family == "cohere_compass_text":  # whose first block is given no positions
+    if family in ("cohere_compass_text", "granite_swa", "granitemoe_swa"):  # one of whose blocks is given no positions
         return
     assert calls == [bool(step) for _ in range(2) for step in range(5) for _ in fast]
 
@@ -273,7 +276,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False, False)
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False, False, False, False)
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 
@@ -289,7 +292,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return y + z
 
     assert fast_layer._layout_of(MlpIsGivenMore(config, 0)) is None
-    assert fast_layer._layout_of(MlpGivesTwo(config, 0)) is None
+    assert fast_layer._layout_of(MlpGivesTwo(config, 0)) == fast_layer.LAYOUTS[0]  # as experts do
 
     class Twice(GraniteDecoderLayer):
         def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:

@@ -85,7 +85,7 @@ def in_layers(model: Any) -> int:
 IN_LAYERS = {
     "qwen3_moe", "olmoe", "mellum", "mixtral", "flex_olmo", "qwen2_moe", "glm4_moe", "sarvam_moe", "dots1",
     "solar_open", "minimax_m2", "hy_v3", "qwen3_next", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite", "sarvam_mla", "kimi_linear",
+    "glm4_moe_lite", "sarvam_mla", "kimi_linear", "gpt_oss", "flint",
 }  # fmt: skip
 """Families whose experts are a part of their layer's call."""
 OTHER_ROUTERS = {"llama4_text", "cohere2_moe", "phimoe", "axk1", "axk2", "laguna"}
@@ -121,7 +121,7 @@ def test_few_tokens(model_type: str, recipe: str, tmp_path: Path, seen: list[lis
 
 
 @pytest.mark.parametrize(
-    "model_type", ("qwen3_moe", "deepseek_v3", "cohere2_moe"), ids=("in their layer", "with their router", "alone")
+    "model_type", ("qwen3_moe", "ernie4_5_moe", "cohere2_moe"), ids=("in their layer", "with their router", "alone")
 )
 def test_experts_that_were_changed_or_are_listened_to(model_type: str, tmp_path: Path, seen: list[list[int]]) -> None:
     model = packed(tmp_path, model_type)

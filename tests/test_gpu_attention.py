@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from ptq.fast import fast_attention, fast_decode
+from ptq.fast import decoding, fast_attention, fast_decode
 from ptq.kv.attention import CACHE, attach
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.packed_cache import PackedCache
@@ -69,9 +69,9 @@ def test_decoded_tokens_are_one_op(kind: str, padded: bool, monkeypatch: pytest.
     model = model_of(SETTINGS if "packed" in kind else None)
     wanted = run(model, cache_of(kind, model), padded)
     served: list[Any] = []
-    own = fast_attention._layer_on_gpu
+    own = decoding.layer_on_gpu
     monkeypatch.setattr(
-        fast_attention, "_layer_on_gpu", lambda *given: served.append(own(*given)[0]) or (served[-1], own(*given)[1])
+        decoding, "layer_on_gpu", lambda *given: served.append(own(*given)[0]) or (served[-1], own(*given)[1])
     )
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     monkeypatch.setattr(fast_attention, "cpu_ops_serve", lambda *tensors: False)
@@ -87,10 +87,10 @@ def test_decoded_tokens_are_one_op(kind: str, padded: bool, monkeypatch: pytest.
 def test_what_the_kernels_do_not_serve_is_left_to_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matmul, "lies_on_gpu", lambda x: True)
     monkeypatch.setattr(fast_attention, "cpu_ops_serve", lambda *tensors: False)
-    own = fast_attention._layer_on_gpu
+    own = decoding.layer_on_gpu
     served: list[Any] = []
     monkeypatch.setattr(
-        fast_attention, "_layer_on_gpu", lambda *given: served.append(own(*given)[0]) or (served[-1], own(*given)[1])
+        decoding, "layer_on_gpu", lambda *given: served.append(own(*given)[0]) or (served[-1], own(*given)[1])
     )
     dense = CacheQuantization(4, 4, hadamard=hadamard.construction(12))
     for model, kind in (

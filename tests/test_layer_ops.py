@@ -91,6 +91,7 @@ def arguments(
     moe: bool = False,
     mixer: str = "qkv",
     turning: int = 0,
+    sinks: bool = False,
 ) -> tuple[Any, dict[str, Any]]:
     """The op, and by name its arguments and those of a token, with seven tokens before.
 
@@ -98,7 +99,7 @@ def arguments(
     of the linears that have one; `mlp`: whether there is one; `fused`: the first letters of linears that are one with
     those of the same input; `turned`: channels of each head; `hidden`: tokens that a mask hides, fewer in later rows;
     `tokens`: of each row; `moe`: whether there are experts in the place of an MLP; `mixer`: the roles of its first
-    input, and of one inside; `turning`: of latent attention.
+    input, and of one inside; `turning`: of latent attention; `sinks`: whether heads have them.
     """
     torch.manual_seed(0)
     draw, before, sites, roles = torch.randn, 7, *((SITES, f"{mixer}ogud") if mlp else (SITES[:2], f"{mixer}o"))
@@ -153,7 +154,7 @@ def arguments(
     net = [draw(ROWS["c"], 1, KERNEL), draw(ROWS["c"]), *draw(2, HEADS, HIDDEN), *draw(2, HEADS), draw(D)]
     net = [x.to(dtype) for x in net] if mixer == "cz" else []
     latent = [draw(HEADS, RANK, DK, dtype=dtype), draw(HEADS, D, RANK, dtype=dtype) / RANK**0.5] if is_latent else []
-    special = D if mixer[0] == "Q" else 0, net, 1e-5, latent, turning
+    special = D if mixer[0] == "Q" else 0, net, 1e-5, latent, turning, [draw(HEADS, dtype=dtype)] * sinks
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *special, *found[1]]
     token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
     names = (argument.name for argument in found[0]._schema.arguments)
@@ -217,6 +218,8 @@ CASES: list[dict[str, Any]] = [
     {"mixer": "rln", "norms": "amqkAM", "mlp": False, "moe": True, "fused": "r", "biases": "rlo", "multiplier": 0.3},
     {"mixer": "rln", "norms": "aq", "mlp": False, "batch": 19},
     TWO_SIDED | {"mixer": "rln", "norms": "amqk", "turning": 1, "biases": "rlnogud"}, TWO_SIDED | {"mixer": "nl"},
+    {"sinks": True}, {"sinks": True, "mixer": "Qkv", "tokens": 3, "hidden": 2, "norms": "amqk"},
+    TWO_SIDED | {"sinks": True, "batch": 3, "turned": 8},
     {"tokens": 3}, {"tokens": 5, "hidden": 2, "cache": "packed", "norms": "amqk"},
     {"tokens": 2, "bits": 0, "fused": "qg"},
     TWO_SIDED | {"tokens": 4, "hidden": 3, "cache": "sinks", "fused": "q", "biases": "qog"},
@@ -285,7 +288,7 @@ def test_lists_that_are_not_one_for_each_layer_are_refused(decode: Any) -> None:
 TOGETHER = {"factors", "counts", "orders", "back_factors", "back_counts", "back_orders"}
 """Belong together: the cases above have several."""
 CHANGED = [name for name in arguments(torch.float32)[1] if name not in TOGETHER | {"round_first"}]
-CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")], "delta", "latent"]
+CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")], "delta", "latent", "sinks"]
 """`round_first` makes no difference in float32."""
 
 
@@ -293,7 +296,7 @@ CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("g
 def test_every_argument_counts(name: str) -> None:
     """A change of any part of any list changes the result."""
     case = TWO_SIDED | dict(norms="amqkAM", biases="qkvogud")
-    case |= {"delta": dict(mixer="cz"), "latent": dict(mixer="rln")}.get(name, {})
+    case |= {"delta": dict(mixer="cz"), "latent": dict(mixer="rln"), "sinks": dict(sinks=True)}.get(name, {})
     op, given = arguments(torch.float32, "e8p", **case)
     wanted, was = decoded(op, given), given[name]
     for place in range(len(was) if isinstance(was, list) else 1):

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_few_experts import RECIPES, one_by_one, packed
+from test_few_experts import RECIPES, one_by_one
+from test_few_experts import packed as whole
 from tiny_models import decode
 from torch import nn
 
@@ -23,6 +24,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run, made = fast_moe.RUN, []
     monkeypatch.setattr(fast_moe, "RUN", lambda moe, x: made.append(x.shape[:2].numel()) or run(moe, x))
     return made
+
+
+def packed(*args: Any, **kwargs: Any) -> Any:
+    """A packed model whose layers are called part by part."""
+    model = whole(*args, **kwargs)
+    for module in model.modules():
+        if type(module).__name__.endswith(("DecoderLayer", "Model")):
+            vars(module).pop("forward", None)
+    return model
 
 
 def block_of(model: Any) -> Any:

@@ -16,23 +16,35 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tens
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def exact(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float) -> tuple[Tensor, Tensor]:
+def exact(
+    q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, scaling: float, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The result in float64, and the same of |values|: how large a sum is that rounding can disturb."""
     groups = q.shape[1] // keys.shape[1]
     keys, values = (x.double().repeat_interleave(groups, 1) for x in (keys, values))
     score = q.double() @ keys.mT * scaling
     if seen is not None:
         score = score.masked_fill(~seen, -torch.inf)
-    weight = score.softmax(-1).nan_to_num(0.0)
+    if sinks is not None:
+        score = torch.cat((score, sinks.double()[:, None, None].expand(*score.shape[:3], 1)), -1)
+    weight = score.softmax(-1).nan_to_num(0.0)[..., : keys.shape[2]]
     return (weight @ values).transpose(1, 2), (weight @ values.abs()).transpose(1, 2)
 
 
-def check(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scaling: float) -> None:
-    found = torch.ops.ptq.prefill_attention(q, keys, values, mask, causal, scaling)
+def check(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scaling: float,
+    sinks: Tensor | None = None,
+) -> None:
+    found = torch.ops.ptq.prefill_attention(q, keys, values, mask, causal, scaling, sinks)
     seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool).tril() if causal else None
     if mask is not None:
         seen = mask if seen is None else mask & seen
-    wanted, size = exact(q, keys, values, seen, scaling)
+    wanted, size = exact(q, keys, values, seen, scaling, sinks)
     place = 2**-7 if q.dtype == torch.bfloat16 else 2**-17
     assert found.dtype == q.dtype and found.is_contiguous() and found.shape == wanted.shape
     assert ((found.double() - wanted).abs() <= place * size + 1e-30).all()
@@ -56,6 +68,24 @@ def test_against_float64(
     mask[:, :, :, s // 3 : s // 3 + 140] = False  # a chunk that nobody sees
     check(q, keys, values, mask, False, d**-0.5)
     check(q, keys, values, mask[:1], True, d**-0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", (-200.0, 0.0, 30.0, 1e6))
+def test_sinks(shift: float, dtype: torch.dtype, level: str) -> None:
+    """Far below all scores, among them, above, and so high that nothing is left."""
+    q, keys, values = draw(2, 6, 70, 24, dtype=dtype), *(draw(2, 3, 200, 24, dtype=dtype, seed=i) for i in (1, 2))
+    mask = draw(2, 1, 70, 200, seed=3) > 0
+    mask[0, 0, 9] = False
+    for sinks in (draw(6) + shift, (draw(6) + shift).to(dtype)):
+        check(q, keys, values, mask, False, 1.0, sinks)
+        check(q, keys, values, None, False, 1.0, sinks)
+        check(q, keys[:, :, :70], values[:, :, :70], None, True, 1.0, sinks)
+    if shift == 1e6:
+        assert not torch.ops.ptq.prefill_attention(q, keys, values, None, False, 1.0, sinks).any()
+    for wrong in (sinks[:5], sinks.half(), sinks[None]):
+        with pytest.raises(RuntimeError, match=r"prefill_attention: sinks must be \[6\]"):
+            torch.ops.ptq.prefill_attention(q, keys, values, None, False, 1.0, wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

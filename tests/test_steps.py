@@ -91,6 +91,33 @@ def test_attention_against_float64(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", (-200.0, 0.0, 30.0, 1e6))
+@pytest.mark.parametrize("b, t, before", [(2, 3, 40), (1, 1, 1300)])
+def test_attention_with_sinks(b: int, t: int, before: int, shift: float, dtype: torch.dtype, level: str) -> None:
+    h, groups, d = 2, 3, 24
+    q, k, v = (draw(b, t, n * d, dtype=dtype, seed=n) for n in (h * groups, h, h))
+    cos, sin = torch.ones(1, t, d, dtype=dtype), torch.zeros(1, t, d, dtype=dtype)
+    rooms = [draw(b, h, before + t, d, dtype=dtype, seed=seed) for seed in (4, 5)]
+    seen = torch.ones(b, 1, t, before + t, dtype=torch.bool).tril(before)
+    seen[0, ..., :7] = False
+    for sinks, mask in ((draw(6) + shift, None), ((draw(6) + shift).to(dtype), seen)):
+        given = q, k, v, cos, sin, *rooms, before, 1.0, mask, sinks
+        found = torch.ops.ptq.decode_attention(*given)
+        key, value = (x.double().repeat_interleave(groups, 1) for x in rooms)
+        visible = torch.ones(t, before + t, dtype=torch.bool).tril(before) if mask is None else mask
+        score = (q.view(b, t, -1, d).transpose(1, 2).double() @ key.mT).masked_fill(~visible, -torch.inf)
+        score = torch.cat((score, sinks.double()[:, None, None].expand(b, -1, t, 1)), -1)
+        exact = (score.softmax(-1)[..., :-1] @ value).transpose(1, 2).reshape(q.shape)
+        place = 2**-8 if dtype == torch.bfloat16 else 2**-19
+        for y in (found, steps.decode_attention(*given)):
+            assert ((y.double() - exact).abs() <= place * exact.abs() + 4e-6).all()
+        assert bool(found.any()) == (shift < 1e6)
+    for wrong in (sinks[:5], sinks.half(), sinks[None]):
+        with pytest.raises(RuntimeError, match=r"decode_attention: sinks must be \[6\]"):
+            torch.ops.ptq.decode_attention(q, k, v, cos, sin, *rooms, before, 1.0, None, wrong)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("b, t, before", [(3, 1, 40), (2, 1, 700), (4, 1, 1300), (2, 3, 600)])
 def test_attention_behind_a_mask(b: int, t: int, before: int, dtype: torch.dtype, level: str) -> None:
     """Padding of a few tokens, of whole chunks and parts, holes, and a row that sees nothing."""

@@ -108,4 +108,20 @@ inline torch::stable::Tensor from_float(const torch::stable::Tensor& x, torch::h
     return out;
 }
 
+// The sinks of attention, [heads] of float32 or bfloat16, times a factor; none: of no elements. The op is for the
+// message.
+inline std::vector<float> sinks_of(const char* op, const std::optional<torch::stable::Tensor>& sinks, int64_t heads,
+                                   float factor) {
+    using torch::headeronly::ScalarType;
+    if (!sinks) return {};
+    STD_TORCH_CHECK(sinks->is_cpu() && sinks->dim() == 1 && sinks->size(0) == heads &&
+                        (sinks->scalar_type() == ScalarType::Float || sinks->scalar_type() == ScalarType::BFloat16),
+                    op, ": sinks must be [", heads, "] in float32 or bfloat16");
+    const torch::stable::Tensor numbers = as_float(*sinks);
+    const auto* from = static_cast<const float*>(numbers.const_data_ptr());
+    std::vector<float> made(from, from + heads);
+    for (float& x : made) x *= factor;
+    return made;
+}
+
 }  // namespace ptq

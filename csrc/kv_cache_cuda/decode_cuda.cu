@@ -122,11 +122,12 @@ Tensor over_plain(Decoded& rows, const Tensor& keys, const Tensor& values, int64
 
 Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                         const Tensor& keys, const Tensor& values, int64_t before, double scaling,
-                        const std::optional<Tensor>& mask) {
+                        const std::optional<Tensor>& mask, const std::optional<Tensor>& sinks) {
     const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
     cuda::properties(q.get_device_index());
     constexpr const char* op = "decode_attention";
     STD_TORCH_CHECK(keys.dim() == 4, op, ": keys must be [b, heads, room, d]");
+    STD_TORCH_CHECK(!sinks, op, ": there are no sinks on a GPU");
     Decoded rows(op, q, k, v, cos, sin, keys.size(1));
     return over_plain(rows, keys, values, before, scaling, mask);
 }

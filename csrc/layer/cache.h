@@ -28,10 +28,12 @@ struct Cache {
     int64_t order;
     const std::optional<Tensor>& mask;
 
+    // `sinks` of the heads, only where the cache is plain.
     Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
-                  double scaling) const {
+                  double scaling, const std::optional<Tensor>& sinks) const {
         const Tensors& t = tensors;
-        if (t.size() == 2) return steps::decode_attention(q, k, v, cos, sin, t[0], t[1], before, scaling, mask);
+        if (t.size() == 2) return steps::decode_attention(q, k, v, cos, sin, t[0], t[1], before, scaling, mask, sinks);
+        STD_TORCH_CHECK(!sinks, "decode_layers: a packed cache does not go with sinks of heads");
         return kv_cache::decode_attention(q, k, v, cos, sin, t[0], t[1], t[2], t[3], before, bits[0], bits[1], clip,
                                           factors, order, scaling, sink(0), sink(1), sink(2), mask);
     }

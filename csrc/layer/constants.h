@@ -54,7 +54,9 @@ struct Constants {
     double delta_eps;
     Tensors latent;  // empty, or the matrices of latent attention
     int64_t turning;
+    Tensors sinks;  // empty, or those of the heads of attention
 
+    std::optional<Tensor> head_sinks() const { return sinks.empty() ? std::nullopt : std::optional(sinks[0]); }
     const Roles& roles() const {
         const bool low_rank = !latent.empty() && gains.size() == norm_count && gains[of_queries].numel();
         return low_rank ? of_low_rank : delta.empty() && latent.empty() ? of_attention : of_two;

@@ -118,7 +118,7 @@ class Layer final : public Decoder {
                     double scaling) const {
         const auto attend = [&](const Tensor& q) {
             const Tensor queries = norm_.of_heads(q, of_queries), keys = norm_.of_heads(qkv[1], of_keys);
-            return cache.attend(queries, keys, qkv[2], cos, sin, scaling);
+            return cache.attend(queries, keys, qkv[2], cos, sin, scaling, constants_.head_sinks());
         };
         if (!constants_.gated) return attend(qkv[0]);
         const auto [q, gate] = halves_of_heads(qkv[0], constants_.gated);
@@ -252,11 +252,11 @@ Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const I
           const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
           const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
           const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, int64_t gated, const Tensors& delta,
-          double delta_eps, const Tensors& latent, int64_t turning, Arguments... weights) {
+          double delta_eps, const Tensors& latent, int64_t turning, const Tensors& sinks, Arguments... weights) {
     return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(
         Constants{gains,   eps,    offset, round_first, biases,       input_bits,  clips,       su,
                   factors, counts, orders, sv,          back_factors, back_counts, back_orders, gelu,
-                  rows,    moe,    gated,  delta,       delta_eps,    latent,      turning},
+                  rows,    moe,    gated,  delta,       delta_eps,    latent,      turning,     sinks},
         Format{weights...}));
 }
 

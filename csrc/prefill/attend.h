@@ -1,5 +1,6 @@
 // The kernels of one level: included after PTQ_LEVEL, the name of its table, is defined. One pass over keys and values,
 // chunk by chunk, with a running maximum (flash attention, arXiv 2205.14135).
+#include <cmath>
 #include <new>
 
 #include "common/softmax.h"
@@ -154,7 +155,9 @@ void store_results(const Attention& p, const Rows& rows, const Scratch& scratch)
         const int64_t token = (rows.row + r) / p.groups, group = (rows.row + r) % p.groups;
         const int64_t to =
             ((rows.b * p.tokens + token) * p.heads * p.groups + rows.head * p.groups + group) * p.value_d;
-        const float total = vectors::sum(scratch.total[r]), inverse = total == 0 ? 0 : 1 / total;
+        float total = vectors::sum(scratch.total[r]);
+        if (p.sinks && total != 0) total += std::exp(p.sinks[rows.head * p.groups + group] - scratch.largest[r]);
+        const float inverse = total == 0 ? 0 : 1 / total;
         for (int64_t c = 0; c < p.value_d; c += lanes) {
             const Lanes x = load(scratch.out + r * p.value_width() + c) * inverse;
             steps::write<type>(p.out, to + c, steps::rounded<type>(x), std::min(lanes, p.value_d - c));

@@ -38,6 +38,7 @@ struct Attention {
     int64_t batch, heads, groups, tokens, length, d, value_d;
     float scaling;
     bool causal;                    // token i sees keys 0 to i
+    const float* sinks;             // [heads * groups]: scores of what has no value; null: none
     int64_t first;                  // of the heads of keys, over the batch, that are in the panels
     uint32_t *to_keys, *to_values;  // panels, made by `pack`
 

@@ -56,7 +56,7 @@ void set_mask(Attention& p, const Tensor& mask) {
 }
 
 Tensor prefill_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const std::optional<Tensor>& mask,
-                         bool causal, double scaling) {
+                         bool causal, double scaling, const std::optional<Tensor>& sinks) {
     check(q, keys, values, scaling);
     const bool slow = has_slow_pairs() && q.size(2) >= few_tokens;
     const bool pairs = q.scalar_type() == ScalarType::BFloat16 && cpu_level() >= CpuLevel::avx512bf16 && !slow;
@@ -69,6 +69,8 @@ Tensor prefill_attention(const Tensor& q, const Tensor& keys, const Tensor& valu
     p.length = keys.size(2), p.d = q.size(3), p.value_d = values.size(3);
     p.scaling = static_cast<float>(scaling), p.causal = causal;
     if (mask) set_mask(p, *mask);
+    const std::vector<float> own = sinks_of("prefill_attention", sinks, q.size(1), 1);
+    p.sinks = sinks ? own.data() : nullptr;
     const Tensor out = fresh(std::vector<int64_t>{p.batch, p.tokens, q.size(1), p.value_d}, q.scalar_type());
     p.out = out.mutable_data_ptr();
     const int64_t heads = p.batch * p.heads, keys_size = p.chunks() * chunk * p.key_steps();

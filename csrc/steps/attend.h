@@ -85,11 +85,14 @@ inline float soften(float* score, int64_t seen, int64_t count, const uint8_t* ma
     return factor;
 }
 
-// The result of a query row: sums over the values, divided by the sum of their weights; of a row that sees nothing, 0.
+// The result of a query row: sums over the values, divided by the sum of their weights, which are powers of two of
+// scores less the largest; of a row that sees nothing, 0.
 template <Number type>
-inline void write_row(const Attend& p, int64_t unit, int64_t row, const float* sums, float total) {
+inline void write_row(const Attend& p, int64_t unit, int64_t row, const float* sums, float largest, float total) {
     const int64_t b = unit / p.heads, head = unit % p.heads, group = row / p.tokens, token = row % p.tokens;
-    const int64_t to = (((b * p.tokens + token) * p.heads + head) * p.groups + group) * p.d;
+    const int64_t query_head = head * p.groups + group;
+    const int64_t to = ((b * p.tokens + token) * p.heads * p.groups + query_head) * p.d;
+    if (p.sinks && total != 0) total += std::exp2(p.sinks[query_head] - largest);
     const float inverse = total == 0 ? 0.0f : 1 / total;
     for (int64_t c = 0; c < p.d; c += lanes)
         write<type>(p.out, to + c, rounded<type>(load(sums + c) * inverse), std::min(lanes, p.d - c));
@@ -132,7 +135,7 @@ void attend_rows(const Attend& p, int64_t unit, int64_t part, int64_t first, con
     }
     for (int r = 0; r < rows; r++) {
         if (!p.partial) {
-            write_row<type>(p, unit, first + r, out + r * width, total[r]);
+            write_row<type>(p, unit, first + r, out + r * width, largest[r], total[r]);
         } else {
             float* to = p.partial_row(unit, part, first + r);
             std::copy(out + r * width, out + (r + 1) * width, to);
@@ -186,7 +189,7 @@ void merge_of(const Attend& p, int64_t first, int64_t last) {
             for (int64_t c = 0; c < width; c += lanes)
                 store(sums.data() + c, load(sums.data() + c) + factor * load(from + c));
         }
-        write_row<type>(p, unit, row, sums.data(), total);
+        write_row<type>(p, unit, row, sums.data(), largest, total);
     }
 }
 

@@ -66,6 +66,7 @@ struct Attend {
     int64_t mask_batch;   // elements between rows of the batch: 0 where all share one mask
     int64_t units;        // parts of heads, over the batch
     int64_t part = part_tokens;
+    const float* sinks = nullptr;  // [heads * groups], times log2(e): scores of what has no value; null: none
 
     int64_t rows() const { return groups * tokens; }
     // What a row of a head sees from token `at` on.

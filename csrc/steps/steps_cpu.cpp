@@ -183,7 +183,7 @@ Rows rows_of(const Tensor& given, int64_t b, int64_t t, int64_t heads, int64_t d
 
 Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                         const Tensor& keys, const Tensor& values, int64_t before, double scaling,
-                        const std::optional<Tensor>& mask) {
+                        const std::optional<Tensor>& mask, const std::optional<Tensor>& sinks) {
     const Number type = number_of(q, "decode_attention");
     STD_TORCH_CHECK(keys.dim() == 4 && q.dim() == 3 && keys.size(1) > 0 && keys.size(3) > 0 && keys.size(3) % 2 == 0,
                     "decode_attention: expected q [b, t, heads * d] and keys [b, heads, room, d], d even");
@@ -209,6 +209,8 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
         STD_TORCH_CHECK(sin.size(i) == cos.size(i) && sin.scalar_type() == cos.scalar_type(),
                         "decode_attention: cos and sin differ");
     check_mask("decode_attention", mask, b, t, before + t);
+    constexpr auto log2e = static_cast<float>(std::numbers::log2e);
+    const std::vector<float> powers = sinks_of("decode_attention", sinks, heads * groups, log2e);
     const Tensor c = compact(cos), s = compact(sin), out = fresh(q.sizes(), q.scalar_type());
     if (!out.numel()) return out;
     const auto* c_data = static_cast<const char*>(c.const_data_ptr());
@@ -232,25 +234,26 @@ Tensor decode_attention(const Tensor& q, const Tensor& k, const Tensor& v, const
         }
     std::optional<Tensor> masks;
     if (mask) masks = compact(*mask);
-    const Attend p{.type = type,
-                   .q = turned.data(),
-                   .keys = to_k,
-                   .values = to_v,
-                   .out = out.mutable_data_ptr(),
-                   .heads = heads,
-                   .groups = groups,
-                   .tokens = t,
-                   .d = d,
-                   .before = before,
-                   .room = whole,
-                   .more_keys = nullptr,
-                   .more = 0,
-                   .more_room = 0,
-                   .scaling = static_cast<float>(scaling * std::numbers::log2e),
-                   .partial = nullptr,
-                   .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
-                   .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0,
-                   .units = 0};
+    Attend p{.type = type,
+             .q = turned.data(),
+             .keys = to_k,
+             .values = to_v,
+             .out = out.mutable_data_ptr(),
+             .heads = heads,
+             .groups = groups,
+             .tokens = t,
+             .d = d,
+             .before = before,
+             .room = whole,
+             .more_keys = nullptr,
+             .more = 0,
+             .more_room = 0,
+             .scaling = static_cast<float>(scaling * std::numbers::log2e),
+             .partial = nullptr,
+             .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
+             .mask_batch = masks && masks->size(0) == b ? t * (before + t) : 0,
+             .units = 0};
+    if (sinks) p.sinks = powers.data();
     attend(p, b);
     return out;
 }

@@ -21,7 +21,8 @@ torch::stable::Tensor decode_attention(const torch::stable::Tensor& q, const tor
                                        const torch::stable::Tensor& v, const torch::stable::Tensor& cos,
                                        const torch::stable::Tensor& sin, const torch::stable::Tensor& keys,
                                        const torch::stable::Tensor& values, int64_t before, double scaling,
-                                       const std::optional<torch::stable::Tensor>& mask);
+                                       const std::optional<torch::stable::Tensor>& mask,
+                                       const std::optional<torch::stable::Tensor>& sinks);
 // Of queries and keys that are turned already; `partial` and `units` are set here.
 void attend(Attend p, int64_t batch);
 // Of so many numbers of one head of one token.

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps, latent_attention
+from ptq.fast import decoding, delta_net, fast_attention, fast_moe, fast_steps, latent_attention
 from ptq.fast.fast_moe import HeldMoe
 from ptq.fast.latent_attention import HeldExpansion
 from ptq.kv.growing_cache import GrowingLayer
@@ -127,9 +127,10 @@ def _layer(
 
 def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None) -> dict[str, Any] | None:
     """The fields of mixers of one kind alone; None where a part of that is of another kind now."""
-    fields: dict[str, Any] = dict(gated=0, delta=[], delta_eps=0.0, latent=[], turning=0)
+    fields: dict[str, Any] = dict(gated=0, delta=[], delta_eps=0.0, latent=[], turning=0, sinks=[])
     if isinstance(kind, fast_attention.Kind):
-        return fields | dict(gated=mixer.head_dim if kind.gated else 0)
+        sinks = [mixer._parameters[fast_attention.SINKS]] if kind.sinks else []
+        return fields | dict(gated=mixer.head_dim if kind.gated else 0, sinks=sinks)
     if isinstance(kind, latent_attention.Kind):
         return None if expansion is None else fields | dict(latent=[*expansion.numbers], turning=kind.turning)
     net = delta_net.net_of(mixer)
@@ -194,7 +195,7 @@ def run(
     cache = _cache(layers, states, x)
     if cache is None:
         return None
-    turns, mask = others["position_embeddings"], others.get("attention_mask")
+    turns, mask = attentions[0][1].turns(others["position_embeddings"]), others.get("attention_mask")
     scaling = [layer.mixer.scaling for layer in layers]
     y = DECODE(handles, x, *turns, *cache, scaling, multipliers, mask)
     for state in cast(list[GrowingLayer | PackedLayer], states):
@@ -232,7 +233,7 @@ def _run_latent(
 
 
 def _cache(
-    layers: Sequence[Layer], states: Sequence[fast_attention.CacheLayer], x: Float[Tensor, "b t k"]
+    layers: Sequence[Layer], states: Sequence[decoding.CacheLayer], x: Float[Tensor, "b t k"]
 ) -> tuple[Any, ...] | None:
     """The arguments of `ptq::decode_layers` from `cache` to `cache_order`, with room for the tokens of x. All states
     are of one cache."""

@@ -12,31 +12,20 @@ from typing import Any, NamedTuple, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer, StaticCache, StaticLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
+from ptq.fast import decoding
+from ptq.fast.decoding import CacheLayer
 from ptq.fast.trials import MISFIT, hollow, tried_once
-from ptq.kv.attention import CACHE, MAX_DECODE, forward, implementation
+from ptq.kv.attention import CACHE, forward
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
-from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
-from ptq.kv.static_cache import StaticPackedCache
 from ptq.layers.shared_input import products
-from ptq.ops.matmul import cpu_ops_serve, gpu_ops_serve
+from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve, gpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
 
-ATTENTION = "ptq_sdpa"
-"""Name of the attention function of transformers that takes the place of "sdpa" (`ptq.fast.fast_decode`)."""
-
 INPUTS, FUSED, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", "o_proj", ("q_norm", "k_norm")
-NORMED = ("", "heads", "whole")
-
-CacheLayer = GrowingLayer | PackedLayer | StaticLayer
-
-MOST_GPU_CHANNELS = 256
-"""Of a head, that the CUDA kernels take."""
-
-MOST_TOKENS = 16
-"""Of a row, such as those that assisted generation has guessed; over a packed cache at most `MAX_DECODE`."""
+NORMED, SINKS = ("", "heads", "whole"), "sinks"
 
 
 class Kind(NamedTuple):
@@ -48,6 +37,20 @@ class Kind(NamedTuple):
     """Whether it may turn the first channels of every head, and leave the others as they are."""
     gated: bool
     """Whether a gate of what is attended stands behind the queries of every head, in the same product."""
+    halved: bool = False
+    """Whether cos and sin are given for one half of the channels that are turned."""
+    sinks: bool = False
+    """Whether each head has one more score, without a value (`ptq::decode_attention`)."""
+
+    def takes(self, module: Any, given: int) -> bool:
+        """Whether it turns what so many numbers of cos and sin are for."""
+        turned = given * (1 + self.halved)
+        return turned == module.head_dim or (self.in_part and turned < module.head_dim)
+
+    def turns(self, position_embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """cos and sin as the op takes them."""
+        cos, sin = position_embeddings
+        return (cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)) if self.halved else position_embeddings
 
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
@@ -64,7 +67,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         return None
     if wants_gradient(q, k, v):  # somebody listens, and has added to them
         return None
-    turns, mask = others["position_embeddings"], others.get("attention_mask")
+    turns, mask = kind.turns(others["position_embeddings"]), others.get("attention_mask")
     return output(attend(module, kind, q, k, v, turns, layers[0], mask))
 
 
@@ -78,6 +81,11 @@ def rows_of(module: Any) -> list[int]:
     """How many rows of its weights are of queries, of keys and of values."""
     config, d = module.config, module.head_dim
     return [config.num_attention_heads * d * (1 + is_gated(module)), *(config.num_key_value_heads * d,) * 2]
+
+
+def kv_heads(module: Any) -> int:
+    """How many heads of keys there are."""
+    return module.config.num_key_value_heads
 
 
 def is_gated(module: Any) -> bool:
@@ -101,19 +109,21 @@ def cache_layers(
     if position_embeddings is None or cache is None:
         return None
     batch, tokens = hidden_states.shape[:2]
-    if not batch or not are_decoded(tokens, attention_mask) or position_embeddings[0].dim() != 3:
+    if not batch or not decoding.are_decoded(tokens, attention_mask) or position_embeddings[0].dim() != 3:
         return None
     turned = position_embeddings[0].shape[2]
     given = hidden_states, *position_embeddings, *floats
-    find = _layer_on_cpu if cpu_ops_serve(*given) else _layer_on_gpu if gpu_ops_serve(*given) else None
+    find = decoding.layer_on_cpu if cpu_ops_serve(*given) else decoding.layer_on_gpu if gpu_ops_serve(*given) else None
     if find is None:
         return None
     layers = []
     for module, kind in attentions:
-        if module.training or (turned != module.head_dim and not (kind.in_part and turned < module.head_dim)):
+        if module.training or not kind.takes(module, turned) or (kind.sinks and not _sinks_serve(module, others)):
             return None
         layer, wanted = find(module, cache, hidden_states)
-        if layer is None or attention_name(module.config) != wanted or not fits(attention_mask, hidden_states, layer):
+        if layer is None or decoding.attention_name(module.config) != wanted:
+            return None
+        if not decoding.fits(attention_mask, hidden_states, layer):
             return None
         if torch.is_grad_enabled() and not isinstance(layer, PackedLayer) and wants_gradient(layer.keys, layer.values):
             return None  # a learned prefix
@@ -121,62 +131,10 @@ def cache_layers(
     return layers
 
 
-def _layer_on_cpu(module: Any, cache: Any, x: Float[Tensor, "b t k"]) -> tuple[CacheLayer | None, str]:
-    """The layer of a cache that the ops serve, behind whose tokens x comes, and the attention it belongs to."""
-    if type(cache) is PackedCache:
-        layer, wanted = _packed_layer(module, cache, x.shape[1]), implementation(cache.settings)
-    else:
-        layer, wanted = growing_layer(cache, module.layer_idx), ATTENTION
-    return layer if layer is not None and layer.get_seq_length() else None, wanted
-
-
-def _layer_on_gpu(module: Any, cache: Any, x: Float[Tensor, "b t k"]) -> tuple[CacheLayer | None, str]:
-    """What `_layer_on_cpu` gives, on a GPU, which is not asked how many tokens a static cache has."""
-    batch, tokens, d = *x.shape[:2], cast(int, module.head_dim)
-    if type(cache) in (PackedCache, StaticPackedCache):
-        layer, wanted = _packed_layer(module, cache, tokens), implementation(cache.settings)
-        serves = layer is not None and layer.decodes and layer.key.batch == batch and not layer.numbers()[2]
-    else:
-        growing, static = growing_layer(cache, module.layer_idx), _static_layer(cache, module.layer_idx, x)
-        layer, wanted = growing or static, ATTENTION
-        serves = x.dtype.itemsize == 2 and d % 8 == 0 and (growing is None or growing.get_seq_length() > 0)
-    return layer if serves and d <= MOST_GPU_CHANNELS else None, wanted
-
-
-def _static_layer(cache: Any, index: int, x: Float[Tensor, "b t k"]) -> StaticLayer | None:
-    """A layer of a static cache that holds all tokens, and as many rows as x."""
-    if type(cache) is not StaticCache or cache.offloading or not 0 <= index < len(cache.layers):
-        return None
-    layer = cache.layers[index]
-    if type(layer) is not StaticLayer or layer.keys is None:
-        return None
-    return layer if layer.keys.dtype == x.dtype and layer.keys.shape[0] == x.shape[0] else None
-
-
-def _packed_layer(module: Any, cache: PackedCache, tokens: int) -> PackedLayer | None:
-    layer = cache.layers[module.layer_idx]
-    assert isinstance(layer, PackedLayer)
-    return layer if tokens <= MAX_DECODE else None
-
-
-def are_decoded(tokens: int, mask: Any) -> bool:
-    """Whether so many tokens of a row may be behind others: several then come with a mask."""
-    return tokens == 1 or (1 < tokens <= MOST_TOKENS and mask is not None)
-
-
-def fits(mask: Any, x: Float[Tensor, "b t k"], layer: CacheLayer) -> bool:
-    """Whether the ops take a mask, which may be None: of bools, for tokens behind those that the layer has."""
-    batch, tokens = x.shape[:2]
-    if mask is None:
-        return not isinstance(layer, StaticLayer)
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, batch):
-        return False
-    return mask.device == x.device and mask.shape[1:] == (1, tokens, layer.get_mask_sizes(tokens)[0])
-
-
-def attention_name(config: Any) -> str | None:
-    """The config's `_attn_implementation`, without its slow way through `__getattribute__` where that can be done."""
-    return vars(config).get("_attn_implementation_internal") or config._attn_implementation
+def _sinks_serve(module: Any, others: dict[str, Any]) -> bool:
+    """Whether the sinks are what the op takes, and nobody asks for weights, which transformers' own code has."""
+    sinks = module._parameters.get(SINKS)
+    return sinks is not None and sinks.is_cpu and sinks.dtype in FEW_DTYPES and not others.get("output_attentions")
 
 
 def attend(
@@ -199,7 +157,8 @@ def attend(
         norms = (module._modules[name] for name in NORMS)
         q, k = (_normed(norm, y, d if kind.normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
     if isinstance(layer, GrowingLayer):
-        return layer.decode(q, k, v, turns, d, module.scaling, mask)
+        sinks = module._parameters[SINKS] if kind.sinks else None
+        return layer.decode(q, k, v, turns, d, module.scaling, mask, sinks)
     if isinstance(layer, StaticLayer):
         room, start = (layer.keys, layer.values), layer.cumulative_length
         return torch.ops.ptq.decode_attention_at.default(q, k, v, *turns, *room, start, module.scaling, mask)
@@ -227,12 +186,18 @@ def kind_of(module: nn.Module) -> Kind | None:
     known = {*INPUTS, OUTPUT} <= names or {FUSED, OUTPUT} <= names
     if not known or not {"config", "head_dim", "scaling"} <= vars(module).keys():
         return None
+    try:
+        rows_of(module)
+    except MISFIT:  # layers of one config may differ in their heads
+        return None
     return _tried(module)
 
 
 @tried_once
 def _tried(module: Any) -> Kind | None:
-    kinds = (Kind(normed, False, is_gated(module)) for normed in NORMED)
+    more = is_gated(module), False, module._parameters.get(SINKS) is not None
+    kinds = [Kind(normed, False, *more) for normed in NORMED]
+    kinds += [kind._replace(halved=True) for kind in kinds]
     kind = next((kind for kind in kinds if _gives_its_numbers(module, kind, module.head_dim)), None)
     part = module.head_dim // 4 * 2
     return None if kind is None else kind._replace(in_part=part > 0 and _gives_its_numbers(module, kind, part))
@@ -242,7 +207,7 @@ def _gives_its_numbers(module: Any, kind: Kind, turned: int) -> bool:
     if bool(kind.normed) != all(name in module._modules for name in NORMS):
         return False
     generator = torch.Generator().manual_seed(0)
-    alone = _small_copy(module, HIDDEN, generator)
+    alone = small_copy(module, generator)
     return all(_gives_those_of(module, alone, kind, turned, tokens, generator) for tokens in (1, 3))
 
 
@@ -250,16 +215,18 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
     """Whether the steps give what the forward of a module gives for so many tokens. `alone`: a small copy."""
     rows, d = rows_of(module), module.head_dim
     before = [torch.randn(2, rows[1] // d, 5, d, generator=generator) for _ in range(2)]
-    shapes = (2, tokens, HIDDEN), (2, tokens, turned), (2, tokens, turned)
-    x, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
+    widths = HIDDEN, *(turned // (1 + kind.halved),) * 2
+    x, cos, sin = (torch.randn(2, tokens, width, generator=generator) for width in widths)
     seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
     seen[0, -1] = True  # a mask may let tokens see those after them
     mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
+    numbers = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     results = []
     for own in (True, False):
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
-        inputs = {"position_embeddings": (cos, sin), "attention_mask": mask, CACHE: cache}
+        given = numbers if kind.sinks else mask  # transformers has no other attention with sinks than one that adds it
+        inputs = {"position_embeddings": (cos, sin), "attention_mask": given, CACHE: cache}
         try:
             if own:
                 results.append(type(module).forward(alone, hidden_states=x, **inputs)[0])
@@ -268,7 +235,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
                 assert layer is not None
                 *first, output = linears_of(alone)
                 q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
-                results.append(output(attend(alone, kind, q, k, v, (cos, sin), layer, mask)))
+                results.append(output(attend(alone, kind, q, k, v, kind.turns((cos, sin)), layer, mask)))
         except MISFIT:
             return False
         layer = cast(DynamicLayer, cache.layers[0])
@@ -277,16 +244,19 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
     return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
 
 
-def _small_copy(module: Any, hidden: int, generator: torch.Generator) -> Any:
+def small_copy(module: Any, generator: torch.Generator) -> Any:
     """The module with all its numbers, but with small linears of random weights."""
     alone = hollow(module)
     alone.config = copy.copy(module.config)
-    alone.config._attn_implementation = "sdpa"
+    sinks = module._parameters.get(SINKS)
+    if sinks is not None:
+        alone.register_parameter(SINKS, nn.Parameter(torch.randn(sinks.shape, generator=generator), False))
+    alone.config._attn_implementation = "sdpa" if sinks is None else "eager"
     alone.layer_idx = 0
     rows, attended = rows_of(module), module.config.num_attention_heads * module.head_dim
-    shapes = dict(zip(INPUTS, ((n, hidden) for n in rows), strict=True)) | {OUTPUT: (hidden, attended)}
+    shapes = dict(zip(INPUTS, ((n, HIDDEN) for n in rows), strict=True)) | {OUTPUT: (HIDDEN, attended)}
     if FUSED in module._modules:
-        shapes = {FUSED: (sum(rows), hidden), OUTPUT: shapes[OUTPUT]}
+        shapes = {FUSED: (sum(rows), HIDDEN), OUTPUT: shapes[OUTPUT]}
     for name, (n, k) in shapes.items():
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n, bias=False))
         getattr(alone, name).weight.copy_(torch.randn(n, k, generator=generator) / k**0.5)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ptq.fast import fast_layer, fast_moe, fast_steps, layer_runs
-from ptq.fast.fast_attention import ATTENTION
+from ptq.fast import fast_layer, fast_moe, fast_steps, layer_runs, sinks
+from ptq.fast.decoding import ATTENTION, WITHOUT_SDPA
 from ptq.layers import shared_input
 from ptq.ops import matmul, prefill_attention
 
@@ -43,20 +43,22 @@ def install(model: PreTrainedModel) -> None:
 
 
 def install_attention(model: Any) -> None:
-    """Put `attention` in the place of "sdpa"; not where the model's own code asks whether it has that."""
-    if model.config._attn_implementation == "sdpa" and not _asks_by_name(type(model)):
-        model.set_attn_implementation(ATTENTION)
+    """Put `attention` in the place of "sdpa", or of what takes sinks; not where the model's own code asks by name."""
+    own = model.config._attn_implementation
+    if (own == "sdpa" or (own == "eager" and sinks.serves(model))) and not _asks_by_name(type(model)):
+        model.set_attn_implementation(ATTENTION if own == "sdpa" else WITHOUT_SDPA)
         if hasattr(model, "init_continuous_batching"):
             model.init_continuous_batching = functools.partial(_init_continuous_batching, model)
 
 
 def _init_continuous_batching(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """As transformers does it, which takes no attention but its own: the model has "sdpa" until the manager stops."""
+    """As transformers does it, which takes no attention but its own: the model has that until the manager stops."""
     own = model.config._attn_implementation
-    if own == ATTENTION:
-        model.set_attn_implementation("sdpa")
+    theirs = {ATTENTION: "sdpa", WITHOUT_SDPA: "eager"}
+    if own in theirs:
+        model.set_attn_implementation(theirs[own])
     manager = type(model).init_continuous_batching(model, *args, **kwargs)
-    if own == ATTENTION:
+    if own in theirs:
         manager._original_attn_impl = own
     return manager
 
@@ -81,8 +83,11 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
-) -> tuple[Float[Tensor, "b t q_heads value_d"], None]:
+) -> tuple[Float[Tensor, "b t q_heads value_d"], Tensor | None]:
     """The attention function "sdpa" of transformers, with faster ways for one token without a mask and for many."""
+    if kwargs.get("s_aux") is not None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return sinks.forward(module, query, key, value, attention_mask, scale, dropout, **kwargs)
     batch, heads, tokens, d = query.shape
     grouped = tokens == 1 and heads != key.shape[1] and query.device.type == "cpu"
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None
@@ -135,5 +140,6 @@ def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     return None if bool(made.all()) else made
 
 
-AttentionInterface.register(ATTENTION, attention)
-AttentionMaskInterface.register(ATTENTION, mask)
+for _name in (ATTENTION, WITHOUT_SDPA):
+    AttentionInterface.register(_name, attention)
+    AttentionMaskInterface.register(_name, mask)

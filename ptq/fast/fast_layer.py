@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import cpu_layer, fast_attention, fast_steps, gpu_layer
+from ptq.fast import cpu_layer, decoding, fast_steps, gpu_layer
 from ptq.fast.fast_moe import FastMoe, looked_at
 from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.fast.watched import InPlace, Watched
@@ -117,7 +117,7 @@ class FastForward:
                 if self.on_gpu.watched:
                     self.on_gpu.forget()  # merged weights would stay on the GPU
                 held = self.on_cpu.found
-                if hidden_states.shape[1] > fast_attention.MOST_TOKENS and held is not None and not held.has_mlp:
+                if hidden_states.shape[1] > decoding.MOST_TOKENS and held is not None and not held.has_mlp:
                     self.on_cpu.forget()  # a prompt: who listened to its experts may be gone
                 found = _decoded(layer, self.on_cpu, hidden_states, **kwargs)
             if found is not None:
@@ -166,15 +166,14 @@ def is_fast(layer: nn.Module) -> bool:
 
 
 def _decoded(module: nn.Module, on_cpu: Replacement, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
-    if not fast_attention.are_decoded(x.shape[1], others.get("attention_mask")):
+    if not decoding.are_decoded(x.shape[1], others.get("attention_mask")):
         return None
     layer = on_cpu.if_unheard(module)
     y = None if layer is None else cpu_layer.run([layer], x, others, [multiplier(module)])
     if y is None or layer is None or layer.has_mlp:
         return y
     _, mlp, (_, before, _, after) = _parts(on_cpu.layout, module)
-    z = mlp(y if before is None else before(y))
-    z = z[0] if isinstance(z, tuple) else z  # experts may give their router's logits, too
+    z = _first(mlp(y if before is None else before(y)))
     z = z if after is None else after(z)
     m = multiplier(module)
     return y + (z if m == 1 else z * m)
@@ -199,16 +198,16 @@ def _mixer_of(module: nn.Module) -> str:
 
 
 class _StandIn(nn.Module):
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, gives_more: bool) -> None:
         super().__init__()
-        self.name = name
+        self.name, self.gives_more = name, gives_more
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.name == MLP and (args or kwargs):
             raise TypeError("more than `_decoded` gives an MLP")
         self.given = kwargs
         y = hidden_states.tanh() if self.name == MLP else hidden_states.sin()
-        return (y, None) if self.name == MIXERS[0] else y
+        return (y, None) if self.gives_more else y
 
 
 def _layout_of(module: nn.Module) -> NormNames | None:
@@ -220,14 +219,16 @@ def _layout_of(module: nn.Module) -> NormNames | None:
 
 @tried_once
 def _tried(module: nn.Module, layouts: tuple[NormNames, ...]) -> NormNames | None:
-    return next((layout for layout in layouts if _gives_its_numbers(module, layout)), None)
+    return next(
+        (layout for layout in layouts if any(_gives_its_numbers(module, layout, x) for x in (False, True))), None
+    )
 
 
-def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
+def _gives_its_numbers(module: nn.Module, layout: NormNames, mlp_gives_more: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)
     mixer = _mixer_of(module)
-    attention, mlp = _StandIn(mixer), _StandIn(MLP)
+    attention, mlp = _StandIn(mixer, mixer == MIXERS[0]), _StandIn(MLP, mlp_gives_more)
     setattr(alone, mixer, attention)
     setattr(alone, MLP, mlp)
     for name in module._modules.keys() - {mixer, MLP, *layout}:
@@ -251,6 +252,11 @@ def _gives_its_numbers(module: nn.Module, layout: NormNames) -> bool:
     needed = OTHERS if mixer == MIXERS[0] else NEEDED
     if any(attention.given.get(name) is not others[name] for name in needed):
         return False
-    m, attended = multiplier(module), attention(norms[0](x))
-    y = x + m * norms[2](attended[0] if isinstance(attended, tuple) else attended)
-    return isinstance(found, Tensor) and torch.equal(found, y + m * norms[3](mlp(norms[1](y))))
+    m, y = multiplier(module), _first(attention(norms[0](x)))
+    y = x + m * norms[2](y)
+    return isinstance(found, Tensor) and torch.equal(found, y + m * norms[3](_first(mlp(norms[1](y)))))
+
+
+def _first(given: Any) -> Tensor:
+    """Of attention, or of experts, which may give their router's logits, too."""
+    return given[0] if isinstance(given, tuple) else given

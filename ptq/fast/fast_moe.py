@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq.fast import routers
-from ptq.fast.fast_attention import MOST_TOKENS as MOST_DECODED
+from ptq.fast.decoding import MOST_TOKENS as MOST_DECODED
 from ptq.fast.fast_experts import MOST_TOKENS, FewTokens, HeldExperts
 from ptq.fast.trials import PLAIN
 from ptq.fast.watched import Watched, is_ours

@@ -48,8 +48,8 @@ def install(model: nn.Module) -> None:
             module.forward = InPlace(norm_forward, module, *kind)
         elif (latent := latent_attention.kind_of(module)) is not None:
             module.forward = InPlace(latent_attention.forward, module, latent)
-        elif fast_rotary.with_fast_rotary(type(module).forward) is not None:
-            module.forward = InPlace(attention_forward, module, fast_attention.kind_of(module))
+        elif (attention := fast_attention.kind_of(module)) or fast_rotary.with_fast_rotary(type(module).forward):
+            module.forward = InPlace(attention_forward, module, attention)
         elif (act := gate_of(module)) is not None:
             module.forward = InPlace(_gated_forward, module, act, activation_of(module))
         elif is_router(module):

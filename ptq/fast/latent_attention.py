@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ptq.fast import fast_attention, fast_rotary
+from ptq.fast import decoding, fast_rotary
 from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.kv.attention import CACHE
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
@@ -132,7 +132,7 @@ def cache_layers(
     """The layers of the cache that decoded tokens go to, one for each module; None where this is something else than
     decoding, a cache or a mask of another kind, or nothing for the ops (`floats`: what else they would take)."""
     cache, tokens = others.get(CACHE), x.shape[1]
-    if turns is None or cache is None or not x.numel() or not fast_attention.are_decoded(tokens, attention_mask):
+    if turns is None or cache is None or not x.numel() or not decoding.are_decoded(tokens, attention_mask):
         return None
     if not cpu_ops_serve(x, *floats) or not all(y.dim() == 3 and y.is_cpu and not wants_gradient(y) for y in turns):
         return None
@@ -141,8 +141,8 @@ def cache_layers(
         layer = growing_layer(cache, module.layer_idx)
         if layer is None or not layer.get_seq_length() or module.training:
             return None
-        ours = fast_attention.attention_name(module.config) == fast_attention.ATTENTION
-        if not ours or not fast_attention.fits(attention_mask, x, layer):
+        ours = decoding.attention_name(module.config) == decoding.ATTENTION
+        if not ours or not decoding.fits(attention_mask, x, layer):
             return None
         cached = cast(list[Tensor], [layer.keys, layer.values])
         learns = torch.is_grad_enabled() and wants_gradient(*module.parameters(), *cached)
@@ -262,7 +262,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator:
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
         inputs = {"position_embeddings": given, "attention_mask": mask, CACHE: cache}
-        alone.config._attn_implementation = "sdpa" if own else fast_attention.ATTENTION
+        alone.config._attn_implementation = "sdpa" if own else decoding.ATTENTION
         try:
             y = type(module).forward(alone, hidden_states=x, **inputs)[0] if own else decoded(alone, kind, x, **inputs)
         except MISFIT:

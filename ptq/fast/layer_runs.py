@@ -25,7 +25,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ptq.fast import cpu_layer, fast_attention, fast_layer
+from ptq.fast import cpu_layer, decoding, fast_layer
 from ptq.fast.trials import hollow, trial
 from ptq.fast.watched import Watched
 from ptq.kv.attention import CACHE
@@ -207,7 +207,7 @@ def _fits(model: Any, input_ids: Any = None, inputs_embeds: Any = None, **others
         return False
     if not matmul.lies_on_gpu(x):
         behind = any(others.get(name) is not None for name in CACHES)
-        if not x.is_cpu or not behind or x.shape[1] > fast_attention.MOST_TOKENS:
+        if not x.is_cpu or not behind or x.shape[1] > decoding.MOST_TOKENS:
             return False
     if any(value is not None and value is not False for name, value in others.items() if name not in GIVEN):
         return False

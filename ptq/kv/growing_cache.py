@@ -56,12 +56,13 @@ class GrowingLayer(DynamicLayer):
         d: int,
         scaling: float,
         mask: Bool[Tensor, "_ 1 t length"] | None,
+        sinks: Float[Tensor, " q_heads"] | None = None,
     ) -> Float[Tensor, "b t q_width"]:
         """Attention of t more tokens, before rotary embedding, whose keys and values are appended. `turns`: cos and
         sin; `d`: channels of a head."""
         shape = k.shape[0], k.shape[2] // d, k.shape[1], d
         keys, values, before = self.reserve(shape, shape, k)
-        y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, scaling, mask)
+        y = torch.ops.ptq.decode_attention.default(q, k, v, *turns, keys, values, before, scaling, mask, sinks)
         self.advance(k.shape[1])
         return y
 

@@ -11,7 +11,7 @@ SCHEMA = (
     "Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, float[] clips, "
     "Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, int[] back_counts, "
     "int[] back_orders, bool gelu, int[] rows, Tensor[] moe, int gated, Tensor[] delta, float delta_eps, "
-    "Tensor[] latent, int turning"
+    "Tensor[] latent, int turning, Tensor[] sinks"
 )
 DECODE_SCHEMA = (
     "(Tensor[] layers, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int[] before, int[] cache_bits, "
@@ -60,6 +60,7 @@ class HeldLayer(NamedTuple):
     delta_eps: float
     latent: list[Tensor]
     turning: int
+    sinks: list[Tensor]
 
     def mixer(self) -> str:
         """Which of `FIRST_ROLES` it has."""

@@ -29,6 +29,7 @@ Lists:
   with `delta_eps`.
 - `latent` is empty, or the two matrices of latent attention, with `turning`. Its norms are those of queries (there with
   low rank alone) and of keys.
+- `sinks` are empty, or those of the heads of attention over a plain cache, as one tensor.
 - Inputs are four: that of q, k and v; of o; of gate and up; of down; with low rank, its own is the second of five.
   Each goes through a Hadamard transform of its order (0: none) behind the signs `su` (empty, or one vector for each),
   and is quantised to `input_bits` (0: it is not), with its clip. `factors` are the dense factors of all transforms,

@@ -156,17 +156,17 @@ def _mixed(held: HeldLayer, x: Float[Tensor, "b t k"], products: Sequence[Tensor
     gate = None
     if held.gated:
         q, gate = (part.flatten(2) for part in q.unflatten(2, (-1, 2, held.gated)).unbind(3))
-    y = _attended(_norm(held, Q_NORM, q), _norm(held, K_NORM, k), v, token)
+    y = _attended(_norm(held, Q_NORM, q), _norm(held, K_NORM, k), v, token, *held.sinks)
     return y if gate is None else torch.ops.ptq.sigmoid_mul(gate, y)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, token: Token) -> Tensor:
+def _attended(q: Tensor, k: Tensor, v: Tensor, token: Token, sinks: Tensor | None = None) -> Tensor:
     turns, cache = (token.cos, token.sin), token.cache
     if len(cache) == 2:
-        return torch.ops.ptq.decode_attention(q, k, v, *turns, *cache, token.before, token.scaling, token.mask)
+        return torch.ops.ptq.decode_attention(q, k, v, *turns, *cache, token.before, token.scaling, token.mask, sinks)
     numbers = token.before, *token.cache_bits, token.cache_clip, token.cache_factors, token.cache_order, token.scaling
-    sinks = cache[4:] or (None, None, None)
-    return torch.ops.ptq.kv_decode_attention(q, k, v, *turns, *cache[:4], *numbers, *sinks, token.mask)
+    kept = cache[4:] or (None, None, None)
+    return torch.ops.ptq.kv_decode_attention(q, k, v, *turns, *cache[:4], *numbers, *kept, token.mask)
 
 
 def _attended_to_latents(held: HeldLayer, products: Sequence[Tensor], token: Token) -> Tensor:

@@ -1,12 +1,12 @@
 """Attention of a prompt over plain keys and values, on the CPU.
 
-`ptq::prefill_attention`: softmax(scaling q Kᵀ) V for q [b, heads * groups, t, d], keys [b, heads, s, d] and values
-[b, heads, s, value_d]; the result is [b, t, heads * groups, value_d]. `mask` is bool [b or 1, 1, t, s], False for what
-is not seen; `causal`: token i sees keys 0 to i. A row that sees nothing is 0. Scores, softmax and sums are float32. The
-same for any number of threads. torch's own keeps to the speed of float32; on a CPU with AVX-512 BF16 the op multiplies
-bfloat16 as such, and rounds the weights to it before they meet V, as torch does it; on Intel's, where that is slow,
-long prompts are multiplied as float32. Below AVX2 the reference, which is torch's own, is what runs; with AMX, torch's
-own is asked for many tokens of bfloat16.
+`ptq::prefill_attention`: softmax(scaling q Kᵀ) V for q [b, heads * groups, t, d], keys [b, heads, s, d] and values [b,
+heads, s, value_d]; the result is [b, t, heads * groups, value_d]. `mask` is bool [b or 1, 1, t, s], False for what is
+not seen; `causal`: token i sees keys 0 to i; `sinks` as in `ptq::decode_attention`. A row that sees nothing is 0.
+Scores, softmax and sums are float32. The same for any number of threads. torch's own keeps to the speed of float32; on
+a CPU with AVX-512 BF16 the op multiplies bfloat16 as such, and rounds the weights to it before they meet V, as torch
+does it; on Intel's, where that is slow, long prompts are multiplied as float32. Below AVX2 the reference, which is
+torch's own, is what runs; with AMX, torch's own is asked for many tokens of bfloat16.
 """
 
 from typing import Any
@@ -16,6 +16,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from ptq.ops import steps
 from ptq.ops.matmul import cpu_ops_serve
 from ptq.ops.op_declarations import reference_of
 
@@ -27,7 +28,7 @@ MANY_TOKENS = 32
 
 @reference_of(
     "prefill_attention",
-    "(Tensor q, Tensor keys, Tensor values, Tensor? mask, bool causal, float scaling) -> Tensor",
+    "(Tensor q, Tensor keys, Tensor values, Tensor? mask, bool causal, float scaling, Tensor? sinks=None) -> Tensor",
     lambda q, keys, values, *rest: q.new_empty(q.shape[0], q.shape[2], q.shape[1], values.shape[3]),
 )
 def prefill_attention(
@@ -37,9 +38,15 @@ def prefill_attention(
     mask: Bool[Tensor, "_ 1 t s"] | None,
     causal: bool,
     scaling: float,
+    sinks: Float[Tensor, " q_heads"] | None = None,
 ) -> Float[Tensor, "b t q_heads value_d"]:
     """`ptq::prefill_attention` in plain torch."""
     groups = q.shape[1] // keys.shape[1]
+    if sinks is not None:
+        seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool)
+        seen = (seen.tril() if causal else seen)[None, None]
+        y = steps.attended(q, keys, values, scaling, seen if mask is None else seen & mask, sinks)
+        return y.unflatten(2, (q.shape[1], -1))
     keys, values = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (keys, values))
     if causal and mask is not None:  # torch takes one of them
         mask, causal = mask & torch.ones(mask.shape[2:], dtype=torch.bool).tril(), False
@@ -72,11 +79,12 @@ def forward(
 
 
 def _is_served(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    same = query.shape[0] == key.shape[0] and _is_simple(mask, query.shape[0], query.shape[2], key.shape[2])
+    same = query.shape[0] == key.shape[0] and is_simple(mask, query.shape[0], query.shape[2], key.shape[2])
     return same and not _is_slow(query, key) and cpu_ops_serve(query, key, value)
 
 
-def _is_simple(mask: Tensor | None, batch: int, tokens: int, length: int) -> bool:
+def is_simple(mask: Tensor | None, batch: int, tokens: int, length: int) -> bool:
+    """Whether the op takes a mask of so many rows, tokens and keys."""
     if mask is None:
         return True
     whole = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1:] == (1, tokens, length)

@@ -9,12 +9,13 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
 - `ptq::rotary`: q and k [b, h, t, d] with cos and sin [b or 1, t, r], x cos + (-x₂, x₁) sin for the halves x₁, x₂ of
   the first r channels (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX); the others stay as they are (on a GPU: r
   is d). Every product and sum is rounded to the dtype: equal to the bit.
-- `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys, and
-  values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends to
-  its own token and all before it, or, where there is a `mask` [b or 1, 1, t, before + t], to what it says (True), if to
-  nothing, with zeros. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once. (On a GPU:
-  float16 or bfloat16, whole eights of channels, at most 256; several tokens need a mask; weights of the softmax are
-  rounded, too.)
+- `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys,
+  and values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends
+  to its own token and all before it, or, where there is a `mask` [b or 1, 1, t, before + t], to what it says (True),
+  if to nothing, with zeros. With `sinks` [q_heads], each head has one more score, whose value is 0 (GPT-OSS, arXiv
+  2508.10925); on the CPU. Scores, softmax and sums are float32, the result [b, t, q_heads * d] is rounded once. (On a
+  GPU: float16 or bfloat16, whole eights of channels, at most 256; several tokens need a mask; weights of the softmax
+  are rounded, too.)
 - `ptq::decode_attention_at`: the same behind `start` tokens, a number in a tensor, so that one graph serves every step,
   and is t more afterwards. Attention is to all of the room that the mask [b or 1, 1, t, room] shows. The CUDA kernel
   drops tokens that find no room, as it cannot say so.
@@ -68,7 +69,7 @@ def rotary(
 @reference_of(
     "decode_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor(a!) keys, Tensor(b!) values, "
-    "int before, float scaling, Tensor? mask=None) -> Tensor",
+    "int before, float scaling, Tensor? mask=None, Tensor? sinks=None) -> Tensor",
     like_first,
 )
 def decode_attention(
@@ -82,13 +83,14 @@ def decode_attention(
     before: int,
     scaling: float,
     mask: Bool[Tensor, "_ 1 t length"] | None = None,
+    sinks: Float[Tensor, " q_heads"] | None = None,
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::decode_attention` in plain torch."""
     t, after = q.shape[1], before + q.shape[1]
     query = _entered(q, k, v, cos, sin, keys, values, before)
     if mask is None:
         mask = torch.ones(1, 1, t, after, dtype=torch.bool, device=q.device).tril(before)
-    return attended(query, keys[:, :, :after], values[:, :, :after], scaling, mask)
+    return attended(query, keys[:, :, :after], values[:, :, :after], scaling, mask, sinks)
 
 
 @reference_of(
@@ -127,13 +129,21 @@ def _entered(
 
 
 def attended(
-    query: Float[Tensor, "b q_heads t d"], keys: Tensor, values: Tensor, scaling: float, mask: Bool[Tensor, "_ 1 t s"]
+    query: Float[Tensor, "b q_heads t d"],
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    mask: Bool[Tensor, "_ 1 t s"],
+    sinks: Float[Tensor, " q_heads"] | None = None,
 ) -> Float[Tensor, "b t width"]:
     """Attention of queries that are turned to keys and values [b, h, s, *]."""
     groups = query.shape[1] // keys.shape[1]
     seen = [x.float().repeat_interleave(groups, 1) for x in (keys, values)]
     score = query.float() * scaling @ seen[0].transpose(-1, -2)
-    y = score.masked_fill(~mask, -torch.inf).softmax(-1) @ seen[1]
+    score = score.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        score = torch.cat((score, sinks.float()[:, None, None].expand(*score.shape[:3], 1)), -1)
+    y = score.softmax(-1)[..., : mask.shape[-1]] @ seen[1]
     y = y.masked_fill(~mask.any(-1, keepdim=True), 0)
     return y.transpose(1, 2).flatten(2).to(query.dtype)
 
