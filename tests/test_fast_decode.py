@@ -218,7 +218,14 @@ def test_defaults_of_the_caller_change_nothing(dtype: torch.dtype, device: str) 
     finally:
         torch.set_default_dtype(torch.float32)
     assert [installed(module) for module in other.modules()] == [installed(module) for module in usual.modules()]
-    assert fast_attention.kind_of(other.get_decoder().layers[0].self_attn) == ("heads", False, False, False, False)
+    assert fast_attention.kind_of(other.get_decoder().layers[0].self_attn) == (
+        "heads",
+        False,
+        False,
+        False,
+        False,
+        False,
+    )
 
 
 def installed(module: nn.Module) -> tuple[Any, ...] | None:

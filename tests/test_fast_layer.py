@@ -30,7 +30,7 @@ KINDS = {
     "flex_olmo": "whole", "olmo2": "whole", "olmo3": "whole", "olmoe": "whole",
 }  # fmt: skip
 OWN_ATTENTION = {
-    "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3", "gemma2",
+    "glm", "glm4", "ernie4_5", "ernie4_5_moe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "gemma2",
     "vaultgemma", "cohere", "cohere2", "cohere2_moe", "phi", "stablelm",
     "opt", "gpt2", "llama4_text", "nanochat",
 }  # fmt: skip
@@ -125,7 +125,7 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     own = [module for module in plain.modules() if type(module).__name__.endswith("Attention")]
     kinds = [fast_attention.kind_of(module) for module in own]
     in_part = family in ("phi3", "glm4_moe", "sarvam_moe", "minimax_m2", "nemotron")
-    more = family == "gpt_oss", family in WITH_SINKS
+    more = family == "gpt_oss", family in WITH_SINKS, family == "ministral3"
     first = kinds[1] if family == "flint" else kinds[0]  # whose first block turns nothing
     assert first == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part, False, *more))
     fast = [kind for kind in kinds if kind is not None]
@@ -276,7 +276,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False, False, False, False)
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False, False, False, False, False)
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 

@@ -21,7 +21,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import ptq
 from ptq.errors import InputError
-from ptq.fast import cpu_layer, fast_steps
+from ptq.fast import fast_steps, found_layer
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf.packed_config import PtqConfig
 from ptq.kv.packed_cache import PackedCache
@@ -145,8 +145,8 @@ def test_codes_are_those_of_separate_linears(
             pieces = [separate[name.replace(linear, f"{parent}.{part}")] for part in FUSED[linear]]
             assert torch.equal(tensor, torch.cat(pieces)), name
     torch.testing.assert_close(logits(outs[0]), logits(outs[1]), rtol=1e-4, atol=1e-4)
-    counts, calls, op_of = [], counted_layers(monkeypatch), cpu_layer._op_of
-    monkeypatch.setattr(cpu_layer, "_op_of", lambda linears: counts.append(len(linears)) or op_of(linears))
+    counts, calls, op_of = [], counted_layers(monkeypatch), found_layer._op_of
+    monkeypatch.setattr(found_layer, "_op_of", lambda linears: counts.append(len(linears)) or op_of(linears))
     for batch in (1, 3):
         found, wanted = (decode(AutoModelForCausalLM.from_pretrained(out), batch) for out in outs)
         assert all(torch.equal(a, b) for a, b in zip(found[1:], wanted[1:], strict=True))

@@ -26,8 +26,8 @@ from quip_sharp.plan import QuipSharpRecipe
 TURNINGS = dict.fromkeys(LATENT_ATTENTION, Turning.PAIRS) | {
     "minicpm3": Turning.HALVES, "deepseek_v2": Turning.COMPLEX, "kimi_linear": Turning.NONE,
 }  # fmt: skip
-LEFT_ALONE = ("mistral4", "bailing_hybrid", "axk2", "deepseek_v32", "glm_moe_dsa")
-"""Families that scale queries, have a gate, or choose tokens."""
+LEFT_ALONE = ("bailing_hybrid", "axk2", "deepseek_v32", "glm_moe_dsa")
+"""Families that have a gate, or choose tokens."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -75,7 +75,9 @@ def logits(model: Any, batch: int = 1, tokens: int = 4, prompt: int = 5) -> list
 @pytest.mark.parametrize("family", LATENT_ATTENTION)
 def test_every_family(family: str) -> None:
     plain, fast = models(family)
-    assert {latent_attention.kind_of(module) for module in attentions(plain)} == {(TURNINGS[family],)}
+    assert {latent_attention.kind_of(module) for module in attentions(plain)} == {
+        (TURNINGS[family], family == "mistral4")
+    }
     for batch in (1, 3):
         with Called() as called:
             found = logits(fast, batch)
@@ -108,7 +110,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
 
     config = tiny_config("deepseek_v3")
     config._attn_implementation = "sdpa"
-    assert latent_attention.kind_of(DeepseekV3Attention(config, 0)) == (Turning.PAIRS,)
+    assert latent_attention.kind_of(DeepseekV3Attention(config, 0)) == (Turning.PAIRS, False)
     assert latent_attention.kind_of(Scaled(config, 0)) is None
     assert latent_attention.kind_of(nn.Linear(3, 3)) is None
 

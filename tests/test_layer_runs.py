@@ -40,21 +40,23 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_runs_of_every_family(family: str) -> None:
-    """Layers that are fast one by one are a run where all are of one type."""
+    """Layers that are fast one by one and lie behind another are a run."""
     model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast_decode.install(model)
     fast = sum(map(fast_layer.is_fast, model.modules()))
-    types = getattr(model.config, "layer_types", None) or ["full_attention"]
-    assert runs_of(model) == ([fast] if fast > 1 and len(set(types)) == 1 else [])
+    tables = family in ("granite_swa", "granitemoe_swa")  # which stand-ins do not have
+    assert runs_of(model) == ([fast] if fast > 1 and not tables else [])
 
 
-def test_windows_and_full_attention_are_runs_of_their_own(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_and_full_attention_are_calls_of_their_own_where_they_see_others(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     types = ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 2
     source = save_model(tmp_path / "source", "gemma3_text", num_hidden_layers=6, layer_types=types, sliding_window=8)
     ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     single, calls = without(copy.deepcopy(model), "DecoderLayer", "TextModel"), counted_layers(monkeypatch)
-    assert runs_of(model) == [3, 2] and runs_of(single) == []
+    assert runs_of(model) == [6] and runs_of(single) == []
     assert same(decode(model, steps=6), decode(single, steps=6)) and calls == [3, 1, 2] * 6
 
 
@@ -68,6 +70,19 @@ def test_a_base_model_alone(packed, tmp_path, monkeypatch: pytest.MonkeyPatch) -
         cache = each(ids, use_cache=True).past_key_values
         states.append(each(input_ids=ids[:, :1], past_key_values=cache).last_hidden_state)
     assert torch.equal(*states) and calls == [2, 2]
+
+
+def test_windows_that_hide_nothing_are_one_call_with_the_others(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One mask for all: none, as a window keeps those tokens alone that it shows."""
+    source = save_model(tmp_path / "source", "gpt_oss", sliding_window=4)
+    ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    single, calls = without(copy.deepcopy(model), "DecoderLayer", "Model"), counted_layers(monkeypatch)
+    assert same(decode(model, steps=6), decode(single, steps=6)) and calls == [2] * 6
+    calls.clear()
+    ids = torch.arange(4, 14).reshape(2, 5)  # padding is seen by another mask
+    given = dict(attention_mask=torch.tensor([[0, 0, 1, 1, 1], [1] * 5]), max_new_tokens=4, do_sample=False)
+    assert torch.equal(*(m.generate(ids, pad_token_id=0, **given) for m in (model, single))) and calls == [1, 1] * 3
 
 
 # --- what is not called like that -----------------------------------------------------------------------------------
@@ -99,7 +114,9 @@ class Backwards(LlamaModel):
 
 
 class Numbered(LlamaModel):
-    def forward(self, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+    """Gives each layer something else, which may be."""
+
+    def forward(self, inputs_embeds: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         x = inputs_embeds
         for i, layer in enumerate(self.layers):
             x = layer(x, attention_mask=[i], **kwargs)
@@ -120,9 +137,9 @@ WAYS = (Between, Twice, Backwards, Numbered, Positional)
 @pytest.mark.parametrize("cls", WAYS)
 def test_models_that_go_through_their_layers_in_another_way(cls: type[LlamaModel]) -> None:
     model = LlamaModel(tiny_config("llama")).eval()
-    assert layer_runs._called_alike(model, list(model.layers)) == [True]
+    assert layer_runs._calls_in_turn(model, list(model.layers))
     model.__class__ = cls
-    assert layer_runs._called_alike(model, list(model.layers)) == [False]
+    assert layer_runs._calls_in_turn(model, list(model.layers)) == (cls is Numbered)
 
 
 class Scaled(LlamaModel):
@@ -140,7 +157,7 @@ class Scaled(LlamaModel):
 def test_what_is_done_between_layers_of_a_decoded_token_alone() -> None:
     model = LlamaModel(tiny_config("llama")).eval()
     model.__class__ = Scaled
-    assert layer_runs._called_alike(model, list(model.layers)) == [False]
+    assert not layer_runs._calls_in_turn(model, list(model.layers))
 
 
 @pytest.mark.parametrize("how", ("class", "forward"))
@@ -282,7 +299,7 @@ def test_hidden_states_that_are_elsewhere(packed, monkeypatch: pytest.MonkeyPatc
     (run,) = model.model.forward.args[1].runs()
     assert run.known is not None
     away = torch.zeros(1, 1, 72, device="meta")
-    assert run._segments(away) == [(run.layers, [])] and run.known is None
+    assert run._segments(away) == [(0, 2, [])] and run.known is None
 
 
 def test_a_layer_that_somebody_listens_to_or_has_replaced(packed, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,7 +350,7 @@ def test_a_forward_sees_the_model_but_for_its_layers(packed, monkeypatch: pytest
         self.seen = len(seen)
         seen.append(self)
 
-    monkeypatch.setattr(layer_runs, "_substitutes", lambda model, layers: [layer_runs._pass_on])
+    monkeypatch.setattr(layer_runs, "_substitutes", lambda model, layers: [nn.Identity])
     monkeypatch.setattr(LlamaModel, "forward", forward)
     model(input_ids=torch.tensor([[5]]), **{CACHE: DynamicCache()})
     model(input_ids=torch.tensor([[5]]))
@@ -341,7 +358,7 @@ def test_a_forward_sees_the_model_but_for_its_layers(packed, monkeypatch: pytest
     assert own is model and view is not model and model.seen == 1
     assert isinstance(view, LlamaModel) and str(type(view)) == str(LlamaModel) and vars(view) is vars(model)
     assert (
-        view.layers == [layer_runs._pass_on]
+        view.layers == [nn.Identity]
         and view.norm is model.norm
         and dict(view.named_modules()).keys() >= {"layers"}
     )

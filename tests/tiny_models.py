@@ -204,6 +204,7 @@ PLAIN_ATTENTION = [name for name, family in FAMILIES.items() if not family.mixer
 """Those all of whose blocks have plain attention."""
 LATENT_ATTENTION = (
     "minicpm3", "youtu", "deepseek_v3", "glm4_moe_lite", "sarvam_mla", "deepseek_v2", "kimi_linear", "axk1",
+    "mistral4",
 )  # fmt: skip
 """Those that decode by `ptq::latent_attention`."""
 WITHOUT_EXPERTS = {"gemma4_text", "granitemoehybrid"}

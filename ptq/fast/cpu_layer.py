@@ -1,172 +1,24 @@
-"""Decoder layers of few decoded tokens on the CPU, in one call of an op of `ptq.ops.layer_ops`; or of one layer what
-stands before its MLP, where that is of another kind.
-
-The call needs a format that has such an op, linears that treat their input alike, attention or a delta net of the kinds
-of `ptq.fast.fast_attention`, `ptq.fast.latent_attention` and `ptq.fast.delta_net`, and an MLP of those of
-`ptq.fast.fast_steps` and `ptq.fast.fast_moe`. The numbers are those of the single ops to the bit.
+"""Decoder layers of few decoded tokens on the CPU, in one call of an op of `ptq.ops.layer_ops`, which holds them
+(`ptq.fast.found_layer`). The numbers are those of the single ops to the bit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from operator import ne
 from typing import Any, cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from ptq.fast import decoding, delta_net, fast_attention, fast_moe, fast_steps, latent_attention
-from ptq.fast.fast_moe import HeldMoe
-from ptq.fast.latent_attention import HeldExpansion
+from ptq.fast import decoding, delta_net, fast_attention, latent_attention
+from ptq.fast.found_layer import Layer
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
-from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
-from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
-from ptq.ops import hadamard
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
-from ptq.ops.held_layer import HeldLayer
-from ptq.weights.formats import LayerOp
-from ptq.weights.layouts import LaidOut
 
-NONE = torch.empty(0, device="cpu")
-"""No gain, or no bias."""
-NO_NORM = (1.0, 0.0, False)
 NO_NUMBERS: tuple[list[int], float, list[Tensor], int] = ([0, 0], 1.0, [], 0)
 """Of a cache that is not packed: bits, clip, factors and order of a transform."""
 DECODE = torch.ops.ptq.decode_layers.default
-
-
-Kind = fast_attention.Kind | latent_attention.Kind | delta_net.Kind
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A layer that its op holds, and what a call is checked against."""
-
-    handle: Tensor
-    """Stands for it in `ptq::decode_layers` (`ptq.ops.layer_ops`)."""
-    has_mlp: bool
-    """Whether the op does all, or what stands before the MLP."""
-    moe: HeldMoe | None
-    """What stands in the place of an MLP."""
-    mixer: Any
-    """Attention, or a delta net."""
-    kind: Kind
-    expansion: HeldExpansion | None
-    """The matrix of latent attention."""
-    heads: tuple[int, int]
-    """Number and size of the heads of keys and values of attention."""
-    floats: tuple[Tensor, ...]
-    """Gains and biases."""
-    signs: tuple[Tensor, ...]
-    """The stored sign vectors; it has them as numbers."""
-    versions: tuple[int, ...]
-    """The versions of the sign vectors when it was made."""
-
-    def is_over(self) -> bool:
-        """Whether sign vectors have been written to, or experts or the matrix of latent attention have changed, since
-        this was made."""
-        if any(part is not None and part.is_over() for part in (self.moe, self.expansion)):
-            return True
-        return any(map(ne, map(version, self.signs), self.versions))
-
-
-def layer_of(mixer: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
-    """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, or what stands
-    in its place, before the MLP, behind attention, behind the MLP."""
-    act = fast_steps.gate_of(mlp)
-    if act is not None:
-        found = _layer(mixer, mlp, norms, gelu=act == fast_steps.GELU)
-    else:
-        moe = fast_moe.held(mlp)
-        gains = [norm._parameters.get("weight") for norm in norms if norm is not None]
-        alike = moe is not None and len({x.dtype for x in (*moe.floats(), *gains) if x is not None}) == 1
-        found = _layer(mixer, None, norms, moe) if alike else None
-    return found or _layer(mixer, None, (norms[0], None, norms[2], None))
-
-
-def _layer(
-    mixer: Any,
-    mlp: nn.Module | None,
-    norms: Sequence[nn.Module | None],
-    moe: HeldMoe | None = None,
-    gelu: bool = False,
-) -> Layer | None:
-    kind = fast_attention.kind_of(mixer) or latent_attention.kind_of(mixer) or delta_net.kind_of(mixer)
-    if kind is None:
-        return None
-    normed, sites = _norms([*norms[:2], *_inner_norms(mixer, kind), *norms[2:]]), _sites(mixer, kind, mlp)
-    linears = [linear for site in sites for linear in site]
-    if normed is None or not all(
-        type(linear) is QuantLinear and stays_on_cpu(linear) and "forward" not in vars(linear) for linear in linears
-    ):
-        return None
-    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, sites)
-    dtype = next((gain.dtype for gain in normed["gains"] if gain is not NONE), torch.float32)
-    expansion = latent_attention.held(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
-    special = _special(mixer, kind, expansion)
-    if transforms is None or op is None or special is None:
-        return None
-    biases = [linear._parameters["bias"] for linear in linears]
-    given = [bias for bias in biases if bias is not None]
-    full = [NONE if bias is None else bias for bias in biases] if given else []
-    make, weights = op
-    handles, of_router = ([], []) if moe is None else ([moe.handle], moe.floats())
-    held = HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles, **special)
-    handle = make(*held, *weights)
-    net = delta_net.Net(*special["delta"]).floats() if special["delta"] else ()
-    floats = tuple(x for x in (*normed["gains"], *given, *of_router, *net, *special["latent"]) if x is not NONE)
-    signs = tuple(
-        signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
-    )
-    d = cast(int, mixer.head_dim) if isinstance(kind, fast_attention.Kind) else 1
-    whole, heads = mlp is not None or moe is not None, (rows[1] // d, d)
-    return Layer(handle, whole, moe, mixer, kind, expansion, heads, floats, signs, tuple(map(version, signs)))
-
-
-def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None) -> dict[str, Any] | None:
-    """The fields of mixers of one kind alone; None where a part of that is of another kind now."""
-    fields: dict[str, Any] = dict(gated=0, delta=[], delta_eps=0.0, latent=[], turning=0, sinks=[])
-    if isinstance(kind, fast_attention.Kind):
-        sinks = [mixer._parameters[fast_attention.SINKS]] if kind.sinks else []
-        return fields | dict(gated=mixer.head_dim if kind.gated else 0, sinks=sinks)
-    if isinstance(kind, latent_attention.Kind):
-        return None if expansion is None else fields | dict(latent=[*expansion.numbers], turning=kind.turning)
-    net = delta_net.net_of(mixer)
-    return None if net is None else fields | dict(delta=list(net), delta_eps=kind.eps)
-
-
-def _inner_norms(mixer: nn.Module, kind: Kind) -> list[nn.Module | None]:
-    """The norms of queries and of keys, or what stands in their places."""
-    if isinstance(kind, latent_attention.Kind):
-        return [mixer._modules.get(name) for name in latent_attention.NORMS]
-    is_normed = isinstance(kind, fast_attention.Kind) and bool(kind.normed)
-    return [mixer.get_submodule(name) if is_normed else None for name in fast_attention.NORMS]
-
-
-def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
-    """The fields of norms, which are in the order of `ptq.ops.layer_ops`; None where one is of another kind."""
-    kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in norms]
-    if None in kinds:
-        return None
-    gains = [NONE if norm is None else norm._parameters["weight"] for norm in norms]
-    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, kinds), strict=True))
-    return dict(gains=gains, eps=eps, offset=offset, round_first=round_first)
-
-
-def _sites(mixer: nn.Module, kind: Kind, mlp: nn.Module | None) -> list[list[Any]]:
-    """The linears of each input."""
-    if isinstance(kind, latent_attention.Kind):
-        first, inside, output = latent_attention.linears_of(mixer)
-        sites = [first, inside, [output]] if inside else [first, [output]]
-    else:
-        *first, output = (fast_attention if isinstance(kind, fast_attention.Kind) else delta_net).linears_of(mixer)
-        sites = [first, [output]]
-    if mlp is None:
-        return sites
-    *gated, down = fast_steps.linears_of(mlp)
-    return [*sites, gated, [down]]
 
 
 def run(
@@ -190,13 +42,15 @@ def run(
         return DECODE(handles, x, x, x, *cache, [1.0] * len(layers), multipliers, None)
     attentions = [(layer.mixer, cast(fast_attention.Kind, layer.kind)) for layer in layers]
     states = fast_attention.cache_layers(attentions, x, floats=floats, **others)
-    if states is None or len(set(map(id, states))) < len(states):  # layers that are one see their own tokens
+    scaling = _scaling(layers, others)
+    if states is None or scaling is None:
+        return None
+    if len(set(map(id, states))) < len(states):  # layers that are one see their own tokens
         return None
     cache = _cache(layers, states, x)
     if cache is None:
         return None
     turns, mask = attentions[0][1].turns(others["position_embeddings"]), others.get("attention_mask")
-    scaling = [layer.mixer.scaling for layer in layers]
     y = DECODE(handles, x, *turns, *cache, scaling, multipliers, mask)
     for state in cast(list[GrowingLayer | PackedLayer], states):
         state.advance(x.shape[1])
@@ -216,20 +70,26 @@ def _run_latent(
         latent_attention.turns_of(kind, others.get("position_embeddings"), x),
     )
     floats = chain.from_iterable(layer.floats for layer in layers)
-    states = latent_attention.cache_layers(mixers, turns, x, floats=floats, **others)
-    if states is None or turns is None or len(set(map(id, states))) < len(states):
+    states, scaling = latent_attention.cache_layers(mixers, turns, x, floats=floats, **others), _scaling(layers, others)
+    if states is None or turns is None or scaling is None or len(set(map(id, states))) < len(states):
         return None
     room, before = [], []
     for mixer, state in zip(mixers, states, strict=True):
         *held, length = state.reserve(*latent_attention.shapes_of(mixer, *x.shape[:2]), x)
         room.extend(held)
         before.append(length)
-    handles, scaling = [layer.handle for layer in layers], [mixer.scaling for mixer in mixers]
+    handles = [layer.handle for layer in layers]
     cache = room, before, *NO_NUMBERS
     y = DECODE(handles, x, *turns, *cache, scaling, multipliers, others.get("attention_mask"))
     for state in states:
         state.advance(x.shape[1])
     return y
+
+
+def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | None:
+    """What the scores of each layer's attention are multiplied with; None where that is not one number for all."""
+    found = [decoding.scaling_of(layer.mixer, layer.kind, others) for layer in layers]
+    return None if None in found else cast(list[float], found)
 
 
 def _cache(
@@ -250,49 +110,3 @@ def _cache(
         room.extend(held)
         before.append(length)
     return room, before, *numbers
-
-
-def _rows(mixer: nn.Module, kind: Kind, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
-    """How many rows the linears have before and with o (`ptq.ops.layer_ops`), and gate, up and down, should they be
-    there."""
-    mixing = len(_sites(mixer, kind, None))
-    rows = [linear.out_features for site in sites[:mixing] for linear in site]
-    if isinstance(kind, fast_attention.Kind) and len(sites[0]) == 1:
-        rows[:1] = fast_attention.rows_of(mixer)
-    if len(sites) > mixing:
-        [down] = sites[-1]
-        rows.extend((down.in_features, down.in_features, down.out_features))
-    return rows
-
-
-def _op_of(linears: Sequence[QuantLinear]) -> LayerOp | None:
-    format = linears[0].format
-    if not isinstance(format, LaidOut) or any(linear.format != format for linear in linears):
-        return None
-    return format.layer_op([linear.parts() for linear in linears])
-
-
-def _transforms(sites: Sequence[Sequence[QuantLinear]]) -> dict[str, list[Any]] | None:
-    """The fields of what is done to inputs and products; None where linears treat one input in different ways."""
-    if not all(treat_input_alike(first, other) for first, *others in sites for other in others):
-        return None
-    linears = [linear for site in sites for linear in site]
-    outputs = [linear.online.output for linear in linears]
-    signed = {linear.online.signs for linear in linears}
-    if len({output is None for output in outputs}) > 1 or len(signed) > 1:
-        return None
-    into = [site[0].treatment() for site in sites]
-    back = [hadamard.dense_factors(output, torch.device("cpu")) for output in outputs]
-    has_signs = all(signed)
-    return dict(
-        input_bits=[one.bits for one in into],
-        clips=[one.clip for one in into],
-        su=[one.signs for one in into] if has_signs else [],
-        factors=[factor for one in into for factor in one.factors],
-        counts=[len(one.factors) for one in into],
-        orders=[one.order for one in into],
-        sv=[linear.signs(OUTPUT_SIGNS) for linear in linears] if has_signs else [],
-        back_factors=[factor for factors, _ in back for factor in factors],
-        back_counts=[len(factors) for factors, _ in back],
-        back_orders=[order for _, order in back],
-    )

@@ -1,5 +1,6 @@
 """Which layers of a cache the ops serve, and for which tokens: few behind others."""
 
+import math
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,9 @@ CacheLayer = GrowingLayer | PackedLayer | StaticLayer
 
 MOST_GPU_CHANNELS = 256
 """Of a head, that the CUDA kernels take."""
+
+SCALED_QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings")
+"""What `rope_parameters` of a config call beta and the length of `query_factor`."""
 
 MOST_TOKENS = 16
 """Of a row, such as those that assisted generation has guessed; over a packed cache at most `MAX_DECODE`."""
@@ -77,6 +81,39 @@ def fits(mask: Any, x: Float[Tensor, "b t k"], layer: CacheLayer) -> bool:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[0] not in (1, batch):
         return False
     return mask.device == x.device and mask.shape[1:] == (1, tokens, layer.get_mask_sizes(tokens)[0])
+
+
+def scaled_by(config: Any) -> tuple[float, int] | None:
+    """beta and the length of `query_factor`, where a config has them."""
+    parameters = getattr(config, "rope_parameters", None)
+    found = [parameters.get(name) if isinstance(parameters, dict) else None for name in SCALED_QUERIES]
+    return None if None in found else cast(Any, tuple(found))
+
+
+def query_factor(config: Any, position_ids: Tensor | None) -> float | None:
+    """What queries behind many tokens are multiplied with, 1 + beta ln(1 + floor(position / length)) (Llama 4); None
+    where it is not one for all of them, or not known."""
+    scaled = scaled_by(config)
+    if scaled is None or position_ids is None:
+        return None
+    beta, length = scaled
+    reached = position_ids // length
+    first = int(reached.flatten()[0])
+    if position_ids.numel() > 1 and not bool((reached == first).all()):
+        return None
+    return 1 + beta * math.log(1 + first)
+
+
+def scaling_of(module: Any, kind: Any, others: dict[str, Any]) -> float | None:
+    """What the scores of attention of a kind are multiplied with; None where that is not one number for all."""
+    factor = query_factor(module.config, others.get("position_ids")) if kind.scaled else 1.0
+    return None if factor is None else module.scaling * factor
+
+
+def far(module: Any, tokens: int) -> dict[str, Tensor]:
+    """What a trial gives a module as the places of tokens of two rows, where that counts."""
+    scaled = scaled_by(module.config)
+    return {} if scaled is None else {"position_ids": torch.full((2, tokens), 3 * scaled[1] + 1)}
 
 
 def attention_name(config: Any) -> str | None:

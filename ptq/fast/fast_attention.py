@@ -41,6 +41,8 @@ class Kind(NamedTuple):
     """Whether cos and sin are given for one half of the channels that are turned."""
     sinks: bool = False
     """Whether each head has one more score, without a value (`ptq::decode_attention`)."""
+    scaled: bool = False
+    """Whether queries behind many tokens are multiplied with a number (`ptq.fast.decoding.query_factor`)."""
 
     def takes(self, module: Any, given: int) -> bool:
         """Whether it turns what so many numbers of cos and sin are for."""
@@ -55,8 +57,8 @@ class Kind(NamedTuple):
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
-    layers = cache_layers([(module, kind)], hidden_states, **others)
-    if layers is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
+    layers, scaling = cache_layers([(module, kind)], hidden_states, **others), decoding.scaling_of(module, kind, others)
+    if layers is None or scaling is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
         return None
     *first, output = linears_of(module)
     if len(first) == 1:
@@ -68,7 +70,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     if wants_gradient(q, k, v):  # somebody listens, and has added to them
         return None
     turns, mask = kind.turns(others["position_embeddings"]), others.get("attention_mask")
-    return output(attend(module, kind, q, k, v, turns, layers[0], mask))
+    return output(attend(module, kind, q, k, v, turns, layers[0], scaling, mask))
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -145,29 +147,30 @@ def attend(
     v: Float[Tensor, "b t width"],
     turns: tuple[Tensor, Tensor],
     layer: CacheLayer,
+    scaling: float,
     mask: Tensor | None = None,
 ) -> Float[Tensor, "b t attended"]:
     """Attention of the products of decoded tokens, whose keys and values go to the cache. `turns`: cos and sin."""
     d = module.head_dim
     if kind.gated:
         q, gate = (half.flatten(2) for half in q.unflatten(2, (-1, 2, d)).unbind(3))
-        y = attend(module, kind._replace(gated=False), q, k, v, turns, layer, mask)
+        y = attend(module, kind._replace(gated=False), q, k, v, turns, layer, scaling, mask)
         return torch.ops.ptq.sigmoid_mul(gate, y) if y.is_cpu else y * gate.sigmoid()
     if kind.normed:
         norms = (module._modules[name] for name in NORMS)
         q, k = (_normed(norm, y, d if kind.normed == "heads" else -1) for norm, y in zip(norms, (q, k), strict=True))
     if isinstance(layer, GrowingLayer):
         sinks = module._parameters[SINKS] if kind.sinks else None
-        return layer.decode(q, k, v, turns, d, module.scaling, mask, sinks)
+        return layer.decode(q, k, v, turns, d, scaling, mask, sinks)
     if isinstance(layer, StaticLayer):
         room, start = (layer.keys, layer.values), layer.cumulative_length
-        return torch.ops.ptq.decode_attention_at.default(q, k, v, *turns, *room, start, module.scaling, mask)
+        return torch.ops.ptq.decode_attention_at.default(q, k, v, *turns, *room, start, scaling, mask)
     if layer.decodes and layer.key.batch == k.shape[0]:
-        return layer.decode(q, k, v, turns, module.scaling, mask)
+        return layer.decode(q, k, v, turns, scaling, mask)
     q, k, v = (y.unflatten(2, (-1, d)).transpose(1, 2) for y in (q, k, v))
     q, k = torch.ops.ptq.rotary.default(q, k, *turns)
     states, _ = layer.update(k, v)
-    return forward(layer.owner.settings, module, q, states, states, mask, scaling=module.scaling)[0].flatten(2)
+    return forward(layer.owner.settings, module, q, states, states, mask, scaling=scaling)[0].flatten(2)
 
 
 def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Tensor, "b t width"]:
@@ -195,7 +198,8 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 @tried_once
 def _tried(module: Any) -> Kind | None:
-    more = is_gated(module), False, module._parameters.get(SINKS) is not None
+    scaled = decoding.scaled_by(module.config) is not None
+    more = is_gated(module), False, module._parameters.get(SINKS) is not None, scaled
     kinds = [Kind(normed, False, *more) for normed in NORMED]
     kinds += [kind._replace(halved=True) for kind in kinds]
     kind = next((kind for kind in kinds if _gives_its_numbers(module, kind, module.head_dim)), None)
@@ -227,6 +231,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
         cache.update(before[0].clone(), before[1].clone(), 0)
         given = numbers if kind.sinks else mask  # transformers has no other attention with sinks than one that adds it
         inputs = {"position_embeddings": (cos, sin), "attention_mask": given, CACHE: cache}
+        inputs |= decoding.far(alone, tokens)
         try:
             if own:
                 results.append(type(module).forward(alone, hidden_states=x, **inputs)[0])
@@ -235,7 +240,9 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
                 assert layer is not None
                 *first, output = linears_of(alone)
                 q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
-                results.append(output(attend(alone, kind, q, k, v, kind.turns((cos, sin)), layer, mask)))
+                scaling = decoding.scaling_of(alone, kind, inputs)
+                assert scaling is not None
+                results.append(output(attend(alone, kind, q, k, v, kind.turns((cos, sin)), layer, scaling, mask)))
         except MISFIT:
             return False
         layer = cast(DynamicLayer, cache.layers[0])

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import cpu_layer, decoding, fast_steps, gpu_layer
+from ptq.fast import cpu_layer, decoding, fast_steps, found_layer, gpu_layer
 from ptq.fast.fast_moe import FastMoe, looked_at
 from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.fast.watched import InPlace, Watched
@@ -104,7 +104,7 @@ class FastForward:
 
     def __init__(self, layer: nn.Module, layout: NormNames) -> None:
         self.layer = layer
-        self.on_cpu = Replacement(cpu_layer.layer_of, layout)
+        self.on_cpu = Replacement(found_layer.layer_of, layout)
         self.on_gpu = Replacement(gpu_layer.steps_of, layout)
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -49,7 +49,7 @@ attention takes these, but the gate would copy them."""
 
 def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Steps | None:
     """The steps of a layer of these parts; None where they are not of the known kinds, or packed on one GPU. `norms`:
-    as in `ptq.fast.cpu_layer.layer_of`; there must be the first two alone."""
+    as in `ptq.fast.found_layer.layer_of`; there must be the first two alone."""
     before = [norm for norm in norms[:2] if norm is not None]
     kinds = [fast_steps.norm_kind(norm) for norm in before]
     if len(before) < 2 or None in kinds or any(norm is not None for norm in norms[2:]):

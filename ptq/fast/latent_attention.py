@@ -45,6 +45,8 @@ class Kind(NamedTuple):
     """What a module does."""
 
     turning: Turning
+    scaled: bool = False
+    """As of `ptq.fast.fast_attention.Kind`."""
 
 
 class Expansion(NamedTuple):
@@ -63,8 +65,8 @@ def forward(module: nn.Module, kind: Kind, *args: Any, **kwargs: Any) -> Any:
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
     x, turns = hidden_states, turns_of(kind, others.get("position_embeddings"), hidden_states)
-    layers = cache_layers([module], turns, x, **others)
-    if layers is None or must_be_called(module._modules[EXPANSION]):
+    layers, scaling = cache_layers([module], turns, x, **others), decoding.scaling_of(module, kind, others)
+    if layers is None or turns is None or scaling is None or must_be_called(module._modules[EXPANSION]):
         return None
     expansion = held(module, x.dtype)
     if expansion is None:
@@ -77,32 +79,13 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         queries = parts[LOW_RANK[1]](parts[NORMS[0]](queries))
     if queries.dtype != x.dtype or wants_gradient(queries):
         return None
-    mask = others.get("attention_mask")
     latent, rotary = latent.split((module.kv_lora_rank, module.qk_rope_head_dim), -1)
-    y = attend(
-        module, kind, queries, parts[NORMS[1]](latent), rotary, cast(Any, turns), layers[0], expansion.numbers, mask
-    )
+    latent, layer = parts[NORMS[1]](latent), layers[0]
+    *room, before = layer.reserve(*shapes_of(module, *x.shape[:2]), x)
+    numbers = *expansion.numbers, kind.turning, scaling, others.get("attention_mask")
+    y = torch.ops.ptq.latent_attention.default(queries, latent, rotary, *turns, *room, before, *numbers)
+    layer.advance(x.shape[1])
     return parts[OUTPUT](y)
-
-
-def attend(
-    module: Any,
-    kind: Kind,
-    q: Float[Tensor, "b t q_width"],
-    latent: Float[Tensor, "b t rank"],
-    rotary: Float[Tensor, "b t r"],
-    turns: tuple[Tensor, Tensor],
-    layer: GrowingLayer,
-    expansion: Expansion,
-    mask: Tensor | None,
-) -> Float[Tensor, "b t width"]:
-    """Attention of decoded tokens, whose latent vectors and shared keys go to the cache."""
-    *room, before = layer.reserve(*shapes_of(module, *q.shape[:2]), q)
-    y = torch.ops.ptq.latent_attention.default(
-        q, latent, rotary, *turns, *room, before, *expansion, kind.turning, module.scaling, mask
-    )
-    layer.advance(q.shape[1])
-    return y
 
 
 def shapes_of(module: Any, batch: int, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -238,7 +221,9 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 @tried_once
 def _tried(module: Any) -> Kind | None:
-    return next((Kind(turning) for turning in Turning if _gives_its_numbers(module, Kind(turning))), None)
+    scaled = decoding.scaled_by(module.config) is not None
+    kinds = (Kind(turning, scaled) for turning in Turning)
+    return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
 
 
 def _gives_its_numbers(module: Any, kind: Kind) -> bool:
@@ -261,7 +246,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator:
     for own in (True, False):
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
-        inputs = {"position_embeddings": given, "attention_mask": mask, CACHE: cache}
+        inputs = {"position_embeddings": given, "attention_mask": mask, CACHE: cache, **decoding.far(alone, tokens)}
         alone.config._attn_implementation = "sdpa" if own else decoding.ATTENTION
         try:
             y = type(module).forward(alone, hidden_states=x, **inputs)[0] if own else decoded(alone, kind, x, **inputs)

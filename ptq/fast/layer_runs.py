@@ -3,13 +3,13 @@ number of tokens on a GPU (`ptq.fast.gpu_layer`).
 
 On the CPU Python runs between two layers of a decoded token, on objects that the weights have pushed out of the caches.
 On a GPU the sum at the end of a layer would be a launch of its own, and is part of the next layer's first norm. So the
-model's own forward is given other layers to go through: the first one of a run answers for all of it, and those behind
-give their input back. It is the same forward on the same model, seen through a class of which `layers` alone is another
-(`_view_class`).
+model's own forward is given other layers to go through: those of a run remember what they are called with and give
+their input back, and the last one answers for all of them. It is the same forward on the same model, seen through a
+class of which `layers` alone is another (`_view_class`).
 
 No family is named. The forward is tried first, with stand-ins for all layers: each must be called with what the one
-before gave, and layers are a run only where they are called with the very same objects besides (those with a window get
-another mask). In a run those that the op does not take are called one by one.
+before gave. What layers are called with besides may differ (those with a window get another mask): one call of the op
+is for as many of them as are given the very same. Those that the op does not take are called one by one.
 """
 
 import copy
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.fast import cpu_layer, decoding, fast_layer
 from ptq.fast.trials import hollow, trial
@@ -37,15 +37,20 @@ GIVEN = CACHES | {"attention_mask", "position_ids", "cache_position", "use_cache
 """What the forward of a model may be called with besides tokens; everything else must be None or False."""
 
 
-class Segment(NamedTuple):
-    """Layers of a run, and what the op takes for them: nothing, where they are called one by one."""
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a layer is called with besides its input."""
 
-    layers: list[nn.Module]
+
+class Segment(NamedTuple):
+    """Layers of a run, by number, and what the op takes for them: nothing, where they are called one by one."""
+
+    first: int
+    last: int
     found: list[cpu_layer.Layer]
 
 
 class Run:
-    """Takes the place of the first of some decoder layers that a model calls alike, and answers for all."""
+    """Takes the place of decoder layers that a model calls one behind another."""
 
     def __init__(self, layers: list[nn.Module]) -> None:
         self.layers = layers
@@ -56,23 +61,41 @@ class Run:
         """Find out anew next time."""
         self.known: tuple[Watched, list[Segment]] | None = None
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def stand_ins(self) -> list[Callable[..., Tensor]]:
+        """What one forward goes through in the place of the layers."""
+        given: list[Given] = []
+
+        def remember(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            given.append((args, kwargs))
+            return hidden_states
+
+        def answer(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            return self(hidden_states, [*given, (args, kwargs)])
+
+        return [remember] * (len(self.layers) - 1) + [answer]
+
+    def __call__(self, hidden_states: Tensor, given: list[Given]) -> Tensor:
+        """What the layers give, one behind another. `given`: what each is called with besides."""
         x = hidden_states
-        if not args and matmul.lies_on_gpu(x) and not self.heard.must_be_called():
+        if matmul.lies_on_gpu(x) and not any(args for args, _ in given) and not self.heard.must_be_called():
             self.forget()
-            return self._on_gpu(x, kwargs)
-        for layers, found in [Segment(self.layers, [])] if args else self._segments(x):
-            y = cpu_layer.run(found, x, kwargs, list(map(fast_layer.multiplier, layers))) if found else None
-            if y is None:
-                for layer in layers:
-                    x = layer(x, *args, **kwargs)
-            else:
-                x = y
+            return self._on_gpu(x, given)
+        for start, last, found in self._segments(x):
+            first = start
+            while first < last:
+                end, y = _alike_until(given, first, last), None
+                layers, some = self.layers[first:end], found[first - start : end - start]
+                if some and not given[first][0]:
+                    y = cpu_layer.run(some, x, given[first][1], list(map(fast_layer.multiplier, layers)))
+                if y is None:
+                    for layer, (args, kwargs) in zip(layers, given[first:end], strict=True):
+                        x = layer(x, *args, **kwargs)
+                x, first = x if y is None else y, end
         return x
 
-    def _on_gpu(self, x: Float[Tensor, "b t k"], others: dict[str, Any]) -> Tensor:
+    def _on_gpu(self, x: Float[Tensor, "b t k"], given: list[Given]) -> Tensor:
         added: Tensor | None = None  # to x
-        for layer in self.layers:
+        for layer, (_, others) in zip(self.layers, given, strict=True):
             fast = None if layer.training else fast_layer.fast_forward_of(layer)
             parts = None if fast is None else fast.on_gpu_in_parts(x, added, others)
             if parts is None:
@@ -83,7 +106,7 @@ class Run:
 
     def _segments(self, x: Float[Tensor, "b t k"]) -> list[Segment]:
         """How the layers are called now, where the first of them is given x."""
-        one_by_one = [Segment(self.layers, [])]
+        one_by_one = [Segment(0, len(self.layers), [])]
         if not x.is_cpu:
             self.forget()
         if not x.is_cpu or any(layer.training for layer in self.layers):
@@ -95,12 +118,25 @@ class Run:
 
     def _find(self) -> tuple[Watched, list[Segment]]:
         """What a call is checked against, and the segments of this run."""
-        known = [(layer, _whole(layer)) for layer in self.layers]
-        segments = []
-        for _, group in groupby(known, lambda pair: pair[1] and type(pair[1][0].kind)):
-            pairs = list(group)
-            segments.append(Segment([layer for layer, _ in pairs], [whole[0] for _, whole in pairs if whole]))
-        return Watched.all_of([whole[1] for _, whole in known if whole], self.layers), segments
+        known, segments, first = [_whole(layer) for layer in self.layers], [], 0
+        for _, group in groupby(known, lambda whole: whole and type(whole[0].kind)):
+            found = [whole and whole[0] for whole in group]
+            last = first + len(found)
+            segments.append(Segment(first, last, [one for one in found if one]))
+            first = last
+        return Watched.all_of([whole[1] for whole in known if whole], self.layers), segments
+
+
+def _alike_until(given: list[Given], first: int, last: int) -> int:
+    """The end of those from the first one on that are called with the very same, by name."""
+    (args, named), end = given[first], first + 1
+    while end < last and not args and not given[end][0] and _is_same(named, given[end][1]):
+        end += 1
+    return end
+
+
+def _is_same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(map(is_, map(a.get, b), b.values()))
 
 
 def _whole(layer: nn.Module) -> tuple[cpu_layer.Layer, Watched] | None:
@@ -113,14 +149,6 @@ def _whole(layer: nn.Module) -> tuple[cpu_layer.Layer, Watched] | None:
     return None
 
 
-def _pass_on(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Takes the place of a layer that the first one of its run has answered for."""
-    return hidden_states
-
-
-Substitute = Run | nn.Module | Callable[..., Tensor]
-
-
 class Substitutes:
     """What a model's forward goes through in the place of `layers` where it is given few tokens, for as long as the
     model has the same layers and the same forward."""
@@ -128,7 +156,7 @@ class Substitutes:
     def __init__(self) -> None:
         self.layers: list[nn.Module] = []
         self.tried: Any = None
-        self.found: list[Substitute] = []
+        self.found: list[nn.Module | Run] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # copies and pickles find out anew
@@ -136,34 +164,32 @@ class Substitutes:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()
 
-    def current(self, model: Any) -> list[Substitute]:
-        """One for each layer."""
+    def update(self, model: Any) -> None:
+        """Find out anew where something has changed."""
         layers = model._modules[LAYERS]._modules
         same = len(layers) == len(self.layers) and all(map(is_, layers.values(), self.layers))
         if not same or type(model).forward is not self.tried:
             self.layers, self.tried = list(layers.values()), type(model).forward
             fast_layer.let_copies_be(self.layers)
             self.found = _substitutes(model, self.layers)
-        return self.found
+
+    def of_one_forward(self) -> list[Callable[..., Tensor]]:
+        """One for each layer."""
+        return [one for found in self.found for one in (found.stand_ins() if isinstance(found, Run) else [found])]
 
     def runs(self) -> list[Run]:
         """The runs that were found last."""
         return [one for one in self.found if isinstance(one, Run)]
 
 
-def _substitutes(model: nn.Module, layers: list[nn.Module]) -> list[Substitute]:
-    """One for each layer: a run for the first of some that are fast and called alike, `_pass_on` for those behind it,
-    and else the layer itself."""
-    found: list[Substitute] = list(layers)
-    fast = list(map(fast_layer.is_fast, layers))
-    if sum(fast) < 2:
-        return found
-    start = 0
-    for i, alike in enumerate([*_called_alike(model, layers), False], 1):
-        if not alike or not fast[i - 1] or not fast[i]:
-            if i - start > 1:
-                found[start:i] = [Run(layers[start:i]), *[_pass_on] * (i - start - 1)]
-            start = i
+def _substitutes(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module | Run]:
+    """A run for each series of fast layers, where the model calls them one behind another; the others themselves."""
+    if sum(map(fast_layer.is_fast, layers)) < 2 or not _calls_in_turn(model, layers):
+        return [*layers]
+    found: list[nn.Module | Run] = []
+    for fast, group in groupby(layers, fast_layer.is_fast):
+        some = list(group)
+        found += [Run(some)] if fast and len(some) > 1 else some
     return found
 
 
@@ -172,7 +198,7 @@ def install(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module._modules.get(LAYERS), nn.ModuleList) and "forward" not in vars(module):
             substitutes = Substitutes()
-            substitutes.current(module)
+            substitutes.update(module)
             if substitutes.runs():
                 module.forward = functools.partial(_forward, module, substitutes)
                 vars(module.forward)["__signature__"] = _signature(type(module).forward)
@@ -188,11 +214,11 @@ def _forward(model: Any, substitutes: Substitutes, *args: Any, **kwargs: Any) ->
     """The forward of a model with runs."""
     view = model
     if not torch.compiler.is_compiling():
-        current = substitutes.current(model)
+        substitutes.update(model)
         if not args and _fits(model, **kwargs):
             view = object.__new__(_view_class(type(model)))
             object.__setattr__(view, "__dict__", vars(model))
-            object.__setattr__(view, LAYERS, current)
+            object.__setattr__(view, LAYERS, substitutes.of_one_forward())
         else:
             for run in substitutes.runs():
                 run.forget()  # layers that were changed may fit again, and of those that have moved memory is freed
@@ -232,7 +258,7 @@ class _Layer(nn.Module):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         assert not hasattr(self, "given"), "called twice"
-        self.given, self.others, self.result = hidden_states, kwargs, hidden_states.sin()
+        self.given, self.result = hidden_states, hidden_states.sin()
         return self.result
 
 
@@ -243,16 +269,14 @@ class _Other(nn.Module):
         return (torch.ones(()), torch.ones(())) if args or kwargs else x
 
 
-def _called_alike(model: Any, layers: list[nn.Module]) -> list[bool]:
-    """Whether a model's forward calls each layer but the last with what it calls the next one with, besides what the
-    first of them gives; all False where it does something else between layers. Of a prompt, and of a token behind it.
-    """
-    tries = (_tried(model, len(layers), tokens) for tokens in (3, 1))
-    return [all(alike) for alike in zip(*tries, strict=True)]
+def _calls_in_turn(model: Any, layers: list[nn.Module]) -> bool:
+    """Whether a model's forward calls each layer with what the one before gave, of a prompt and of a token behind it;
+    False where it does something else between layers."""
+    return all(_tried(model, len(layers), tokens) for tokens in (3, 1))
 
 
 @trial()
-def _tried(model: Any, count: int, tokens: int) -> list[bool]:
+def _tried(model: Any, count: int, tokens: int) -> bool:
     alone = hollow(model).eval()
     for name in model._modules:
         setattr(alone, name, _Other())
@@ -264,15 +288,10 @@ def _tried(model: Any, count: int, tokens: int) -> list[bool]:
         alone.config._attn_implementation = "sdpa"
         cache, before = DynamicCache(config=alone.config), torch.zeros(1, 1, 3 - tokens, 8)
         for i in range(count):
-            cache.update(before, before, i)
+            if i >= len(cache.layers) or isinstance(cache.layers[i], DynamicLayer):  # others have states
+                cache.update(before, before, i)
         x = torch.randn(1, tokens, alone.config.hidden_size, generator=torch.Generator().manual_seed(0))
         type(model).forward(alone, inputs_embeds=x, attention_mask=mask, use_cache=True, **{CACHE: cache})
-        one_by_one = all(b.given is a.result for a, b in pairwise(layers))
+        return all(b.given is a.result for a, b in pairwise(layers))
     except Exception:  # whatever a forward raises where it wants something else
-        one_by_one = False
-    if not one_by_one:
-        return [False] * (count - 1)
-    return [
-        a.others.keys() == b.others.keys() and all(value is b.others[name] for name, value in a.others.items())
-        for a, b in pairwise(layers)
-    ]
+        return False
