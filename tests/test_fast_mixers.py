@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_fast_layer import counted_layers
 from tiny_models import decode, save_model, tiny_config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -224,3 +225,22 @@ def test_what_learns_in_a_delta_net(name: str, packed: Any) -> None:
     with torch.no_grad():
         cache = packed(torch.arange(4, 10)[None], use_cache=True).past_key_values
     assert packed(torch.tensor([[5]]), past_key_values=cache).logits.requires_grad
+
+
+def test_delta_nets_and_attention_are_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    types = ["linear_attention"] * 2 + ["full_attention", "linear_attention"]
+    source = save_model(tmp_path / "source", "qwen3_5_text", num_hidden_layers=4, layer_types=types)
+    ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
+    single, calls = copy.deepcopy(model), counted_layers(monkeypatch)
+    for module in single.modules():
+        if type(module).__name__.endswith(("DecoderLayer", "TextModel")):
+            vars(module).pop("forward", None)
+    for batch in (1, 3):
+        calls.clear()
+        assert all(torch.equal(a, b) for a, b in zip(decode(model, batch), decode(single, batch), strict=True))
+        assert calls == [4] * 4
+    calls.clear()
+    ids, mask = torch.arange(4, 14).reshape(2, 5), torch.tensor([[0, 0, 1, 1, 1], [1] * 5])
+    given = dict(attention_mask=mask, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(*(m.generate(ids, **given) for m in (model, single))) and calls == [2, 1, 1] * 3

@@ -40,6 +40,8 @@ def arguments(
     turns = [made(*table) for _ in range(2)]
     turns = [x.float() for x in turns] if turning is Turning.COMPLEX else turns
     room = [made(b, 1, gone + before + t + 3, size)[:, :, gone:] for size in (rank, r)]
+    for x in room:
+        x[:, :, before + t :] = torch.inf  # which nobody reads
     matrices = [made(heads, rank, dk) / dk**0.5, made(heads, dv, rank) / rank**0.5]
     seen = torch.arange(before + t) >= hidden - torch.arange(b)[:, None]
     causal = torch.ones(t, before + t, dtype=torch.bool).tril(before)

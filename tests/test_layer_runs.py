@@ -357,9 +357,5 @@ def test_a_forward_sees_the_model_but_for_its_layers(packed, monkeypatch: pytest
     view, own = seen
     assert own is model and view is not model and model.seen == 1
     assert isinstance(view, LlamaModel) and str(type(view)) == str(LlamaModel) and vars(view) is vars(model)
-    assert (
-        view.layers == [nn.Identity]
-        and view.norm is model.norm
-        and dict(view.named_modules()).keys() >= {"layers"}
-    )
+    assert view.layers == [nn.Identity] and view.norm is model.norm and dict(view.named_modules()).keys() >= {"layers"}
     assert isinstance(model.layers, nn.ModuleList)

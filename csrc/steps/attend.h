@@ -55,9 +55,63 @@ inline void add_columns(const Attend& p, int64_t at, int64_t count, int64_t from
             if (whole || left[c]) store(out + r * width + from + c * lanes, acc[r][c]);
 }
 
+#if defined(__AVX512BF16__)
+// The same of bfloat16 in whole steps of 64 columns: weights are rounded to it, too, and an instruction adds up the
+// products of two tokens. Where rows are so many that they, and not memory, take the time.
+template <int rows>
+inline void add_pairs(const Attend& p, int64_t at, int64_t count, const float* weight, float* out, const Ahead& ahead) {
+    constexpr int64_t columns = 64;
+    alignas(64) uint16_t rounded[rows * chunk];
+    for (int64_t i = 0; i < rows * chunk; i += 2 * lanes) {
+        const auto low = (__m512)load(weight + i), high = (__m512)load(weight + i + lanes);
+        _mm512_store_si512(rounded + i, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+    const auto first = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
+                                        5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const auto last = _mm512_add_epi16(first, _mm512_set1_epi16(16));
+    const auto* values = static_cast<const uint16_t*>(p.values) + at;
+    for (int64_t c = 0; c < p.d; c += columns) {
+        __m512 acc[rows][4];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++) acc[r][v] = (__m512)load(out + r * p.d + c + v * lanes);
+        for (int64_t s = 0; s < count; s += 2) {
+            const uint16_t* from = values + s * p.d + c;
+            if (s < ahead.tokens) fetch_all(ahead.keys + (s * p.d + c) * 2, columns * 2);
+            if (s + 1 < ahead.tokens) fetch_all(ahead.keys + ((s + 1) * p.d + c) * 2, columns * 2);
+            __m512i pair[4];
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; half++) {
+                const auto one = _mm512_loadu_si512(from + half * 32);
+                const auto next = s + 1 < count ? _mm512_loadu_si512(from + p.d + half * 32) : _mm512_setzero_si512();
+                pair[2 * half] = _mm512_permutex2var_epi16(one, first, next);
+                pair[2 * half + 1] = _mm512_permutex2var_epi16(one, last, next);
+            }
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                uint32_t two;
+                std::memcpy(&two, rounded + r * chunk + s, sizeof two);
+                const auto w = (__m512bh)_mm512_set1_epi32(static_cast<int>(two));
+#pragma GCC unroll 4
+                for (int v = 0; v < 4; v++) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], w, (__m512bh)pair[v]);
+            }
+        }
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int v = 0; v < 4; v++) store(out + r * p.d + c + v * lanes, (Lanes)acc[r][v]);
+    }
+}
+#endif
+
 template <Number type, int rows>
 inline void add_values(const Attend& p, int64_t at, int64_t count, const float* weight, float* out,
                        const Ahead& ahead) {
+#if defined(__AVX512BF16__)
+    if constexpr (type == Number::bfloat16)
+        if (p.more && p.d % 64 == 0) return add_pairs<rows>(p, at, count, weight, out, ahead);
+#endif
     constexpr int64_t columns = vectors<rows> * lanes;
     for (int64_t c = 0; c < p.d; c += columns) {
         const auto kernel = c + columns <= p.d ? add_columns<type, rows, true> : add_columns<type, rows, false>;

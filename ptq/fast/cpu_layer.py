@@ -3,7 +3,6 @@
 """
 
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,10 @@ NO_NUMBERS: tuple[list[int], float, list[Tensor], int] = ([0, 0], 1.0, [], 0)
 DECODE = torch.ops.ptq.decode_layers.default
 
 
+State = GrowingLayer | PackedLayer | tuple[Tensor, Tensor]
+"""What a token goes to: the layer of a cache, or the states of a delta net, which are moved on in place."""
+
+
 def run(
     layers: Sequence[Layer],
     x: Float[Tensor, "b t k"],
@@ -31,82 +34,81 @@ def run(
     else. `multipliers`: m of each."""
     if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
         return None
-    handles, floats = [layer.handle for layer in layers], chain.from_iterable(layer.floats for layer in layers)
-    if isinstance(layers[0].kind, latent_attention.Kind):
-        return _run_latent(layers, layers[0].kind, x, others, multipliers)
-    if isinstance(layers[0].kind, delta_net.Kind):
-        moved = delta_net.states_of([layer.mixer for layer in layers], x, [*floats], **others)
-        if moved is None or len({id(conv) for conv, _ in moved}) < len(moved):
-            return None
-        cache = [*chain.from_iterable(moved)], [0] * len(layers), *NO_NUMBERS
-        return DECODE(handles, x, x, x, *cache, [1.0] * len(layers), multipliers, None)
-    attentions = [(layer.mixer, cast(fast_attention.Kind, layer.kind)) for layer in layers]
-    states = fast_attention.cache_layers(attentions, x, floats=floats, **others)
-    scaling = _scaling(layers, others)
-    if states is None or scaling is None:
-        return None
-    if len(set(map(id, states))) < len(states):  # layers that are one see their own tokens
+    states, scaling, turns = _states(layers, x, others), _scaling(layers, others), _turns(layers, x, others)
+    if states is None or scaling is None or turns is None:
         return None
     cache = _cache(layers, states, x)
     if cache is None:
         return None
-    turns, mask = attentions[0][1].turns(others["position_embeddings"]), others.get("attention_mask")
-    y = DECODE(handles, x, *turns, *cache, scaling, multipliers, mask)
-    for state in cast(list[GrowingLayer | PackedLayer], states):
-        state.advance(x.shape[1])
-    return y
-
-
-def _run_latent(
-    layers: Sequence[Layer],
-    kind: latent_attention.Kind,
-    x: Float[Tensor, "b t k"],
-    others: dict[str, Any],
-    multipliers: list[float],
-) -> Float[Tensor, "b t k"] | None:
-    """`run` for layers with latent attention."""
-    mixers, turns = (
-        [layer.mixer for layer in layers],
-        latent_attention.turns_of(kind, others.get("position_embeddings"), x),
-    )
-    floats = chain.from_iterable(layer.floats for layer in layers)
-    states, scaling = latent_attention.cache_layers(mixers, turns, x, floats=floats, **others), _scaling(layers, others)
-    if states is None or turns is None or scaling is None or len(set(map(id, states))) < len(states):
-        return None
-    room, before = [], []
-    for mixer, state in zip(mixers, states, strict=True):
-        *held, length = state.reserve(*latent_attention.shapes_of(mixer, *x.shape[:2]), x)
-        room.extend(held)
-        before.append(length)
     handles = [layer.handle for layer in layers]
-    cache = room, before, *NO_NUMBERS
     y = DECODE(handles, x, *turns, *cache, scaling, multipliers, others.get("attention_mask"))
     for state in states:
-        state.advance(x.shape[1])
+        if not isinstance(state, tuple):
+            state.advance(x.shape[1])
     return y
+
+
+def _states(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str, Any]) -> list[State] | None:
+    """Where the tokens of x go, for each layer; None where this is something else than decoding."""
+    states: dict[int, State] = {}
+    for kind in {type(layer.kind) for layer in layers}:
+        places = [i for i, layer in enumerate(layers) if type(layer.kind) is kind]
+        mixers, floats = [layers[i].mixer for i in places], [y for i in places for y in layers[i].floats]
+        if kind is delta_net.Kind:
+            found = delta_net.states_of(mixers, x, floats, **others)
+        elif kind is latent_attention.Kind:
+            turns = _turns([layers[i] for i in places], x, others)
+            found = latent_attention.cache_layers(mixers, turns, x, floats=floats, **others)
+        else:
+            attentions = [(layers[i].mixer, cast(fast_attention.Kind, layers[i].kind)) for i in places]
+            found = fast_attention.cache_layers(attentions, x, floats=floats, **others)
+        if found is None:
+            return None
+        states.update(zip(places, cast(list[State], found), strict=True))
+    owners = {id(state[0] if isinstance(state, tuple) else state) for state in states.values()}
+    if len(owners) < len(states):  # layers that are one see their own tokens
+        return None
+    return [states[i] for i in range(len(layers))]
+
+
+def _turns(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """cos and sin as all layers take them that turn something; None where they take them in different ways."""
+    given = others.get("position_embeddings")
+    kinds = [layer.kind for layer in layers if not isinstance(layer.kind, delta_net.Kind)]
+    if len({kind.turning if isinstance(kind, latent_attention.Kind) else kind.halved for kind in kinds}) > 1:
+        return None
+    if not kinds:
+        return x, x  # which nobody looks at
+    if isinstance(kinds[0], latent_attention.Kind):
+        return latent_attention.turns_of(kinds[0], given, x)
+    return None if given is None else kinds[0].turns(given)
 
 
 def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | None:
     """What the scores of each layer's attention are multiplied with; None where that is not one number for all."""
-    found = [decoding.scaling_of(layer.mixer, layer.kind, others) for layer in layers]
+    kinds = ((layer.mixer, layer.kind) for layer in layers)
+    found = [1.0 if isinstance(kind, delta_net.Kind) else decoding.scaling_of(m, kind, others) for m, kind in kinds]
     return None if None in found else cast(list[float], found)
 
 
-def _cache(
-    layers: Sequence[Layer], states: Sequence[decoding.CacheLayer], x: Float[Tensor, "b t k"]
-) -> tuple[Any, ...] | None:
+def _cache(layers: Sequence[Layer], states: Sequence[State], x: Float[Tensor, "b t k"]) -> tuple[Any, ...] | None:
     """The arguments of `ptq::decode_layers` from `cache` to `cache_order`, with room for the tokens of x. All states
     are of one cache."""
     batch, tokens = x.shape[:2]
-    room, before, numbers = [], [], NO_NUMBERS
+    room, before, numbers, sizes = [], [], NO_NUMBERS, set[int]()
     for layer, state in zip(layers, states, strict=True):
-        if isinstance(state, GrowingLayer):
+        if isinstance(state, tuple):
+            held, length = state, 0
+        elif isinstance(state, GrowingLayer):
             shape = batch, layer.heads[0], tokens, layer.heads[1]
-            *held, length = state.reserve(shape, shape, x)
-        elif isinstance(state, PackedLayer) and state.decodes and state.key.batch == batch:
+            is_latent = isinstance(layer.kind, latent_attention.Kind)
+            shapes = latent_attention.shapes_of(layer.mixer, batch, tokens) if is_latent else (shape, shape)
+            *held, length = state.reserve(*shapes, x)
+        elif state.decodes and state.key.batch == batch:
             held, length, numbers = state.room(tokens), state.length, state.numbers()
         else:
             return None
         room.extend(held)
         before.append(length)
-    return room, before, *numbers
+        sizes.add(len(held))
+    return (room, before, *numbers) if len(sizes) == 1 else None

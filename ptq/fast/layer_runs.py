@@ -119,7 +119,7 @@ class Run:
     def _find(self) -> tuple[Watched, list[Segment]]:
         """What a call is checked against, and the segments of this run."""
         known, segments, first = [_whole(layer) for layer in self.layers], [], 0
-        for _, group in groupby(known, lambda whole: whole and type(whole[0].kind)):
+        for _, group in groupby(known, bool):
             found = [whole and whole[0] for whole in group]
             last = first + len(found)
             segments.append(Segment(first, last, [one for one in found if one]))
