@@ -18,7 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.fast import fast_decode, latent_attention
+from ptq.fast import expansion, fast_decode, latent_attention
 from ptq.ops.latent_ops import Turning
 from quarot.plan import QuarotRecipe
 from quip_sharp.plan import QuipSharpRecipe
@@ -58,7 +58,7 @@ def models(family: str, **config: Any) -> tuple[Any, Any]:
 
 
 def attentions(model: Any) -> list[Any]:
-    return [module for module in model.modules() if latent_attention.EXPANSION in module._modules]
+    return [module for module in model.modules() if expansion.EXPANSION in module._modules]
 
 
 @torch.no_grad()
@@ -75,9 +75,8 @@ def logits(model: Any, batch: int = 1, tokens: int = 4, prompt: int = 5) -> list
 @pytest.mark.parametrize("family", LATENT_ATTENTION)
 def test_every_family(family: str) -> None:
     plain, fast = models(family)
-    assert {latent_attention.kind_of(module) for module in attentions(plain)} == {
-        (TURNINGS[family], family == "mistral4")
-    }
+    kind = TURNINGS[family], family == "mistral4", getattr(plain.config, "rope_interleave", None)
+    assert {latent_attention.kind_of(module) for module in attentions(plain)} == {kind}
     for batch in (1, 3):
         with Called() as called:
             found = logits(fast, batch)
@@ -110,7 +109,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
 
     config = tiny_config("deepseek_v3")
     config._attn_implementation = "sdpa"
-    assert latent_attention.kind_of(DeepseekV3Attention(config, 0)) == (Turning.PAIRS, False)
+    assert latent_attention.kind_of(DeepseekV3Attention(config, 0)) == (Turning.PAIRS, False, True)
     assert latent_attention.kind_of(Scaled(config, 0)) is None
     assert latent_attention.kind_of(nn.Linear(3, 3)) is None
 
@@ -136,7 +135,7 @@ def own_code(model: Any) -> Any:
     model = copy.deepcopy(model)
     for module in model.modules():
         name = type(module).__name__
-        if latent_attention.EXPANSION in module._modules or name.endswith(("DecoderLayer", "Model")):
+        if expansion.EXPANSION in module._modules or name.endswith(("DecoderLayer", "Model")):
             vars(module).pop("forward", None)
     return model
 
@@ -195,11 +194,11 @@ def test_the_matrix_is_kept_once_and_goes_with_the_module(packed: Any) -> None:
     model = packed("deepseek_v3", "W4A16")
     logits(model)
     module = attentions(model)[0]
-    known = latent_attention.held(module, torch.float32)
-    assert known is not None and latent_attention.held(module, torch.float32) is known
+    known = expansion.held(module, torch.float32)
+    assert known is not None and expansion.held(module, torch.float32) is known
     vars(model.model.layers[0])["forward"].on_cpu.forget()
     logits(model)
-    assert latent_attention.held(module, torch.float32) is known
+    assert expansion.held(module, torch.float32) is known
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(torch.equal(a, b) for a, b in zip(logits(again), logits(model), strict=True))
     numbers = weakref.ref(known.numbers.keys)
@@ -263,3 +262,70 @@ def test_what_is_cached_is_what_the_own_code_caches() -> None:
         for a, b in zip(*held, strict=True):
             for x, y in zip(a, b, strict=True):
                 torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ("youtu", "deepseek_v3"))
+def test_configs_of_one_process_may_differ(family: str) -> None:
+    """How numbers are paired is asked of the config with every call."""
+    for interleaved in (True, False, True):
+        plain, fast = models(family, rope_interleave=interleaved)
+        with torch.no_grad():
+            for model in (plain, fast):
+                for module in attentions(model):
+                    module.kv_b_proj.weight.mul_(20)
+        for now in (interleaved, not interleaved):
+            plain.config.rope_interleave = fast.config.rope_interleave = now
+            for a, b in zip(logits(fast), logits(plain), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("recipe", ("plain", "W4A16"))
+def test_writes_that_leave_no_trace_are_seen_behind_the_next_prompt(recipe: str, packed: Any) -> None:
+    fast = models("deepseek_v3")[1] if recipe == "plain" else packed("deepseek_v3", recipe)
+    was = logits(fast)[-1]
+    for module in attentions(fast):
+        x = module.kv_b_proj.weight if recipe == "plain" else module.kv_b_proj.weight_scale
+        x.data.copy_(x.data.flip(0))
+    found = logits(fast)
+    assert not torch.allclose(found[-1], was, atol=1e-4)
+    for a, b in zip(found, logits(own_code(fast)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_tensors_of_inference_mode() -> None:
+    with torch.inference_mode():
+        plain, fast = models("deepseek_v3")
+        for _ in range(2):
+            for a, b in zip(logits(fast), logits(plain), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+            for model in (plain, fast):
+                for module in attentions(model):
+                    module.kv_b_proj.weight.mul_(3)
+
+
+def test_another_dtype_is_whole_layers_again(packed: Any) -> None:
+    model = packed("deepseek_v3", "W4A16")
+    logits(model)
+    model.bfloat16()
+    with Called() as called:
+        logits(model)
+    assert called.in_layers == 5 * len(attentions(model)) and not called.alone
+    _, plain = models("deepseek_v3")
+    logits(plain)
+    assert all(module in expansion._HELD for module in attentions(plain))
+    logits(plain.half())
+    assert not any(module in expansion._HELD for module in attentions(plain))
+
+
+def test_positions_that_scale_queries() -> None:
+    """Behind the length that the config names, and of rows at different places."""
+    plain, fast = models("mistral4")
+    for places in ([3, 3], [40, 41], [15, 17], [500, 3]):
+        found = []
+        for model in (plain, fast):
+            cache = DynamicCache(config=model.config)
+            with torch.no_grad():
+                model(torch.arange(4, 14).reshape(2, 5), past_key_values=cache)
+                given = dict(position_ids=torch.tensor(places)[:, None], past_key_values=cache)
+                found.append(model(torch.tensor([[7], [9]]), **given).logits)
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

@@ -345,6 +345,49 @@ def test_a_bias_of_bfloat16_is_read_for_every_token(format: str) -> None:
         was = found
 
 
+WRONG: list[tuple[str, dict[str, Any], Any]] = [
+    ("latent", dict(mixer="nl"), lambda x: x[:1]), ("latent", dict(mixer="nl"), lambda x: [x[0][:5], x[1]]),
+    ("latent", dict(mixer="nl"), lambda x: [x[0], x[1].bfloat16()]),
+    ("latent", dict(mixer="nl"), lambda x: [x[0][0], x[1]]), ("turning", dict(mixer="nl"), lambda x: 4),
+    ("latent", dict(mixer="rln", norms="amqk"), lambda x: [x[0][..., 1:], x[1]]),
+    ("latent", dict(mixer="cz"), lambda x: [torch.zeros(6, 32, 8), torch.zeros(6, 16, 32)]),
+    ("latent", dict(mlp=False), lambda x: [torch.zeros(6, 32, 8), torch.zeros(6, 16, 32)]),
+    ("sinks", dict(sinks=True), lambda x: x * 2), ("sinks", dict(sinks=True), lambda x: [x[0][:5]]),
+    ("sinks", dict(sinks=True), lambda x: [x[0][None]]), ("sinks", dict(mixer="nl"), lambda x: [torch.zeros(6)]),
+    ("sinks", dict(mixer="cz"), lambda x: [torch.zeros(6)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, case, change", WRONG)
+def test_mixers_that_do_not_fit_are_refused_when_a_layer_is_made(name: str, case: Any, change: Any) -> None:
+    op, given = arguments(torch.float32, **case)
+    op(*of_layer(given))
+    with pytest.raises(RuntimeError, match="layer|latent_attention"):
+        op(*of_layer(given | {name: change(given[name])}))
+
+
+@pytest.mark.parametrize("mixer", ("nl", "cz"))
+def test_a_cache_of_another_kind_is_refused(mixer: str) -> None:
+    op, given = arguments(torch.float32, mixer=mixer)
+    held, was = op(*of_layer(given)), [x.clone() for x in given["cache"]]
+    with pytest.raises(RuntimeError, match="two tensors of the cache"):
+        DECODE(*of_one(held, given | {"cache": given["cache"] * 2}))
+    assert all(torch.equal(a, b) for a, b in zip(given["cache"], was, strict=True))
+    op, given = arguments(torch.float32, cache="packed")
+    given["sinks"] = [torch.zeros(HEADS)]
+    for run in (lambda: decoded(op, given), lambda: FORMATS["integer"][1](*of_layer(given))(*of_token(given))):
+        with pytest.raises(RuntimeError, match="a packed cache does not go with sinks of heads"):
+            run()
+
+
+def test_a_norm_that_comes_later_changes_nothing() -> None:
+    op, given = arguments(torch.float32, mixer="nl", norms="amk", mlp=False)
+    held = op(*of_layer(given))
+    was = DECODE(*of_one(held, given))
+    given["gains"][2].data = torch.ones(LOW)
+    assert torch.equal(DECODE(*of_one(held, arguments(torch.float32, mixer="nl", norms="amk", mlp=False)[1])), was)
+
+
 def test_what_stands_for_no_layer() -> None:
     op, given = arguments(torch.float32)
     held = op(*of_layer(given))

@@ -189,3 +189,50 @@ def test_what_only_looks_like_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) 
     for module in attentions(plain):
         module.__class__ = Squared
     assert not sinks.serves(plain) and fast_attention.kind_of(attentions(plain)[0]) is None
+
+
+class Mine(GptOssAttention):
+    """Of a file that has no attention function."""
+
+
+class Whole(GptOssAttention):
+    """The same, with a forward of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def test_classes_of_other_files() -> None:
+    for cls in (Mine, Whole):
+        plain, _ = models("gpt_oss")
+        for module in attentions(plain):
+            module.__class__ = cls
+        fast = copy.deepcopy(plain)
+        fast_decode.install(fast)
+        assert (fast.config._attn_implementation == WITHOUT_SDPA) == (cls is Mine)
+        ids = torch.arange(4, 12)[None]
+        for given in ({}, {"output_attentions": True}):
+            torch.testing.assert_close(fast(ids, **given).logits, plain(ids, **given).logits, rtol=1e-4, atol=1e-5)
+        for a, b in zip(logits(fast), logits(plain), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_config_that_asks_for_weights(tmp_path: Path) -> None:
+    source = save_model(tmp_path / "source", "gpt_oss")
+    ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32, output_attentions=True)
+    with torch.no_grad():
+        out = model(torch.arange(4, 12)[None])
+        assert [x.shape for x in out.attentions] == [(1, 4, 8, 8)] * 2
+        out = model(torch.tensor([[5]]), past_key_values=out.past_key_values)
+    assert [x.shape for x in out.attentions] == [(1, 4, 1, 9)] * 2
+
+
+def test_attention_in_both_directions() -> None:
+    plain, fast = models("gpt_oss")
+    ids, found = torch.arange(4, 20)[None], []
+    for model in (plain, fast):
+        model.config.is_causal = False
+        with torch.no_grad():
+            found.append(model(ids, use_cache=False).logits)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)

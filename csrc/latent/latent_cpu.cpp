@@ -19,8 +19,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
-constexpr int64_t few_keys = 2048;   // up to so many, a part is short, so that there are parts for all threads
-constexpr int64_t short_part = 128;  // tokens
+constexpr int64_t part = 256;  // tokens: so few that there are parts for all threads early
 
 // The sizes of a call, and the bytes of a number.
 struct Shape {
@@ -199,6 +198,18 @@ Tensor op(const Tensor& q, const Tensor& latent, const Tensor& rotary, const Ten
 
 }  // namespace
 
+void check(const Expansion& e, int64_t query_rows, int64_t latent_rows) {
+    STD_TORCH_CHECK(e.keys.dim() == 3 && e.values.dim() == 3 && e.keys.size(0) == e.values.size(0) &&
+                        e.keys.size(1) == e.values.size(2) && e.keys.scalar_type() == e.values.scalar_type(),
+                    "latent_attention: expected matrices [heads, rank, dk] and [heads, dv, rank] in one dtype");
+    const int64_t heads = e.keys.size(0), r = latent_rows - e.keys.size(1);
+    STD_TORCH_CHECK(heads > 0 && r > 0 && r % 2 == 0 && query_rows == heads * (e.keys.size(2) + r),
+                    "latent_attention: ", query_rows, " rows of queries and ", latent_rows,
+                    " of latent vectors do not fit the matrices");
+    STD_TORCH_CHECK(e.turning >= Turning::halves && e.turning <= Turning::none,
+                    "latent_attention: no such rotary embedding");
+}
+
 Tensor attention(const Tensor& q, const Tensor& latent, const Tensor& rotary, const Tensor& cos, const Tensor& sin,
                  const Tensor& latents, const Tensor& turned, int64_t before, const Expansion& expansion,
                  double scaling, const std::optional<Tensor>& mask) {
@@ -233,7 +244,7 @@ Tensor attention(const Tensor& q, const Tensor& latent, const Tensor& rotary, co
                    .mask = masks ? static_cast<const uint8_t*>(masks->const_data_ptr()) : nullptr,
                    .mask_batch = masks && masks->size(0) == s.b ? s.t * (before + s.t) : 0,
                    .units = 0,
-                   .part = before + s.t > few_keys ? steps::part_tokens : short_part},
+                   .part = part},
                   s.b);
     return values(s, attended, expansion);
 }

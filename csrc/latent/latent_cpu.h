@@ -18,6 +18,9 @@ struct Expansion {
     Turning turning;
 };
 
+// Raises an error for matrices that do not fit each other, or queries and latent vectors of so many rows.
+void check(const Expansion& expansion, int64_t query_rows, int64_t latent_rows);
+
 // Writes to `latents` and `turned`.
 torch::stable::Tensor attention(const torch::stable::Tensor& q, const torch::stable::Tensor& latent,
                                 const torch::stable::Tensor& rotary, const torch::stable::Tensor& cos,

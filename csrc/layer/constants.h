@@ -56,24 +56,23 @@ struct Constants {
     int64_t turning;
     Tensors sinks;  // empty, or those of the heads of attention
 
-    std::optional<Tensor> head_sinks() const { return sinks.empty() ? std::nullopt : std::optional(sinks[0]); }
+    std::optional<Tensor> head_sinks() const {
+        STD_TORCH_CHECK(sinks.empty() || (sinks.size() == 1 && &roles() == &of_attention),
+                        "layer: expected sinks of attention as one tensor");
+        return sinks.empty() ? std::nullopt : std::optional(sinks[0]);
+    }
     const Roles& roles() const {
         const bool low_rank = !latent.empty() && gains.size() == norm_count && gains[of_queries].numel();
         return low_rank ? of_low_rank : delta.empty() && latent.empty() ? of_attention : of_two;
     }
-    // Of an input.
-    int64_t width(size_t site) const {
-        const auto& first = roles();
-        if (site == inside) return rows[0];
-        if (site != to_o) return rows[first[site == to_down ? to_gate_up : to_o]];
-        if (!latent.empty()) return latent[1].size(0) * latent[1].size(1);
-        return delta.empty() ? rows[0] / (gated ? 2 : 1) : rows[1];
-    }
     std::optional<latent::Expansion> expansion() const {
         if (latent.empty()) return std::nullopt;
-        STD_TORCH_CHECK(latent.size() == 2 && latent[0].dim() == 3 && latent[1].dim() == 3,
-                        "layer: expected two matrices of latent attention for each head");
-        return latent::Expansion{latent[0], latent[1], latent::Turning{turning}};
+        STD_TORCH_CHECK(latent.size() == 2 && delta.empty() && !gated,
+                        "layer: expected two matrices of latent attention, and no other mixer");
+        const latent::Expansion made{latent[0], latent[1], latent::Turning{turning}};
+        const bool low_rank = &roles() == &of_low_rank;
+        latent::check(made, rows[low_rank ? 2 : 0], rows[1]);
+        return made;
     }
     std::optional<mixers::DeltaNet> delta_net() const {
         if (delta.empty()) return std::nullopt;
@@ -88,7 +87,7 @@ struct Constants {
 class Sites {
   public:
     // The rows of the weights.
-    Sites(const Ints& n, const Constants& constants) : rows_(constants.rows), roles_(constants.roles()) {
+    Sites(const Ints& n, const Constants& constants) : p_(constants), rows_(constants.rows), roles_(constants.roles()) {
         const Ints& rows = rows_;
         STD_TORCH_CHECK(rows.size() == roles_[site_count] || rows.size() == roles_[to_gate_up],
                         "layer: expected rows of ", roles_[site_count], " roles, or of ", roles_[to_gate_up]);
@@ -106,6 +105,13 @@ class Sites {
         STD_TORCH_CHECK(starts_.back() == n.size(), "layer: expected ", starts_.back(), " weights");
     }
     size_t size() const { return starts_.size() - 1; }
+    // Of an input.
+    int64_t width(size_t site) const {
+        if (site == inside) return rows_[0];
+        if (site != to_o) return rows_[roles_[site == to_down ? to_gate_up : to_o]];
+        if (!p_.latent.empty()) return p_.latent[1].size(0) * p_.latent[1].size(1);
+        return p_.delta.empty() ? rows_[0] / (p_.gated ? 2 : 1) : rows_[1];
+    }
     size_t first(size_t site) const { return starts_[site]; }
     size_t last(size_t site) const { return starts_[site + 1]; }
     bool has(size_t site) const { return first(site) < last(site); }
@@ -124,8 +130,9 @@ class Sites {
     }
 
   private:
+    const Constants& p_;
     const Ints& rows_;
-    const Roles& roles_;
+    const Roles& roles_;  // as they were when the layer was made
     std::vector<size_t> starts_{0}, inputs_{0};
 };
 

@@ -83,6 +83,10 @@ class Layer final : public Decoder {
             moe_ = experts::MoeHandles::find(c.moe.front());
             STD_TORCH_CHECK(moe_, "layer: expected what an op on experts gave, not a copy of it");
         }
+        if (const auto own = constants_.head_sinks()) {
+            const int64_t heads = own->dim() == 1 ? own->size(0) : 0, queries = sites_.width(to_o);
+            STD_TORCH_CHECK(heads > 0 && queries % heads == 0, "layer: sinks do not fit ", queries, " rows of queries");
+        }
         prepared();  // what does not fit is refused now
     }
 
@@ -91,6 +95,8 @@ class Layer final : public Decoder {
         STD_TORCH_CHECK(x.dim() == 3, "decode_layers: expected x [b, t, k]");
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
                         "decode_layers: x must be float32 or bfloat16");
+        STD_TORCH_CHECK(cache.tensors.size() == 2 || (!delta_ && !expansion_),
+                        "decode_layers: expected two tensors of the cache of such a layer");
         const std::shared_ptr<const Prepared> now = prepared();
         const auto linears = [&](const Tensor& in, Site site) { return multiplied(*now, in, site); };
         const Tensor in = norm_(x, before_attention);
@@ -167,7 +173,7 @@ class Layer final : public Decoder {
                 continue;
             }
             const Tensors own = is_turned(site) ? Tensors() : experts::some(made.biases, first, last);
-            made.sites.push_back(format_.prepare(first, last, constants_.width(site), own));
+            made.sites.push_back(format_.prepare(first, last, sites_.width(site), own));
         }
         return made;
     }
@@ -175,7 +181,7 @@ class Layer final : public Decoder {
     // Of each role.
     Tensors multiplied(const Prepared& prepared, const Tensor& x, Site site) const {
         const size_t place = sites_.input(site);
-        STD_TORCH_CHECK(x.size(2) == constants_.width(site), "decode_layers: expected ", constants_.width(site),
+        STD_TORCH_CHECK(x.size(2) == sites_.width(site), "decode_layers: expected ", sites_.width(site),
                         " numbers for input ", place, ", found ", x.size(2));
         const Seen in = seen(x, {constants_.input_bits[place], constants_.clips[place], inputs_.factors(place),
                                  inputs_.order(place), inputs_.signs(place)});

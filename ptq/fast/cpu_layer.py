@@ -34,7 +34,8 @@ def run(
     else. `multipliers`: m of each."""
     if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
         return None
-    states, scaling, turns = _states(layers, x, others), _scaling(layers, others), _turns(layers, x, others)
+    states, turns = _states(layers, x, others), _turns(layers, x, others)
+    scaling = None if states is None else _scaling(layers, others)
     if states is None or scaling is None or turns is None:
         return None
     cache = _cache(layers, states, x)
@@ -58,7 +59,8 @@ def _states(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str
             found = delta_net.states_of(mixers, x, floats, **others)
         elif kind is latent_attention.Kind:
             turns = _turns([layers[i] for i in places], x, others)
-            found = latent_attention.cache_layers(mixers, turns, x, floats=floats, **others)
+            latents = [(layers[i].mixer, cast(latent_attention.Kind, layers[i].kind)) for i in places]
+            found = latent_attention.cache_layers(latents, turns, x, floats=floats, **others)
         else:
             attentions = [(layers[i].mixer, cast(fast_attention.Kind, layers[i].kind)) for i in places]
             found = fast_attention.cache_layers(attentions, x, floats=floats, **others)
@@ -86,9 +88,16 @@ def _turns(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str,
 
 def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | None:
     """What the scores of each layer's attention are multiplied with; None where that is not one number for all."""
-    kinds = ((layer.mixer, layer.kind) for layer in layers)
-    found = [1.0 if isinstance(kind, delta_net.Kind) else decoding.scaling_of(m, kind, others) for m, kind in kinds]
-    return None if None in found else cast(list[float], found)
+    found, factors = [], dict[int, float | None]()
+    for mixer, kind in ((layer.mixer, layer.kind) for layer in layers):
+        scaled = not isinstance(kind, delta_net.Kind) and kind.scaled
+        if scaled and id(mixer.config) not in factors:
+            factors[id(mixer.config)] = decoding.query_factor(mixer.config, others.get("position_ids"))
+        factor = factors[id(mixer.config)] if scaled else 1.0
+        if factor is None:
+            return None
+        found.append(1.0 if isinstance(kind, delta_net.Kind) else mixer.scaling * factor)
+    return found
 
 
 def _cache(layers: Sequence[Layer], states: Sequence[State], x: Float[Tensor, "b t k"]) -> tuple[Any, ...] | None:

@@ -57,7 +57,8 @@ class Kind(NamedTuple):
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
-    layers, scaling = cache_layers([(module, kind)], hidden_states, **others), decoding.scaling_of(module, kind, others)
+    layers = cache_layers([(module, kind)], hidden_states, **others)
+    scaling = None if layers is None else decoding.scaling_of(module, kind, others)
     if layers is None or scaling is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
         return None
     *first, output = linears_of(module)
@@ -120,6 +121,8 @@ def cache_layers(
         return None
     layers = []
     for module, kind in attentions:
+        if kind.scaled and not hidden_states.is_cpu:  # the positions would have to come from there
+            return None
         if module.training or not kind.takes(module, turned) or (kind.sinks and not _sinks_serve(module, others)):
             return None
         layer, wanted = find(module, cache, hidden_states)
@@ -136,7 +139,8 @@ def cache_layers(
 def _sinks_serve(module: Any, others: dict[str, Any]) -> bool:
     """Whether the sinks are what the op takes, and nobody asks for weights, which transformers' own code has."""
     sinks = module._parameters.get(SINKS)
-    return sinks is not None and sinks.is_cpu and sinks.dtype in FEW_DTYPES and not others.get("output_attentions")
+    asked = others.get("output_attentions") or module.config.output_attentions
+    return sinks is not None and sinks.is_cpu and sinks.dtype in FEW_DTYPES and not asked
 
 
 def attend(

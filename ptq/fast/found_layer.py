@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps, latent_attention
+from ptq.fast import expansion as expansions
+from ptq.fast.expansion import HeldExpansion
 from ptq.fast.fast_moe import HeldMoe
-from ptq.fast.latent_attention import HeldExpansion
 from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.ops import hadamard
@@ -61,6 +62,8 @@ class Layer:
         this was made."""
         if any(part is not None and part.is_over() for part in (self.moe, self.expansion)):
             return True
+        if self.expansion is not None and self.expansion.numbers.keys.dtype != self.floats[0].dtype:
+            return True
         return any(map(ne, map(version, self.signs), self.versions))
 
 
@@ -96,7 +99,7 @@ def _layer(
         return None
     transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, sites)
     dtype = next((gain.dtype for gain in normed["gains"] if gain is not NONE), torch.float32)
-    expansion = latent_attention.held(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
+    expansion = expansions.held(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
     special = _special(mixer, kind, expansion)
     if transforms is None or op is None or special is None:
         return None

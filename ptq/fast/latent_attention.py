@@ -11,32 +11,31 @@ gives, up to rounding, does `decoded` take the place of that, and only for token
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ptq.fast import decoding, fast_rotary
+from ptq.fast import decoding, expansion, fast_rotary
+from ptq.fast.expansion import EXPANSION
 from ptq.fast.trials import MISFIT, hollow, tried_once
 from ptq.kv.attention import CACHE
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
-from ptq.layers.linear import QuantLinear, must_be_called, plain_weight, stays_on_cpu
-from ptq.layers.packed_weight import version
+from ptq.layers.linear import must_be_called
 from ptq.layers.shared_input import products
 from ptq.ops.latent_ops import Turning
 from ptq.ops.matmul import cpu_ops_serve
-from ptq.ops.op_declarations import lasting, wants_gradient
+from ptq.ops.op_declarations import wants_gradient
 
 QUERIES, LOW_RANK, LATENT = "q_proj", ("q_a_proj", "q_b_proj"), "kv_a_proj_with_mqa"
-EXPANSION, OUTPUT = "kv_b_proj", "o_proj"
+OUTPUT = "o_proj"
 NORMS = ("q_a_layernorm", "kv_a_layernorm")
 """Of queries of low rank, and of latent vectors."""
 FULL = {QUERIES, LATENT, NORMS[1], EXPANSION, OUTPUT}
 OF_LOW_RANK = {*LOW_RANK, *NORMS, LATENT, EXPANSION, OUTPUT}
+INTERLEAVED = "rope_interleave"
 SIZES = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 """dk, r, dv and rank of `ptq.ops.latent_ops`."""
 
@@ -47,29 +46,30 @@ class Kind(NamedTuple):
     turning: Turning
     scaled: bool = False
     """As of `ptq.fast.fast_attention.Kind`."""
-
-
-class Expansion(NamedTuple):
-    """The matrix that makes keys and values of latent vectors, as `ptq::latent_attention` takes it."""
-
-    keys: Float[Tensor, "heads rank dk"]
-    values: Float[Tensor, "heads dv rank"]
+    interleaved: bool | None = None
+    """`rope_interleave` of the config that it was found for, which modules ask every time."""
 
 
 def forward(module: nn.Module, kind: Kind, *args: Any, **kwargs: Any) -> Any:
     """The forward of a module of this kind."""
-    found = None if args or torch.compiler.is_compiling() else decoded(module, kind, **kwargs)
-    return fast_rotary.forward(module, *args, **kwargs) if found is None else (found, None)
+    if torch.compiler.is_compiling():
+        return fast_rotary.forward(module, *args, **kwargs)
+    found = None if args else decoded(module, kind, **kwargs)
+    if found is not None:
+        return found, None
+    expansion.doubt(module, args[0] if args else kwargs["hidden_states"])
+    return fast_rotary.forward(module, *args, **kwargs)
 
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
     x, turns = hidden_states, turns_of(kind, others.get("position_embeddings"), hidden_states)
-    layers, scaling = cache_layers([module], turns, x, **others), decoding.scaling_of(module, kind, others)
+    layers = cache_layers([(module, kind)], turns, x, **others)
+    scaling = None if layers is None else decoding.scaling_of(module, kind, others)
     if layers is None or turns is None or scaling is None or must_be_called(module._modules[EXPANSION]):
         return None
-    expansion = held(module, x.dtype)
-    if expansion is None:
+    matrix = expansion.held(module, x.dtype)
+    if matrix is None:
         return None
     parts = module._modules
     queries, latent = products(linears_of(module)[0], x)
@@ -82,7 +82,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     latent, rotary = latent.split((module.kv_lora_rank, module.qk_rope_head_dim), -1)
     latent, layer = parts[NORMS[1]](latent), layers[0]
     *room, before = layer.reserve(*shapes_of(module, *x.shape[:2]), x)
-    numbers = *expansion.numbers, kind.turning, scaling, others.get("attention_mask")
+    numbers = *matrix.numbers, kind.turning, scaling, others.get("attention_mask")
     y = torch.ops.ptq.latent_attention.default(queries, latent, rotary, *turns, *room, before, *numbers)
     layer.advance(x.shape[1])
     return parts[OUTPUT](y)
@@ -105,7 +105,7 @@ def turns_of(kind: Kind, position_embeddings: Any, x: Float[Tensor, "b t k"]) ->
 
 
 def cache_layers(
-    modules: Sequence[Any],
+    attentions: Sequence[tuple[Any, Kind]],
     turns: tuple[Tensor, Tensor] | None,
     x: Float[Tensor, "b t k"],
     attention_mask: Tensor | None = None,
@@ -120,7 +120,9 @@ def cache_layers(
     if not cpu_ops_serve(x, *floats) or not all(y.dim() == 3 and y.is_cpu and not wants_gradient(y) for y in turns):
         return None
     found = []
-    for module in modules:
+    for module, kind in attentions:
+        if getattr(module.config, INTERLEAVED, None) != kind.interleaved:
+            return None
         layer = growing_layer(cache, module.layer_idx)
         if layer is None or not layer.get_seq_length() or module.training:
             return None
@@ -143,68 +145,6 @@ def linears_of(module: nn.Module) -> tuple[list[Any], list[Any], Any]:
     return first, [] if is_full else [parts[LOW_RANK[1]]], parts[OUTPUT]
 
 
-# --- the matrix -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class HeldExpansion:
-    """The matrix of a module in plain numbers, and what they were made of."""
-
-    linear: nn.Module
-    of: list[tuple[Tensor, int, int]]
-    """The tensors of the linear, their versions, and where their numbers are."""
-    numbers: Expansion
-
-    def is_over(self) -> bool:
-        """Whether something has been written to the linear, or put in the place of what it held."""
-        now = _state_of(self.linear)
-        return len(now) != len(self.of) or not all(
-            a[0] is b[0] and a[1:] == b[1:] for a, b in zip(now, self.of, strict=True)
-        )
-
-
-_HELD: WeakKeyDictionary[nn.Module, HeldExpansion] = WeakKeyDictionary()
-"""By module."""
-
-
-def held(module: Any, dtype: torch.dtype) -> HeldExpansion | None:
-    """The matrix of a module in numbers of a dtype, kept while its linear stays as it is; None where that must be
-    called, or is not on the CPU."""
-    linear, known = module._modules[EXPANSION], _HELD.pop(module, None)
-    if not is_ours(linear):
-        return None
-    if known is None or known.linear is not linear or known.numbers.keys.dtype != dtype or known.is_over():
-        with torch.no_grad(), lasting():
-            known = HeldExpansion(linear, _state_of(linear), _expansion(module, _weight(linear), dtype))
-    _HELD[module] = known
-    return known
-
-
-def is_ours(linear: Any) -> bool:
-    """Whether a linear is one whose numbers may be used in its place: packed or plain, without a bias, on the CPU."""
-    if type(linear) is QuantLinear:
-        return linear.bias is None and stays_on_cpu(linear) and "forward" not in vars(linear)
-    weight = linear._parameters.get("weight")
-    is_plain = type(linear) is nn.Linear or type(linear).__module__.startswith("ptq.")
-    if weight is None or not is_plain or not isinstance(linear, nn.Linear) or linear.bias is not None:
-        return False
-    return weight.is_cpu and not hasattr(linear, "_hf_hook") and "forward" not in vars(linear)
-
-
-def _state_of(linear: nn.Module) -> list[tuple[Tensor, int, int]]:
-    return [(x, version(x), x.data_ptr()) for x in linear._parameters.values() if x is not None]
-
-
-def _weight(linear: Any) -> Float[Tensor, "n k"]:
-    return plain_weight(linear, linear.state_dict()) if isinstance(linear, QuantLinear) else linear.weight
-
-
-def _expansion(module: Any, weight: Float[Tensor, "n k"], dtype: torch.dtype) -> Expansion:
-    dk, dv = module.qk_nope_head_dim, module.v_head_dim
-    keys, values = weight.to(dtype).unflatten(0, (-1, dk + dv)).split((dk, dv), 1)
-    return Expansion(keys.transpose(1, 2).contiguous(), values.contiguous())
-
-
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 HIDDEN = 24
@@ -221,8 +161,8 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 @tried_once
 def _tried(module: Any) -> Kind | None:
-    scaled = decoding.scaled_by(module.config) is not None
-    kinds = (Kind(turning, scaled) for turning in Turning)
+    more = decoding.scaled_by(module.config) is not None, getattr(module.config, INTERLEAVED, None)
+    kinds = (Kind(turning, *more) for turning in Turning)
     return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
 
 

@@ -6,8 +6,8 @@ all attention modules of a model first, whose own function is what `forward` fal
 """
 
 import copy
-import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from ptq.fast import fast_attention
 from ptq.fast.decoding import ATTENTION
 from ptq.fast.fast_attention import SINKS
-from ptq.fast.trials import MISFIT, tried_once
+from ptq.fast.trials import MISFIT, innermost, tried_once
 from ptq.kv.attention import CACHE
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
@@ -38,23 +38,32 @@ def forward(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "b t q_heads value_d"], Tensor | None]:
     """Attention with the sinks `s_aux`, [q_heads], with a mask of bools."""
-    tokens, length, sinks = query.shape[2], key.shape[2], kwargs["s_aux"]
-    causal = attention_mask is None and tokens > 1
-    plain = not dropout and not kwargs.get("output_attentions") and sinks.dtype in FEW_DTYPES and sinks.is_cpu
+    tokens, length, sinks, config = query.shape[2], key.shape[2], kwargs["s_aux"], cast(Any, module.config)
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True) if causal is None else causal
+    causal = bool(causal) and attention_mask is None and tokens > 1
+    asked = kwargs.get("output_attentions") or config.output_attentions
+    plain = not dropout and not asked and sinks.dtype in FEW_DTYPES and sinks.is_cpu
     if plain and is_simple(attention_mask, len(query), tokens, length) and not wants_gradient(sinks):
         if query.numel() and cpu_ops_serve(query, key, value) and (not causal or tokens == length):
             given = query, key, value, attention_mask, causal, scaling, sinks
             return torch.ops.ptq.prefill_attention.default(*given), None
-    own = getattr(sys.modules[type(module).__module__], OWN)
-    mask = _added(attention_mask, query, length)
+    own, mask = _own(module), _added(attention_mask, query, length, causal)
+    assert own is not None  # or `serves` had said no
     return own(module, query, key, value, mask, scaling=scaling, dropout=dropout, **kwargs)
 
 
-def _added(mask: Tensor | None, query: Float[Tensor, "b q_heads t d"], length: int) -> Tensor | None:
+def _own(module: nn.Module) -> Callable[..., Any] | None:
+    """The attention function that a module's forward finds by itself."""
+    forward = innermost(type(module).forward)
+    return None if forward is None else forward.__globals__.get(OWN)
+
+
+def _added(mask: Tensor | None, query: Float[Tensor, "b q_heads t d"], length: int, causal: bool) -> Tensor | None:
     """What a function that adds its mask is given."""
     tokens = query.shape[2]
     if mask is None:
-        if tokens == 1:
+        if not causal:
             return None
         mask = torch.ones(1, 1, tokens, length, dtype=torch.bool, device=query.device).tril(length - tokens)
     if mask.dtype != torch.bool:
@@ -66,7 +75,7 @@ def _added(mask: Tensor | None, query: Float[Tensor, "b q_heads t d"], length: i
 def serves(model: nn.Module) -> bool:
     """Whether all attention of a model has sinks, and `forward` gives the numbers of its own function."""
     modules = [m for m in model.modules() if {"config", "is_causal", "scaling"} <= vars(m).keys()]
-    return bool(modules) and all(m._parameters.get(SINKS) is not None and _tried(m) for m in modules)
+    return bool(modules) and all(m._parameters.get(SINKS) is not None and _own(m) and _tried(m) for m in modules)
 
 
 @tried_once

@@ -67,7 +67,7 @@ def with_globals(function: types.FunctionType, others: dict[str, Any]) -> types.
 
 def _key_of(module: nn.Module) -> tuple[Any, ...]:
     """Modules that agree in this compute the same, but for the numbers of their parameters: class, its forward, plain
-    values, names of parameters; and the same of the modules inside."""
+    values, names of parameters, what the config says; and the same of the modules inside."""
     inside = ((name, *_held(part)) for name, part in module._modules.items() if part is not None)
     parameters = (name for name, parameter in module._parameters.items() if parameter is not None)
     return *_held(module), frozenset(parameters), *inside
@@ -75,7 +75,9 @@ def _key_of(module: nn.Module) -> tuple[Any, ...]:
 
 def _held(module: nn.Module) -> tuple[Any, ...]:
     held = ((name, x) for name, x in sorted(vars(module).items()) if name[0] != "_" and name not in OF_ONE)
-    return type(module), type(module).forward, *((name, x) for name, x in held if isinstance(x, PLAIN))
+    config = vars(module).get("config")
+    said = () if config is None else ((name, repr(x)) for name, x in sorted(vars(config).items()) if name[0] != "_")
+    return type(module), type(module).forward, *((name, x) for name, x in held if isinstance(x, PLAIN)), *said
 
 
 def hollow(module: nn.Module) -> Any:

@@ -164,6 +164,8 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, token: Token, sinks: Tensor | Non
     turns, cache = (token.cos, token.sin), token.cache
     if len(cache) == 2:
         return torch.ops.ptq.decode_attention(q, k, v, *turns, *cache, token.before, token.scaling, token.mask, sinks)
+    if sinks is not None:
+        raise RuntimeError("decode_layers: a packed cache does not go with sinks of heads")
     numbers = token.before, *token.cache_bits, token.cache_clip, token.cache_factors, token.cache_order, token.scaling
     kept = cache[4:] or (None, None, None)
     return torch.ops.ptq.kv_decode_attention(q, k, v, *turns, *cache[:4], *numbers, *kept, token.mask)

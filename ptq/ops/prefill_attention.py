@@ -43,7 +43,7 @@ def prefill_attention(
     """`ptq::prefill_attention` in plain torch."""
     groups = q.shape[1] // keys.shape[1]
     if sinks is not None:
-        seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool)
+        seen = torch.ones(q.shape[2], keys.shape[2], dtype=torch.bool, device=q.device)
         seen = (seen.tril() if causal else seen)[None, None]
         y = steps.attended(q, keys, values, scaling, seen if mask is None else seen & mask, sinks)
         return y.unflatten(2, (q.shape[1], -1))
