@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 import ptq
 from ptq.fast import fast_decode, fast_layer, layer_runs
+from ptq.fast.layer_trial import calls_in_turn
 from ptq.kv.attention import CACHE
 from ptq.models.families import FAMILIES
 from quarot.plan import QuarotRecipe
@@ -123,6 +124,16 @@ class Numbered(LlamaModel):
         return x
 
 
+class Residual(LlamaModel):
+    """Gives each layer also what it is given, in another form."""
+
+    def forward(self, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        x = inputs_embeds
+        for layer in self.layers:
+            x = layer(x, residual=(x * 2, None), **kwargs)
+        return x
+
+
 class Positional(LlamaModel):
     def forward(self, inputs_embeds: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
         x = inputs_embeds
@@ -131,15 +142,15 @@ class Positional(LlamaModel):
         return x
 
 
-WAYS = (Between, Twice, Backwards, Numbered, Positional)
+WAYS = (Between, Twice, Backwards, Numbered, Residual, Positional)
 
 
 @pytest.mark.parametrize("cls", WAYS)
 def test_models_that_go_through_their_layers_in_another_way(cls: type[LlamaModel]) -> None:
     model = LlamaModel(tiny_config("llama")).eval()
-    assert layer_runs._calls_in_turn(model, list(model.layers))
+    assert calls_in_turn(model, list(model.layers))
     model.__class__ = cls
-    assert layer_runs._calls_in_turn(model, list(model.layers)) == (cls is Numbered)
+    assert calls_in_turn(model, list(model.layers)) == (cls is Numbered)
 
 
 class Scaled(LlamaModel):
@@ -157,7 +168,7 @@ class Scaled(LlamaModel):
 def test_what_is_done_between_layers_of_a_decoded_token_alone() -> None:
     model = LlamaModel(tiny_config("llama")).eval()
     model.__class__ = Scaled
-    assert not layer_runs._calls_in_turn(model, list(model.layers))
+    assert not calls_in_turn(model, list(model.layers))
 
 
 @pytest.mark.parametrize("how", ("class", "forward"))

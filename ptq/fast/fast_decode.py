@@ -87,7 +87,8 @@ def attention(
     """The attention function "sdpa" of transformers, with faster ways for one token without a mask and for many."""
     if kwargs.get("s_aux") is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return sinks.forward(module, query, key, value, attention_mask, scale, dropout, **kwargs)
+        mask = _additive(attention_mask, query.dtype, getattr(module, "layer_idx", None))
+        return sinks.forward(module, query, key, value, mask, scale, dropout, **kwargs)
     batch, heads, tokens, d = query.shape
     grouped = tokens == 1 and heads != key.shape[1] and query.device.type == "cpu"
     plain = attention_mask is None and not dropout and kwargs.get("position_bias") is None

@@ -12,26 +12,23 @@ before gave. What layers are called with besides may differ (those with a window
 is for as many of them as are given the very same. Those that the op does not take are called one by one.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.fast import cpu_layer, decoding, fast_layer
-from ptq.fast.trials import hollow, trial
+from ptq.fast.layer_trial import LAYERS, calls_in_turn
 from ptq.fast.watched import Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
 
-LAYERS = "layers"
 CACHES = {CACHE, "past_key_values"}
 GIVEN = CACHES | {"attention_mask", "position_ids", "cache_position", "use_cache", "return_dict"}
 """What the forward of a model may be called with besides tokens; everything else must be None or False."""
@@ -184,7 +181,7 @@ class Substitutes:
 
 def _substitutes(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module | Run]:
     """A run for each series of fast layers, where the model calls them one behind another; the others themselves."""
-    if sum(map(fast_layer.is_fast, layers)) < 2 or not _calls_in_turn(model, layers):
+    if sum(map(fast_layer.is_fast, layers)) < 2 or not calls_in_turn(model, layers):
         return [*layers]
     found: list[nn.Module | Run] = []
     for fast, group in groupby(layers, fast_layer.is_fast):
@@ -248,50 +245,3 @@ def _view_class(cls: type) -> type:
     """A class whose instances hold what a model of this class does (they have its `__dict__`), but other `layers`."""
     names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(cls.__name__, (cls,), {"__slots__": (LAYERS,), **names})
-
-
-# --- the trial ------------------------------------------------------------------------------------------------------
-
-
-class _Layer(nn.Module):
-    """Remembers how it is called."""
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        assert not hasattr(self, "given"), "called twice"
-        self.given, self.result = hidden_states, hidden_states.sin()
-        return self.result
-
-
-class _Other(nn.Module):
-    """Stands for a norm, whose input is one tensor, or for a rotary embedding."""
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return (torch.ones(()), torch.ones(())) if args or kwargs else x
-
-
-def _calls_in_turn(model: Any, layers: list[nn.Module]) -> bool:
-    """Whether a model's forward calls each layer with what the one before gave, of a prompt and of a token behind it;
-    False where it does something else between layers."""
-    return all(_tried(model, len(layers), tokens) for tokens in (3, 1))
-
-
-@trial()
-def _tried(model: Any, count: int, tokens: int) -> bool:
-    alone = hollow(model).eval()
-    for name in model._modules:
-        setattr(alone, name, _Other())
-    layers = [_Layer() for _ in range(count)]
-    setattr(alone, LAYERS, nn.ModuleList(layers))
-    mask = torch.tensor([[0, 1, 1]])  # so that the model makes tensors of it
-    try:
-        alone.config = copy.copy(model.config)
-        alone.config._attn_implementation = "sdpa"
-        cache, before = DynamicCache(config=alone.config), torch.zeros(1, 1, 3 - tokens, 8)
-        for i in range(count):
-            if i >= len(cache.layers) or isinstance(cache.layers[i], DynamicLayer):  # others have states
-                cache.update(before, before, i)
-        x = torch.randn(1, tokens, alone.config.hidden_size, generator=torch.Generator().manual_seed(0))
-        type(model).forward(alone, inputs_embeds=x, attention_mask=mask, use_cache=True, **{CACHE: cache})
-        return all(b.given is a.result for a, b in pairwise(layers))
-    except Exception:  # whatever a forward raises where it wants something else
-        return False
