@@ -1,4 +1,4 @@
-"""Whether the forward of a model calls its decoder layers one behind another (`ptq.fast.layer_runs`), as told by a trial
+"""Whether the forward of a model calls its decoder layers one behind another (`ptq.fast.layer_runs`), as a trial tells
 with stand-ins for all its parts."""
 
 import copy
