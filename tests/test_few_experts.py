@@ -85,7 +85,7 @@ def in_layers(model: Any) -> int:
 IN_LAYERS = {
     "qwen3_moe", "olmoe", "mellum", "mixtral", "flex_olmo", "qwen2_moe", "glm4_moe", "sarvam_moe", "dots1",
     "solar_open", "minimax_m2", "hy_v3", "qwen3_next", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3",
-    "glm4_moe_lite", "sarvam_mla", "kimi_linear", "gpt_oss", "flint",
+    "glm4_moe_lite", "sarvam_mla", "kimi_linear", "gpt_oss", "flint", "mistral4",
 }  # fmt: skip
 """Families whose experts are a part of their layer's call."""
 OTHER_ROUTERS = {"llama4_text", "cohere2_moe", "phimoe", "axk1", "axk2", "laguna"}
