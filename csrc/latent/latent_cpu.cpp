@@ -133,7 +133,7 @@ char* bytes_in(const Tensor& x) {
     return static_cast<char*>(x.mutable_data_ptr());
 }
 
-// Copies what each head has of each token: from [first, heads or tokens, second, ...] to another order.
+// Copies so many bytes of each head of each token: `from` and `to` say where they are.
 template <class From, class To>
 void for_heads(const Shape& s, int64_t bytes, const From& from, const To& to) {
     for (int64_t h = 0; h < s.heads; h++)
