@@ -34,9 +34,10 @@ def run(
     else. `multipliers`: m of each."""
     if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
         return None
-    states, turns = _states(layers, x, others), _turns(layers, x, others)
+    turns = _turns(layers, x, others)
+    states = None if turns is None else _states(layers, x, turns, others)
     scaling = None if states is None else _scaling(layers, others)
-    if states is None or scaling is None or turns is None:
+    if turns is None or states is None or scaling is None:
         return None
     cache = _cache(layers, states, x)
     if cache is None:
@@ -49,7 +50,9 @@ def run(
     return y
 
 
-def _states(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str, Any]) -> list[State] | None:
+def _states(
+    layers: Sequence[Layer], x: Float[Tensor, "b t k"], turns: tuple[Tensor, Tensor], others: dict[str, Any]
+) -> list[State] | None:
     """Where the tokens of x go, for each layer; None where this is something else than decoding."""
     states: dict[int, State] = {}
     for kind in {type(layer.kind) for layer in layers}:
@@ -58,7 +61,6 @@ def _states(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str
         if kind is delta_net.Kind:
             found = delta_net.states_of(mixers, x, floats, **others)
         elif kind is latent_attention.Kind:
-            turns = _turns([layers[i] for i in places], x, others)
             latents = [(layers[i].mixer, cast(latent_attention.Kind, layers[i].kind)) for i in places]
             found = latent_attention.cache_layers(latents, turns, x, floats=floats, **others)
         else:
@@ -83,7 +85,7 @@ def _turns(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str,
         return x, x  # which nobody looks at
     if isinstance(kinds[0], latent_attention.Kind):
         return latent_attention.turns_of(kinds[0], given, x)
-    return None if given is None else kinds[0].turns(given)
+    return kinds[0].turns(given) if isinstance(given, tuple) and given[0].dim() == 3 else None
 
 
 def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | None:
