@@ -219,20 +219,3 @@ def test_forward_derivatives_are_left_to_torch() -> None:
 
     with torch.no_grad(), pytest.raises(NotImplementedError):  # torch has none for it on a CPU
         torch.func.jvp(attend, (q,), (keys,))
-
-
-@pytest.mark.parametrize("tiles", [False, True])
-def test_torch_has_many_tokens_of_bfloat16_where_it_has_matrix_units(monkeypatch: pytest.MonkeyPatch, tiles: bool):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
-    called = []
-
-    def sdpa(module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        called.append(query.shape[2])
-        return query.transpose(1, 2), None
-
-    monkeypatch.setattr(prefill_attention, "sdpa_attention_forward", sdpa)
-    for tokens in (31, 32):
-        for dtype in DTYPES:
-            q, keys = draw(1, 4, tokens, 64, dtype=dtype), draw(1, 2, tokens, 64, dtype=dtype)
-            prefill_attention.forward(nn.Module(), q, keys, keys, None)
-    assert called == ([32] if tiles else [])

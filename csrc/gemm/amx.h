@@ -79,20 +79,20 @@ void pack(const Product& p, int64_t first, int64_t last) {
 
 // The sums of a group, to be scaled and added to the totals of a block of tokens.
 struct Group {
-    const int32_t* sums;          // [tile, token, row]
-    const float* scale;           // [tile, row]
-    const uint8_t* zero;          // [tile, `zero_step`], or null
-    const int32_t* offset;        // [token]: minus the sum of its integers, if there are zeros
-    float* total;                 // [token, tile, row]
-    int64_t first;                // token of the block
-    bool begins, ends;            // the totals; results follow
-    int64_t token = tile_tokens;  // the next one
+    const int32_t* sums;    // [tile, token, row]
+    const float* scale;     // [tile, row]
+    const uint8_t* zero;    // [tile, `zero_step`], or null
+    const int32_t* offset;  // [token]: minus the sum of its integers, if there are zeros
+    float* total;           // [token, tile, row]
+    int64_t first, tokens;  // of the block
+    bool begins, ends;      // the totals; results follow
+    int64_t token;          // the next one
 };
 
 // What all groups of a panel have in common.
 struct Common {
     const Product& p;
-    int64_t tile, zero_step, end;  // row tile, to the zeros of the next one, behind the last token
+    int64_t tile, zero_step;  // row tile, to the zeros of the next one
 };
 
 // The tokens [token, end). Everything is read before the loop: a compiler fears that totals overlap it.
@@ -122,18 +122,18 @@ PTQ_INLINE void add_rows(const Common& common, const Group& g, int64_t token, in
 
 template <Mode mode, int tiles>
 PTQ_INLINE void add_tokens(const Common& common, Group& g, int64_t tokens) {
-    if (g.token == tile_tokens) return;
-    if (g.token == 0 && g.begins) std::memset(g.total, 0, tiles * tile_numbers * sizeof(float));
-    const int64_t end = std::min(tile_tokens, g.token + tokens);
+    if (g.token == g.tokens) return;
+    if (g.token == 0 && g.begins) std::memset(g.total, 0, tiles * tile_rows * g.tokens * sizeof(float));
+    const int64_t end = std::min(g.tokens, g.token + tokens);
     if (mode == Mode::quads && g.zero)
         add_rows<mode, tiles, mode == Mode::quads>(common, g, g.token, end);
     else
         add_rows<mode, tiles, false>(common, g, g.token, end);
     g.token = end;
-    if (g.token < tile_tokens || !g.ends) return;
+    if (g.token < g.tokens || !g.ends) return;
     const Product& p = common.p;
     const Results results{p.token_scale, p.bias, p.out, p.out_type, p.t, p.w.n, p.add};
-    finish<tiles>(results, g.total, nullptr, common.tile, g.first, std::min(tile_tokens, common.end - g.first));
+    finish<tiles>(results, g.total, nullptr, common.tile, g.first, g.tokens);
 }
 
 // The two groups before the one that is multiplied: `last` is in the other set of tiles, on its way to `to`; the sums
@@ -195,7 +195,7 @@ void multiply_panel(const Product& p, const Scratch& scratch, const Part& part, 
     Block b{};
     c.describe(b);
     load_scales<tiles>(w, tile, group, std::max(b.groups, int64_t{1}), scratch.scale);
-    const Common common{p, tile, w.groups * tile_rows, part.last};
+    const Common common{p, tile, w.groups * tile_rows};
     const int64_t count = b.blocks * column_step / columns_of(mode) / depth, groups = std::max(b.groups, int64_t{1});
     const int64_t outputs = tiles * tile_numbers, begins = (tile / panel_tiles - part.strip) * p.tokens * panel_rows;
     const uint32_t* x = p.packed + place(p, c.column, c.end, first);
@@ -220,6 +220,7 @@ void multiply_panel(const Product& p, const Scratch& scratch, const Part& part, 
                                p.offset + (t / tile_tokens * w.groups + group + g) * tile_tokens,
                                total,
                                t,
+                               std::min(tile_tokens, part.last - t),
                                group + g == 0,
                                c.end == c.all && g + 1 == groups,
                                0};
@@ -262,6 +263,11 @@ void multiply_part(const Product& p, const Scratch& scratch, const Part& part) {
     }
 }
 
+// The strips that are not right of the diagonal for all tokens before `last`.
+int64_t strips_before(const Product& p, int64_t last) {
+    return p.diagonal < 0 ? p.strips() : (p.diagonal + last + panel_rows - 1) / panel_rows;
+}
+
 template <Mode mode>
 void multiply_of(const Product& p, Units& units) {
     const int64_t strips = p.strips(), outputs = most_strips * p.tokens * panel_rows;
@@ -272,13 +278,13 @@ void multiply_of(const Product& p, Units& units) {
     auto* numbers = reinterpret_cast<float*>(memory + panel + sums + outputs);
     const Scratch scratch{memory, memory + panel, numbers, memory + panel + sums, numbers + scales};
     {
-        const Tiles config(depth_of(p));
+        const TileRegisters registers(depth_of(p), std::min(tile_tokens, p.t));
         for (int64_t first, last; units.take(first, last);)
             for (int64_t end; first < last; first = end) {
-                const int64_t run = first / strips, from = run * p.tokens;
+                const int64_t run = first / strips, from = run * p.tokens, to = std::min(p.t, from + p.tokens);
                 end = std::min({last, first + most_strips, (run + 1) * strips});
-                multiply_part<mode>(p, scratch,
-                                    {first % strips, (end - 1) % strips + 1, from, std::min(p.t, from + p.tokens)});
+                const int64_t needed = std::min((end - 1) % strips + 1, strips_before(p, to));
+                multiply_part<mode>(p, scratch, {first % strips, needed, from, to});
             }
     }
     ::operator delete(memory, std::align_val_t{64});

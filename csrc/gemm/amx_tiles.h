@@ -7,40 +7,15 @@
 #include <cstdint>
 
 #include "common/sixteen.h"
+#include "common/tile_registers.h"
 #include "gemm/panels_kernels.h"
 
 namespace ptq::gemm {
 namespace {
 
-constexpr int64_t tile_tokens = 16, tile_steps = 16;
+constexpr int64_t tile_tokens = 16;
 constexpr int64_t panel_tiles = 3, panel_rows = 16 * panel_tiles;
 constexpr int64_t tile_numbers = tile_tokens * 16;  // of sums, [token, row]
-
-// The tiles of this thread, as long as it lives, `depth` steps deep. Then as they were found, for torch uses them, too.
-class Tiles {
-  public:
-    explicit Tiles(int64_t depth) {
-        _tile_storeconfig(&found);
-        Config wanted{1, 0, {}, {}, {}};
-        for (int i = 0; i < 8; i++) wanted.bytes[i] = 64, wanted.rows[i] = 16;
-        wanted.bytes[6] = static_cast<uint16_t>(4 * depth), wanted.rows[7] = static_cast<uint8_t>(depth);
-        load(wanted);
-    }
-    ~Tiles() { found.palette ? load(found) : _tile_release(); }
-    Tiles(const Tiles&) = delete;
-
-  private:
-    struct alignas(64) Config {
-        uint8_t palette, row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    };
-    static void load(const Config& config) {
-        asm volatile("" ::"r"(&config) : "memory");  // the compiler knows of its first bytes alone
-        _tile_loadconfig(&config);
-    }
-    Config found;
-};
 
 // What follows is written out by macros: the numbers of tiles are part of the instructions.
 #define PTQ_EACH_TILE(do)                    \

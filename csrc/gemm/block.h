@@ -36,17 +36,16 @@ constexpr int64_t quad_tiles = 3;
 struct Ahead {
     const uint8_t* codes;
     int64_t tiles, tile_bytes, bytes;  // row tiles, bytes from one to the next, and of each
-    int64_t each, at = 0;              // lines at a time; bytes of this tile that were fetched
+    int64_t each, at = 0, tile = 0;    // lines at a time; bytes of the tiles that were fetched; the next tile
 
     // `steps`: how often `next` will be called.
     static Ahead of(const uint8_t* codes, int64_t tiles, int64_t tile_bytes, int64_t bytes, int64_t steps) {
         return {codes, tiles, tile_bytes, bytes, (tiles * bytes / 64 + steps - 1) / steps};
     }
     [[gnu::always_inline]] void next() {
-        for (int64_t i = 0; i < each && tiles > 0; i++) {
-            __builtin_prefetch(codes + at, 0, 2);
-            at += 64;
-            if (at >= bytes) codes += tile_bytes, at = 0, tiles--;
+        for (int64_t i = 0; i < each && at < bytes; i++) {
+            __builtin_prefetch(codes + tile * tile_bytes + at, 0, 2);
+            if (++tile == tiles) tile = 0, at += 64;
         }
     }
 };

@@ -56,6 +56,22 @@ void pack(const gemm::Product& p, int64_t first, int64_t last) {
                                 : pack_steps<gemm::Mode::floats>(p, first, last);
 }
 
+// What is behind the last of `count` channels is not to be read.
+void turn(const Channels& c, int64_t count, int64_t first, int64_t last, uint32_t* rows) {
+    for (int64_t channel = first * tile_rows; channel < std::min(count, last * tile_rows); channel += tile_rows)
+        for (int64_t step = 0; step < c.steps; step += 8) {
+            gemm::Eight low[8], high[8];
+            for (int64_t i = 0; i < 8; i++) {
+                const Dwords x = step_of<true>(c, step + i, channel, count - channel);
+                std::memcpy(&low[i], &x, sizeof low[i]);
+                std::memcpy(&high[i], reinterpret_cast<const uint32_t*>(&x) + 8, sizeof high[i]);
+            }
+            gemm::transpose(low), gemm::transpose(high);
+            for (int64_t i = 0; i < tile_rows; i++)
+                std::memcpy(rows + (channel + i) * c.steps + step, i < 8 ? &low[i] : &high[i - 8], sizeof low[0]);
+        }
+}
+
 #if defined(__AVX512BF16__)
 constexpr bool has_pairs = true;
 #else
@@ -64,6 +80,6 @@ constexpr bool has_pairs = false;
 
 }  // namespace
 
-const Kernels PTQ_LEVEL{has_pairs, arrange, unpack, pack};
+const Kernels PTQ_LEVEL{has_pairs, arrange, unpack, pack, turn};
 
 }  // namespace ptq::gram

@@ -23,7 +23,7 @@ const Kernels& kernels() {
 Channels arranged(const Tensor& x, bool bfloat16, Tensor& room) {
     Channels c{};
     c.x = static_cast<const float*>(x.const_data_ptr()), c.t = x.size(0), c.k = x.size(1);
-    c.rounded = bfloat16, c.pairs = bfloat16 && kernels().has_pairs && !has_slow_pairs();
+    c.rounded = bfloat16, c.pairs = bfloat16 && kernels().has_pairs && gemm::are_pairs(Number::bfloat16);
     const int64_t columns = (c.t + gemm::column_step - 1) / gemm::column_step * gemm::column_step;
     c.steps = columns / (c.pairs ? 2 : 1);
     room = torch::stable::empty({(c.k + tile_rows - 1) / tile_rows, c.steps, tile_rows}, ScalarType::Int);
@@ -33,7 +33,7 @@ Channels arranged(const Tensor& x, bool bfloat16, Tensor& room) {
 }
 
 // sum [rows, end] += the products of `rows` channels of some [t, k], from `others` on, with those in front of `end`.
-void add_products(const Channels& c, const float* others, const Tensor& sum, int64_t diagonal) {
+void add_products(Channels c, const float* others, const Tensor& sum, int64_t diagonal) {
     const int64_t rows = sum.size(0), end = sum.size(1), columns = c.steps * (c.pairs ? 2 : 1);
     gemm::Product p{};
     p.w.weight = &c, p.w.unpack = kernels().unpack, p.w.n = end;
@@ -41,7 +41,19 @@ void add_products(const Channels& c, const float* others, const Tensor& sum, int
     p.mode = c.pairs ? gemm::Mode::pairs : gemm::Mode::floats;
     p.x = others, p.t = rows;
     p.out = sum.mutable_data_ptr(), p.out_type = Number::float32;
-    p.pack = kernels().pack, p.add = true, p.diagonal = diagonal;
+    p.add = true, p.diagonal = diagonal;
+    Tensor turned;
+    if (c.pairs && gemm::on_units(Number::bfloat16)) {
+        const int64_t blocks = (rows + tile_rows - 1) / tile_rows;
+        turned = torch::stable::empty({blocks * tile_rows, c.steps}, ScalarType::Int);
+        auto* to = static_cast<uint32_t*>(turned.mutable_data_ptr());
+        c.x = others;
+        torch::stable::parallel_for(0, blocks, 1,
+                                    [&](int64_t first, int64_t last) { kernels().turn(c, rows, first, last, to); });
+        p.rows = to, p.row_steps = c.steps;
+    } else {
+        p.pack = kernels().pack;
+    }
     gemm::multiply_panels(p);
 }
 

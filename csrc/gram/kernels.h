@@ -26,6 +26,8 @@ struct Kernels {
     void (*arrange)(const Channels&, int64_t first, int64_t last);  // makes steps [first, last) of `tiles`
     gemm::Unpack unpack;                                            // `tiles` into panels
     gemm::Pack pack;                                                // channels from p.x on as the tokens of p
+    // Blocks [first, last) of sixteen channels from c.x on, where `pairs`: [channel, step]
+    void (*turn)(const Channels& c, int64_t count, int64_t first, int64_t last, uint32_t* rows);
 };
 
 extern const Kernels portable, avx2, avx512, avx512bf16;

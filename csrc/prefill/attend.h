@@ -54,17 +54,6 @@ bool is_seen(const Attention& p, const Rows& rows, int64_t at, int64_t keys) {
     return false;
 }
 
-template <Mode mode>
-void multiply_keys(const Attention& p, const Rows& rows, int64_t index, int64_t keys, const Scratch& scratch) {
-    const int64_t steps = p.key_steps();
-    for (int64_t k = 0; k < keys; k += panel)
-        for (int64_t r = 0; r < rows.count; r += row_tile)
-            (keys - k > panel / 2 ? score_tile<mode, panel>
-                                  : score_tile<mode, panel / 2>)(p.keys_of(rows.key_head, index) + k * steps,
-                                                                 scratch.q + r * steps, steps,
-                                                                 scratch.score + r * chunk + k);
-}
-
 // What a row does not see gets the score `none`.
 void hide(const Attention& p, const Rows& rows, int64_t at, int64_t keys, const Scratch& scratch) {
     for (int64_t r = 0; r < rows.count; r++) {
@@ -82,7 +71,7 @@ void hide(const Attention& p, const Rows& rows, int64_t at, int64_t keys, const 
 template <Mode mode>
 inline Lanes power(Lanes x) {
 #if defined(__AVX512BF16__)
-    if constexpr (mode == Mode::pairs) {
+    if constexpr (mode != Mode::floats) {
         // 2^y = 2^floor(y) 2^r: the second by a polynomial that is off by 4e-6, a thousandth of the rounding to
         // bfloat16
         const __m512 y = (__m512)(x * 1.44269504f), r = _mm512_maskz_reduce_ps(0xffff, y, _MM_FROUND_TO_NEG_INF);
@@ -98,7 +87,7 @@ inline Lanes power(Lanes x) {
 template <Mode mode>
 inline void store_weights(uint32_t* to, int64_t at, Lanes low, Lanes high) {
 #if defined(__AVX512BF16__)
-    if constexpr (mode == Mode::pairs) {
+    if constexpr (mode != Mode::floats) {
         _mm512_storeu_si512(to + at / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
         return;
     }
@@ -138,17 +127,6 @@ void weigh(const Attention& p, const Rows& rows, int64_t keys, const Scratch& sc
     }
 }
 
-template <Mode mode>
-void multiply_values(const Attention& p, const Rows& rows, int64_t index, int64_t keys, const Scratch& scratch) {
-    const int64_t width = p.value_width(), steps = (keys + numbers_of(mode) - 1) / numbers_of(mode);
-    for (int64_t c = 0; c < width; c += panel)
-        for (int64_t r = 0; r < rows.count; r += row_tile)
-            (width - c >= panel ? value_tile<mode, panel>
-                                : value_tile<mode, panel / 2>)(p.values_of(rows.key_head, index) + c * p.value_steps(),
-                                                               scratch.weight + r * p.value_steps(), steps,
-                                                               scratch.factor + r, scratch.out + r * width + c, width);
-}
-
 template <Number type>
 void store_results(const Attention& p, const Rows& rows, const Scratch& scratch) {
     for (int64_t r = 0; r < rows.count; r++) {
@@ -167,6 +145,7 @@ void store_results(const Attention& p, const Rows& rows, const Scratch& scratch)
 
 template <Mode mode, Number type>
 void attend_of(const Attention& p, Units& units) {
+    [[maybe_unused]] const Registers<mode> registers;
     const int64_t q = block * p.key_steps(), weights = block * p.value_steps(), scores = block * chunk;
     const int64_t results = block * p.value_width(), count = q + weights + scores + results + 3 * block + block * lanes;
     auto* memory = static_cast<uint32_t*>(::operator new(4 * count, std::align_val_t{64}));
@@ -182,10 +161,12 @@ void attend_of(const Attention& p, Units& units) {
         for (int64_t at = 0; at < end; at += chunk) {
             const int64_t keys = std::min(chunk, end - at);
             if (!is_seen(p, rows, at, keys)) continue;
-            multiply_keys<mode>(p, rows, at / chunk, keys, scratch);
+            score_rows<mode>(p.keys_of(rows.key_head, at / chunk), scratch.q, p.key_steps(), rows.count, keys,
+                             scratch.score);
             hide(p, rows, at, keys, scratch);
             weigh<mode>(p, rows, keys, scratch);
-            multiply_values<mode>(p, rows, at / chunk, keys, scratch);
+            add_values<mode>(p.values_of(rows.key_head, at / chunk), scratch.weight, keys, rows.count, scratch.factor,
+                             scratch.out, p.value_width());
         }
         store_results<type>(p, rows, scratch);
     }
@@ -193,6 +174,9 @@ void attend_of(const Attention& p, Units& units) {
 }
 
 void attend(const Attention& p, Units& units) {
+#if defined(__AMX_TILE__)
+    if (p.mode == Mode::tiles) return attend_of<Mode::tiles, Number::bfloat16>(p, units);
+#endif
 #if defined(__AVX512BF16__)
     if (p.mode == Mode::pairs) return attend_of<Mode::pairs, Number::bfloat16>(p, units);
 #endif

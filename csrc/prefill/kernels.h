@@ -13,10 +13,14 @@ constexpr int64_t panel = 64;   // keys, or columns of values, that are multipli
 constexpr int64_t chunk = 128;  // keys between two looks at the largest score: whole panels
 constexpr int64_t block = 48;   // query rows of a unit
 
-// What a product takes at once, in 32 bits: a float, or two bfloat16 (with AVX-512 BF16).
-enum class Mode { floats, pairs };
+// What a product takes at once, in 32 bits: a float, or two bfloat16 (with AVX-512 BF16; and by tiles of AMX, which are
+// sixteen steps deep).
+enum class Mode { floats, pairs, tiles };
 constexpr int64_t numbers_of(Mode mode) {
     return mode == Mode::floats ? 1 : 2;
+}
+constexpr int64_t depth_of(Mode mode) {
+    return mode == Mode::tiles ? 16 : 1;
 }
 
 // A vector of neighbours in memory for each token of each head: strides in elements.
@@ -26,8 +30,8 @@ struct Heads {
 };
 
 // out = softmax(scaling * q Kᵀ) V. The `groups` query heads that share a head of keys are rows of one product: row
-// token * groups + group. Scores, softmax and sums are float32; with `pairs`, weights are rounded to bfloat16 before
-// they meet V. The same for any number of threads.
+// token * groups + group. Scores, softmax and sums are float32; with `pairs` and `tiles`, weights are rounded to
+// bfloat16 before they meet V. The same for any number of threads.
 struct Attention {
     Mode mode;
     Number type;  // of q, keys, values and out
@@ -48,7 +52,10 @@ struct Attention {
 
     // A chunk of keys is [panel, key_steps, 64] dwords; one of values [panel, value_steps, 64], 32 in the last panel
     // where the width is no multiple of 64.
-    int64_t key_steps() const { return (d + numbers_of(mode) - 1) / numbers_of(mode); }
+    int64_t key_steps() const {
+        const int64_t numbers = numbers_of(mode) * depth_of(mode);
+        return (d + numbers - 1) / numbers * depth_of(mode);
+    }
     int64_t value_steps() const { return chunk / numbers_of(mode); }
     int64_t value_width() const { return (value_d + 31) / 32 * 32; }
     uint32_t* keys_of(int64_t head, int64_t index) const {
@@ -65,6 +72,6 @@ struct Kernels {
     void (*attend)(const Attention&, Units&);
 };
 
-extern const Kernels avx2, avx512, avx512bf16;
+extern const Kernels avx2, avx512, avx512bf16, amx;
 
 }  // namespace ptq::prefill

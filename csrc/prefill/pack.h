@@ -15,8 +15,9 @@ template <Mode mode, Number type>
 inline gemm::Eight read_steps(const void* from, int64_t at, int64_t d) {
     constexpr int64_t size = type == Number::float32 ? 4 : 2, each = numbers_of(mode), numbers = 8 * each;
     const int64_t count = std::min(numbers, d - at * each);
-    const char* start = static_cast<const char*>(from) + at * each * size;
     gemm::Eight x{};
+    if (count <= 0) return x;
+    const char* start = static_cast<const char*>(from) + at * each * size;
     if constexpr (type == Number::bfloat16 && mode == Mode::floats) {
         typedef uint16_t Words __attribute__((vector_size(16)));
         Words words{};
@@ -52,18 +53,18 @@ void pack_keys(const Attention& p, int64_t from, int64_t count, uint32_t* to) {
 
 template <Mode mode, Number type>
 void pack_values(const Attention& p, int64_t from, int64_t count, uint32_t* to) {
-    constexpr int64_t each = numbers_of(mode);
-    const int64_t width = p.value_width();
+    constexpr int64_t each = numbers_of(mode), whole = each * depth_of(mode);
+    const int64_t width = p.value_width(), end = (count + whole - 1) / whole * whole;
     for (int64_t c = 0; c < width; c += lanes) {
         const int64_t start = c / panel * panel, step = std::min(panel, width - start);
         const int64_t columns = std::clamp(p.value_d - c, int64_t{0}, lanes);
         uint32_t* column = to + start * p.value_steps() + c - start;
-        for (int64_t s = 0; s < count; s += each, column += step) {
+        for (int64_t s = 0; s < end; s += each, column += step) {
             Dwords x{};
             for (int64_t i = 0; i < each && s + i < count; i++) {
                 const int64_t at = from + (s + i) * p.values.token + c;
                 const auto y = (Dwords)steps::read<type>(p.values.data, at, columns);
-                x |= mode == Mode::pairs && i == 0 ? y >> 16 : y;
+                x |= each == 2 && i == 0 ? y >> 16 : y;
             }
             store_vector(column, x);
         }
@@ -84,7 +85,9 @@ void pack_of(const Attention& p, int64_t first, int64_t last) {
 }
 
 void pack(const Attention& p, int64_t first, int64_t last) {
-    if (p.mode == Mode::pairs)
+    if (p.mode == Mode::tiles)
+        pack_of<Mode::tiles, Number::bfloat16>(p, first, last);
+    else if (p.mode == Mode::pairs)
         pack_of<Mode::pairs, Number::bfloat16>(p, first, last);
     else if (p.type == Number::bfloat16)
         pack_of<Mode::floats, Number::bfloat16>(p, first, last);

@@ -31,6 +31,12 @@ Heads heads_of(const Tensor& x) {
     return {x.const_data_ptr(), x.stride(0), x.stride(1), x.stride(2)};
 }
 
+Mode mode_of(const Tensor& q) {
+    if (q.scalar_type() != ScalarType::BFloat16 || cpu_level() < CpuLevel::avx512bf16) return Mode::floats;
+    if (cpu_level() == CpuLevel::amx) return Mode::tiles;
+    return has_slow_pairs() && q.size(2) >= few_tokens ? Mode::floats : Mode::pairs;
+}
+
 void check(const Tensor& q, const Tensor& keys, const Tensor& values, double scaling) {
     STD_TORCH_CHECK(q.scalar_type() == ScalarType::Float || q.scalar_type() == ScalarType::BFloat16,
                     "prefill_attention: q must be float32 or bfloat16");
@@ -58,12 +64,10 @@ void set_mask(Attention& p, const Tensor& mask) {
 Tensor prefill_attention(const Tensor& q, const Tensor& keys, const Tensor& values, const std::optional<Tensor>& mask,
                          bool causal, double scaling, const std::optional<Tensor>& sinks) {
     check(q, keys, values, scaling);
-    const bool slow = has_slow_pairs() && q.size(2) >= few_tokens;
-    const bool pairs = q.scalar_type() == ScalarType::BFloat16 && cpu_level() >= CpuLevel::avx512bf16 && !slow;
-    const Kernels& kernels = at_level<avx2, avx2, avx2, avx512, avx512, avx512bf16>();
+    const Kernels& kernels = at_level<avx2, avx2, avx2, avx512, avx512, avx512bf16, amx>();
     const Tensor a = with_rows(q), k = with_rows(keys), v = with_rows(values);
     Attention p{};
-    p.mode = pairs ? Mode::pairs : Mode::floats, p.type = number_of(q.scalar_type());
+    p.mode = mode_of(q), p.type = number_of(q.scalar_type());
     p.q = heads_of(a), p.keys = heads_of(k), p.values = heads_of(v);
     p.batch = q.size(0), p.heads = keys.size(1), p.groups = q.size(1) / keys.size(1), p.tokens = q.size(2);
     p.length = keys.size(2), p.d = q.size(3), p.value_d = values.size(3);

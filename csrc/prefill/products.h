@@ -96,5 +96,36 @@ void value_tile(const uint32_t* values, const uint32_t* weight, int64_t steps, c
     }
 }
 
+// What a product holds while rows are multiplied.
+template <Mode mode>
+struct Registers {};
+
+// score[r, c] = q[r] . key c, for the first `keys` of a chunk
+template <Mode mode>
+void score_rows(const uint32_t* panels, const uint32_t* q, int64_t steps, int64_t rows, int64_t keys, float* score) {
+    for (int64_t k = 0; k < keys; k += panel)
+        for (int64_t r = 0; r < rows; r += row_tile)
+            (keys - k > panel / 2 ? score_tile<mode, panel> : score_tile<mode, panel / 2>)(panels + k * steps,
+                                                                                           q + r * steps, steps,
+                                                                                           score + r * chunk + k);
+}
+
+// out[r, c] = factor[r] * out[r, c] + weight[r] . column c of the values, over the first `keys` of a chunk
+template <Mode mode>
+void add_values(const uint32_t* values, const uint32_t* weight, int64_t keys, int64_t rows, const float* factor,
+                float* out, int64_t width) {
+    constexpr int64_t value_steps = chunk / numbers_of(mode);
+    const int64_t steps = (keys + numbers_of(mode) - 1) / numbers_of(mode);
+    for (int64_t c = 0; c < width; c += panel)
+        for (int64_t r = 0; r < rows; r += row_tile)
+            (width - c >= panel ? value_tile<mode, panel>
+                                : value_tile<mode, panel / 2>)(values + c * value_steps, weight + r * value_steps,
+                                                               steps, factor + r, out + r * width + c, width);
+}
+
 }  // namespace
 }  // namespace ptq::prefill
+
+#if defined(__AMX_TILE__)
+#include "prefill/products_amx.h"
+#endif

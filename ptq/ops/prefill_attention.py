@@ -4,9 +4,9 @@
 heads, s, value_d]; the result is [b, t, heads * groups, value_d]. `mask` is bool [b or 1, 1, t, s], False for what is
 not seen; `causal`: token i sees keys 0 to i; `sinks` as in `ptq::decode_attention`. A row that sees nothing is 0.
 Scores, softmax and sums are float32. The same for any number of threads. torch's own keeps to the speed of float32; on
-a CPU with AVX-512 BF16 the op multiplies bfloat16 as such, and rounds the weights to it before they meet V, as torch
-does it; on Intel's, where that is slow, long prompts are multiplied as float32. Below AVX2 the reference, which is
-torch's own, is what runs; with AMX, torch's own is asked for many tokens of bfloat16.
+a CPU with AMX or AVX-512 BF16 the op multiplies bfloat16 as such, and rounds the weights to it before they meet V, as
+torch does it; on Intel's without AMX, where that is slow, long prompts are multiplied as float32. Below AVX2 the
+reference, which is torch's own, is what runs.
 """
 
 from typing import Any
@@ -22,8 +22,6 @@ from ptq.ops.op_declarations import reference_of
 
 FEW_ROWS = 32
 """Query rows of a head of keys. For fewer, in float32, torch's attention is faster."""
-MANY_TOKENS = 32
-"""For as many, in bfloat16, torch's attention is faster where it has matrix units (AMX)."""
 
 
 @reference_of(
@@ -92,8 +90,5 @@ def is_simple(mask: Tensor | None, batch: int, tokens: int, length: int) -> bool
 
 
 def _is_slow(query: Tensor, key: Tensor) -> bool:
-    """Whether there are too few rows for what it takes to bring keys and values into panels, as floats; or bfloat16
-    would pass by the matrix units, which the op does not use."""
-    if query.dtype == torch.bfloat16:
-        return query.shape[2] >= MANY_TOKENS and torch.cpu._is_amx_tile_supported()
-    return query.shape[2] * query.shape[1] // key.shape[1] < FEW_ROWS
+    """Whether there are too few rows for what it takes to bring keys and values into panels, as floats."""
+    return query.dtype == torch.float32 and query.shape[2] * query.shape[1] // key.shape[1] < FEW_ROWS

@@ -1,0 +1,4 @@
+#if defined(__x86_64__)
+#define PTQ_LEVEL amx
+#include "prefill/attend.h"
+#endif
