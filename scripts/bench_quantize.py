@@ -165,16 +165,16 @@ def measured(method: str, model: Path, out: Path, recipe_json: str) -> None:
     def clocked(owner: Any, name: str) -> None:
         function = getattr(owner, name)
 
-        def run(*args: Any) -> Any:
+        def run(*args: Any, **named: Any) -> Any:
             began = time.perf_counter()
-            value = function(*args)
+            value = function(*args, **named)
             seconds[name] += time.perf_counter() - began
             peaks[name] = peak_memory()
             return value
 
         setattr(owner, name, run)
 
-    clocked(Hessians, "take")
+    clocked(Hessians, "collect")
     clocked(Tasks, "linear")
     for name in ("ends", "embed", "block", "advance"):
         clocked(stages, name)

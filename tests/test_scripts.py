@@ -17,14 +17,20 @@ ROOT = Path(__file__).parents[1]
 SIZES = dict(hidden=8, intermediate=16, heads=2, kv_heads=1, blocks=1, vocab=32)
 
 
-def run(script: str, *arguments: str | Path) -> Result:
-    """Runs scripts/`script`.py in this process: a new one would spend seconds on its imports."""
+def module_of(script: str) -> Any:
+    """scripts/`script`.py as a module."""
     spec = importlib.util.spec_from_file_location(f"{script}_script", ROOT / "scripts" / f"{script}.py")
     assert spec and spec.loader
-    module: Any = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
     spec.loader.exec_module(module)
+    return module
+
+
+def run(script: str, *arguments: str | Path) -> Result:
+    """Runs scripts/`script`.py in this process: a new one would spend seconds on its imports."""
     app = typer.Typer()
-    app.command()(module.main)
+    app.command()(module_of(script).main)
     return CliRunner().invoke(app, [*map(str, arguments)])
 
 
@@ -55,6 +61,14 @@ def test_a_random_model_is_not_written_over_another(tmp_path: Path) -> None:
     found = random_model(tmp_path / "out")
     assert found.exit_code == 2 and "exists" in found.stderr
     assert listing(tmp_path) == before
+
+
+def test_a_quantisation_that_is_clocked(tmp_path: Path) -> None:
+    """`bench_quantize.py` puts clocks around functions by their names."""
+    recipe = dict(rounding="gptq", samples=2, sequence_length=32)
+    found = module_of("bench_quantize").quantize(Path("demo"), tmp_path / "out", 1, **recipe)
+    assert {"collect", "linear", "block", "reload"} <= found.phases.keys() and found.peak > found.baseline
+    assert found.result["nbytes"] > 0
 
 
 def test_help_of_the_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
