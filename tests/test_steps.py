@@ -1,20 +1,27 @@
 """RMSNorm and rotary embedding as one op: numbers at every level, and models of every family that use them."""
 
 import copy
+import inspect
 import pickle
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from tiny_models import LATENT_ATTENTION, tiny_config
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.models.cohere.modeling_cohere import CohereAttention
+from transformers.models.ernie4_5.modeling_ernie4_5 import Ernie4_5Attention
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.glm4.modeling_glm4 import Glm4Attention
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb as turned_in_part
 
-from ptq.fast import fast_layer, fast_steps
+from ptq.fast import fast_layer, fast_rotary, fast_steps
+from ptq.fast.trials import innermost
 from ptq.models.families import FAMILIES
 from ptq.ops import steps
 
@@ -62,6 +69,48 @@ def test_heads_that_are_turned_in_part(d: int, r: int, dtype: torch.dtype, level
         for ours in found:
             for a, b in zip(ours, turned_in_part(q, k, cos, sin), strict=True):
                 assert torch.equal(a, b) and a.is_contiguous()
+
+
+def own_rotary(forward: Callable[..., Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The function of transformers that a forward turns queries and keys with."""
+    inner = innermost(forward)
+    assert inner is not None
+    return inner.__globals__[fast_rotary.ROTARY]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d, r", [(2, 2), (16, 16), (24, 24), (128, 128), (130, 130), (128, 64), (20, 6), (7, 4)])
+def test_neighbours_are_turned_as_in_transformers_to_the_bit(d: int, r: int, dtype: torch.dtype, level: str) -> None:
+    q, k = draw(2, 3, 5, d, dtype=dtype).transpose(1, 2), draw(2, 3, 1, d, dtype=dtype, seed=1).transpose(1, 2)
+    wide = draw(2, 5, 3, 2 * d, dtype=dtype)[..., ::2]
+    for rows in (1, 2):
+        cos, sin = draw(rows, 3, r, dtype=dtype, seed=2), draw(rows, 3, r, dtype=dtype, seed=3)
+        both = [x[..., : r // 2].repeat_interleave(2, -1) for x in (cos, sin)]
+        cases = [(own_rotary(Glm4Attention.forward)(q, k, cos, sin), both)]
+        if d == r:
+            cases.append((own_rotary(CohereAttention.forward)(q, k, cos, sin), [cos.float(), sin.float()]))
+        for wanted, tables in cases:
+            for found in (torch.ops.ptq.rotary_pairs(q, k, *tables), steps.rotary_pairs(q, k, *tables)):
+                for a, b in zip(found, wanted, strict=True):
+                    assert torch.equal(a, b) and a.dtype == dtype and a.is_contiguous()
+    assert torch.equal(torch.ops.ptq.rotary_pairs(wide, k, *both)[0], steps.rotary_pairs(wide, k, *both)[0])
+
+
+@pytest.mark.parametrize("module, calls", [(Glm4Attention, 3), (CohereAttention, 4), (Ernie4_5Attention, 4)])
+def test_functions_that_turn_neighbours(module: type[nn.Module], calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    through, op = [], torch.ops.ptq.rotary_pairs.default
+    monkeypatch.setattr(torch.ops.ptq.rotary_pairs, "default", lambda *given: through.append(given) or op(*given))
+    monkeypatch.setattr(fast_rotary, "with_globals", lambda forward, others: others[fast_rotary.ROTARY])
+    own, turn = own_rotary(module.forward), inspect.unwrap(fast_rotary.with_fast_rotary)(module.forward)
+    assert turn is not None
+    for dtype, table in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)):
+        q, k = draw(2, 4, 3, 16, dtype=dtype), draw(2, 2, 3, 16, dtype=dtype, seed=1)
+        cos, sin = (draw(1, 3, 16, dtype=table, seed=seed) for seed in (2, 3))
+        for heads in (q, q.transpose(2, 3).contiguous().transpose(2, 3)):
+            wanted = own(heads, k, cos, sin)
+            assert all(torch.equal(a, b) for a, b in zip(turn(heads, k, cos, sin), wanted, strict=True))
+    assert len(through) == 2 * (calls - 1)
+    assert turn(q.requires_grad_(), k, cos, sin)[0].requires_grad and len(through) == 2 * (calls - 1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -267,6 +316,7 @@ def test_ops_and_refusals(level: str) -> None:
     torch.library.opcheck(torch.ops.ptq.rms_norm.default, (x, gain, 1e-5, 0.0, True))
     q, cos = draw(1, 2, 3, 8, dtype=torch.float32), draw(1, 3, 8, dtype=torch.float32)
     torch.library.opcheck(torch.ops.ptq.rotary.default, (q, q.clone(), cos, cos.clone()))
+    torch.library.opcheck(torch.ops.ptq.rotary_pairs.default, (q.bfloat16(), q.bfloat16(), cos, cos.clone()))
     torch.library.opcheck(torch.ops.ptq.silu_mul.default, (x, x.clone()))
     torch.library.opcheck(torch.ops.ptq.gelu_mul.default, (x, x.clone()))
     torch.library.opcheck(torch.ops.ptq.sigmoid_mul.default, (x, x.clone()))
@@ -280,7 +330,11 @@ def test_ops_and_refusals(level: str) -> None:
     for bad in (lambda: torch.ops.ptq.rms_norm(x, gain[:5], 1e-5, 0.0, True),
                 lambda: torch.ops.ptq.rotary(q, q, cos[..., :3], cos[..., :3]),
                 lambda: torch.ops.ptq.rotary(q, q, cos[..., :4], cos[..., :2]),
-                lambda: torch.ops.ptq.rotary(q[..., :6], q, cos, cos)):  # fmt: skip
+                lambda: torch.ops.ptq.rotary(q[..., :6], q, cos, cos),
+                lambda: torch.ops.ptq.rotary(q.bfloat16(), q.bfloat16(), cos, cos),
+                lambda: torch.ops.ptq.rotary_pairs(q, q, cos.bfloat16(), cos.bfloat16()),
+                lambda: torch.ops.ptq.rotary_pairs(q, q, cos, cos[..., :4]),
+                lambda: torch.ops.ptq.rotary_pairs(q, q, cos[:, :2], cos[:, :2])):  # fmt: skip
         with pytest.raises(RuntimeError):
             bad()
 
@@ -340,11 +394,9 @@ def test_a_model_of_every_family(family: str) -> None:
     attention = [m for m in fast.modules() if re.search("(?<!Lightning)(?<!Delta)Attention$", type(m).__name__)]
     others = (
         "deepseek_v32", "glm_moe_dsa", "gemma4_text", "gpt_oss", "nemotron_h", "gemma4_unified_text",
-        "jamba", "opt", "gpt2", "nanochat", "bailing_hybrid", "axk2",
+        "jamba", "opt", "gpt2", "nanochat", "bailing_hybrid", "axk2", "llama4_text",
     )  # fmt: skip
-    turned = (
-        not FAMILIES[family].rope_interleaved or family in LATENT_ATTENTION
-    ) and family not in others  # as the ops do it
+    turned = family not in others  # as the ops do it
     has_gains = family not in WITH_LAYER_NORM and FAMILIES[family].norm_tensors
     assert bool(norms) >= has_gains and all("forward" in vars(m) for m in norms)
     replaced = turned or family in LATENT_ATTENTION or family == "gpt_oss"  # where decoded tokens go through an op

@@ -18,10 +18,12 @@ struct Norm {
 };
 
 // The first d channels of one head of one token, d even: y = x * cos + (-second half of x, first half) * sin, each
-// product and the sum rounded.
+// product and the sum rounded. Or with neighbours, of which the second and the first take turns, in the place of
+// halves.
 struct Rotary {
-    Number type;  // of all four
+    Number type;  // of x and y, and of both tables
     int64_t d;
+    bool wide = false;  // of neighbours: tables are float32, and only y is rounded
 };
 
 // y = act(gate) * up, both rounded: act is silu, the approximation of GELU by a tanh, or a sigmoid. Or, with g at most
@@ -84,6 +86,7 @@ struct Attend {
 struct Kernels {
     void (*norm)(const Norm&, int64_t first, int64_t last);  // tokens
     void (*rotary)(const Rotary&, const void* x, const void* cos, const void* sin, void* y);
+    void (*rotary_pairs)(const Rotary&, const void* x, const void* cos, const void* sin, void* y);
     void (*gated)(const Gated&, int64_t first, int64_t last);    // sixteen elements
     void (*sum)(const Sum&, int64_t first, int64_t last);        // sixteen elements
     void (*attend)(const Attend&, int64_t first, int64_t last);  // parts of heads of keys, over the batch

@@ -60,6 +60,38 @@ void rotary(const Rotary& p, const void* x, const void* cos, const void* sin, vo
     (p.type == Number::float32 ? rotary_of<Number::float32> : rotary_of<Number::bfloat16>)(p, x, cos, sin, y);
 }
 
+// Of each two neighbours, minus the second and the first.
+inline Lanes quarter_turn(const Lanes& x) {
+#if defined(__AVX512F__)
+    const Lanes swapped = (Lanes)_mm512_maskz_permute_ps(0xffff, (__m512)x, 0xb1);
+#elif defined(__AVX2__)
+    const Lanes swapped{_mm256_permute_ps(x.low, 0xb1), _mm256_permute_ps(x.high, 0xb1)};
+#else
+    Lanes swapped{};
+    for (int i = 0; i < lanes; i++) swapped[i] = x[i ^ 1];
+#endif
+    static constexpr float sign[lanes] = {-1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1, -1, 1};
+    return swapped * load(sign);
+}
+
+template <Number type, Number table>
+void pairs_of(const Rotary& p, const void* x, const void* cos, const void* sin, void* y) {
+    for (int64_t i = 0; i < p.d; i += lanes) {
+        const int64_t count = std::min(lanes, p.d - i);
+        const Lanes z = read<type>(x, i, count);
+        const Lanes sum = rounded<table>(z * read<table>(cos, i, count)) +
+                          rounded<table>(quarter_turn(z) * read<table>(sin, i, count));
+        write<type>(y, i, rounded<type>(sum), count);
+    }
+}
+
+void rotary_pairs(const Rotary& p, const void* x, const void* cos, const void* sin, void* y) {
+    constexpr Number narrow = Number::bfloat16, wide = Number::float32;
+    (p.type == wide ? pairs_of<wide, wide>
+     : p.wide       ? pairs_of<narrow, wide>
+                    : pairs_of<narrow, narrow>)(p, x, cos, sin, y);
+}
+
 // (1 + tanh(z / 2)) / 2 is 1 / (1 + e^-z), here for z / 2 = sqrt(2 / pi) (x + 0.044715 x³).
 inline Lanes activated(Lanes x, Gate kind) {
     if (kind == Gate::sigmoid) return vectors::times_sigmoid(Lanes{} + 1.0f, x);
@@ -104,6 +136,6 @@ void sum(const Sum& p, int64_t first, int64_t last) {
 
 }  // namespace
 
-const Kernels PTQ_LEVEL{norm, rotary, gated, sum, attend, merge};
+const Kernels PTQ_LEVEL{norm, rotary, rotary_pairs, gated, sum, attend, merge};
 
 }  // namespace ptq::steps

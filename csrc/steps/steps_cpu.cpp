@@ -44,11 +44,12 @@ int64_t size_of(Number type) {
 struct Turn {
     Number type;
     int64_t d, turned;
+    bool wide = false;  // see `Rotary`
     decltype(Kernels::rotary) kernel = kernels().rotary;
 
     // One head of one token.
     void operator()(const char* x, const char* cos, const char* sin, char* y) const {
-        kernel({type, turned}, x, cos, sin, y);
+        kernel({type, turned, wide}, x, cos, sin, y);
         const int64_t size = size_of(type);
         std::memcpy(y + turned * size, x + turned * size, (d - turned) * size);
     }
@@ -80,40 +81,53 @@ Tensor rms_norm(const Tensor& x, const Tensor& gain, double eps, double offset, 
 namespace {
 
 // x [b, h, t, d], in rows of d neighbours, with cos and sin [b or 1, t, r].
-Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, Number type) {
+Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, decltype(Kernels::rotary) kernel) {
     STD_TORCH_CHECK(given.dim() == 4 && cos.size(0) > 0 && cos.size(1) == given.size(2) && fits(cos, given.size(3)) &&
                         (cos.size(0) == 1 || cos.size(0) == given.size(0)),
                     "rotary: expected x [b, h, t, d], cos and sin [b or 1, t, r] with even r, d at most");
     const Tensor x = given.stride(3) == 1 ? given : compact(given);
     const Tensor out = fresh(x.sizes(), x.scalar_type());
+    const Number type = number_of(x, "rotary"), table = number_of(cos, "rotary");
     const int64_t size = size_of(type), heads = x.size(1), tokens = x.size(2), d = x.size(3);
     const auto* from = static_cast<const char*>(x.const_data_ptr());
     const auto* c = static_cast<const char*>(cos.const_data_ptr());
     const auto* s = static_cast<const char*>(sin.const_data_ptr());
     auto* to = static_cast<char*>(out.mutable_data_ptr());
-    const Turn turn{type, d, cos.size(2)};
+    const Turn turn{type, d, cos.size(2), table != type, kernel};
     const int64_t tables = cos.size(0), strides[] = {x.stride(0), x.stride(1), x.stride(2)};
     run_codes(x.size(0) * heads * tokens, d, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; i++) {
             const int64_t b = i / (heads * tokens), h = i / tokens % heads, t = i % tokens;
             const int64_t at = b * strides[0] + h * strides[1] + t * strides[2];
-            const int64_t row = ((tables == 1 ? 0 : b) * tokens + t) * turn.turned;
-            turn(from + at * size, c + row * size, s + row * size, to + i * d * size);
+            const int64_t row = ((tables == 1 ? 0 : b) * tokens + t) * turn.turned * size_of(table);
+            turn(from + at * size, c + row, s + row, to + i * d * size);
         }
     });
     return out;
 }
 
+void check_tables(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin, bool wide) {
+    const auto is_like = [&](const Tensor& x) {
+        return x.scalar_type() == q.scalar_type() || (wide && x.scalar_type() == ScalarType::Float);
+    };
+    STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && is_like(cos) && sin.scalar_type() == cos.scalar_type(),
+                    "rotary: all tensors must have one dtype");
+    STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3, "rotary: cos and sin must be [b or 1, t, r]");
+    for (int64_t i = 0; i < 3; i++) STD_TORCH_CHECK(cos.size(i) == sin.size(i), "rotary: cos and sin differ in shape");
+}
+
 }  // namespace
 
 std::tuple<Tensor, Tensor> rotary(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
-    const Number type = number_of(q, "rotary");
-    for (const Tensor* x : {&k, &cos, &sin})
-        STD_TORCH_CHECK(x->scalar_type() == q.scalar_type(), "rotary: all tensors must have one dtype");
-    STD_TORCH_CHECK(cos.dim() == 3 && sin.dim() == 3, "rotary: cos and sin must be [b or 1, t, r]");
-    for (int64_t i = 0; i < 3; i++) STD_TORCH_CHECK(cos.size(i) == sin.size(i), "rotary: cos and sin differ in shape");
+    check_tables(q, k, cos, sin, false);
     const Tensor c = compact(cos), s = compact(sin);
-    return {rotated(q, c, s, type), rotated(k, c, s, type)};
+    return {rotated(q, c, s, kernels().rotary), rotated(k, c, s, kernels().rotary)};
+}
+
+std::tuple<Tensor, Tensor> rotary_pairs(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin) {
+    check_tables(q, k, cos, sin, true);
+    const Tensor c = compact(cos), s = compact(sin);
+    return {rotated(q, c, s, kernels().rotary_pairs), rotated(k, c, s, kernels().rotary_pairs)};
 }
 
 namespace {
@@ -274,6 +288,7 @@ void attend(Attend p, int64_t batch) {
 STABLE_TORCH_LIBRARY_IMPL(ptq, CPU, m) {
     m.impl("rms_norm", TORCH_BOX(&ptq::steps::rms_norm));
     m.impl("rotary", TORCH_BOX(&ptq::steps::rotary));
+    m.impl("rotary_pairs", TORCH_BOX(&ptq::steps::rotary_pairs));
     m.impl("silu_mul", TORCH_BOX(&ptq::steps::silu_mul));
     m.impl("sigmoid_mul", TORCH_BOX(&ptq::steps::sigmoid_mul));
     m.impl("gelu_mul", TORCH_BOX(&ptq::steps::gelu_mul));

@@ -9,6 +9,8 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
 - `ptq::rotary`: q and k [b, h, t, d] with cos and sin [b or 1, t, r], x cos + (-x₂, x₁) sin for the halves x₁, x₂ of
   the first r channels (RoFormer, arXiv 2104.09864, in the layout of GPT-NeoX); the others stay as they are (on a GPU: r
   is d). Every product and sum is rounded to the dtype: equal to the bit.
+- `ptq::rotary_pairs`: the same for neighbours, x cos + (-x₂, x₁) sin for x₁ and x₂ at places 2i and 2i + 1 (RoFormer's
+  own layout). Where cos and sin are float32, so are products and the sum, which is rounded once. On the CPU.
 - `ptq::decode_attention`: q, k and v of the last t tokens, [b, t, heads * d], before rotary embedding. Turned keys,
   and values, are written behind the first `before` tokens of keys and values [b, h, room, d]; then each query attends
   to its own token and all before it, or, where there is a `mask` [b or 1, 1, t, before + t], to what it says (True),
@@ -63,6 +65,27 @@ def rotary(
         x, rest = x[..., :r], x[..., r:]
         first, second = x.chunk(2, -1)
         turned.append(torch.cat((x * cos + torch.cat((-second, first), -1) * sin, rest), -1))
+    return turned[0], turned[1]
+
+
+@reference_of(
+    "rotary_pairs",
+    "(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    lambda q, k, cos, sin: (q.new_empty(q.shape), k.new_empty(k.shape)),
+)
+def rotary_pairs(
+    q: Float[Tensor, "b q_heads t d"],
+    k: Float[Tensor, "b h t d"],
+    cos: Float[Tensor, "_ t r"],
+    sin: Float[Tensor, "_ t r"],
+) -> tuple[Float[Tensor, "b q_heads t d"], Float[Tensor, "b h t d"]]:
+    """`ptq::rotary_pairs` in plain torch."""
+    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
+    turned = []
+    for x in (q, k):
+        part = x[..., :r].to(cos.dtype)
+        quarter = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
+        turned.append(torch.cat(((part * cos + quarter * sin).to(x.dtype), x[..., r:]), -1))
     return turned[0], turned[1]
 
 
