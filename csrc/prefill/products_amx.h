@@ -86,6 +86,7 @@ void score_rows<Mode::tiles>(const uint32_t* panels, const uint32_t* q, int64_t 
         of[(rows - 1) / tile_rows](panels + k / panel * panel * steps + k % panel, q, steps, score + k);
 }
 
+// Up to 31 keys behind the last one have weights of 0: what is not finite in their values shows, as with torch's own.
 template <>
 void add_values<Mode::tiles>(const uint32_t* values, const uint32_t* weight, int64_t keys, int64_t rows,
                              const float* factor, float* out, int64_t width) {

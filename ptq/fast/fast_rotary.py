@@ -64,13 +64,19 @@ def with_fast_rotary(forward: Callable[..., Any]) -> Callable[..., Any] | None:
         fast, in_part = functools.partial(_of_pairs, pairs), _turns_alike(own, 10, pairs.turns, pairs.wide)
 
     def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and q.dim() == k.dim() == 4 and cos.dim() == 3 and q.numel():
+        if not args and not kwargs and q.dim() == k.dim() == 4 and _are_theirs(q, k, cos):
             served = cos.shape[2] == q.shape[3] or (in_part and cos.shape[2] < q.shape[3] and q.is_cpu)
-            if served and cos.shape[1] == q.shape[2] and (turned := fast(q, k, cos, sin)) is not None:
+            if served and (turned := fast(q, k, cos, sin)) is not None:
                 return turned
         return own(q, k, cos, sin, *args, **kwargs)
 
     return with_globals(forward, {ROTARY: rotary})
+
+
+def _are_theirs(q: Tensor, k: Tensor, cos: Tensor) -> bool:
+    """Whether a table is for the tokens of queries and keys, of which there are as many: nothing is broadcast."""
+    same = q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:] and q.numel() > 0
+    return same and cos.dim() == 3 and cos.shape[0] in (1, q.shape[0]) and cos.shape[1] == q.shape[2]
 
 
 def _of_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:

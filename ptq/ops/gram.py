@@ -2,8 +2,9 @@
 
 A sum of `add_gram_` is a panel of rows of the symmetric matrix: [rows, end] has the products of channels
 [end - rows, end) with those in front of `end`. What is right of the diagonal may hold anything. `add_cross_` has one
-sum, the whole matrix. Sums are float32; with `bfloat16`, d and x are first brought to that, which is twice as fast
-where the CPU has products of it (last bits then depend on the CPU level, but never on the number of threads).
+sum, the whole matrix. Sums are float32; with `bfloat16`, d and x are first brought to that, which is two to five
+times as fast where the CPU has products of it (last bits then depend on the CPU level, but never on the number of
+threads).
 """
 
 from collections.abc import Sequence
