@@ -67,8 +67,8 @@ def test_a_quantisation_that_is_clocked(tmp_path: Path) -> None:
     """`bench_quantize.py` puts clocks around functions by their names."""
     recipe = dict(rounding="gptq", samples=2, sequence_length=32)
     found = module_of("bench_quantize").quantize(Path("demo"), tmp_path / "out", 1, **recipe)
-    assert {"collect", "linear", "block", "reload"} <= found.phases.keys() and found.peak > found.baseline
-    assert found.result["nbytes"] > 0
+    assert {"collect", "linear", "block", "reload"} <= found.phases.keys()
+    assert found.peak >= found.baseline > 0 and found.result["nbytes"] > 0
 
 
 def test_help_of_the_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
