@@ -14,7 +14,7 @@ const PanelKernels& kernels([[maybe_unused]] const Product& p) {
     return at_arm_level<panels_portable, panels_dotprod>();
 #else
 #if defined(__x86_64__)
-    if (cpu_level() == CpuLevel::amx && p.mode != Mode::floats && !p.pack) return panels_amx;
+    if (cpu_level() == CpuLevel::amx && p.mode != Mode::floats && !p.pack && !p.by_vectors) return panels_amx;
     if (has_slow_pairs()) return panels_avx512vnni;
 #endif
     return at_level<panels_portable, panels_avx2, panels_avxvnni, panels_avx512, panels_avx512vnni,

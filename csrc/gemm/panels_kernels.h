@@ -92,6 +92,7 @@ struct Product {
     Tokens from{};                   // quads: x
     const uint32_t* rows = nullptr;  // floats, pairs: x in steps, `row_steps` apart, in the place of all of these
     int64_t row_steps = 0;
+    bool by_vectors = false;     // even with AMX: integers, whose `unpack` is then as without it
     Pack pack = nullptr;         // in the place of the level's own; AMX is then not used
     bool add = false;            // y, in float32, to what `out` holds
     int64_t diagonal = -1;       // row i of y is row diagonal + i of a symmetric matrix, of which what is right of the

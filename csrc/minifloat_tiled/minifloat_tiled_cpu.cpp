@@ -26,6 +26,7 @@ namespace {
 constexpr int64_t few_floats = 8;  // more go to gemm/,
 constexpr int64_t few_slow = 5;    // in pairs that are slow,
 constexpr int64_t few_tokens = 4;  // of integers
+constexpr int64_t few_units = 8;   // of them: tiles of AMX are slower
 
 }  // namespace
 
@@ -62,9 +63,20 @@ void many_floats(const Floats& p) {
 }
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
-    const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
-    gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), gemm::Mode::quads, nullptr,
-                           Number::float32, p.t, from.k, p.q_scale, p.bias, p.out, p.out_type, from});
+    const gemm::Unpack units = p.t > few_units ? gemm::for_units<signed_bytes_amx>() : nullptr;
+    gemm::Product product{panels_of(p.w, units ? units : kernels().unpack_bytes),
+                          gemm::Mode::quads,
+                          nullptr,
+                          Number::float32,
+                          p.t,
+                          from.k,
+                          p.q_scale,
+                          p.bias,
+                          p.out,
+                          p.out_type,
+                          from};
+    product.by_vectors = !units;
+    gemm::multiply_panels(product);
 }
 
 // x (contiguous, float32 or bfloat16) times the weight, into `out`.
