@@ -28,6 +28,8 @@ Each does the arithmetic of the modules of transformers, which make two to fourt
   +-limit; every step is rounded to the dtype (the experts of GPT-OSS, arXiv 2508.10925).
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
@@ -59,13 +61,12 @@ def rotary(
     sin: Float[Tensor, "_ t r"],
 ) -> tuple[Float[Tensor, "b q_heads t d"], Float[Tensor, "b h t d"]]:
     """`ptq::rotary` in plain torch."""
-    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
-    turned = []
-    for x in (q, k):
-        x, rest = x[..., :r], x[..., r:]
+
+    def quarter(x: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
-        turned.append(torch.cat((x * cos + torch.cat((-second, first), -1) * sin, rest), -1))
-    return turned[0], turned[1]
+        return torch.cat((-second, first), -1)
+
+    return _turned(q, cos, sin, quarter), _turned(k, cos, sin, quarter)
 
 
 @reference_of(
@@ -80,13 +81,19 @@ def rotary_pairs(
     sin: Float[Tensor, "_ t r"],
 ) -> tuple[Float[Tensor, "b q_heads t d"], Float[Tensor, "b h t d"]]:
     """`ptq::rotary_pairs` in plain torch."""
-    cos, sin, r = cos.unsqueeze(1), sin.unsqueeze(1), cos.shape[-1]
-    turned = []
-    for x in (q, k):
-        part = x[..., :r].to(cos.dtype)
-        quarter = torch.stack((-part[..., 1::2], part[..., ::2]), -1).flatten(-2)
-        turned.append(torch.cat(((part * cos + quarter * sin).to(x.dtype), x[..., r:]), -1))
-    return turned[0], turned[1]
+
+    def quarter(x: Tensor) -> Tensor:
+        return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+    return _turned(q, cos, sin, quarter), _turned(k, cos, sin, quarter)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, quarter: Callable[[Tensor], Tensor]) -> Tensor:
+    """x cos + quarter(x) sin of the first channels, in the dtype of the tables."""
+    r = cos.shape[-1]
+    part = x[..., :r].to(cos.dtype)
+    y = part * cos.unsqueeze(1) + quarter(part) * sin.unsqueeze(1)
+    return torch.cat((y.to(x.dtype), x[..., r:]), -1)
 
 
 @reference_of(
