@@ -30,6 +30,8 @@ class Recipe:
     """What is typed for `widths`."""
     known_widths: ClassVar[tuple[str, ...]]
     """What may stand behind the = there."""
+    younger: ClassVar[tuple[str, ...]] = ("widths", "gptaq_alpha")
+    """Options that older recipes lack: where they are left at their defaults, `as_dict` is without them."""
 
     rounding: Rounding = "gptq"
     """`nearest`, or LDLQ with Hessians from calibration data; `gptq` and `ldlq` are two names of the same solver."""
@@ -116,9 +118,10 @@ class Recipe:
         return True
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON form, the same for the same recipe; without options that change nothing and that older recipes lack."""
+        """JSON form, the same for the same recipe; without the `younger` options that change nothing."""
+        idle = {option.name for option in fields(self) if getattr(self, option.name) == option.default}
         given = {"method": self.method, **asdict(self)}
-        return {key: value for key, value in given.items() if value or key not in ("widths", "gptaq_alpha")}
+        return {key: value for key, value in given.items() if key not in idle.intersection(self.younger)}
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,16 @@ CacheClip = Annotated[
         help="Share of the range of keys and values that is kept. Default: 0.9 at 2 bits, 0.95 at 3 and 4, 1 above."
     ),
 ]
+GroupSize = Annotated[
+    int, typer.Option(help="Input channels that share a scale, a divisor of all; 0: one per output channel.")
+]
+ScaleKind = Annotated[
+    Literal["bfloat16", "integer"],
+    typer.Option(
+        help="Of groups. integer: multiples of one step per row, for up to 4 bits; with quantised activations prompts "
+        "are read as fast as with one scale per row."
+    ),
+]
 WeightBits = Annotated[
     int, typer.Option("--weight-bits", "--bits", help="Bits per weight: 2 to 8; 16 leaves them unrounded.")
 ]
@@ -36,12 +46,11 @@ def quarot(
     model: cli.Model,
     out: cli.Out,
     weight_bits: WeightBits = 4,
-    group_size: Annotated[
-        int, typer.Option(help="Input channels that share a scale, a divisor of all; 0: one per output channel.")
-    ] = 0,
+    group_size: GroupSize = 0,
     symmetric: Annotated[
         bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")
     ] = True,
+    scale: ScaleKind = "bfloat16",
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "gptq",
     rotate: Annotated[bool, typer.Option("--rotate/--no-rotate", help="Rotate the model before it is rounded.")] = True,
     online: Annotated[
@@ -87,8 +96,9 @@ def quarot(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
         gptaq_alpha=gptaq_alpha, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
         widths=tuple(bits_for or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
-        rotate=rotate, online=online, activation_bits=activation_bits, activation_clip=_clip(activation_clip),
-        key_bits=keys, value_bits=values, cache_clip=kv_clip, cache_sinks=kv_sinks,
+        scale=scale, rotate=rotate, online=online, activation_bits=activation_bits,
+        activation_clip=_clip(activation_clip), key_bits=keys, value_bits=values, cache_clip=kv_clip,
+        cache_sinks=kv_sinks,
     )  # fmt: skip
     _refuse_idle(recipe, model)
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)
@@ -113,7 +123,7 @@ def _refuse_idle(recipe: Any, model: str) -> None:
     """Refuse every option that changes nothing in this `QuarotRecipe` (a type that would have to be imported here)."""
     if recipe.weight_bits == 16:
         names = {"group_size": "--group-size", "symmetric": "--asymmetric", "damping": "--damping"}
-        idle = {**names, "gptaq_alpha": "--gptaq-alpha"}
+        idle = {**names, "scale": "--scale", "gptaq_alpha": "--gptaq-alpha"}
         if recipe.calibration is None and model != "demo":
             idle |= {"samples": "--samples", "sequence_length": "--sequence-length"}
         cli.refuse_idle(recipe, "with --weight-bits 16", **idle)

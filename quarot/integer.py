@@ -11,10 +11,12 @@ Group i of a row is its columns [i * group_size, (i + 1) * group_size); group_si
   bit first; bit j of the stream is bit j % 8 (value 2^(j % 8)) of byte j // 8. The rest of the last byte is zero.
 - `scale`, I16 [n, g]: the bits of a bfloat16 number (sign, 8 exponent, 7 fraction bits), little-endian. An integer
   dtype, because loaders cast floating-point tensors to the model's dtype, and float16 would change or overflow them.
+  With integer scales, U8 [n, 1 + g]: `quarot.integer_scales`.
 - `zero`, U8 [n, g]; only if asymmetric.
 
 Weights are rounded with exactly the stored scale, so that bfloat16's coarseness costs nothing: it only thins the scales
-that the clip search can choose from. True bits per weight: b + 16 / group_size, + 8 / group_size if asymmetric.
+that the clip search can choose from. True bits per weight: b + 16 / group_size, + 8 / group_size if asymmetric; with
+integer scales b + 8 / group_size + 8 / k.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Float32, Int, Int8, Int64, UInt8
+from jaxtyping import Float, Float32, Int8, Int64, UInt8
 from torch import Tensor
 
 from ptq.errors import InputError
@@ -32,61 +34,21 @@ from ptq.ops.tiles import listed, tile_scales, untile_scales
 from ptq.weights import ggml
 from ptq.weights.compressed_tensors import Scheme, to_bytes, to_words
 from ptq.weights.formats import Parts, Scales, check_parts
-from ptq.weights.grouped import Grouped, check_group_size
+from ptq.weights.grouped import check_group_size
 from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
-from quarot import expert_ops, fragment_ops, integer_ops, layer_ops, row_ops, tiled_ops  # noqa: F401 (their ops)
+from quarot import (  # noqa: F401 (their ops)
+    expert_ops,
+    fragment_ops,
+    integer_ops,
+    integer_scales,
+    layer_ops,
+    row_ops,
+    tiled_ops,
+)
+from quarot.integer_grid import IntegerGrid
 
-FLOOR = {2: 0.2, 3: 0.35, 4: 0.5, 5: 0.65, 6: 0.75, 7: 0.85, 8: 0.9}
-"""Smallest scale worth trying, relative to the full range: the fewer the bits, the more is gained by clipping."""
 OPS = torch.ops.ptq
-
-
-@dataclass(frozen=True)
-class IntegerGrid(Grouped):
-    """Codebook of dimension 1. Scales: `scale` float32 [n, g] (bfloat16 numbers) and `zero` uint8 [n, g]."""
-
-    bits: int = 4
-    group_size: int = 0
-    symmetric: bool = True
-    steps: int = 16
-    """Scales that the clip search tries; 1: the full range, no search. 80 give 1 % less error at 4 bits."""
-
-    dim: ClassVar[int] = 1
-    per_row: ClassVar[bool] = True
-
-    def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
-        """Per group, the scale with the least squared error. Raises InputError for NaN, infinity or a wrong width."""
-        self.groups(w.shape[1], name)
-        floor = FLOOR[self.bits]
-        scale, zero = OPS.integer_fit(w.contiguous(), self.bits, self.group_size, self.symmetric, self.steps, floor)
-        return {"scale": self.finite(scale, name), "zero": zero}
-
-    def round(
-        self, w: Float32[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
-    ) -> UInt8[Tensor, "n c"]:
-        scales, size = self.expanded(scales, columns)
-        return OPS.integer_round(w.contiguous(), scales["scale"], scales["zero"], self.bits, size)
-
-    def decode(
-        self, codes: UInt8[Tensor, "n c"], scales: Scales, columns: Int[Tensor, " c"] | None = None
-    ) -> Float32[Tensor, "n c"]:
-        scales, size = self.expanded(scales, columns)
-        scale, zero = scales["scale"], scales["zero"]
-        code = codes.float().view(*scale.shape, size or codes.shape[1])
-        return code.sub_(zero[..., None]).mul_(scale[..., None]).view(codes.shape)
-
-    def round_block(
-        self,
-        target: Float32[Tensor, "c n"],
-        w: Float32[Tensor, "c n"],
-        factor: Float32[Tensor, "c c"],
-        scales: Scales,
-        columns: Int64[Tensor, " c"],
-    ) -> tuple[UInt8[Tensor, "c n"], Float32[Tensor, "c n"]]:
-        """`rounding.round_block` in one op."""
-        (scale, zero), group = self.transposed((scales["scale"], scales["zero"]), columns)
-        return OPS.integer_ldlq(target, w, factor, scale, zero, group, self.bits)
 
 
 @dataclass(frozen=True)
@@ -96,6 +58,7 @@ class IntegerFormat(LaidOut):
     bits: int = 4
     group_size: int = 0
     symmetric: bool = True
+    scale: str = "bfloat16"
 
     name: ClassVar[str] = "quarot/integer"
     version: ClassVar[int] = 1
@@ -116,33 +79,38 @@ class IntegerFormat(LaidOut):
         check_group_size(self.group_size, f"{self.name}: ")
         if type(self.symmetric) is not bool:
             raise InputError(f"{self.name}: symmetric must be true or false, found {self.symmetric!r}")
+        integer_scales.check_kind(self.scale, self.bits, self.group_size, self.symmetric, f"{self.name}: ")
 
     @property
     def codebook(self) -> IntegerGrid:
-        return IntegerGrid(self.bits, self.group_size, self.symmetric)
+        return IntegerGrid(self.bits, self.group_size, self.symmetric, scale=self.scale)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return self.bits, self.group_size
 
     def options(self) -> dict[str, Any]:
-        return {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
+        options = {"bits": self.bits, "group_size": self.group_size, "symmetric": self.symmetric}
+        return options if self.scale == "bfloat16" else {**options, "scale": self.scale}
 
     def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         g = self.codebook.groups(k)
-        parts = {"codes": ((n, bitstream.packed_size(k, self.bits)), torch.uint8), "scale": ((n, g), torch.int16)}
+        scale = ((n, g), torch.int16)
+        if self.scale == "integer":
+            integer_scales.check_width(k)
+            scale = ((n, 1 + g), torch.uint8)
+        parts = {"codes": ((n, bitstream.packed_size(k, self.bits)), torch.uint8), "scale": scale}
         return parts if self.symmetric else {**parts, "zero": ((n, g), torch.uint8)}
 
     def pack(self, rounded: Rounded) -> Parts:
-        scale = rounded.scales["scale"].bfloat16()
-        assert torch.equal(scale.float(), rounded.scales["scale"]), "scales must be bfloat16 numbers"
-        parts = {"codes": OPS.integer_pack(rounded.codes, self.bits), "scale": scale.view(torch.int16)}
+        scale = integer_scales.encode(rounded.scales["scale"], self.scale)
+        parts = {"codes": OPS.integer_pack(rounded.codes, self.bits), "scale": scale}
         return parts if self.symmetric else {**parts, "zero": rounded.scales["zero"]}
 
     def unpack(self, parts: Parts, n: int, k: int) -> tuple[UInt8[Tensor, "n k"], Scales]:
         parts = self.unprepack(parts)
         check_parts(self, parts, n, k)
-        scale = parts["scale"].view(torch.bfloat16).float()
+        scale = integer_scales.numbers(parts["scale"])
         zero = torch.full_like(scale, 2 ** (self.bits - 1), dtype=torch.uint8) if self.symmetric else parts["zero"]
         return bitstream.unpack(parts["codes"], self.bits, k), {"scale": scale, "zero": zero}
 
@@ -156,14 +124,17 @@ class IntegerFormat(LaidOut):
     ) -> Float[Tensor, "u k"]:
         """See `ptq.layers.embedding.RowFormat`."""
         held, numbers = (parts["scale"], parts.get("zero"), index), (self.bits, self.group_size, k, dtype)
+        kernels = self.scale == "bfloat16"  # look up rows with these scales alone
         if "codes" in parts:
-            return OPS.integer_rows.default(parts["codes"], *held, *numbers)
+            look_up = OPS.integer_rows.default if kernels else row_ops.rows
+            return look_up(parts["codes"], *held, *numbers)
         if "tiles" in parts:
-            return OPS.integer_rows_tiled.default(parts["tiles"], *held, parts["shape"].shape[0], *numbers)
+            look_up = OPS.integer_rows_tiled.default if kernels else row_ops.rows_tiled
+            return look_up(parts["tiles"], *held, parts["shape"].shape[0], *numbers)
         return row_ops.rows_of_fragments(parts["fragments"], *held, parts["shape"].shape[0], *numbers)
 
     def linear_stored(self, x: Float[Tensor, "*t k"], parts: Parts, bias: Tensor | None) -> Float[Tensor, "*t n"]:
-        scales = parts["scale"], parts.get("zero")
+        scales = integer_scales.words(parts["scale"]), parts.get("zero")
         return call(OPS.integer_linear.default, x, parts["codes"], *scales, bias, *self.numbers)
 
     def quantized_stored(
@@ -200,6 +171,8 @@ class IntegerFormat(LaidOut):
         n, size = parts["codes"].shape
         k = size * 8 // self.bits  # or up to three too many: the zeros that fill the last byte count as codes here
         make = OPS.integer_prepack if layout == "tiles" else fragments.prepack
+        if layout != "tiles":
+            parts = {**parts, "scale": integer_scales.words(parts["scale"])}
         scales = {part: tile_scales(parts[part]) for part in ("scale", "zero") if part in parts}
         return {layout: make(parts["codes"], self.bits, k), **scales, "shape": parts["codes"].new_empty(n, k, 0)}
 
@@ -217,7 +190,7 @@ class IntegerFormat(LaidOut):
         return Scheme("int-quantized" if quantized_input else "pack-quantized", {**numbers, **groups}, quantized_input)
 
     def compress(self, parts: Parts, n: int, k: int, scheme: Scheme) -> Parts:
-        scale = {"weight_scale": parts["scale"].view(torch.bfloat16)}
+        scale = {"weight_scale": integer_scales.words(parts["scale"]).view(torch.bfloat16)}
         if scheme.format == "int-quantized":
             return {"weight": (parts["codes"] ^ 128).view(torch.int8), **scale}
         return {"weight_packed": to_words(parts["codes"]), **scale, "weight_shape": torch.tensor([n, k])}
@@ -248,6 +221,8 @@ class IntegerFormat(LaidOut):
         else:
             codes = fragments.unprepack(parts["fragments"], n, self.bits, k)
         scales = {part: untile_scales(parts[part], n) for part in ("scale", "zero") if part in parts}
+        if scales["scale"].dtype == torch.int16 and self.scale == "integer":
+            scales["scale"] = integer_scales.encode(integer_scales.numbers(scales["scale"]), self.scale)
         return {"codes": codes, **scales}
 
 

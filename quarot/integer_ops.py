@@ -7,14 +7,12 @@ hold. Group i of a row is its columns [i * group_size, (i + 1) * group_size); gr
 import math
 
 import torch
-from jaxtyping import Float32, Int16, Int64, UInt8
+from jaxtyping import Float32, Int64, UInt8
 from torch import Tensor
 
 from ptq.ops.bitstream import unpack
 from ptq.ops.op_declarations import declare_linear, reference_of
-
-TINY = 1e-30
-"""A group whose largest magnitude is below this is stored as zeros with scale 1: its scale could underflow."""
+from quarot.integer_scales import TINY, Stored, numbers
 
 
 def _fake_fit(w, bits, group_size, symmetric, steps, floor):
@@ -113,7 +111,7 @@ def ldlq(
 
 def dequantize(
     codes: UInt8[Tensor, "n bytes"],
-    scale: Int16[Tensor, "n g"],
+    scale: Stored,
     zero: UInt8[Tensor, "n g"] | None,
     bits: int,
     group_size: int,
@@ -124,12 +122,13 @@ def dequantize(
 
 
 def scaled(
-    codes: UInt8[Tensor, "n k"], scale: Int16[Tensor, "n g"], zero: UInt8[Tensor, "n g"] | None, bits: int, size: int
+    codes: UInt8[Tensor, "n k"], scale: Stored, zero: UInt8[Tensor, "n g"] | None, bits: int, size: int
 ) -> Float32[Tensor, "n k"]:
     """The numbers that codes stand for, in groups of that size; 0: a whole row."""
     offset = 2 ** (bits - 1) if zero is None else zero[..., None].float()
+    scale = numbers(scale)
     groups = codes.float().view(*scale.shape, size or codes.shape[1])
-    return ((groups - offset) * scale.view(torch.bfloat16)[..., None].float()).flatten(1)
+    return ((groups - offset) * scale[..., None]).flatten(1)
 
 
 declare_linear("integer_linear", "Tensor codes, Tensor scale, Tensor? zero", "int bits, int group_size", dequantize)

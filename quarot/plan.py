@@ -14,6 +14,7 @@ from ptq.planning.rotations import keys_balanced, rotated
 from ptq.recipe import Recipe
 from ptq.weights import formats
 from ptq.weights.grouped import check_group_size
+from quarot.integer_scales import MOST_BITS, Scale, check_kind
 
 CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 """Clip of activations by their bits. Cutting the largest numbers pays where steps are coarse; at 8 bits a clip of 0.9
@@ -30,11 +31,15 @@ class QuarotRecipe(Recipe):
 
     method: ClassVar[str] = "quarot"
     known_widths: ClassVar[tuple[str, ...]] = tuple(map(str, range(2, 9)))
+    younger: ClassVar[tuple[str, ...]] = (*Recipe.younger, "scale")
 
     weight_bits: int = 4
     group_size: int = 0
     """Columns that share a scale; 0: one scale per output channel."""
     symmetric: bool = True
+    scale: Scale = "bfloat16"
+    """Of groups: integer ones (`quarot.integer_scales`) multiply faster with quantised activations. Weights of more
+    than four bits keep bfloat16."""
     rotate: bool = True
     online: bool = True
     """Also the rotations that cannot vanish into the weights: R3, R4 and, around a head that is tied to the embedding,
@@ -75,6 +80,8 @@ class QuarotRecipe(Recipe):
                 "choose fewer, and leave out with --skip what is not to be rounded"
             )
         check_group_size(self.group_size)
+        if self.weight_bits < 16:
+            check_kind(self.scale, self.weight_bits, self.group_size, self.symmetric)
 
     @property
     def rounds(self) -> bool:
@@ -102,8 +109,9 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tenso
             return replace(linear, activation=activation)
         check_groups(linear, made, recipe.group_size)
         bits = int(recipe.width_of(linear.name) or recipe.weight_bits)
-        format = formats.get("quarot/integer", bits=bits, group_size=recipe.group_size, symmetric=recipe.symmetric)
-        return replace(linear, activation=activation, format=format)
+        scale = recipe.scale if bits <= MOST_BITS else "bfloat16"
+        grid = {"bits": bits, "group_size": recipe.group_size, "symmetric": recipe.symmetric, "scale": scale}
+        return replace(linear, activation=activation, format=formats.get("quarot/integer", **grid))
 
     return replace(made, linears=chosen(made, recipe, tensors, rounded), cache=_cache(shape, recipe))
 

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int16, Int64, UInt8
+from jaxtyping import Float, Int64, UInt8
 from torch import Tensor
 
 from ptq.ops import fragments, tiles
 from ptq.ops.op_declarations import declare, reference_of
 from ptq.ops.tiles import ROWS, untile_scales
 from quarot.integer_ops import dequantize
+from quarot.integer_scales import Stored, Tiled
 
 
 def _fake(codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor, *numbers: Any) -> Tensor:
@@ -31,7 +32,7 @@ def _fake(codes: Tensor, scale: Tensor, zero: Tensor | None, index: Tensor, *num
 )
 def rows(
     codes: UInt8[Tensor, "n bytes"],
-    scale: Int16[Tensor, "n g"],
+    scale: Stored,
     zero: UInt8[Tensor, "n g"] | None,
     index: Int64[Tensor, " u"],
     bits: int,
@@ -48,7 +49,7 @@ def rows(
 def rows_of_row_tiles(
     unprepack: Callable[[Tensor, int, int, int], Tensor],
     codes: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
+    scale: Tiled,
     zero: UInt8[Tensor, "tiles g 16"] | None,
     index: Int64[Tensor, " u"],
     n: int,

@@ -4,10 +4,12 @@
 
 - `tiles` uint8 [row tiles, super-blocks, 64 bits]
 - `scale` int16 [row tiles, g, 16]: bits of bfloat16; `zero` uint8 likewise, or None where it is 2^(bits - 1)
+- or integer scales (`quarot.integer_scales`): `scale` uint8 [row tiles, 1 + g, 16]
 
 **Quantised tokens.** q int8 [*, k] and q_scale float32 [*] stand for x = q_scale * q. `integer_linear_quantized` is
 defined to the bit: per output and group I = sum of q (code - zero), an exact integer; in float32, group after group,
 acc = acc + scale * I, each operation rounded; y = acc * q_scale, then + bias, then the cast to the dtype asked for.
+With integer scales the sum over the groups of multiple * I is an exact integer too, and acc is it, rounded, * step.
 `integer_linear_tokens` quantises x itself, as `ptq.ops.activations` does: the same bits in one call.
 
 **Several weights**, one input: `integer_linears_...` give the same numbers as one call for each, and wake the threads
@@ -20,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Float32, Int8, Int16, UInt8
+from jaxtyping import Float, Float32, Int8, UInt8
 from torch import Tensor
 
 from ptq.ops import activations as _activations  # noqa: F401 (its ops)
@@ -33,6 +35,7 @@ from ptq.ops.op_declarations import (
 )
 from ptq.ops.tiles import untile_scales
 from quarot.integer_ops import scaled
+from quarot.integer_scales import Stored, Tiled, decode, numbers
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale, Tensor? zero", "int n, int bits, int group_size"
 
@@ -44,7 +47,7 @@ Unpack = Callable[[Tensor, int, int, Any], Tensor]
 def dequantize_packed(
     unpack: Unpack,
     codes: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
+    scale: Tiled,
     zero: UInt8[Tensor, "tiles g 16"] | None,
     n: int,
     bits: int,
@@ -60,7 +63,7 @@ def product(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
     codes: UInt8[Tensor, "n k"],
-    scale: Int16[Tensor, "n g"],
+    scale: Stored,
     zero: UInt8[Tensor, "n g"] | None,
     bias: Float[Tensor, " n"] | None,
     bits: int,
@@ -70,13 +73,17 @@ def product(
     """The product of quantised tokens with codes, as the module docstring defines it. Float64 holds the integers."""
     n, k = codes.shape
     size = group_size or max(k, 1)
-    tokens, number = q.reshape(q_scale.numel(), k), scale.view(torch.bfloat16).float()
-    acc = q_scale.new_zeros(tokens.shape[0], n, dtype=torch.float32)
+    tokens = q.reshape(q_scale.numel(), k)
+    whole = scale.dtype == torch.uint8
+    step, multiples = decode(scale) if whole else (None, numbers(scale))
+    acc = tokens.new_zeros(tokens.shape[0], n, dtype=torch.float64 if whole else torch.float32)
     for g in range(k // size):
         columns = slice(g * size, (g + 1) * size)
         offset = 2 ** (bits - 1) if zero is None else zero[:, g, None].double()
-        whole = tokens[:, columns].double() @ (codes[:, columns].double() - offset).t()
-        acc = acc + number[:, g] * whole.float()
+        integers = tokens[:, columns].double() @ (codes[:, columns].double() - offset).t()
+        acc = acc + multiples[:, g] * integers.to(acc.dtype)
+    if step is not None:
+        acc = acc.float() * step.view(-1)
     y = acc * q_scale.reshape(-1, 1)
     y = y if bias is None else y + bias.float()
     return y.to(dtype).view(*q.shape[:-1], n)
@@ -87,7 +94,7 @@ def quantized_packed(
     q: Int8[Tensor, "*t k"],
     q_scale: Float32[Tensor, "*t"],
     codes: UInt8[Tensor, "tiles blocks size"],
-    scale: Int16[Tensor, "tiles g 16"],
+    scale: Tiled,
     zero: UInt8[Tensor, "tiles g 16"] | None,
     bias: Float[Tensor, " n"] | None,
     n: int,

@@ -33,6 +33,7 @@ CASES: list[dict[str, Any]] = [
         (MinifloatFormat("e3m2"), 50, 33, 8, 8, 0), (MinifloatFormat("e3m3", 64), 128, 64, 0, 8, 0),
         (E8PFormat(2), 64, 96, 8, 8, 48), (E8PFormat(3), 72, 40, 8, 8, 20), (E8PFormat(4), 64, 33, 0, 8, 1),
         (E8PFormat(2), 50, 64, 0, 0, 64), (E8PFormat(4), 64, 96, 8, 0, 32),
+        (IntegerFormat(4, 32, scale="integer"), 64, 96, 8, 8, 32),
         (E8PFormat(2), 32, 4096, 8, 8, 4096),  # more rows than are transformed at once
     )
 ]  # fmt: skip

@@ -38,10 +38,18 @@ def read_codes(row: bytes, bits: int, k: int) -> list[int]:
     return [sum(stream[i * bits + j] << j for j in range(bits)) for i in range(k)]
 
 
-def read_weight(codes: bytes, scale: bytes, zero: bytes | None, bits: int, group_size: int, k: int) -> list[float]:
+def read_scales(scale: bytes, integer: bool) -> list[float]:
+    """Section 3: the scales of a row."""
+    if integer:
+        return [2.0 ** (scale[0] - 127) * multiple for multiple in struct.unpack(f"{len(scale) - 1}b", scale[1:])]
+    return [struct.unpack("<f", b"\0\0" + scale[i : i + 2])[0] for i in range(0, len(scale), 2)]
+
+
+def read_weight(
+    codes: bytes, scale: bytes, zero: bytes | None, bits: int, group_size: int, k: int, integer: bool = False
+) -> list[float]:
     """Section 3: one row of W."""
-    size = group_size or k
-    scales = [struct.unpack("<f", b"\0\0" + scale[i : i + 2])[0] for i in range(0, len(scale), 2)]
+    size, scales = group_size or k, read_scales(scale, integer)
     zeros = list(zero) if zero is not None else [1 << (bits - 1)] * len(scales)
     return [(code - zeros[i // size]) * scales[i // size] for i, code in enumerate(read_codes(codes, bits, k))]
 
@@ -152,6 +160,31 @@ def test_the_whole_weight_of_the_page():
     }
     format = formats.get("quarot/integer", bits=3, group_size=4, symmetric=False)
     assert format.dequantize(parts, 2, 8).tolist() == values
+
+
+def test_the_row_with_integer_scales_of_the_page():
+    [(codes, scale, values)] = re.findall(
+        r"`codes` ([0-9a-f]+) and `scale` ([0-9a-f]+),.*\n?.*weight ([-\d. ]+)\.\n", FORMAT
+    )
+    wanted = [float(value) for value in values.split()]
+    assert read_weight(bytes.fromhex(codes), bytes.fromhex(scale), None, 3, 4, 8, integer=True) == wanted
+    parts = {
+        part: torch.tensor([list(bytes.fromhex(row))], dtype=torch.uint8)
+        for part, row in (("codes", codes), ("scale", scale))
+    }
+    format = formats.get("quarot/integer", bits=3, group_size=4, scale="integer")
+    assert format.dequantize(parts, 1, 8).tolist() == [wanted]
+
+
+@pytest.mark.parametrize("bits", (2, 3, 4))
+def test_the_reader_decodes_integer_scales(bits: int):
+    w = torch.randn(5, 27, generator=torch.Generator().manual_seed(bits)) * torch.logspace(-2, 0, 27)
+    format = formats.get("quarot/integer", bits=bits, group_size=9, scale="integer")
+    assert format.codebook is not None
+    parts = format.pack(nearest(w, format.codebook))
+    rows = zip(*([bytes(row.tolist()) for row in parts[part]] for part in ("codes", "scale")), strict=True)
+    got = [read_weight(codes, scale, None, bits, 9, 27, integer=True) for codes, scale in rows]
+    assert got == format.dequantize(parts, 5, 27).tolist()
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -38,6 +38,7 @@ INSIDE = {"rln": LOW}
 SITES = [HIDDEN, WIDTH, HIDDEN, FEATURES]
 FORMATS: dict[str, Any] = {
     "integer": (IntegerFormat(4, 0), integer_ops.layer),
+    "integer scales": (IntegerFormat(4, 32, scale="integer"), integer_ops.layer),
     "asymmetric": (IntegerFormat(3, 32, symmetric=False), integer_ops.layer),
     "e2m3": (MinifloatFormat("e2m3", 32), minifloat_ops.layer),
     "e3m2": (MinifloatFormat("e3m2"), minifloat_ops.layer),

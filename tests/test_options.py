@@ -52,6 +52,8 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     ),
     "damping of nothing": (["--rounding", "nearest", "--damping", "0.5"], "--damping does nothing with"),
     "groups of nothing": (["--weight-bits", "16", "--group-size", "32"], "--group-size does nothing with"),
+    "integer scales of whole rows": (["--rounding", "nearest", "--scale", "integer"], "in groups, without zero-points"),
+    "integer scales of nothing": (["--weight-bits", "16", "--scale", "integer"], "--scale does nothing with"),
     "offline without rotations": (["--no-rotate", "--offline"], "--offline does nothing with"),
     "a seed beyond 64 bits": (["--seed", "99999999999999999999"], "seed must be at least 0 and below 2^63"),
     "a clip of activations that are left alone": (["--activation-clip", "0.9"], "does nothing without"),
@@ -161,6 +163,7 @@ OPTIONS = {
     "quarot": [
         *METHOD, "--weight-bits", "--bits", "--group-size", "--symmetric", "--asymmetric", "--online", "--offline",
         "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks", "--bits-for",
+        "--scale",
     ],
     "quip-sharp": [*METHOD, "--bits", "--bits-for", "--finetune", "--finetune-epochs", "--sweeps"],
     "fp6": [*METHOD, "--element", "--element-for", "--group-size", "--scale", "--scale-search"],
@@ -232,6 +235,7 @@ ARRIVES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "--sweeps": ("", "--sweeps 1", {"sweeps": 1}),
     "--element": ("", "--element e3m2", {"element": "e3m2"}),
     "--scale": ("", "--scale e8m0", {"scale": "e8m0", "group_size": 32}),
+    "quarot --scale": ("--group-size 64", "--scale integer", {"scale": "integer"}),
     "--scale-search": ("", "--scale-search mse", {"scale_search": "mse"}),
 }
 QUANTIZING = ("quarot", "quip-sharp", "fp6", "rotate")

@@ -180,8 +180,7 @@ struct Scratch {
 template <int tiles>
 void load_scales(const Panels& w, int64_t tile, int64_t group, int64_t groups, float* to) {
     for (int64_t g = group; g < group + groups; g++)
-        for (int64_t r = tile; r < tile + tiles; r++, to += tile_rows)
-            store(to, w.scale ? load(w.scale + (r * w.groups + g) * tile_rows) : fill(w.factor));
+        for (int64_t r = tile; r < tile + tiles; r++, to += tile_rows) store(to, scale_at(w, r, g));
 }
 
 // The columns of a panel, for row tiles from `tile` on and the tokens of a part.

@@ -61,7 +61,7 @@ struct Direct {
 struct Panels {
     const void* weight;
     Unpack unpack;
-    const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16; null: `factor`
+    const uint16_t* scale;  // [row tile, groups, 16], bits of bfloat16; null: `multiples`, or `factor`
     int64_t n, columns, groups, group_columns;
     const uint8_t* codes;  // bytes of a row tile, of 32 columns
     int64_t tile_bytes, step_bytes;
@@ -69,6 +69,7 @@ struct Panels {
     const uint8_t* zero = nullptr;  // of integers: [row tile, groups, 16]: to be subtracted instead of `byte_offset`
     float factor = 1;
     Direct direct{};
+    const uint8_t* multiples = nullptr;  // [row tile, 1 + groups, 16]: exponents, and multiples of powers of two
 
     int64_t tiles() const { return (n + 15) / 16; }  // of rows
 };

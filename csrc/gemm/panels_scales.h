@@ -9,10 +9,6 @@
 namespace ptq::gemm {
 namespace {
 
-inline Lanes scale_at(const Panels& w, int64_t tile, int64_t group) {
-    return w.scale ? load(w.scale + (tile * w.groups + group) * tile_rows) : fill(w.factor);
-}
-
 // Of integers, as floats: [group, tile, 16].
 template <int tiles>
 void load_scales(const Panels& w, int64_t tile, float* to) {

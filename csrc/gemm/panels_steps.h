@@ -45,6 +45,14 @@ inline Columns panel_at(const Product& p, int64_t column) {
     return Columns::panel(column, p.w.columns, p.w.group_columns, panel_steps(p) * columns_of(p.mode));
 }
 
+// The scales of a row tile's group.
+inline Lanes scale_at(const Panels& w, int64_t tile, int64_t group) {
+    if (w.scale) return load(w.scale + (tile * w.groups + group) * tile_rows);
+    if (!w.multiples) return fill(w.factor);
+    const uint8_t* scales = w.multiples + tile * (1 + w.groups) * tile_rows;
+    return converted<Lanes>(tiles::load_multiples(scales + (1 + group) * tile_rows)) * tiles::load_steps(scales);
+}
+
 // Where block b of tokens begins in a panel.
 inline int64_t place(const Product& p, int64_t column, int64_t end, int64_t b) {
     return (column * p.blocks() + b * (end - column)) / columns_of(p.mode) * p.block_tokens;

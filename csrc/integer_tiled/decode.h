@@ -58,9 +58,45 @@ Lanes long_group(const Weight& w, const uint8_t* block, const int8_t* q, SignedI
     return result;
 }
 
+template <int tokens>
+void finish(const Quantized& p, const Lanes (&y)[tokens], int64_t tile, int64_t from) {
+    const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
+    const Lanes bias = load_bias(p.bias, row, count);
+    for (int t = 0; t < tokens; t++) {
+        Lanes result = y[t] * p.q_scale[from + t];
+        if (p.bias) result += bias;
+        store_result(p.out, p.out_type, (from + t) * p.w.n + row, result, count);
+    }
+}
+
+// Integer scales: sums of rows stay integers.
+template <int bits, int tokens>
+void whole_tile(const Quantized& p, int64_t tile, int64_t from) {
+    const Weight& w = p.w;
+    const uint8_t* block = w.tiles + tile * w.groups * w.group_blocks * block_bytes(bits);
+    const uint8_t* scales = w.multiples + tile * (1 + w.groups) * tile_rows;
+    const int8_t* q = p.q + from * p.q_stride;
+    const Lanes step = load_steps(scales);
+    SignedInts sum[tokens] = {};
+    for (int64_t g = 0; g < w.groups; g++) {
+        const SignedInts multiple = load_multiples(scales + (1 + g) * tile_rows);
+        SignedInts total[tokens];
+        integers<bits, tokens>(block, w.group_blocks, q, p.q_stride, total);
+        for (int t = 0; t < tokens; t++)
+            sum[t] += multiple * (total[t] - (p.sums[(from + t) * w.groups + g] << (bits - 1)));
+        block += w.group_blocks * block_bytes(bits);
+        q += w.group_blocks * block_columns;
+    }
+    Lanes y[tokens];
+    for (int t = 0; t < tokens; t++) y[t] = converted<Lanes>(sum[t]) * step;
+    finish<tokens>(p, y, tile, from);
+}
+
 template <int bits, int tokens>
 void quantized_tile(const Quantized& p, int64_t tile, int64_t from) {
     const Weight& w = p.w;
+    if constexpr (bits <= most_multiplied)
+        if (w.multiples) return whole_tile<bits, tokens>(p, tile, from);
     const uint8_t* block = w.tiles + tile * w.groups * w.group_blocks * block_bytes(bits);
     const int8_t* q = p.q + from * p.q_stride;
     Lanes y[tokens] = {};
@@ -80,13 +116,7 @@ void quantized_tile(const Quantized& p, int64_t tile, int64_t from) {
         block += w.group_blocks * block_bytes(bits);
         q += w.group_blocks * block_columns;
     }
-    const int64_t row = tile * tile_rows, count = std::min(tile_rows, w.n - row);
-    const Lanes bias = load_bias(p.bias, row, count);
-    for (int t = 0; t < tokens; t++) {
-        Lanes result = y[t] * p.q_scale[from + t];
-        if (p.bias) result += bias;
-        store_result(p.out, p.out_type, (from + t) * w.n + row, result, count);
-    }
+    finish<tokens>(p, y, tile, from);
 }
 
 template <int bits>

@@ -58,20 +58,26 @@ inline Held hold(const Tensor& tiles, const Tensor& scale, const std::optional<T
     const int64_t groups = group_size ? k / group_size : 1;
     check_tensor("integer tiles", "tiles", tiles, ScalarType::Byte,
                  {row_tiles(n), blocks_in(k), block_bytes(static_cast<int>(bits))});
-    check_tensor("integer tiles", "scale", scale, ScalarType::Short, {row_tiles(n), groups, tile_rows});
+    const bool multiples = scale.scalar_type() == ScalarType::Byte;
+    STD_TORCH_CHECK(!multiples || (bits <= most_multiplied && k <= most_columns && group_size && !zero),
+                    "integer tiles: integer scales are for at most ", most_multiplied, " bits and ", most_columns,
+                    " columns in groups, without zeros");
+    check_tensor("integer tiles", "scale", scale, multiples ? ScalarType::Byte : ScalarType::Short,
+                 {row_tiles(n), groups + multiples, tile_rows});
     if (zero) check_tensor("integer tiles", "zero", *zero, ScalarType::Byte, {row_tiles(n), groups, tile_rows});
     STD_TORCH_CHECK(!bias || bias->numel() == n, "integer tiles: bias must have ", n, " elements");
     Held h{compact(tiles), compact(scale), std::nullopt, std::nullopt, {}};
     if (zero) h.zero = compact(*zero);
     if (bias) h.bias = as_float(*bias);
     h.w = {static_cast<const uint8_t*>(h.tiles.const_data_ptr()),
-           static_cast<const uint16_t*>(h.scale.const_data_ptr()),
+           multiples ? nullptr : static_cast<const uint16_t*>(h.scale.const_data_ptr()),
            h.zero ? static_cast<const uint8_t*>(h.zero->const_data_ptr()) : nullptr,
            n,
            k,
            groups,
            group_size ? group_size / block_columns : blocks_in(k),
-           static_cast<int>(bits)};
+           static_cast<int>(bits),
+           multiples ? static_cast<const uint8_t*>(h.scale.const_data_ptr()) : nullptr};
     return h;
 }
 

@@ -7,13 +7,17 @@
 
 namespace ptq::integer_tiled {
 
+constexpr int most_multiplied = 4;         // bits of a code that may have integer scales,
+constexpr int64_t most_columns = 1 << 16;  // and columns of its row
+
 // W[n, k] in tiles. `group_blocks` super-blocks make a group; the last one may be filled up with columns of zeros.
 struct Weight {
     const uint8_t* tiles;
-    const uint16_t* scale;  // [row tile, groups, 16]
+    const uint16_t* scale;  // [row tile, groups, 16]: bits of bfloat16; null: integer scales
     const uint8_t* zero;    // [row tile, groups, 16], or null: 2^(bits - 1)
     int64_t n, k, groups, group_blocks;
     int bits;
+    const uint8_t* multiples = nullptr;  // integer scales: [row tile, 1 + groups, 16], see quarot/integer_scales.py
 };
 
 // y[t, n] = q_scale[t] * sum over groups of scale * (integer), see quarot/tiled_ops.py: the same bits at every level.

@@ -18,20 +18,26 @@ struct Place {
     void* panel;
 };
 
-// Calls write(codes, to, row tile, column) for every quad of a panel; its `steps` steps begin at `to`.
-template <int bits, int steps, class Write>
-PTQ_INLINE void over_panel(const Weight& w, const Place& p, const Write& write) {
+// Calls write(codes, to, of) for every quad of a panel; its `steps` steps begin at `to`, `of` is what of(row tile,
+// column) gives for its super-block: a compiler fears that steps overlap what that reads.
+template <int bits, int steps, class Of, class Write>
+PTQ_INLINE void over_panel(const Weight& w, const Place& p, const Of& of, const Write& write) {
     for (int64_t r = 0; r < p.tiles; r++) {
         const uint8_t* block =
             w.tiles + (p.tile + r) * tile_bytes(w.k, bits) + p.column / block_columns * block_bytes(bits);
         auto* to = static_cast<uint32_t*>(p.panel) + r * tile_rows;
-        for (int64_t c = p.column; c < p.end; c += block_columns, block += block_bytes(bits))
+        for (int64_t c = p.column; c < p.end; c += block_columns, block += block_bytes(bits)) {
+            const auto here = of(p.tile + r, c);
             over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) {
-                write(codes, to, p.tile + r, c);
+                write(codes, to, here);
                 to += steps * p.tiles * tile_rows;
             });
+        }
     }
 }
+
+struct Nothing {};
+constexpr auto nothing_at = [](int64_t, int64_t) { return Nothing{}; };
 
 // Calls unpack.operator()<bits>().
 template <class Unpack>
@@ -43,12 +49,61 @@ inline void with_bits(int bits, const Unpack& unpack) {
 
 // --- bytes -----------------------------------------------------------------------------------------------------------
 
+// Integer scales: (code - 2^(bits - 1)) * multiple, for all levels but AMX 128 more. Codes times multiples fit into
+// bytes, so words of several are multiplied; codes of a negative multiple are turned around for it.
+#if defined(__AVX512BW__)
+struct Multiples {
+    __m512i turn, multiple, offset;
+
+    PTQ_INLINE Dwords of(const Dwords& codes) const {
+        const __m512i products = _mm512_mullo_epi16(_mm512_xor_si512((__m512i)codes, turn), multiple);
+        return (Dwords)_mm512_add_epi8(products, offset);
+    }
+};
+#else  // what bytes carry into each other cancels out, as in the end they fit
+struct Multiples {
+    Dwords multiple, offset;
+
+    PTQ_INLINE Dwords of(const Dwords& codes) const { return codes * multiple + offset; }
+};
+#endif
+
+template <int bits>
+PTQ_INLINE Multiples multiples_at(const Weight& w, int64_t tile, int64_t column) {
+    constexpr int middle = 1 << (bits - 1);
+    const int64_t at = tile * (1 + w.groups) + 1 + column / (w.group_blocks * block_columns);
+    const SignedInts multiple = load_multiples(w.multiples + at * tile_rows);
+#if defined(__AVX512BW__)
+#if defined(__AMX_INT8__)
+    constexpr uint32_t more = 0;
+#else
+    constexpr uint32_t more = 128;
+#endif
+    const SignedInts negative = multiple >> 31, size = (multiple ^ negative) - negative;
+    const auto offset = (Dwords)(size * (middle + negative));
+    return {(__m512i)((Dwords)negative & every_byte<bits>()), (__m512i)((Dwords)size * 0x10001u),
+            (__m512i)(((more - offset) & 0xffu) * 0x01010101u)};
+#else
+    return {(Dwords)multiple, (128u - (Dwords)multiple * middle) * 0x01010101u};
+#endif
+}
+
+template <int bits>
+void multiplied_bytes(const Weight& w, const Place& p) {
+    over_panel<bits, 1>(
+        w, p, [&](int64_t tile, int64_t c) { return multiples_at<bits>(w, tile, c); },
+        [&](const Dwords& codes, uint32_t* to, const Multiples& multiples)
+            __attribute__((always_inline)) { store_vector(to, multiples.of(codes)); });
+}
+
 // For AMX less 2^(bits - 1): signed.
 void unpack_bytes(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end, void* panel) {
     const auto& w = *static_cast<const Weight*>(weight);
     with_bits(w.bits, [&]<int bits>() {
-        over_panel<bits, 1>(w, {tile, tiles, column, end, panel},
-                            [&](const Dwords& codes, uint32_t* to, int64_t, int64_t) __attribute__((always_inline)) {
+        if constexpr (bits <= most_multiplied)
+            if (w.multiples) return multiplied_bytes<bits>(w, {tile, tiles, column, end, panel});
+        over_panel<bits, 1>(w, {tile, tiles, column, end, panel}, nothing_at,
+                            [&](const Dwords& codes, uint32_t* to, Nothing) __attribute__((always_inline)) {
 #if defined(__AMX_INT8__)
                                 const __m512i offset = _mm512_set1_epi8(static_cast<char>(1 << (bits - 1)));
                                 store_vector(to, _mm512_sub_epi8((__m512i)codes, offset));
@@ -113,14 +168,14 @@ PTQ_INLINE Lanes difference(const Dwords& codes, const SignedInts& zero) {
 template <int bits>
 void floats_of_panel(const Weight& w, const Place& p) {
     const int64_t next = p.tiles * tile_rows;
-    over_panel<bits, 4>(w, p,
-                        [&](const Dwords& codes, uint32_t* to, int64_t tile, int64_t c) __attribute__((always_inline)) {
-                            const SignedInts zero = zero_at(w, tile, c);
-                            store_vector(to, difference<0>(codes, zero));
-                            store_vector(to + next, difference<1>(codes, zero));
-                            store_vector(to + 2 * next, difference<2>(codes, zero));
-                            store_vector(to + 3 * next, difference<3>(codes, zero));
-                        });
+    over_panel<bits, 4>(
+        w, p, [&](int64_t tile, int64_t c) { return zero_at(w, tile, c); },
+        [&](const Dwords& codes, uint32_t* to, const SignedInts& zero) __attribute__((always_inline)) {
+            store_vector(to, difference<0>(codes, zero));
+            store_vector(to + next, difference<1>(codes, zero));
+            store_vector(to + 2 * next, difference<2>(codes, zero));
+            store_vector(to + 3 * next, difference<3>(codes, zero));
+        });
 }
 
 [[maybe_unused]] void unpack_floats(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,
@@ -144,19 +199,19 @@ void pairs_of_panel(const Weight& w, const Place& p) {
     if (bits <= 6 && !w.zero) {
         static const Table<bits> made;
         const Table<bits> table = made;
-        over_panel<bits, 2>(w, p,
-                            [&](const Dwords& codes, uint32_t* to, int64_t, int64_t) __attribute__((always_inline)) {
+        over_panel<bits, 2>(w, p, nothing_at,
+                            [&](const Dwords& codes, uint32_t* to, Nothing) __attribute__((always_inline)) {
                                 store_vector(to, (Dwords)table.pairs((__m512i)codes));
                                 store_vector(to + next, (Dwords)table.pairs((__m512i)(codes >> 8)));
                             });
         return;
     }
-    over_panel<bits, 2>(w, p,
-                        [&](const Dwords& codes, uint32_t* to, int64_t tile, int64_t c) __attribute__((always_inline)) {
-                            const SignedInts zero = zero_at(w, tile, c);
-                            store_vector(to, differences(codes, zero));
-                            store_vector(to + next, differences(codes >> 8, zero));
-                        });
+    over_panel<bits, 2>(
+        w, p, [&](int64_t tile, int64_t c) { return zero_at(w, tile, c); },
+        [&](const Dwords& codes, uint32_t* to, const SignedInts& zero) __attribute__((always_inline)) {
+            store_vector(to, differences(codes, zero));
+            store_vector(to + next, differences(codes >> 8, zero));
+        });
 }
 
 [[maybe_unused]] void unpack_pairs(const void* weight, int64_t tile, int64_t tiles, int64_t column, int64_t end,

@@ -36,7 +36,8 @@ bool is_many(const Floats& p) {
     return kernels().unpack_floats && p.t > gemm::few_floats(p.x_type, few) && p.w.k;
 }
 bool is_many(const Quantized& p) {
-    return p.t > few_tokens && p.w.k && p.w.group_blocks * block_columns <= gemm::most_group;
+    const int64_t columns = p.w.multiples ? p.w.k : p.w.group_blocks * block_columns;
+    return p.t > few_tokens && p.w.k && columns <= gemm::most_group;
 }
 
 namespace {
@@ -60,15 +61,32 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
             .step_bytes = block_bytes(w.bits),
             .byte_offset = 1 << (w.bits - 1),
             .zero = w.zero,
-            .direct = vector_kernels().direct[w.bits - 2]};
+            .direct = vector_kernels().direct[w.bits - 2],
+            .multiples = w.multiples};
+}
+
+// With integer scales weights go into panels as what they are in their step: a row has one scale, and bytes.
+gemm::Panels panels_of_bytes(const Weight& w, std::vector<uint16_t>& steps) {
+    gemm::Panels p = panels_of(w, nullptr);
+    if (!w.multiples) return p;
+    for (int64_t tile = 0; tile < p.tiles(); tile++)
+        for (int64_t r = 0; r < tile_rows; r++)
+            steps.push_back(static_cast<uint16_t>(w.multiples[tile * (1 + w.groups) * tile_rows + r] << 7));
+    p.scale = steps.data(), p.multiples = nullptr, p.direct = {}, p.byte_offset = 128;
+    p.groups = 1, p.group_columns = p.columns;
+    return p;
 }
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
-    const bool nibbles = !units && p.w.bits <= 4, wide = !units && p.w.bits == 8;
+    const int bits = p.w.multiples ? 8 : p.w.bits;
+    const bool nibbles = !units && bits <= 4, wide = !units && bits == 8;
     const gemm::Mode mode = nibbles ? gemm::Mode::nibbles : wide ? gemm::Mode::wide : gemm::Mode::quads;
-    gemm::multiply_panels({panels_of(p.w, units ? units : kernels().unpack_bytes), mode, nullptr, Number::float32, p.t,
-                           from.k, p.q_scale, p.bias, p.out, p.out_type, from});
+    std::vector<uint16_t> steps;
+    gemm::Panels panels = panels_of_bytes(p.w, steps);
+    panels.unpack = units ? units : kernels().unpack_bytes;
+    gemm::multiply_panels(
+        {panels, mode, nullptr, Number::float32, p.t, from.k, p.q_scale, p.bias, p.out, p.out_type, from});
 }
 
 void many_floats(const Floats& p) {

@@ -194,6 +194,14 @@ inline SignedInts load_zero(const uint8_t* from) {
     return (SignedInts)widened(from);
 }
 
+// Integer scales of sixteen rows: their multiples, or, from exponents, the steps.
+inline SignedInts load_multiples(const uint8_t* from) {
+    return (SignedInts)(widened(from) << 24) >> 24;
+}
+inline Lanes load_steps(const uint8_t* exponents) {
+    return (Lanes)(widened(exponents) << 23);
+}
+
 // The first `count` of sixteen results, from element `at` on.
 inline void store_result(void* out, Number type, int64_t at, Lanes y, int64_t count) {
     if (type == Number::float32) return store(static_cast<float*>(out) + at, y, count);
