@@ -18,20 +18,23 @@ struct Place {
     void* panel;
 };
 
-// Calls write(codes, to, of) for every quad of a panel; its `steps` steps begin at `to`, `of` is what of(row tile,
-// column) gives for its super-block: a compiler fears that steps overlap what that reads.
+// Calls write(codes, to, of its group) for every quad of a panel; its `steps` steps begin at `to`. What of(row tile,
+// group) gives is read once in a group: a compiler fears that steps overlap it.
 template <int bits, int steps, class Of, class Write>
 PTQ_INLINE void over_panel(const Weight& w, const Place& p, const Of& of, const Write& write) {
     for (int64_t r = 0; r < p.tiles; r++) {
         const uint8_t* block =
             w.tiles + (p.tile + r) * tile_bytes(w.k, bits) + p.column / block_columns * block_bytes(bits);
         auto* to = static_cast<uint32_t*>(p.panel) + r * tile_rows;
-        for (int64_t c = p.column; c < p.end; c += block_columns, block += block_bytes(bits)) {
-            const auto here = of(p.tile + r, c);
-            over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) {
-                write(codes, to, here);
-                to += steps * p.tiles * tile_rows;
-            });
+        for (int64_t c = p.column, end; c < p.end; c = end) {
+            const int64_t group = c / (w.group_blocks * block_columns);
+            const auto here = of(p.tile + r, group);
+            end = std::min(p.end, (group + 1) * w.group_blocks * block_columns);
+            for (int64_t i = c; i < end; i += block_columns, block += block_bytes(bits))
+                over_quads<bits>(block, [&]<int i>(const Dwords& codes) __attribute__((always_inline)) {
+                    write(codes, to, here);
+                    to += steps * p.tiles * tile_rows;
+                });
         }
     }
 }
@@ -69,10 +72,9 @@ struct Multiples {
 #endif
 
 template <int bits>
-PTQ_INLINE Multiples multiples_at(const Weight& w, int64_t tile, int64_t column) {
+PTQ_INLINE Multiples multiples_at(const Weight& w, int64_t tile, int64_t group) {
     constexpr int middle = 1 << (bits - 1);
-    const int64_t at = tile * (1 + w.groups) + 1 + column / (w.group_blocks * block_columns);
-    const SignedInts multiple = load_multiples(w.multiples + at * tile_rows);
+    const SignedInts multiple = load_multiples(w.multiples + (tile * (1 + w.groups) + 1 + group) * tile_rows);
 #if defined(__AVX512BW__)
 #if defined(__AMX_INT8__)
     constexpr uint32_t more = 0;
@@ -91,7 +93,7 @@ PTQ_INLINE Multiples multiples_at(const Weight& w, int64_t tile, int64_t column)
 template <int bits>
 void multiplied_bytes(const Weight& w, const Place& p) {
     over_panel<bits, 1>(
-        w, p, [&](int64_t tile, int64_t c) { return multiples_at<bits>(w, tile, c); },
+        w, p, [&](int64_t tile, int64_t group) { return multiples_at<bits>(w, tile, group); },
         [&](const Dwords& codes, uint32_t* to, const Multiples& multiples)
             __attribute__((always_inline)) { store_vector(to, multiples.of(codes)); });
 }
@@ -153,9 +155,9 @@ constexpr int64_t few = gemm::quad_tiles == 4 ? 16 : 32, few_bytes = gemm::quad_
 // --- numbers ---------------------------------------------------------------------------------------------------------
 
 // Codes less their zero, which are exact, in bfloat16 too.
-inline SignedInts zero_at(const Weight& w, int64_t tile, int64_t column) {
+inline SignedInts zero_at(const Weight& w, int64_t tile, int64_t group) {
     if (!w.zero) return SignedInts{} + (1 << (w.bits - 1));
-    return load_zero(w.zero + (tile * w.groups + column / (w.group_blocks * block_columns)) * tile_rows);
+    return load_zero(w.zero + (tile * w.groups + group) * tile_rows);
 }
 
 // Byte j of the dwords of codes, less zero.
@@ -169,7 +171,7 @@ template <int bits>
 void floats_of_panel(const Weight& w, const Place& p) {
     const int64_t next = p.tiles * tile_rows;
     over_panel<bits, 4>(
-        w, p, [&](int64_t tile, int64_t c) { return zero_at(w, tile, c); },
+        w, p, [&](int64_t tile, int64_t group) { return zero_at(w, tile, group); },
         [&](const Dwords& codes, uint32_t* to, const SignedInts& zero) __attribute__((always_inline)) {
             store_vector(to, difference<0>(codes, zero));
             store_vector(to + next, difference<1>(codes, zero));
@@ -207,7 +209,7 @@ void pairs_of_panel(const Weight& w, const Place& p) {
         return;
     }
     over_panel<bits, 2>(
-        w, p, [&](int64_t tile, int64_t c) { return zero_at(w, tile, c); },
+        w, p, [&](int64_t tile, int64_t group) { return zero_at(w, tile, group); },
         [&](const Dwords& codes, uint32_t* to, const SignedInts& zero) __attribute__((always_inline)) {
             store_vector(to, differences(codes, zero));
             store_vector(to + next, differences(codes >> 8, zero));
