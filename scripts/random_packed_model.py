@@ -3,6 +3,7 @@
 Nothing is quantised or stored: codes are random, in exactly the layers that a recipe plans, in its formats.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from ptq.models.model_shape import shape_of
 from ptq.pipeline import ends
 from ptq.recipe import Recipe
 from ptq.weights.formats import Format, Parts
+from quarot.integer import IntegerFormat
+from quarot.integer_scales import encode
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -87,6 +90,9 @@ def random_parts(form: Format, n: int, k: int, device: torch.device, size: float
             parts[part] = torch.randint(0, 256, shape, dtype=dtype, device=device)
         elif dtype == torch.int16:
             parts[part] = torch.rand(shape, device=device).add_(0.5).mul_(size).bfloat16().view(dtype)
+        elif isinstance(form, IntegerFormat):  # integer scales
+            multiples = torch.randint(8, 16, (shape[0], shape[1] - 1), device=device)
+            parts[part] = encode(multiples * 2.0 ** round(math.log2(size / 11)), form.scale)
         else:  # few for a whole weight
             parts[part] = torch.full(shape, size, device=device).view(dtype)
     return parts
