@@ -119,9 +119,9 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON form, the same for the same recipe; without the `younger` options that change nothing."""
-        idle = {option.name for option in fields(self) if getattr(self, option.name) == option.default}
+        defaults = {option.name: option.default for option in fields(self) if option.name in self.younger}
         given = {"method": self.method, **asdict(self)}
-        return {key: value for key, value in given.items() if key not in idle.intersection(self.younger)}
+        return {key: value for key, value in given.items() if key not in defaults or value not in (defaults[key], [])}
 
 
 @dataclass(frozen=True)
