@@ -27,8 +27,8 @@ GroupSize = Annotated[
 ScaleKind = Annotated[
     Literal["bfloat16", "integer"],
     typer.Option(
-        help="Of groups. integer: multiples of one step per row, for up to 4 bits; with quantised activations prompts "
-        "are read as fast as with one scale per row."
+        help="Of groups. integer: multiples of one step per row, for up to 4 bits; with quantised activations many "
+        "tokens are multiplied as with one scale per row."
     ),
 ]
 WeightBits = Annotated[

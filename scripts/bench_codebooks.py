@@ -36,6 +36,8 @@ FORMATS = [
     *[(f"integers, {bits} bits per channel", "quarot/integer", {"bits": bits}) for bits in (2, 3, 4, 5, 6, 8)],
     *[(f"integers, {bits} bits in groups of 128", "quarot/integer", {"bits": bits, "group_size": 128})
       for bits in (2, 3, 4)],
+    *[(f"integers, {bits} bits in groups of 128, integer scales", "quarot/integer",
+       {"bits": bits, "group_size": 128, "scale": "integer"}) for bits in (2, 3, 4)],
     *[(f"{element} per channel", "fp6/minifloat", {"element": element}) for element in (
         "e2m1", "e2m2", "e3m1", "e2m3", "e3m2", "e3m3", "e4m2")],
     ("e2m3 in groups of 128", "fp6/minifloat", {"element": "e2m3", "group_size": 128}),

@@ -42,7 +42,8 @@ def random_parts(format: IntegerFormat, n: int, k: int, extreme: bool = False) -
     """Any code, any multiple of either sign; or the largest products that there are."""
     generator, g, top = draw(n * k + format.bits), k // format.group_size, 2**format.bits
     codes = torch.randint(0, top, (n, k), dtype=torch.uint8, generator=generator)
-    multiples = torch.randint(1, 16, (n, g), generator=generator) * (2 * torch.randint(0, 2, (n, g)) - 1)
+    signs = 2 * torch.randint(0, 2, (n, g), generator=generator) - 1
+    multiples = torch.randint(1, 16, (n, g), generator=generator) * signs
     multiples[:, 0] = torch.randint(8, 16, (n,), generator=generator)
     if extreme:
         codes, multiples = torch.zeros_like(codes), torch.full_like(multiples, 15)

@@ -47,10 +47,8 @@ inline Columns panel_at(const Product& p, int64_t column) {
 
 // The scales of a row tile's group.
 inline Lanes scale_at(const Panels& w, int64_t tile, int64_t group) {
-    if (w.scale) return load(w.scale + (tile * w.groups + group) * tile_rows);
-    if (!w.multiples) return fill(w.factor);
-    const uint8_t* scales = w.multiples + tile * (1 + w.groups) * tile_rows;
-    return converted<Lanes>(tiles::load_multiples(scales + (1 + group) * tile_rows)) * tiles::load_steps(scales);
+    if (!w.scale && !w.multiples) return fill(w.factor);
+    return tiles::load_scales(w.scale, w.multiples, w.groups, tile, group);
 }
 
 // Where block b of tokens begins in a panel.

@@ -74,12 +74,11 @@ template <int bits, int tokens>
 void whole_tile(const Quantized& p, int64_t tile, int64_t from) {
     const Weight& w = p.w;
     const uint8_t* block = w.tiles + tile * w.groups * w.group_blocks * block_bytes(bits);
-    const uint8_t* scales = w.multiples + tile * (1 + w.groups) * tile_rows;
     const int8_t* q = p.q + from * p.q_stride;
-    const Lanes step = load_steps(scales);
+    const Lanes step = load_steps(w.multiples, w.groups, tile);
     SignedInts sum[tokens] = {};
     for (int64_t g = 0; g < w.groups; g++) {
-        const SignedInts multiple = load_multiples(scales + (1 + g) * tile_rows);
+        const SignedInts multiple = load_multiples(w.multiples, w.groups, tile, g);
         SignedInts total[tokens];
         integers<bits, tokens>(block, w.group_blocks, q, p.q_stride, total);
         for (int t = 0; t < tokens; t++)

@@ -135,12 +135,6 @@ template <int bits>
 struct Table {};
 #endif
 
-inline Lanes scale_of(const Weight& w, int64_t tile, int64_t group) {
-    if (!w.multiples) return load(w.scale + (tile * w.groups + group) * tile_rows);
-    const uint8_t* scales = w.multiples + tile * (1 + w.groups) * tile_rows;
-    return converted<Lanes>(load_multiples(scales + (1 + group) * tile_rows)) * load_steps(scales);
-}
-
 template <int tokens>
 void finish(const Floats& p, const Lanes (&y)[tokens], int64_t tile, int64_t from) {
     const int64_t row = tile * tile_rows, count = std::min(tile_rows, p.w.n - row);
@@ -160,7 +154,7 @@ void floats_tile(const Floats& p, const Table<bits>&, int64_t tile, int64_t from
     Lanes y[tokens] = {};
     over_segments(all, w.group_blocks, [&](int64_t first, int64_t last) __attribute__((always_inline)) {
         const int64_t at = tile * w.groups + first / w.group_blocks;
-        const Lanes scale = scale_of(w, tile, first / w.group_blocks);
+        const Lanes scale = load_scales(w.scale, w.multiples, w.groups, tile, first / w.group_blocks);
         const SignedInts zero = w.zero ? load_zero(w.zero + at * tile_rows) : SignedInts{} + (1 << (bits - 1));
         SignedInts sums[byte_rows * tokens];
         integers<bits, byte_rows * tokens>(block + first * block_bytes(bits), last - first, q + first * block_columns,
@@ -181,7 +175,7 @@ void floats_tile(const Floats& p, [[maybe_unused]] const Table<bits>& table, int
     Lanes y[tokens] = {};
     for (int64_t g = 0; g < w.groups; g++) {
         const int64_t at = tile * w.groups + g;
-        const Lanes scale = scale_of(w, tile, g);
+        const Lanes scale = load_scales(w.scale, w.multiples, w.groups, tile, g);
         Lanes total[tokens];
         if constexpr (in_pairs) {
 #if defined(__AVX512BF16__)

@@ -74,7 +74,7 @@ struct Multiples {
 template <int bits>
 PTQ_INLINE Multiples multiples_at(const Weight& w, int64_t tile, int64_t group) {
     constexpr int middle = 1 << (bits - 1);
-    const SignedInts multiple = load_multiples(w.multiples + (tile * (1 + w.groups) + 1 + group) * tile_rows);
+    const SignedInts multiple = load_multiples(w.multiples, w.groups, tile, group);
 #if defined(__AVX512BW__)
 #if defined(__AMX_INT8__)
     constexpr uint32_t more = 0;

@@ -65,7 +65,8 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
             .multiples = w.multiples};
 }
 
-// With integer scales weights go into panels as what they are in their step: a row has one scale, and bytes.
+// With integer scales panels hold bytes, codes times multiples, and the one scale of a row is its step, kept in
+// `steps`.
 gemm::Panels panels_of_bytes(const Weight& w, std::vector<uint16_t>& steps) {
     gemm::Panels p = panels_of(w, nullptr);
     if (!w.multiples) return p;

@@ -194,12 +194,17 @@ inline SignedInts load_zero(const uint8_t* from) {
     return (SignedInts)widened(from);
 }
 
-// Integer scales of sixteen rows: their multiples, or, from exponents, the steps.
-inline SignedInts load_multiples(const uint8_t* from) {
-    return (SignedInts)(widened(from) << 24) >> 24;
+// Integer scales, [row tile, 1 + groups, 16]: exponents of steps, then multiples of these.
+inline Lanes load_steps(const uint8_t* scales, int64_t groups, int64_t tile) {
+    return (Lanes)(widened(scales + tile * (1 + groups) * tile_rows) << 23);
 }
-inline Lanes load_steps(const uint8_t* exponents) {
-    return (Lanes)(widened(exponents) << 23);
+inline SignedInts load_multiples(const uint8_t* scales, int64_t groups, int64_t tile, int64_t group) {
+    return (SignedInts)(widened(scales + (tile * (1 + groups) + 1 + group) * tile_rows) << 24) >> 24;
+}
+// The scales of a group of either kind: bits of bfloat16 [row tile, groups, 16], or where there are none, integer ones.
+inline Lanes load_scales(const uint16_t* words, const uint8_t* scales, int64_t groups, int64_t tile, int64_t group) {
+    if (words) return load(words + (tile * groups + group) * tile_rows);
+    return converted<Lanes>(load_multiples(scales, groups, tile, group)) * load_steps(scales, groups, tile);
 }
 
 // The first `count` of sixteen results, from element `at` on.
