@@ -17,10 +17,12 @@ DECODE_HEADS = HEADS | {"4 heads of 256, 1 of keys": (4, 1, 256)}
 """Those of a Gemma 3 of 1 B, too."""
 BEFORE = (512, 4000)
 BITS = 4
+FAR_APART = 30.0
+"""Standard deviation of scores with which many weights are too small for float32's normal numbers."""
 
 
-def cases(heads: int, kv_heads: int, d: int, t: int) -> dict[str, Case]:
-    """Bytes are those of queries, keys, values and results in bfloat16, everywhere."""
+def cases(heads: int, kv_heads: int, d: int, t: int, deviation: float = 1.0) -> dict[str, Case]:
+    """Bytes are those of queries, keys, values and results in bfloat16, everywhere. `deviation`: of scores."""
     nbytes, scaling = 2 * t * d * 2 * (heads + kv_heads), d**-0.5
     x, w = (torch.randn(t, heads * d, dtype=torch.bfloat16) for _ in "xw")
     if can_prepack():
@@ -31,6 +33,7 @@ def cases(heads: int, kv_heads: int, d: int, t: int) -> dict[str, Case]:
         found = {"products": Case(lambda: nn.functional.linear(x, w), nbytes)}
     for name, dtype in DTYPES.items():
         q, k, v = (torch.randn(1, n, t, d, dtype=dtype) for n in (heads, kv_heads, kv_heads))
+        q *= deviation
 
         def torch_run(q=q, k=k, v=v) -> torch.Tensor:
             y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
@@ -86,3 +89,5 @@ def tables() -> Iterator[Table]:
         for t in TOKENS:
             make: Callable[[], dict[str, Case]] = lambda shape=shape, t=t: cases(*shape, t)  # noqa: E731
             yield f"attention {title}, {t} tokens", "products", make
+        far: Callable[[], dict[str, Case]] = lambda shape=shape: cases(*shape, 512, FAR_APART)  # noqa: E731
+        yield f"attention {title}, 512 tokens, scores far apart", "products", far
