@@ -26,14 +26,15 @@ def draw(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("d", [2, 16, 24, 64, 130])
-def test_rotary_is_that_of_transformers_to_the_bit(d: int, dtype: torch.dtype, level: str) -> None:
-    q, k = draw(2, 3, 5, d, dtype=dtype).transpose(1, 2), draw(2, 3, 1, d, dtype=dtype, seed=1).transpose(1, 2)
+@pytest.mark.parametrize("t", [3, 8, 19])
+def test_rotary_is_that_of_transformers_to_the_bit(t: int, d: int, dtype: torch.dtype, level: str) -> None:
+    q, k = draw(2, t, 5, d, dtype=dtype).transpose(1, 2), draw(2, t, 1, d, dtype=dtype, seed=1).transpose(1, 2)
     for rows in (1, 2):
-        cos, sin = draw(rows, 3, d, dtype=dtype, seed=2), draw(rows, 3, d, dtype=dtype, seed=3)
+        cos, sin = draw(rows, t, d, dtype=dtype, seed=2), draw(rows, t, d, dtype=dtype, seed=3)
         found = torch.ops.ptq.rotary(q, k, cos, sin)
         for a, b in zip(found, apply_rotary_pos_emb(q, k, cos, sin), strict=True):
             assert torch.equal(a, b) and a.is_contiguous()
-    wide = draw(2, 5, 3, 2 * d, dtype=dtype)[..., ::2]
+    wide = draw(2, 5, t, 2 * d, dtype=dtype)[..., ::2]
     assert torch.equal(torch.ops.ptq.rotary(wide, k, cos, sin)[0], apply_rotary_pos_emb(wide, k, cos, sin)[0])
 
 

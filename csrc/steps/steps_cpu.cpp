@@ -90,17 +90,20 @@ Tensor rotated(const Tensor& given, const Tensor& cos, const Tensor& sin, declty
     const Number type = number_of(x, "rotary"), table = number_of(cos, "rotary");
     const int64_t size = size_of(type), heads = x.size(1), tokens = x.size(2), d = x.size(3);
     const auto* from = static_cast<const char*>(x.const_data_ptr());
-    const auto* c = static_cast<const char*>(cos.const_data_ptr());
-    const auto* s = static_cast<const char*>(sin.const_data_ptr());
+    const auto *c = static_cast<const char*>(cos.const_data_ptr()), *s = static_cast<const char*>(sin.const_data_ptr());
     auto* to = static_cast<char*>(out.mutable_data_ptr());
     const Turn turn{type, d, cos.size(2), table != type, kernel};
-    const int64_t tables = cos.size(0), strides[] = {x.stride(0), x.stride(1), x.stride(2)};
-    run_codes(x.size(0) * heads * tokens, d, [&](int64_t first, int64_t last) {
+    const int64_t strides[] = {x.stride(0), x.stride(1), x.stride(2)}, row = turn.turned * size_of(table);
+    const int64_t tables = cos.size(0) == 1 ? 0 : tokens * row;  // from batch to batch
+    // Some tokens of a head at a time: linears leave a token's heads side by side, attention wants a head's tokens so.
+    const int64_t each = std::clamp(tokens, int64_t{1}, int64_t{8}), blocks = (tokens + each - 1) / each;
+    run_codes(x.size(0) * blocks * heads, each * d, [&](int64_t first, int64_t last) {
         for (int64_t i = first; i < last; i++) {
-            const int64_t b = i / (heads * tokens), h = i / tokens % heads, t = i % tokens;
-            const int64_t at = b * strides[0] + h * strides[1] + t * strides[2];
-            const int64_t row = ((tables == 1 ? 0 : b) * tokens + t) * turn.turned * size_of(table);
-            turn(from + at * size, c + row, s + row, to + i * d * size);
+            const int64_t b = i / (blocks * heads), h = i % heads, begin = i / heads % blocks * each;
+            for (int64_t t = begin; t < std::min(tokens, begin + each); t++) {
+                const int64_t at = b * strides[0] + h * strides[1] + t * strides[2], turns = b * tables + t * row;
+                turn(from + at * size, c + turns, s + turns, to + ((b * heads + h) * tokens + t) * d * size);
+            }
         }
     });
     return out;
