@@ -12,16 +12,16 @@ from ptq.ops import hadamard, kv_ops, kv_step, prefill_attention, steps  # noqa:
 
 HEADS = {"32 heads of 64, 4 of keys": (32, 4, 64), "32 heads of 128, 8 of keys": (32, 8, 128)}
 """Of a 1.1 B and an 8 B Llama."""
-TOKENS = (128, 512, 2048)
+FAR_APART = 30.0
+"""Standard deviation of scores with which many weights are too small for float32's normal numbers."""
+PROMPTS = [*((f"{t} tokens", t, 1.0) for t in (128, 512, 2048)), ("512 tokens, scores far apart", 512, FAR_APART)]
 DECODE_HEADS = HEADS | {"4 heads of 256, 1 of keys": (4, 1, 256)}
 """Those of a Gemma 3 of 1 B, too."""
 BEFORE = (512, 4000)
 BITS = 4
-FAR_APART = 30.0
-"""Standard deviation of scores with which many weights are too small for float32's normal numbers."""
 
 
-def cases(heads: int, kv_heads: int, d: int, t: int, deviation: float = 1.0) -> dict[str, Case]:
+def cases(heads: int, kv_heads: int, d: int, t: int, deviation: float) -> dict[str, Case]:
     """Bytes are those of queries, keys, values and results in bfloat16, everywhere. `deviation`: of scores."""
     nbytes, scaling = 2 * t * d * 2 * (heads + kv_heads), d**-0.5
     x, w = (torch.randn(t, heads * d, dtype=torch.bfloat16) for _ in "xw")
@@ -86,8 +86,6 @@ def tables() -> Iterator[Table]:
             make: Callable[[], dict[str, Case]] = lambda shape=shape, t=t: decode_cases(*shape, t)  # noqa: E731
             yield f"decode attention {title}, behind {t}", "read", make
     for title, shape in HEADS.items():
-        for t in TOKENS:
-            make: Callable[[], dict[str, Case]] = lambda shape=shape, t=t: cases(*shape, t)  # noqa: E731
-            yield f"attention {title}, {t} tokens", "products", make
-        far: Callable[[], dict[str, Case]] = lambda shape=shape: cases(*shape, 512, FAR_APART)  # noqa: E731
-        yield f"attention {title}, 512 tokens, scores far apart", "products", far
+        for tokens, t, deviation in PROMPTS:
+            make: Callable[[], dict[str, Case]] = lambda of=(*shape, t, deviation): cases(*of)  # noqa: E731
+            yield f"attention {title}, {tokens}", "products", make

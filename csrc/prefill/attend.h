@@ -68,7 +68,7 @@ void hide(const Attention& p, const Rows& rows, int64_t at, int64_t keys, const 
 }
 
 // e^x for x <= 0, as precise as weights must be; 0 for what float32 has subnormal numbers alone for, whose rounding
-// takes x86 a hundred cycles or more.
+// holds up an Intel core for a hundred cycles or more.
 template <Mode mode>
 inline Lanes power(Lanes x) {
 #if defined(__AVX512BF16__)
