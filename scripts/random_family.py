@@ -35,6 +35,19 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         hidden_size=2880, intermediate_size=2880, num_hidden_layers=6, num_attention_heads=64, num_key_value_heads=8,
         head_dim=64, num_local_experts=32, num_experts_per_tok=4,
     )),
+    "granite-4-h": ("granitemoehybrid", dict(
+        hidden_size=1536, shared_intermediate_size=4096, num_hidden_layers=20, num_attention_heads=12,
+        num_key_value_heads=4, num_local_experts=0, num_experts_per_tok=0, mamba_n_heads=48, mamba_d_head=64,
+        mamba_d_state=128, position_embedding_type="nope", layer_types=2 * [*9 * ["mamba"], "attention"],
+    )),
+    "nemotron-nano": ("nemotron_h", dict(
+        hidden_size=4480, intermediate_size=15680, num_attention_heads=40, num_key_value_heads=8, head_dim=128,
+        mamba_num_heads=128, mamba_head_dim=80, layers_block_type=[*3 * ["mamba", "mlp"], "attention", "mlp"],
+    )),
+    "falcon-h1": ("falcon_h1", dict(
+        hidden_size=2048, intermediate_size=4096, num_hidden_layers=12, num_attention_heads=8, num_key_value_heads=2,
+        head_dim=128, mamba_d_ssm=3072, mamba_n_heads=48, mamba_d_head=64, mamba_d_state=256, mamba_n_groups=1,
+    )),
 }  # fmt: skip
 """By name: family, and what its config differs in. Fewer blocks than the real ones have, and half of the experts of the
 first two; vocabulary 32000."""

@@ -17,15 +17,19 @@ from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_update
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
 
 import ptq
-from ptq.fast import cpu_layer, fast_decode, fast_mixers
+from ptq.fast import cpu_layer, fast_decode, fast_mixers, gated_norm, mixer_steps
 from quarot.plan import QuarotRecipe
 
-OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm", "delta_net_step")
-PROMPT = {"gated_delta_rule", "gated_rms_norm"}
+OPS = (
+    "conv_step", "causal_conv", "gated_delta_rule", "gated_rms_norm", "delta_net_step", "mamba2_scan", "mamba2_step",
+)  # fmt: skip
+PROMPT = {"causal_conv", "gated_delta_rule", "gated_rms_norm"}
+MAMBA2 = {"causal_conv", "mamba2_scan"}
 FAMILIES = {
     "qwen3_next": PROMPT | {"conv_step"},
     **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), PROMPT | {"delta_net_step"}),
-    "lfm2": {"conv_step"}, "granitemoehybrid": {"conv_step"},
+    **dict.fromkeys(("granitemoehybrid", "bamba", "nemotron_h"), MAMBA2 | {"gated_rms_norm", "mamba2_step"}),
+    "falcon_h1": MAMBA2 | {"conv_step"}, "lfm2": {"causal_conv", "conv_step"},
 }  # fmt: skip
 
 
@@ -85,7 +89,7 @@ def test_states_are_those_of_the_own_code() -> None:
 
 def test_a_state_that_nobody_asks_for_stays() -> None:
     step, state = (
-        fast_mixers.step_for("torch_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule),
+        mixer_steps.step_for("torch_recurrent_gated_delta_rule", torch_recurrent_gated_delta_rule),
         torch.ones(1, 2, 4, 4),
     )
     assert step is not None
@@ -122,15 +126,15 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
         return y, state * 0.99
 
     convolution, delta = "causal_conv1d_update", "torch_recurrent_gated_delta_rule"
-    assert fast_mixers.step_for(convolution, causal_conv1d_update) is not None
-    assert fast_mixers.step_for(delta, torch_recurrent_gated_delta_rule) is not None
+    assert mixer_steps.step_for(convolution, causal_conv1d_update) is not None
+    assert mixer_steps.step_for(delta, torch_recurrent_gated_delta_rule) is not None
     for name, function in (
         (convolution, other),
         (convolution, forgets),
         (delta, slower),
         (delta, causal_conv1d_update),
     ):
-        assert fast_mixers.step_for(name, function) is None
+        assert mixer_steps.step_for(name, function) is None
 
     class Twice(Qwen3_5RMSNormGated):
         def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
@@ -139,7 +143,8 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
     another = Qwen3_5RMSNormGated(8)
     another.activation = "sigmoid"
     assert fast_mixers.forward_of(Qwen3_5RMSNormGated(8)) is not None
-    for module in (another, Twice(8), GraniteMoeHybridRMSNormGated(8, 8), nn.Linear(3, 3), nn.RMSNorm(8)):
+    assert fast_mixers.forward_of(GraniteMoeHybridRMSNormGated(8, 4)) is not None
+    for module in (another, Twice(8), nn.Linear(3, 3), nn.RMSNorm(8)):
         assert fast_mixers.forward_of(module) is None
 
 
@@ -148,7 +153,7 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
     wanted = torch.rand(3)
     torch.manual_seed(5)
     fast_mixers._with_steps.cache_clear()
-    fast_mixers._norm_gives_its_numbers.cache_clear()
+    gated_norm._gives_its_numbers.cache_clear()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
     assert any(fast_mixers.forward_of(module) is not None for module in model.modules())

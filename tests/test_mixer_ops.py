@@ -1,5 +1,4 @@
-"""`ptq::conv_step`, `ptq::gated_delta_rule`, `ptq::gated_rms_norm` and `ptq::delta_net_step` against float64, and what
-they refuse."""
+"""The ops of `ptq.ops.mixer_ops` against float64, and what they refuse."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +12,10 @@ from ptq.ops import mixer_ops
 
 DTYPES = (torch.float32, torch.bfloat16)
 ops = torch.ops.ptq
-OPS = ("conv_step", "gated_delta_rule", "gated_rms_norm", "delta_net_step")
+OPS = (
+    "conv_step", "causal_conv", "gated_delta_rule", "gated_rms_norm", "delta_net_step", "mamba2_scan", "mamba2_step",
+)  # fmt: skip
+INF = float("inf")
 
 
 @pytest.fixture(params=("portable", "avx2", "avx512"))
@@ -55,6 +57,60 @@ def test_convolution(b: int, c: int, room: int, width: int, bias: bool, dtype: t
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("b, c, t, width", [(1, 3328, 9, 4), (3, 37, 2, 4), (2, 16, 5, 1), (1, 1, 1, 9), (2, 5, 0, 2)])
+def test_convolution_of_a_prompt(
+    b: int, c: int, t: int, width: int, bias: bool, dtype: torch.dtype, level: str
+) -> None:
+    rows, weight = draw(b, t, c + 3, dtype=dtype), draw(c, width, dtype=dtype, seed=1)
+    added = draw(c, dtype=dtype, seed=2) if bias else None
+    for x in (rows[..., 2:-1].transpose(1, 2), rows[..., 2:-1].transpose(1, 2).contiguous()):
+        seen, weights = torch.nn.functional.pad(x.double(), (width, 0)), weight.double()[:, None]
+        exact = (seen.unfold(2, width, 1)[:, :, 1:] * weights).sum(-1)
+        exact = exact if added is None else exact + added.double()[:, None]
+        for silu in (False, True):
+            found, wanted = ops.causal_conv(x, weight, added, silu), mixer_ops.causal_conv(x, weight, added, silu)
+            assert found.dtype == dtype and found.shape == x.shape
+            if found.numel():
+                assert found.stride() == wanted.stride()
+                y = torch.nn.functional.silu(exact) if silu else exact
+                assert close(found, y, 2) and close(wanted, y, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("whole", [False, True], ids=["short", "whole"])
+@pytest.mark.parametrize("b, t, groups, heads, d, n", [
+    (1, 1, 1, 48, 64, 128), (2, 19, 3, 3, 20, 70), (1, 40, 1, 4, 7, 16), (3, 5, 2, 4, 33, 1), (1, 17, 2, 2, 1, 144),
+    (2, 0, 1, 1, 4, 4),
+])  # fmt: skip
+def test_scan(
+    b: int, t: int, groups: int, heads: int, d: int, n: int, whole: bool, dtype: torch.dtype, level: str
+) -> None:
+    """Over slices of wider rows, as of a prompt; with D, dt_bias and limits, or without."""
+    rows = draw(b, t, heads * d + 2 * groups * n + heads, dtype=dtype)
+    *parts, dt = rows.split((heads * d, groups * n, groups * n, heads), 2)
+    x, B, C = (part.unflatten(2, (-1, size)) for part, size in zip(parts, (d, n, n), strict=True))  # noqa: N806
+    dt, A = 4 * dt, -draw(heads, seed=1).exp()  # noqa: N806
+    dt[:, t // 2 :] *= 10  # more than the softplus of which is the number itself
+    D, bias = (draw(heads, seed=2), draw(heads, seed=3)) if whole else (None, None)  # noqa: N806
+    low, high = (0.5, 3.0) if whole else (0.0, INF)
+    states = [draw(b, heads, d, n, seed=4) for _ in range(2)]
+    exact = states[0].double()
+    found = ops.mamba2_scan(x, dt, A, B, C, D, bias, states[0], low, high)
+    wanted = mixer_ops.mamba2_scan(x, dt, A, B, C, D, bias, states[1], low, high)
+    assert found.dtype == torch.float32 and found.shape == x.shape
+    step = torch.nn.functional.softplus(dt.double() + (0 if bias is None else bias.double())).clamp(low, high)
+    ins, outs = (part.double().repeat_interleave(heads // groups, 2) for part in (B, C))
+    for i in range(t):
+        exact = exact * (step[:, i] * A.double()).exp()[..., None, None]
+        exact = exact + torch.einsum("bhd,bhn->bhdn", x[:, i].double() * step[:, i, :, None], ins[:, i])
+        y = torch.einsum("bhdn,bhn->bhd", exact, outs[:, i])
+        y = y if D is None else y + x[:, i].double() * D.double()[:, None]
+        assert close(found[:, i], y, 32) and close(wanted[:, i], y, 32)
+    assert all(close(state, exact, 4) for state in states)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
 @pytest.mark.parametrize("b, t, shared, heads, dk, dv", [
     (1, 1, 16, 32, 128, 128), (2, 1, 3, 3, 20, 70), (1, 9, 1, 4, 7, 16), (3, 5, 2, 4, 33, 1), (2, 0, 1, 1, 4, 4),
@@ -91,14 +147,36 @@ def test_gated_norm(shape: tuple[int, ...], dtype: torch.dtype, level: str) -> N
     assert 0 in shape or (found == wanted).double().mean() > (0.2 if dtype == torch.float32 else 0.9)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "groups"), [((3, 96), 1), ((1, 2, 3072), 8), ((5, 70), 2), ((0, 16), 2)])
+@pytest.mark.parametrize("wide", [False, True], ids=["same", "float32"])
+def test_gated_norm_of_groups(shape: tuple[int, ...], groups: int, wide: bool, dtype: torch.dtype, level: str) -> None:
+    """With the gate before it, a slice of wider rows; x may be in float32."""
+    x, gain = 3 * draw(*shape, dtype=dtype), draw(shape[-1], dtype=dtype, seed=2)
+    x = x.float() if wide else x
+    gate = 4 * draw(*shape[:-1], shape[-1] + 3, dtype=dtype, seed=1)[..., 1:-2]
+    for before in (False, True):
+        found = ops.gated_rms_norm(x, gate, gain, 1e-6, groups, before)
+        by = torch.nn.functional.silu(gate.double())
+        exact = (x.double() * by if before else x.double()).unflatten(-1, (groups, -1))
+        exact = (exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt()).flatten(-2) * gain.double()
+        assert found.dtype == x.dtype and found.shape == x.shape
+        if found.numel():
+            assert close(found, exact if before else exact * by, 3)
+
+
 def given() -> dict[str, list[Any]]:
     """Good arguments of each op."""
+    space = [draw(2, 3, 4, 6), draw(2, 3, 4), -draw(4).exp(), draw(2, 3, 2, 5), draw(2, 3, 2, 5)]
     heads = [draw(2, 3, 2, 8), draw(2, 3, 2, 8), draw(2, 3, 4, 6), -draw(2, 3, 4).abs(), draw(2, 3, 4).sigmoid()]
     return {
         "conv_step": [draw(2, 5, 1), draw(2, 5, 3), draw(5, 4), draw(5), True],
+        "causal_conv": [draw(2, 5, 7), draw(5, 4), draw(5), True],
         "gated_delta_rule": [*heads, draw(2, 4, 8, 6), True],
-        "gated_rms_norm": [draw(3, 8), draw(3, 8), draw(8), 1e-5],
+        "gated_rms_norm": [draw(3, 8), draw(3, 8), draw(8), 1e-5, 2, True],
         "delta_net_step": delta_net(2, 24, 2, 4, 8, 6),
+        "mamba2_scan": [*space, draw(4), draw(4), draw(2, 4, 6, 5), 0.0, INF],
+        "mamba2_step": state_space(2, 2, 4, 6, 5),
     }
 
 
@@ -136,6 +214,37 @@ def test_delta_net(sizes: tuple[int, ...], dtype: torch.dtype, level: str) -> No
     torch.testing.assert_close(mixer_ops.delta_net_step(*again), found, rtol=rtol, atol=rtol)
 
 
+def state_space(b: int, groups: int, heads: int, d: int, n: int, dtype: torch.dtype = torch.float32) -> list[Any]:
+    width, channels = heads * d, heads * d + 2 * groups * n
+    shapes = (b, 1, width + channels + heads), (b, channels, 4), (b, heads, d, n)
+    parts = (channels, 1, 4), (channels,), (heads,), (heads,), (heads,), (width,)
+    drawn = [draw(*shape, seed=seed) for seed, shape in enumerate((*shapes, *parts))]
+    return [*(x if place in (2, 5, 6, 7) else x.to(dtype) for place, x in enumerate(drawn)), 1e-5, groups]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(1, 1, 48, 64, 128), (3, 8, 16, 20, 12), (19, 1, 3, 5, 16)])
+def test_state_space(sizes: tuple[int, ...], dtype: torch.dtype, level: str) -> None:
+    """The steps one by one, those that are no ops of ours in float64."""
+    product, conv_state, state, conv, bias, a_log, D, dt_bias, gain, eps, norm_groups = state_space(*sizes, dtype)  # noqa: N806
+    states = conv_state.clone(), state.clone()
+    found = ops.mamba2_step(product, conv_state, state, conv, bias, a_log, D, dt_bias, gain, eps, norm_groups)
+    _, groups, heads, d, n = sizes
+    gate, mixed, dt = product.split((heads * d, heads * d + 2 * groups * n, heads), 2)
+    mixed = ops.conv_step(mixed.transpose(1, 2), states[0], conv[:, 0], bias, True).transpose(1, 2)
+    parts = mixed.split((heads * d, groups * n, groups * n), 2)
+    x, B, C = (part.unflatten(2, (-1, size)) for part, size in zip(parts, (d, n, n), strict=True))  # noqa: N806
+    A = -a_log.double().exp().float()  # noqa: N806
+    y = ops.mamba2_scan(x, dt, A, B, C, D, dt_bias, states[1], 0.0, INF).flatten(2)
+    wanted = ops.gated_rms_norm(y, gate, gain, eps, norm_groups, True).to(dtype)
+    assert found.dtype == dtype and found.shape == gate.shape and torch.equal(conv_state, states[0])
+    rtol = 1e-4 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(state, states[1], rtol=rtol, atol=1e-3 * rtol)
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=rtol)
+    again = state_space(*sizes, dtype)
+    torch.testing.assert_close(mixer_ops.mamba2_step(*again), found, rtol=rtol, atol=rtol)
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_numbers_that_do_not_depend_on_threads_and_strides(op: str, level: str) -> None:
     threads, results = torch.get_num_threads(), []
@@ -164,10 +273,12 @@ def test_what_does_not_fit_is_refused(op: str, level: str) -> None:
         if not isinstance(good[place], Tensor):
             continue
         x = good[place]
-        wrongs = [x.double(), x[..., :0], x[None], x.half()]
+        wrongs = [x.double(), x[None], x.half()]
+        if op != "causal_conv" or name != "x":  # of no tokens
+            wrongs.append(x[..., :0])
         if name == "state":
             wrongs.append(x.transpose(0, -1).contiguous().transpose(0, -1))  # could not be written to
-        if name == "weight":
+        if name == "weight" and op == "conv_step":
             wrongs.append(draw(5, 5))  # wider than what is known
         for wrong in wrongs:
             arguments = list(good)

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "common/subnormal.h"
 #include "common/units.h"
 
 namespace ptq {
@@ -18,6 +19,17 @@ template <class Problem>
 void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units, int64_t unit_elements) {
     const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, unit_elements));
     torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
+}
+
+// The same with subnormal numbers taken for 0: for what decays.
+template <class Problem>
+void run_flushed(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units,
+                 int64_t unit_elements) {
+    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, unit_elements));
+    torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) {
+        const FlushedSubnormals flushed;
+        kernel(p, first, last);
+    });
 }
 
 // Calls work(units) in all threads, as many as there are units at most.

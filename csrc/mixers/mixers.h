@@ -5,24 +5,14 @@
 
 #include "common/softmax.h"
 #include "mixers/kernels.h"
+#include "mixers/scan.h"
 #include "steps/numbers.h"
 
 namespace ptq::mixers {
 namespace {
 
-using steps::read;
-using steps::rounded;
-using steps::write;
-
 inline Lanes silu(Lanes x) {
     return vectors::times_sigmoid(x, x);
-}
-
-// One number of a tensor.
-template <Number type>
-inline float at(const void* from, int64_t i) {
-    if constexpr (type == Number::float32) return static_cast<const float*>(from)[i];
-    return from_bfloat16(static_cast<const uint16_t*>(from)[i]);
 }
 
 template <Number type>
@@ -55,6 +45,27 @@ void conv_of(const Conv& p, int64_t first, int64_t last) {
 
 void conv(const Conv& p, int64_t first, int64_t last) {
     (p.type == Number::float32 ? conv_of<Number::float32> : conv_of<Number::bfloat16>)(p, first, last);
+}
+
+template <Number type>
+void window_of(const Window& p, int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; row++) {
+        const int64_t token = row % p.tokens, seen = std::min(p.width, token + 1);
+        for (int64_t c = 0; c < p.channels; c += lanes) {
+            const int64_t count = std::min(lanes, p.channels - c);
+            Lanes sum = p.bias ? load(p.bias + c, count) : Lanes{};
+            for (int64_t w = p.width - seen; w < p.width; w++) {
+                const Lanes x = read<type>(p.x, (row + 1 - p.width + w) * p.apart + c, count);
+                sum = fma(x, load(p.weight + w * p.channels + c, count), sum);
+            }
+            sum = rounded<type>(sum);
+            write<type>(p.y, row * p.channels + c, p.silu ? rounded<type>(silu(sum)) : sum, count);
+        }
+    }
+}
+
+void window(const Window& p, int64_t first, int64_t last) {
+    (p.type == Number::float32 ? window_of<Number::float32> : window_of<Number::bfloat16>)(p, first, last);
 }
 
 // d numbers as floats, times `scale`; with `norm` of length 1 before.
@@ -126,31 +137,43 @@ void delta(const Delta& p, int64_t first, int64_t last) {
     (p.type == Number::float32 ? delta_of<Number::float32> : delta_of<Number::bfloat16>)(p, first, last);
 }
 
-template <Number type>
-void norm_of(const GatedNorm& p, int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; row++) {
-        const int64_t start = row * p.k;
-        Lanes squares{};
-        for (int64_t i = 0; i < p.k; i += lanes) {
-            const Lanes x = read<type>(p.x, start + i, std::min(lanes, p.k - i));
-            squares += x * x;
-        }
-        const float inverse = 1.0f / std::sqrt(vectors::sum(squares) / static_cast<float>(p.k) + p.eps);
-        for (int64_t i = 0; i < p.k; i += lanes) {
-            const int64_t count = std::min(lanes, p.k - i);
-            const Lanes x = rounded<type>(read<type>(p.x, start + i, count) * inverse);
-            const Lanes y = rounded<type>(x * read<type>(p.gain, i, count));
-            write<type>(p.y, start + i, rounded<type>(y * silu(read<type>(p.gate, start + i, count))), count);
-        }
+// One group of a row: `gate` and `y` as x, from `start` on and `gate_start` on; `gain` from `column` on.
+template <Number type, Number other>
+void norm_group(const GatedNorm& p, int64_t start, int64_t gate_start, int64_t column, int64_t k, float* gated) {
+    const auto gate = [&](int64_t i, int64_t count) { return silu(read<other>(p.gate, gate_start + i, count)); };
+    Lanes squares{};
+    for (int64_t i = 0; i < k; i += lanes) {
+        const int64_t count = std::min(lanes, k - i);
+        const Lanes x = read<type>(p.x, start + i, count), y = p.before ? x * gate(i, count) : x;
+        squares += y * y;
+        store(gated + i, y, count);
+    }
+    const float inverse = 1.0f / std::sqrt(vectors::sum(squares) / static_cast<float>(k) + p.eps);
+    for (int64_t i = 0; i < k; i += lanes) {
+        const int64_t count = std::min(lanes, k - i);
+        const Lanes x = rounded<type>(load(gated + i, count) * inverse);
+        const Lanes y = rounded<type>(x * read<other>(p.gain, column + i, count));
+        write<type>(p.y, start + i, p.before ? y : rounded<type>(y * gate(i, count)), count);
     }
 }
 
+template <Number type, Number other>
+void norm_of(const GatedNorm& p, int64_t first, int64_t last) {
+    const int64_t k = p.k / p.groups;
+    std::vector<float> gated(k);
+    for (int64_t row = first; row < last; row++)
+        for (int64_t i = 0; i < p.k; i += k)
+            norm_group<type, other>(p, row * p.k + i, row * p.apart + i, i, k, gated.data());
+}
+
 void norm(const GatedNorm& p, int64_t first, int64_t last) {
-    (p.type == Number::float32 ? norm_of<Number::float32> : norm_of<Number::bfloat16>)(p, first, last);
+    if (p.type == Number::bfloat16) return norm_of<Number::bfloat16, Number::bfloat16>(p, first, last);
+    const bool same = p.other == Number::float32;
+    (same ? norm_of<Number::float32, Number::float32> : norm_of<Number::float32, Number::bfloat16>)(p, first, last);
 }
 
 }  // namespace
 
-const Kernels PTQ_LEVEL{conv, delta, norm};
+const Kernels PTQ_LEVEL{conv, window, delta, scan, norm};
 
 }  // namespace ptq::mixers

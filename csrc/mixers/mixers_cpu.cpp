@@ -7,28 +7,13 @@
 
 #include <optional>
 
-#include "common/cpu_level.h"
-#include "common/linear.h"
 #include "common/parallel.h"
 #include "common/tensors.h"
+#include "mixers/inputs.h"
 #include "mixers/kernels.h"
 
 namespace ptq::mixers {
-namespace {
-
 using torch::headeronly::ScalarType;
-
-const Kernels& kernels() {
-    return at_level<portable, avx2, avx2, avx512>();
-}
-
-Number checked(const char* op, const Tensor& x) {
-    const ScalarType type = x.scalar_type();
-    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, op, ": x must be float32 or bfloat16");
-    return number_of(type);
-}
-
-}  // namespace
 
 // x [b, channels, 1]
 Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -56,7 +41,7 @@ Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, con
                  room,
                  width,
                  silu};
-    run(kernels().conv, p, b * ((c + 15) / 16), 32 * room);
+    run_flushed(kernels().conv, p, b * ((c + 15) / 16), 32 * room);
     return out;
 }
 
@@ -90,22 +75,27 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
                   dk,
                   dv,
                   norm};
-    run(kernels().delta, p, b * heads, 2 * tokens * dk * dv);
+    run_flushed(kernels().delta, p, b * heads, 2 * tokens * dk * dv);
     return out;
 }
 
-Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, double eps) {
+Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, double eps, int64_t groups,
+                      bool before) {
     constexpr auto op = "gated_rms_norm";
-    const Number type = checked(op, x);
+    const Number type = checked(op, x), other = checked(op, gate);
     const std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
-    STD_TORCH_CHECK(x.dim() > 0, "gated_rms_norm: expected x [*, k]");
-    check_tensor(op, "gate", gate, x.scalar_type(), sizes);
-    check_tensor(op, "gain", gain, x.scalar_type(), {sizes.back()});
-    const Tensor in = compact(x), by = compact(gate), g = compact(gain), out = fresh(sizes, x.scalar_type());
+    STD_TORCH_CHECK(x.dim() > 0 && groups > 0 && sizes.back() % groups == 0,
+                    "gated_rms_norm: expected x [*, k] whose k is a multiple of groups");
+    STD_TORCH_CHECK(type == other || type == Number::float32, "gated_rms_norm: gate is wider than x");
+    check_tensor(op, "gate", gate, gate.scalar_type(), sizes);
+    check_tensor(op, "gain", gain, gate.scalar_type(), {sizes.back()});
+    const Tensor in = compact(x), g = compact(gain), out = fresh(sizes, x.scalar_type());
+    const Rows by = rows_of(gate, 1);
     const int64_t k = sizes.back();
-    const GatedNorm p{type, in.const_data_ptr(),    by.const_data_ptr(), g.const_data_ptr(), out.mutable_data_ptr(),
-                      k,    static_cast<float>(eps)};
-    run(kernels().norm, p, k ? x.numel() / k : 0, 4 * k);
+    const GatedNorm p{
+        type, other,  in.const_data_ptr(),     by.data(), g.const_data_ptr(), out.mutable_data_ptr(), by.apart,
+        k,    groups, static_cast<float>(eps), before};
+    run_flushed(kernels().norm, p, k ? x.numel() / k : 0, 4 * k);
     return out;
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ptq.fast import decoding, delta_net, fast_attention, latent_attention
 from ptq.fast.found_layer import Layer
+from ptq.fast.mixer_states import states_of
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
@@ -59,7 +60,7 @@ def _states(
         places = [i for i, layer in enumerate(layers) if type(layer.kind) is kind]
         mixers, floats = [layers[i].mixer for i in places], [y for i in places for y in layers[i].floats]
         if kind is delta_net.Kind:
-            found = delta_net.states_of(mixers, x, floats, **others)
+            found = states_of(mixers, x, floats, **others)
         elif kind is latent_attention.Kind:
             latents = [(layers[i].mixer, cast(latent_attention.Kind, layers[i].kind)) for i in places]
             found = latent_attention.cache_layers(latents, turns, x, floats=floats, **others)

@@ -5,28 +5,23 @@ No family is named. `kind_of` tries a module on random numbers first: only where
 gives, up to rounding, does `decoded` take the place of that, and only for a token behind others.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.fast.mixer_states import CONV, gives_its_numbers, states_of
+from ptq.fast.trials import MISFIT, tried_once
 from ptq.fast.watched import is_ours
-from ptq.kv.attention import CACHE
-from ptq.kv.kv_side import is_frozen
 from ptq.layers.linear import is_heard
 from ptq.layers.shared_input import products
-from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
+from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import wants_gradient
 
 INPUTS, OUTPUT = ("in_proj_qkv", "in_proj_z"), "out_proj"
-PLAIN, NORM, CONV = ("in_proj_a", "in_proj_b"), "norm", "conv1d"
+PLAIN, NORM = ("in_proj_a", "in_proj_b"), "norm"
 VECTORS = ("A_log", "dt_bias")
-GIVEN = ("position_embeddings", "position_ids", "use_cache")
-"""What a decoder layer is called with besides, for attention."""
 NONE = torch.empty(0, device="cpu")
 """No bias."""
 
@@ -73,43 +68,6 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     return output(y)
 
 
-def states_of(
-    modules: Sequence[Any],
-    x: Float[Tensor, "b t k"],
-    floats: Sequence[Tensor],
-    attention_mask: Tensor | None = None,
-    **others: Any,
-) -> list[tuple[Tensor, Tensor]] | None:
-    """The states of the convolution and of the delta rule of each module, which a token of each row moves on; None
-    where this is something else than decoding, or nothing for the ops (`floats`: what else they would take)."""
-    cache = others.pop(CACHE, None)
-    if attention_mask is not None or type(cache) is not DynamicCache or cache.offloading:
-        return None
-    if any(value is not None and value is not False for name, value in others.items() if name not in GIVEN):
-        return None  # such as where packed sequences end
-    if x.shape[1] != 1 or not x.numel() or any(module.training for module in modules) or not cpu_ops_serve(x, *floats):
-        return None
-    learns = torch.is_grad_enabled() and any(wants_gradient(*module.parameters()) for module in modules)
-    if learns or torch.is_autocast_enabled("cpu"):
-        return None
-    found = []
-    for module in modules:
-        layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
-        if type(layer) is not LinearAttentionLayer or layer.record_past or layer.number_of_states != 1:
-            return None
-        conv, state = layer.conv_states[0], layer.recurrent_states[0]
-        if conv is None or state is None or not layer.has_previous_state[0]:
-            return None
-        if conv.dtype != x.dtype or state.dtype != torch.float32 or len(conv) != len(x) or len(state) != len(x):
-            return None
-        if not (conv.is_contiguous() and state.is_contiguous() and conv.is_cpu and state.is_cpu):
-            return None
-        if is_frozen(conv) or is_frozen(state) or wants_gradient(conv, state):
-            return None
-        found.append((conv, state))
-    return found
-
-
 def linears_of(module: nn.Module) -> list[Any]:
     """The packed linears: those of the input, and that of the output."""
     return [module._modules[name] for name in (*INPUTS, OUTPUT)]
@@ -149,53 +107,12 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
-HIDDEN = 24
-"""Width of what the trial gives a module."""
-
 
 @tried_once
 def _gives_its_numbers(module: Any, eps: float) -> bool:
-    generator = torch.Generator().manual_seed(0)
     try:
-        alone, heads = _small_copy(module, generator), len(module.A_log)
-        channels, width = module.conv1d.weight.shape[0], len(module.norm.weight)
-        dk = (channels - heads * width) // 2 // module.num_k_heads
-        x = torch.randn(2, 1, HIDDEN, generator=generator)
-        before = torch.randn(2, channels, 7, generator=generator), torch.randn(2, heads, dk, width, generator=generator)
-        results = []
-        for own in (True, False):
-            cache = DynamicCache()
-            cache.layers.append(LinearAttentionLayer())
-            cache.update_conv_state(before[0].clone(), 0, conv_kernel_size=module.conv1d.weight.shape[2])
-            cache.update_recurrent_state(before[1].clone(), 0)
-            given = {CACHE: cache, "attention_mask": None}
-            y = type(module).forward(alone, hidden_states=x, **given) if own else decoded(alone, Kind(eps), x, **given)
-            layer = cache.layers[0]
-            results.append((y, layer.conv_states[0], layer.recurrent_states[0]))  # pyright: ignore
+        heads, width = len(module.A_log), len(module.norm.weight)
+        dk = (module.conv1d.weight.shape[0] - heads * width) // 2 // module.num_k_heads
     except MISFIT:
         return False
-    pairs = zip(*results, strict=True)
-    return all(isinstance(b, Tensor) and a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
-
-
-def _small_copy(module: Any, generator: torch.Generator) -> Any:
-    """The module with all its numbers, but with small linears of random weights."""
-    alone = hollow(module)
-    alone.layer_idx = 0
-    for name, part in module._modules.items():
-        if name in (NORM, CONV):
-            made = hollow(part)
-            tensors = {
-                key: torch.rand(x.shape, generator=generator) for key, x in part._parameters.items() if x is not None
-            }
-            for key, x in part._parameters.items():
-                made.register_parameter(key, None if x is None else nn.Parameter(tensors[key], requires_grad=False))
-        else:
-            n, k = (HIDDEN, part.in_features) if name == OUTPUT else (part.out_features, HIDDEN)
-            made = nn.utils.skip_init(nn.Linear, k, n, bias=False)
-            made.get_parameter("weight").copy_(torch.randn(n, k, generator=generator) / k**0.5)
-        setattr(alone, name, made)
-    for name in VECTORS:
-        size = module._parameters[name].shape
-        alone.register_parameter(name, nn.Parameter(torch.rand(size, generator=generator), requires_grad=False))
-    return alone.eval()
+    return gives_its_numbers(module, OUTPUT, (heads, dk, width), decoded, Kind(eps))

@@ -94,8 +94,10 @@ def norm_kind(module: nn.Module) -> tuple[float, float, bool] | None:
 @tried_once
 def _tried_norm(module: nn.Module, k: int, eps: float) -> tuple[float, float, bool] | None:
     # k tells norms of other widths apart: `tried_once` remembers what it found by it
-    required = [p for p in inspect.signature(type(module).forward).parameters.values() if p.default is p.empty]
-    kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if len(required) == 2 else []
+    parameters = inspect.signature(type(module).forward).parameters
+    required = [p for p in parameters.values() if p.default is p.empty]
+    alone = len(required) == 2 and "gate" not in parameters  # norms with a gate: `ptq.fast.fast_mixers`
+    kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if alone else []
     return next((kind for kind in kinds if _gives_its_numbers(module, *kind)), None)
 
 
