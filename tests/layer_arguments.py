@@ -21,12 +21,15 @@ HIDDEN, FEATURES, HEADS, KV_HEADS, D = 64, 96, 6, 2, 16
 WIDTH, KV_WIDTH = HEADS * D, KV_HEADS * D
 KEY_HEADS, DK, KERNEL = 3, 8, 4
 """Of a delta net, whose heads of values are those of queries."""
+GROUPS, N = 3, 7
+"""Of a state space."""
+CHANNELS = WIDTH + 2 * GROUPS * N
 LOW, RANK, R = 64, 32, 8
 """Of queries of low rank, of latent vectors, and of what is turned behind them."""
 ROWS = dict(q=WIDTH, k=KV_WIDTH, v=KV_WIDTH, o=HIDDEN, g=FEATURES, u=FEATURES, d=HIDDEN, c=2 * KEY_HEADS * DK + WIDTH,
-            z=WIDTH, Q=2 * WIDTH, n=HEADS * (DK + R), l=RANK + R, r=LOW)  # fmt: skip
+            z=WIDTH, Q=2 * WIDTH, n=HEADS * (DK + R), l=RANK + R, r=LOW, s=WIDTH + CHANNELS + HEADS)  # fmt: skip
 """By role; c: what goes through the convolution of a delta net, z: its gate, Q: queries that have gates behind them; n:
-queries of latent attention, l: latent vectors, r: what makes queries of low rank."""
+queries of latent attention, l: latent vectors, r: what makes queries of low rank, s: all of a state space."""
 INSIDE = {"rln": LOW}
 """The width of the input of the last role of a mixer, where that is another one."""
 SITES = [HIDDEN, WIDTH, HIDDEN, FEATURES]
@@ -113,6 +116,8 @@ def arguments(
     states = draw(2, batch, KV_HEADS, before, D)
     if mixer == "cz":
         held.extend((draw(batch, ROWS["c"], KERNEL, dtype=dtype), draw(batch, HEADS, DK, D)))
+    elif mixer == "s":
+        held.extend((draw(batch, CHANNELS, KERNEL, dtype=dtype), draw(batch, HEADS, D, N)))
     elif is_latent:
         held.extend(draw(batch, 1, 12, size, dtype=dtype) for size in (RANK, R))
         turned = R
@@ -142,9 +147,11 @@ def arguments(
     norm = [gains, [1e-5] * 6, offset, [1, 0, 1, 0, 1, 0]]
     held_moe = [experts(dtype)] if moe else []
     net = [draw(ROWS["c"], 1, KERNEL), draw(ROWS["c"]), *draw(2, HEADS, HIDDEN), *draw(2, HEADS), draw(D)]
-    net = [x.to(dtype) for x in net] if mixer == "cz" else []
+    space = [draw(CHANNELS, 1, KERNEL), draw(CHANNELS), *draw(3, HEADS), draw(WIDTH)]
+    net = [x.to(dtype) for x in {"cz": net, "s": space}.get(mixer, [])]
+    recurrent = net, 1e-5, GROUPS if mixer == "s" else 0
     latent = [draw(HEADS, RANK, DK, dtype=dtype), draw(HEADS, D, RANK, dtype=dtype) / RANK**0.5] if is_latent else []
-    special = D if mixer[0] == "Q" else 0, net, 1e-5, latent, turning, [draw(HEADS, dtype=dtype)] * sinks
+    special = D if mixer[0] == "Q" else 0, *recurrent, latent, turning, [draw(HEADS, dtype=dtype)] * sinks
     fixed = [*norm, given, *inputs, *outputs, gelu, [ROWS[role] for role in roles], held_moe, *special, *found[1]]
     token = dict(zip(TOKEN, [x, *turns, held, before, [4, 4], 0.95, *r3, D**-0.5, multiplier, mask], strict=True))
     names = (argument.name for argument in found[0]._schema.arguments)

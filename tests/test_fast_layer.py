@@ -37,13 +37,15 @@ OWN_ATTENTION = {
 """Families whose rotary embedding is another one, or which have none, that do more to queries and keys, or attend in
 another way."""
 WITH_SINKS = {"gpt_oss", "granite_swa", "granitemoe_swa", "flint"}
+WITHOUT_TURNS = {"granite_swa", "granitemoe_swa", "cohere_compass_text"}
+"""Families some of whose blocks are given no positions."""
 OTHERS = (
     dict.fromkeys(("olmo2", "olmo3", "olmo", "apertus", "nemotron", *sorted(OWN_ATTENTION)), [])
-    | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", *LATENT_ATTENTION), ["all"] * 2)
-    | {"qwen3_next": ["all"], "granite_swa": ["all"], "granitemoe_swa": ["all"], "flint": ["all"]}
+    | dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", *LATENT_ATTENTION), ["all"] * 2)
+    | {"qwen3_next": ["all"], "flint": ["all"]}
 )
 """Families whose attention, norms or MLP are others, whose rotary embedding is in float32 (OLMo), or which have
-delta nets or latent attention: what one call does of two layers."""
+delta nets, state spaces or latent attention: what one call does of two layers."""
 RECIPES = {
     "W4A16": QuarotRecipe(rounding="nearest"),
     "W4A8": QuarotRecipe(rounding="nearest", activation_bits=8),
@@ -125,12 +127,10 @@ def test_attention_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch)
     own = [module for module in plain.modules() if type(module).__name__.endswith("Attention")]
     kinds = [fast_attention.kind_of(module) for module in own]
     in_part = family in ("phi3", "glm4_moe", "sarvam_moe", "minimax_m2", "nemotron")
-    more = family == "gpt_oss", family in WITH_SINKS, family == "ministral3"
+    more = family == "gpt_oss", family in WITH_SINKS, family == "ministral3", family in WITHOUT_TURNS
     first = kinds[1] if family == "flint" else kinds[0]  # whose first block turns nothing
     assert first == (None if family in OWN_ATTENTION else (KINDS.get(family, ""), in_part, False, *more))
     fast = [kind for kind in kinds if kind is not None]
-    if family in ("cohere_compass_text", "granite_swa", "granitemoe_swa"):  # one of whose blocks is given no positions
-        return
     assert calls == [bool(step) for _ in range(2) for step in range(5) for _ in fast]
 
 
@@ -276,7 +276,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
             return super().forward(*args, **kwargs) * 1.01
 
     config = tiny_config("llama")
-    assert fast_attention.kind_of(LlamaAttention(config, 0)) == ("", False, False, False, False, False)
+    assert fast_attention.kind_of(LlamaAttention(config, 0)) == fast_attention.Kind("", False, False)
     assert fast_layer._layout_of(LlamaDecoderLayer(config, 0)) == fast_layer.LAYOUTS[0]
     assert fast_attention.kind_of(Attention(config, 0)) is None and fast_layer._layout_of(Layer(config, 0)) is None
 

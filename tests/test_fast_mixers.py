@@ -160,13 +160,20 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
     assert torch.equal(torch.rand(3), wanted)
 
 
-# --- delta nets in a packed model -----------------------------------------------------------------------------------
+# --- delta nets and state spaces in a packed model ------------------------------------------------------------------
 
 
-@pytest.fixture
-def packed(tmp_path: Path) -> Any:
+PARAMETERS = {
+    "qwen3_5_text": ("conv1d.weight", "A_log", "dt_bias", "norm.weight", "in_proj_a.weight", "in_proj_b.weight"),
+    "granitemoehybrid": ("conv1d.weight", "conv1d.bias", "A_log", "D", "dt_bias", "norm.weight"),
+}
+"""By family: what a mixer has besides packed linears."""
+
+
+@pytest.fixture(params=PARAMETERS)
+def packed(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     ptq.quantize(
-        save_model(tmp_path / "source", "qwen3_5_text"),
+        save_model(tmp_path / "source", request.param),
         tmp_path / "packed",
         QuarotRecipe(rounding="nearest"),
         ptq.RunOptions(report=False),
@@ -184,7 +191,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def by_its_own_code(model: Any) -> Any:
     model = copy.deepcopy(model)
     for module in model.modules():
-        if type(module).__name__.endswith(("DecoderLayer", "GatedDeltaNet")):
+        if type(module).__name__.endswith(("DecoderLayer", "GatedDeltaNet", "MambaLayer")):
             del module.forward
     return model
 
@@ -195,11 +202,11 @@ def is_close(model: Any) -> bool:
 
 
 @torch.no_grad()
-def test_a_layer_sees_what_becomes_of_its_delta_net(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_sees_what_becomes_of_its_mixer(packed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, net = counted(monkeypatch), next(m for m in packed.modules() if hasattr(m, "conv1d"))
     before = decode(packed)
     assert sum(calls) == 8  # two layers, four tokens
-    for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight", "in_proj_a.weight", "in_proj_b.weight"):
+    for name in PARAMETERS[packed.config.model_type]:
         parameter = net.get_parameter(name)
         parameter.data = parameter.data.flip(0) + 0.3
         after = decode(packed)
@@ -215,15 +222,23 @@ def test_a_layer_sees_what_becomes_of_its_delta_net(packed: Any, monkeypatch: py
             return 2 * super().forward(input)
 
     packed.to(torch.float32)
-    net.in_proj_a.__class__ = Doubled
-    assert is_close(packed) and sum(calls) == 4  # the other layer
-    net.in_proj_a.__class__ = nn.Linear
-    net.A_log.data = net.A_log.data.double()
-    assert is_close(packed)
+    if hasattr(net, "in_proj_a"):
+        net.in_proj_a.__class__ = Doubled
+        assert is_close(packed) and sum(calls) == 4  # the other layer
+        net.in_proj_a.__class__ = nn.Linear
+        decode(packed)
+    for name in ("A_log", "dt_bias"):
+        parameter = net.get_parameter(name)
+        calls.clear()
+        parameter.data = parameter.data.double()
+        assert is_close(packed) and sum(calls) == 4, name
+        parameter.data = parameter.data.float()
+        decode(packed)
 
 
-@pytest.mark.parametrize("name", ["A_log", "dt_bias", "conv1d.weight", "in_proj_b.weight"])
-def test_what_learns_in_a_delta_net(name: str, packed: Any) -> None:
+@pytest.mark.parametrize("place", range(6))
+def test_what_learns_in_a_mixer(place: int, packed: Any) -> None:
+    name = PARAMETERS[packed.config.model_type][place]
     for parameter in packed.parameters():
         parameter.requires_grad_(False)
     next(m for m in packed.modules() if hasattr(m, "conv1d")).get_parameter(name).requires_grad_()
@@ -232,14 +247,20 @@ def test_what_learns_in_a_delta_net(name: str, packed: Any) -> None:
     assert packed(torch.tensor([[5]]), past_key_values=cache).logits.requires_grad
 
 
-def test_delta_nets_and_attention_are_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "family, others",
+    [("qwen3_5_text", {}), ("granitemoehybrid", {}), ("granitemoehybrid", dict(position_embedding_type="rope"))],
+)
+def test_mixers_and_attention_are_one_call(
+    family: str, others: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     types = ["linear_attention"] * 2 + ["full_attention", "linear_attention"]
-    source = save_model(tmp_path / "source", "qwen3_5_text", num_hidden_layers=4, layer_types=types)
+    source = save_model(tmp_path / "source", family, num_hidden_layers=4, layer_types=types, **others)
     ptq.quantize(source, tmp_path / "packed", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     single, calls = copy.deepcopy(model), counted_layers(monkeypatch)
     for module in single.modules():
-        if type(module).__name__.endswith(("DecoderLayer", "TextModel")):
+        if type(module).__name__.endswith(("DecoderLayer", "TextModel", "HybridModel")):
             vars(module).pop("forward", None)
     for batch in (1, 3):
         calls.clear()

@@ -58,6 +58,9 @@ CASES: list[dict[str, Any]] = [
     {"mixer": "cz"}, {"mixer": "cz", "bits": 0, "batch": 1, "norms": "amAM", "multiplier": 0.3},
     {"mixer": "cz", "mlp": False, "moe": True, "biases": "cz"}, {"mixer": "cz", "fused": "cg", "batch": 19},
     TWO_SIDED | {"mixer": "cz", "biases": "czogud"}, {"mixer": "cz", "mlp": False},
+    {"mixer": "s"}, {"mixer": "s", "bits": 0, "batch": 1, "norms": "amAM", "multiplier": 0.3},
+    {"mixer": "s", "mlp": False, "moe": True, "biases": "s"}, {"mixer": "s", "fused": "g", "batch": 19},
+    TWO_SIDED | {"mixer": "s", "biases": "sogud"}, {"mixer": "s", "mlp": False},
     {"mixer": "nl", "norms": "amk"}, {"mixer": "rln", "norms": "amqk", "turning": 1}, {"mixer": "nl", "fused": "ng"},
     {"mixer": "nl", "turning": 2, "batch": 3, "tokens": 4, "hidden": 3, "bits": 0},
     {"mixer": "rln", "norms": "amqkAM", "mlp": False, "moe": True, "fused": "r", "biases": "rlo", "multiplier": 0.3},
@@ -133,15 +136,15 @@ def test_lists_that_are_not_one_for_each_layer_are_refused(decode: Any) -> None:
 TOGETHER = {"factors", "counts", "orders", "back_factors", "back_counts", "back_orders"}
 """Belong together: the cases above have several."""
 CHANGED = [name for name in arguments(torch.float32)[1] if name not in TOGETHER | {"round_first"}]
-CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")], "delta", "latent", "sinks"]
+CHANGED = ["x", "cos", "sin", *CHANGED[CHANGED.index("gains") : CHANGED.index("gelu")]]
+SPECIAL = [("recurrent", dict(mixer="cz")), ("recurrent", dict(mixer="s")), ("latent", dict(mixer="rln"))]
 """`round_first` makes no difference in float32."""
 
 
-@pytest.mark.parametrize("name", CHANGED)
-def test_every_argument_counts(name: str) -> None:
+@pytest.mark.parametrize(("name", "case"), [*((name, {}) for name in CHANGED), *SPECIAL, ("sinks", dict(sinks=True))])
+def test_every_argument_counts(name: str, case: dict[str, Any]) -> None:
     """A change of any part of any list changes the result."""
-    case = TWO_SIDED | dict(norms="amqkAM", biases="qkvogud")
-    case |= {"delta": dict(mixer="cz"), "latent": dict(mixer="rln"), "sinks": dict(sinks=True)}.get(name, {})
+    case = TWO_SIDED | dict(norms="amqkAM", biases="qkvogud") | case
     op, given = arguments(torch.float32, "e8p", **case)
     wanted, was = decoded(op, given), given[name]
     for place in range(len(was) if isinstance(was, list) else 1):
@@ -199,7 +202,10 @@ WRONG: list[tuple[str, dict[str, Any], Any]] = [
     ("latent", dict(mlp=False), lambda x: [torch.zeros(6, 32, 8), torch.zeros(6, 16, 32)]),
     ("sinks", dict(sinks=True), lambda x: x * 2), ("sinks", dict(sinks=True), lambda x: [x[0][:5]]),
     ("sinks", dict(sinks=True), lambda x: [x[0][None]]), ("sinks", dict(mixer="nl"), lambda x: [torch.zeros(6)]),
-    ("sinks", dict(mixer="cz"), lambda x: [torch.zeros(6)]),
+    ("sinks", dict(mixer="cz"), lambda x: [torch.zeros(6)]), ("sinks", dict(mixer="s"), lambda x: [torch.zeros(6)]),
+    ("recurrent", dict(mixer="s"), lambda x: x[:5]), ("norm_groups", dict(mixer="s"), lambda x: 0),
+    ("norm_groups", dict(mixer="s"), lambda x: -3), ("norm_groups", dict(mixer="cz"), lambda x: 1),
+    ("norm_groups", dict(), lambda x: 1),
 ]  # fmt: skip
 
 
@@ -211,7 +217,7 @@ def test_mixers_that_do_not_fit_are_refused_when_a_layer_is_made(name: str, case
         op(*of_layer(given | {name: change(given[name])}))
 
 
-@pytest.mark.parametrize("mixer", ("nl", "cz"))
+@pytest.mark.parametrize("mixer", ("nl", "cz", "s"))
 def test_a_cache_of_another_kind_is_refused(mixer: str) -> None:
     op, given = arguments(torch.float32, mixer=mixer)
     held, was = op(*of_layer(given)), [x.clone() for x in given["cache"]]

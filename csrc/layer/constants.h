@@ -21,10 +21,12 @@ enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, 
 // The inputs of weights; `inside` is there for queries of low rank alone.
 enum Site { to_mixer, inside, to_o, to_gate_up, to_down, site_count };
 // With which role each site starts. Attention: q, k, v; o; gate, up; down. A delta net: what goes through the
-// convolution, and the gate of its norm; o; gate, up; down. Latent attention: queries and latent vectors, or what makes
+// convolution, and the gate of its norm; o; gate, up; down. A state space: all that it has of the input; o; gate, up;
+// down. Latent attention: queries and latent vectors, or what makes
 // queries of low rank, and latent vectors, with those queries inside; o; gate, up; down.
 using Roles = std::array<size_t, site_count + 1>;
-constexpr Roles of_attention{0, 3, 3, 4, 6, 7}, of_two{0, 2, 2, 3, 5, 6}, of_low_rank{0, 2, 3, 4, 6, 7};
+constexpr Roles of_attention{0, 3, 3, 4, 6, 7}, of_two{0, 2, 2, 3, 5, 6}, of_low_rank{0, 2, 3, 4, 6, 7},
+    of_one{0, 1, 1, 2, 4, 5};
 
 // Columns [from, from + count) of x [b, t, n], in its memory.
 inline Tensor columns(const Tensor& x, int64_t from, int64_t count) {
@@ -48,11 +50,12 @@ struct Constants {
     Ints back_counts, back_orders;
     bool gelu;
     Ints rows;
-    Tensors moe;    // empty, or one that stands for experts
-    int64_t gated;  // 0, or the size of the heads of queries, each of which has a gate behind it
-    Tensors delta;  // empty, or what a delta net has besides these weights
-    double delta_eps;
-    Tensors latent;  // empty, or the matrices of latent attention
+    Tensors moe;        // empty, or one that stands for experts
+    int64_t gated;      // 0, or the size of the heads of queries, each of which has a gate behind it
+    Tensors recurrent;  // empty, or what a delta net or a state space has besides these weights
+    double recurrent_eps;
+    int64_t norm_groups;  // of a state space
+    Tensors latent;       // empty, or the matrices of latent attention
     int64_t turning;
     Tensors sinks;  // empty, or those of the heads of attention
 
@@ -63,11 +66,12 @@ struct Constants {
     }
     const Roles& roles() const {
         const bool low_rank = !latent.empty() && gains.size() == norm_count && gains[of_queries].numel();
-        return low_rank ? of_low_rank : delta.empty() && latent.empty() ? of_attention : of_two;
+        if (norm_groups) return of_one;
+        return low_rank ? of_low_rank : recurrent.empty() && latent.empty() ? of_attention : of_two;
     }
     std::optional<latent::Expansion> expansion() const {
         if (latent.empty()) return std::nullopt;
-        STD_TORCH_CHECK(latent.size() == 2 && delta.empty() && !gated,
+        STD_TORCH_CHECK(latent.size() == 2 && recurrent.empty() && !gated,
                         "layer: expected two matrices of latent attention, and no other mixer");
         const latent::Expansion made{latent[0], latent[1], latent::Turning{turning}};
         const bool low_rank = &roles() == &of_low_rank;
@@ -75,11 +79,22 @@ struct Constants {
         return made;
     }
     std::optional<mixers::DeltaNet> delta_net() const {
-        if (delta.empty()) return std::nullopt;
-        STD_TORCH_CHECK(delta.size() == 7, "layer: expected seven tensors of a delta net");
-        const std::optional<Tensor> bias = delta[1].numel() ? std::optional(delta[1]) : std::nullopt;
-        return mixers::DeltaNet{delta[0], bias, delta[2], delta[3], delta[4], delta[5], delta[6], delta_eps};
+        if (recurrent.empty() || norm_groups) return std::nullopt;
+        const Tensors& held = recurrent;
+        STD_TORCH_CHECK(held.size() == 7, "layer: expected seven tensors of a delta net");
+        return mixers::DeltaNet{held[0], bias_of(held[1]), held[2], held[3], held[4], held[5], held[6], recurrent_eps};
     }
+    std::optional<mixers::StateSpace> state_space() const {
+        if (!norm_groups) return std::nullopt;
+        const Tensors& held = recurrent;
+        STD_TORCH_CHECK(held.size() == 6 && norm_groups > 0 && latent.empty() && !gated,
+                        "layer: expected six tensors of a state space, and no other mixer");
+        return mixers::StateSpace{held[0], bias_of(held[1]), held[2],       held[3],
+                                  held[4], held[5],          recurrent_eps, norm_groups};
+    }
+
+  private:
+    static std::optional<Tensor> bias_of(const Tensor& x) { return x.numel() ? std::optional(x) : std::nullopt; }
 };
 
 // Which weights multiply each input: one for each role of the site, or one for all, whose rows are theirs in turn. A
@@ -110,7 +125,8 @@ class Sites {
         if (site == inside) return rows_[0];
         if (site != to_o) return rows_[roles_[site == to_down ? to_gate_up : to_o]];
         if (!p_.latent.empty()) return p_.latent[1].size(0) * p_.latent[1].size(1);
-        return p_.delta.empty() ? rows_[0] / (p_.gated ? 2 : 1) : rows_[1];
+        if (p_.norm_groups) return p_.recurrent.back().numel();
+        return p_.recurrent.empty() ? rows_[0] / (p_.gated ? 2 : 1) : rows_[1];
     }
     size_t first(size_t site) const { return starts_[site]; }
     size_t last(size_t site) const { return starts_[site + 1]; }

@@ -68,6 +68,7 @@ class Layer final : public Decoder {
           outputs_(constants_.sv, constants_.back_factors, constants_.back_counts, constants_.back_orders),
           sites_(format_.n, constants_),
           delta_(constants_.delta_net()),
+          space_(constants_.state_space()),
           expansion_(constants_.expansion()) {
         const Constants& c = constants_;
         const size_t count = format_.n.size(), sites = sites_.inputs();
@@ -95,7 +96,7 @@ class Layer final : public Decoder {
         STD_TORCH_CHECK(x.dim() == 3, "decode_layers: expected x [b, t, k]");
         STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
                         "decode_layers: x must be float32 or bfloat16");
-        STD_TORCH_CHECK(cache.tensors.size() == 2 || (!delta_ && !expansion_),
+        STD_TORCH_CHECK(cache.tensors.size() == 2 || (!delta_ && !space_ && !expansion_),
                         "decode_layers: expected two tensors of the cache of such a layer");
         const std::shared_ptr<const Prepared> now = prepared();
         const auto linears = [&](const Tensor& in, Site site) { return multiplied(*now, in, site); };
@@ -103,7 +104,8 @@ class Layer final : public Decoder {
         Tensors products = linears(in, to_mixer);
         if (sites_.has(inside)) products[0] = linears(norm_(products[0], of_queries), inside).front();
         const Tensor mixed =
-            delta_ ? mixers::delta_net_step(in, products[0], products[1], cache.tensors[0], cache.tensors[1], *delta_)
+            delta_   ? mixers::delta_net_step(in, products[0], products[1], cache.tensors[0], cache.tensors[1], *delta_)
+            : space_ ? mixers::mamba2_step(products[0], cache.tensors[0], cache.tensors[1], *space_)
             : expansion_ ? attended_latents(products, cos, sin, cache, scaling)
                          : attended(products, cos, sin, cache, scaling);
         const Tensor y = sum(x, norm_(linears(mixed, to_o).front(), after_attention), multiplier);
@@ -216,6 +218,7 @@ class Layer final : public Decoder {
     const Transforms inputs_, outputs_;
     const Sites sites_;
     const std::optional<mixers::DeltaNet> delta_;       // in the place of attention
+    const std::optional<mixers::StateSpace> space_;     // likewise
     const std::optional<latent::Expansion> expansion_;  // of latent attention
     std::shared_ptr<const experts::Moe> moe_;           // in the place of an MLP
     std::mutex mutex_;                                  // of what follows
@@ -257,12 +260,14 @@ template <class Format, class... Arguments>
 Tensor op(const Tensors& gains, const Floats& eps, const Floats& offset, const Ints& round_first, const Tensors& biases,
           const Ints& input_bits, const Floats& clips, const Tensors& su, const Tensors& factors, const Ints& counts,
           const Ints& orders, const Tensors& sv, const Tensors& back_factors, const Ints& back_counts,
-          const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, int64_t gated, const Tensors& delta,
-          double delta_eps, const Tensors& latent, int64_t turning, const Tensors& sinks, Arguments... weights) {
+          const Ints& back_orders, bool gelu, const Ints& rows, const Tensors& moe, int64_t gated,
+          const Tensors& recurrent, double recurrent_eps, int64_t norm_groups, const Tensors& latent, int64_t turning,
+          const Tensors& sinks, Arguments... weights) {
     return Handles<Decoder>::keep(std::make_unique<Layer<Format>>(
-        Constants{gains,   eps,    offset, round_first, biases,       input_bits,  clips,       su,
-                  factors, counts, orders, sv,          back_factors, back_counts, back_orders, gelu,
-                  rows,    moe,    gated,  delta,       delta_eps,    latent,      turning,     sinks},
+        Constants{gains,       eps,     offset,  round_first, biases, input_bits,   clips,
+                  su,          factors, counts,  orders,      sv,     back_factors, back_counts,
+                  back_orders, gelu,    rows,    moe,         gated,  recurrent,    recurrent_eps,
+                  norm_groups, latent,  turning, sinks},
         Format{weights...}));
 }
 

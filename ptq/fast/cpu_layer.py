@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from ptq.fast import decoding, delta_net, fast_attention, latent_attention
-from ptq.fast.found_layer import Layer
+from ptq.fast import decoding, fast_attention, latent_attention
+from ptq.fast.found_layer import Layer, Recurrent
 from ptq.fast.mixer_states import states_of
 from ptq.kv.growing_cache import GrowingLayer
 from ptq.kv.packed_layer import PackedLayer
@@ -22,7 +22,7 @@ DECODE = torch.ops.ptq.decode_layers.default
 
 
 State = GrowingLayer | PackedLayer | tuple[Tensor, Tensor]
-"""What a token goes to: the layer of a cache, or the states of a delta net, which are moved on in place."""
+"""What a token goes to: the layer of a cache, or the states of a recurrent mixer, which are moved on in place."""
 
 
 def run(
@@ -35,6 +35,8 @@ def run(
     else. `multipliers`: m of each."""
     if any(layer.moe is not None and not layer.moe.may_run(x.dtype) for layer in layers):
         return None
+    attentions = [(layer.mixer, kind) for layer in layers if isinstance(kind := layer.kind, fast_attention.Kind)]
+    others = fast_attention.with_turns(attentions, x, others) if attentions else others
     turns = _turns(layers, x, others)
     states = None if turns is None else _states(layers, x, turns, others)
     scaling = None if states is None else _scaling(layers, others)
@@ -59,7 +61,7 @@ def _states(
     for kind in {type(layer.kind) for layer in layers}:
         places = [i for i, layer in enumerate(layers) if type(layer.kind) is kind]
         mixers, floats = [layers[i].mixer for i in places], [y for i in places for y in layers[i].floats]
-        if kind is delta_net.Kind:
+        if issubclass(kind, Recurrent):
             found = states_of(mixers, x, floats, **others)
         elif kind is latent_attention.Kind:
             latents = [(layers[i].mixer, cast(latent_attention.Kind, layers[i].kind)) for i in places]
@@ -79,7 +81,7 @@ def _states(
 def _turns(layers: Sequence[Layer], x: Float[Tensor, "b t k"], others: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """cos and sin as all layers take them that turn something; None where they take them in different ways."""
     given = others.get("position_embeddings")
-    kinds = [layer.kind for layer in layers if not isinstance(layer.kind, delta_net.Kind)]
+    kinds = [layer.kind for layer in layers if not isinstance(layer.kind, Recurrent)]
     if len({kind.turning if isinstance(kind, latent_attention.Kind) else kind.halved for kind in kinds}) > 1:
         return None
     if not kinds:
@@ -93,13 +95,13 @@ def _scaling(layers: Sequence[Layer], others: dict[str, Any]) -> list[float] | N
     """What the scores of each layer's attention are multiplied with; None where that is not one number for all."""
     found, factors = [], dict[int, float | None]()
     for mixer, kind in ((layer.mixer, layer.kind) for layer in layers):
-        scaled = not isinstance(kind, delta_net.Kind) and kind.scaled
+        scaled = not isinstance(kind, Recurrent) and kind.scaled
         if scaled and id(mixer.config) not in factors:
             factors[id(mixer.config)] = decoding.query_factor(mixer.config, others.get("position_ids"))
         factor = factors[id(mixer.config)] if scaled else 1.0
         if factor is None:
             return None
-        found.append(1.0 if isinstance(kind, delta_net.Kind) else mixer.scaling * factor)
+        found.append(1.0 if isinstance(kind, Recurrent) else mixer.scaling * factor)
     return found
 
 

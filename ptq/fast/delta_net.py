@@ -22,8 +22,6 @@ from ptq.ops.op_declarations import wants_gradient
 INPUTS, OUTPUT = ("in_proj_qkv", "in_proj_z"), "out_proj"
 PLAIN, NORM = ("in_proj_a", "in_proj_b"), "norm"
 VECTORS = ("A_log", "dt_bias")
-NONE = torch.empty(0, device="cpu")
-"""No bias."""
 
 
 class Kind(NamedTuple):
@@ -37,8 +35,7 @@ class Net(NamedTuple):
     """What a module has besides its packed linears, as `ptq::delta_net_step` takes it."""
 
     conv: Float[Tensor, "channels 1 kernel"]
-    conv_bias: Float[Tensor, " channels"]
-    """Of no elements: none."""
+    conv_bias: Float[Tensor, " channels"] | None
     a: Float[Tensor, "heads k"]
     b: Float[Tensor, "heads k"]
     a_log: Float[Tensor, " heads"]
@@ -47,7 +44,11 @@ class Net(NamedTuple):
 
     def floats(self) -> tuple[Tensor, ...]:
         """Those that must have the dtype of the input."""
-        return tuple(x for x in (self.conv, self.conv_bias, self.a, self.b, self.gain) if x is not NONE)
+        return tuple(x for x in (self.conv, self.conv_bias, self.a, self.b, self.gain) if x is not None)
+
+    def vectors(self) -> tuple[Tensor, ...]:
+        """Those that may have either of `FEW_DTYPES`."""
+        return self.a_log, self.dt_bias
 
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
@@ -63,9 +64,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     qkv, z = products(inputs, x)
     if qkv.dtype != x.dtype or z.dtype != x.dtype or wants_gradient(qkv, z):  # autocast, or somebody who listens
         return None
-    bias = None if net.conv_bias is NONE else net.conv_bias
-    y = torch.ops.ptq.delta_net_step.default(x, qkv, z, *states[0], *net._replace(conv_bias=bias), kind.eps)
-    return output(y)
+    return output(torch.ops.ptq.delta_net_step.default(x, qkv, z, *states[0], *net, kind.eps))
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -85,8 +84,7 @@ def net_of(module: nn.Module) -> Net | None:
     if any(x is None for x in (*weights, *vectors)) or any(x.dtype not in FEW_DTYPES for x in vectors if x is not None):
         return None
     kernel, a, b, gain = weights
-    bias = conv._parameters.get("bias")
-    return Net(kernel, NONE if bias is None else bias, a, b, *vectors, gain)  # pyright: ignore
+    return Net(kernel, conv._parameters.get("bias"), a, b, *vectors, gain)  # pyright: ignore
 
 
 def _is_plain(linear: Any) -> bool:

@@ -6,6 +6,7 @@ plain or packed cache; on a GPU also in a static one. Everything else goes throu
 """
 
 import copy
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -22,7 +23,7 @@ from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.shared_input import products
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve, gpu_ops_serve
-from ptq.ops.op_declarations import wants_gradient
+from ptq.ops.op_declarations import lasting, wants_gradient
 
 INPUTS, FUSED, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", "o_proj", ("q_norm", "k_norm")
 NORMED, SINKS = ("", "heads", "whole"), "sinks"
@@ -43,6 +44,8 @@ class Kind(NamedTuple):
     """Whether each head has one more score, without a value (`ptq::decode_attention`)."""
     scaled: bool = False
     """Whether queries behind many tokens are multiplied with a number (`ptq.fast.decoding.query_factor`)."""
+    unturned: bool = False
+    """Whether it may be called without cos and sin, and turns nothing then."""
 
     def takes(self, module: Any, given: int) -> bool:
         """Whether it turns what so many numbers of cos and sin are for."""
@@ -57,6 +60,7 @@ class Kind(NamedTuple):
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """The attention of decoded tokens, as a module of this kind computes it; None where it must do so itself."""
+    others = with_turns([(module, kind)], hidden_states, others)
     layers = cache_layers([(module, kind)], hidden_states, **others)
     scaling = None if layers is None else decoding.scaling_of(module, kind, others)
     if layers is None or scaling is None or (torch.is_grad_enabled() and wants_gradient(*module.parameters())):
@@ -72,6 +76,26 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         return None
     turns, mask = kind.turns(others["position_embeddings"]), others.get("attention_mask")
     return output(attend(module, kind, q, k, v, turns, layers[0], scaling, mask))
+
+
+def with_turns(
+    attentions: Sequence[tuple[Any, Kind]], x: Float[Tensor, "b t k"], others: dict[str, Any]
+) -> dict[str, Any]:
+    """What attention is called with besides x, with a cos and sin that turn nothing where there are none, and all of
+    the modules may be called so."""
+    if others.get("position_embeddings") is not None or not all(kind.unturned for _, kind in attentions):
+        return others
+    widths = {module.head_dim for module, _ in attentions}
+    if len(widths) != 1:
+        return others
+    return others | {"position_embeddings": _no_turns(x.shape[1], *widths, x.dtype, x.device)}
+
+
+@functools.lru_cache(maxsize=32)
+def _no_turns(tokens: int, d: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    with lasting():
+        made = [torch.full((1, tokens, d), number, dtype=dtype, device=device) for number in (1.0, 0.0)]
+        return made[0], made[1]
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -208,10 +232,15 @@ def _tried(module: Any) -> Kind | None:
     kinds += [kind._replace(halved=True) for kind in kinds]
     kind = next((kind for kind in kinds if _gives_its_numbers(module, kind, module.head_dim)), None)
     part = module.head_dim // 4 * 2
-    return None if kind is None else kind._replace(in_part=part > 0 and _gives_its_numbers(module, kind, part))
+    if kind is None:
+        return None
+    kind = kind._replace(unturned=not kind.halved and _gives_its_numbers(module, kind, 0))
+    return kind._replace(in_part=part > 0 and _gives_its_numbers(module, kind, part))
 
 
 def _gives_its_numbers(module: Any, kind: Kind, turned: int) -> bool:
+    """Whether the steps give what the forward of a module gives. `turned`: channels of a head; 0: it is called without
+    cos and sin."""
     if bool(kind.normed) != all(name in module._modules for name in NORMS):
         return False
     generator = torch.Generator().manual_seed(0)
@@ -225,6 +254,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
     before = [torch.randn(2, rows[1] // d, 5, d, generator=generator) for _ in range(2)]
     widths = HIDDEN, *(turned // (1 + kind.halved),) * 2
     x, cos, sin = (torch.randn(2, tokens, width, generator=generator) for width in widths)
+    turns = kind.turns((cos, sin)) if turned else _no_turns(tokens, d, x.dtype, x.device)
     seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
     seen[0, -1] = True  # a mask may let tokens see those after them
     mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
@@ -234,7 +264,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
         given = numbers if kind.sinks else mask  # transformers has no other attention with sinks than one that adds it
-        inputs = {"position_embeddings": (cos, sin), "attention_mask": given, CACHE: cache}
+        inputs = {"position_embeddings": (cos, sin) if turned else None, "attention_mask": given, CACHE: cache}
         inputs |= decoding.far(alone, tokens)
         try:
             if own:
@@ -246,7 +276,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
                 q, k, v = torch.cat([linear(x) for linear in first], -1).split(rows, -1)
                 scaling = decoding.scaling_of(alone, kind, inputs)
                 assert scaling is not None
-                results.append(output(attend(alone, kind, q, k, v, kind.turns((cos, sin)), layer, scaling, mask)))
+                results.append(output(attend(alone, kind, q, k, v, turns, layer, scaling, mask)))
         except MISFIT:
             return False
         layer = cast(DynamicLayer, cache.layers[0])

@@ -27,7 +27,8 @@ from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
 
-MIXERS, MLP = ("self_attn", "linear_attn"), "mlp"
+ATTENTION = "self_attn"
+MIXERS, MLPS = (ATTENTION, "linear_attn", "mamba"), ("mlp", "shared_mlp")
 """Attention, or what a layer has in its place; and what stands behind it."""
 NormNames = tuple[str | None, str | None, str | None, str | None]
 """The norms before attention, before the MLP, behind attention, behind the MLP, by name; None: there is none."""
@@ -72,8 +73,8 @@ class Replacement:
         if self.watched is None or not self.watched.is_same():
             self.forget()  # merged weights go before others are made
             parts = _parts(self.layout, layer)
-            known = {_mixer_of(layer), MLP, *self.layout}
-            others = [part for name, part in layer._modules.items() if name not in known]
+            known = {None, *_names_of(layer), *self.layout}
+            others = [part for name, part in layer._modules.items() if part is not None and name not in known]
             dropouts = [module for module in others if type(module) is nn.Dropout]
             inside = [*dropouts, *_inside(*parts)]
             watched = Watched([layer, *inside], inside)
@@ -186,34 +187,37 @@ def multiplier(module: nn.Module) -> float:
 
 def _parts(layout: NormNames, module: nn.Module) -> tuple[nn.Module, nn.Module, list[nn.Module | None]]:
     held: dict[str, Any] = module._modules
-    return held[_mixer_of(module)], held[MLP], [None if name is None else held[name] for name in layout]
+    mixer, mlp = _names_of(module)
+    return held[mixer], held[mlp], [None if name is None else held[name] for name in layout]
 
 
-def _mixer_of(module: nn.Module) -> str:
-    """What attention, or what stands in its place, is called in a decoder layer."""
-    return next((name for name in MIXERS if name in module._modules), MIXERS[0])
+def _names_of(module: nn.Module) -> tuple[str, str]:
+    """What attention, or what stands in its place, and the MLP are called in a decoder layer."""
+    there = [name for name, part in module._modules.items() if part is not None]
+    mixer, mlp = ([name for name in names if name in there] for names in (MIXERS, MLPS))
+    return mixer[0] if mixer else ATTENTION, mlp[0] if mlp else MLPS[0]
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 
 class _StandIn(nn.Module):
-    def __init__(self, name: str, gives_more: bool) -> None:
+    def __init__(self, is_mlp: bool, gives_more: bool) -> None:
         super().__init__()
-        self.name, self.gives_more = name, gives_more
+        self.is_mlp, self.gives_more = is_mlp, gives_more
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.name == MLP and (args or kwargs):
+        if self.is_mlp and (args or kwargs):
             raise TypeError("more than `_decoded` gives an MLP")
         self.given = kwargs
-        y = hidden_states.tanh() if self.name == MLP else hidden_states.sin()
+        y = hidden_states.tanh() if self.is_mlp else hidden_states.sin()
         return (y, None) if self.gives_more else y
 
 
 def _layout_of(module: nn.Module) -> NormNames | None:
     """Where the norms of a decoder layer are; None for what is none as the docstring of this file has it."""
-    names = {name for name, part in module._modules.items() if type(part) is not nn.Dropout}
-    layouts = tuple(layout for layout in LAYOUTS if names == {_mixer_of(module), MLP, *layout} - {None})
+    names = {name for name, part in module._modules.items() if part is not None and type(part) is not nn.Dropout}
+    layouts = tuple(layout for layout in LAYOUTS if names == {*_names_of(module), *layout} - {None})
     return _tried(module, layouts) if layouts else None
 
 
@@ -227,12 +231,12 @@ def _tried(module: nn.Module, layouts: tuple[NormNames, ...]) -> NormNames | Non
 def _gives_its_numbers(module: nn.Module, layout: NormNames, mlp_gives_more: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)
-    mixer = _mixer_of(module)
-    attention, mlp = _StandIn(mixer, mixer == MIXERS[0]), _StandIn(MLP, mlp_gives_more)
-    setattr(alone, mixer, attention)
-    setattr(alone, MLP, mlp)
-    for name in module._modules.keys() - {mixer, MLP, *layout}:
-        setattr(alone, name, nn.Dropout())
+    names = mixer, _ = _names_of(module)
+    stand_ins = attention, mlp = _StandIn(False, mixer == ATTENTION), _StandIn(True, mlp_gives_more)
+    for name, stand_in in zip(names, stand_ins, strict=True):
+        setattr(alone, name, stand_in)
+    for name in module._modules.keys() - {*names, *layout}:
+        setattr(alone, name, None if module._modules[name] is None else nn.Dropout())
     norms, width = [], 8  # of norms without gains
     for name in layout:
         norm = (
@@ -249,7 +253,7 @@ def _gives_its_numbers(module: nn.Module, layout: NormNames, mlp_gives_more: boo
         found = type(module).forward(alone.eval(), x, **others)
     except MISFIT:
         return False
-    needed = OTHERS if mixer == MIXERS[0] else NEEDED
+    needed = OTHERS if mixer == ATTENTION else NEEDED
     if any(attention.given.get(name) is not others[name] for name in needed):
         return False
     m, y = multiplier(module), _first(attention(norms[0](x)))

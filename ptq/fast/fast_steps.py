@@ -120,8 +120,9 @@ def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first
 
 # --- the gate of the MLP --------------------------------------------------------------------------------------------
 
-GATED, FUSED, DOWN = ("gate_proj", "up_proj"), "gate_up_proj", "down_proj"
-ACTIVATIONS = ("act_fn", "activation_fn")
+LINEARS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("input_linear", "output_linear"))
+"""What the linears of a gated MLP are called: gate, up and down, or one with the rows of gate and up, and down."""
+ACTIVATIONS = ("act_fn", "activation_fn", "activation")
 SILU, GELU = "silu", "gelu_tanh"
 GATES = {SILU: steps.silu_mul, GELU: steps.gelu_mul}
 
@@ -130,11 +131,11 @@ def _gated_forward(module: nn.Module, act: str, activation: nn.Module, *args: An
     heard = activation._forward_hooks or activation._forward_pre_hooks or "forward" in vars(activation)
     same = activation_of(module) is activation and not heard  # those on all modules are not looked at
     if same and len(args) == 1 and not kwargs and args[0].dim() > 1 and not module.training:  # which may drop some
-        x, fused = args[0], FUSED in module._modules
+        x, linears = args[0], linears_of(module)
+        fused = len(linears) == 2
         # halves of many tokens would be copied
         served = cpu_ops_serve_few(x.numel() // max(1, x.shape[-1]), x) if fused else ops_serve(x)
         if x.numel() and served and (act == SILU or not gpu_ops_serve(x)):
-            linears = linears_of(module)
             gate, up = linears[0](x).chunk(2, -1) if fused else products(linears[:-1], x)
             learns = wants_gradient(gate, up)
             if gate.dtype == up.dtype and not learns:  # under autocast a plain linear gives another dtype
@@ -155,7 +156,7 @@ def gate_of(module: nn.Module) -> str | None:
     """Which of `GATES` act is where a module computes down(act(gate(x)) * up(x)); None for any other. Each is tried:
     the same class may have another gate."""
     for act_fn in ACTIVATIONS:
-        if module._modules.keys() in ({*GATED, DOWN, act_fn}, {FUSED, DOWN, act_fn}):
+        if module._modules.keys() in [{*names, act_fn} for names in LINEARS]:
             act = module._modules[act_fn]
             plain = act is not None and not act._parameters and not act._modules
             return _gate_that_it_gives(module, act_fn) if plain else None
@@ -168,18 +169,20 @@ def activation_of(module: nn.Module) -> Any:
 
 
 def linears_of(module: nn.Module) -> list[Any]:
-    """The linears of a gated MLP: gate, up and down, or one whose rows are those of gate and up, and down."""
-    parts = module._modules
-    return [parts[name] for name in ((FUSED,) if FUSED in parts else GATED) + (DOWN,)]
+    """The linears of a gated MLP, in the order of `LINEARS`."""
+    return [module._modules[name] for name in _names_of(module)]
+
+
+def _names_of(module: nn.Module) -> tuple[str, ...]:
+    return next(names for names in LINEARS if module._modules.keys() >= {*names})
 
 
 @tried_once
 def _gate_that_it_gives(module: nn.Module, act_fn: str) -> str | None:
     generator = torch.Generator().manual_seed(0)
     alone = hollow(module)
-    for name, (n, k) in {**dict.fromkeys(GATED, (12, 8)), FUSED: (24, 8), DOWN: (8, 12)}.items():
-        if name not in module._modules:
-            continue
+    *names, last = _names_of(module)
+    for name, (n, k) in {**dict.fromkeys(names, (24 // len(names), 8)), last: (8, 12)}.items():
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
         for parameter in alone.get_submodule(name).parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))

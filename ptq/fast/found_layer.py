@@ -1,8 +1,8 @@
 """A decoder layer as an op of `ptq.ops.layer_ops` holds it, for few decoded tokens on the CPU; or of one what stands
 before its MLP, where that is of another kind.
 
-It needs a format that has such an op, linears that treat their input alike, attention or a delta net of the kinds of
-`ptq.fast.fast_attention`, `ptq.fast.latent_attention` and `ptq.fast.delta_net`, and an MLP of those of
+It needs a format that has such an op, linears that treat their input alike, a mixer of the kinds of
+`ptq.fast.fast_attention`, `latent_attention`, `delta_net` and `state_space` beside it, and an MLP of those of
 `ptq.fast.fast_steps` and `ptq.fast.fast_moe`.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps, latent_attention
+from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps, latent_attention, state_space
 from ptq.fast import expansion as expansions
 from ptq.fast.expansion import HeldExpansion
 from ptq.fast.fast_moe import HeldMoe
@@ -23,6 +23,7 @@ from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
 from ptq.ops import hadamard
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
 from ptq.ops.held_layer import HeldLayer
+from ptq.ops.matmul import FEW_DTYPES
 from ptq.weights.formats import LayerOp
 from ptq.weights.layouts import LaidOut
 
@@ -30,7 +31,9 @@ NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
 NO_NORM = (1.0, 0.0, False)
 
-Kind = fast_attention.Kind | latent_attention.Kind | delta_net.Kind
+MIXERS = (fast_attention, latent_attention, delta_net, state_space)
+Recurrent = delta_net.Kind | state_space.Kind
+Kind = fast_attention.Kind | latent_attention.Kind | Recurrent
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Layer:
     moe: HeldMoe | None
     """What stands in the place of an MLP."""
     mixer: Any
-    """Attention, or a delta net."""
+    """Attention, or what stands in its place."""
     kind: Kind
     expansion: HeldExpansion | None
     """The matrix of latent attention."""
@@ -52,17 +55,21 @@ class Layer:
     """Number and size of the heads of keys and values of attention."""
     floats: tuple[Tensor, ...]
     """Gains and biases."""
+    vectors: tuple[Tensor, ...]
+    """What else a recurrent mixer has, in either of `FEW_DTYPES`."""
     signs: tuple[Tensor, ...]
     """The stored sign vectors; it has them as numbers."""
     versions: tuple[int, ...]
     """The versions of the sign vectors when it was made."""
 
     def is_over(self) -> bool:
-        """Whether sign vectors have been written to, or experts or the matrix of latent attention have changed, since
-        this was made."""
+        """Whether sign vectors have been written to, or experts, the matrix of latent attention or dtypes have changed,
+        since this was made."""
         if any(part is not None and part.is_over() for part in (self.moe, self.expansion)):
             return True
         if self.expansion is not None and self.expansion.numbers.keys.dtype != self.floats[0].dtype:
+            return True
+        if any(x.dtype not in FEW_DTYPES for x in self.vectors):
             return True
         return any(map(ne, map(version, self.signs), self.versions))
 
@@ -88,7 +95,7 @@ def _layer(
     moe: HeldMoe | None = None,
     gelu: bool = False,
 ) -> Layer | None:
-    kind = fast_attention.kind_of(mixer) or latent_attention.kind_of(mixer) or delta_net.kind_of(mixer)
+    kind = next(filter(None, (mixers.kind_of(mixer) for mixers in MIXERS)), None)
     if kind is None:
         return None
     normed, sites = _norms([*norms[:2], *_inner_norms(mixer, kind), *norms[2:]]), _sites(mixer, kind, mlp)
@@ -110,26 +117,35 @@ def _layer(
     handles, of_router = ([], []) if moe is None else ([moe.handle], moe.floats())
     held = HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles, **special)
     handle = make(*held, *weights)
-    net = delta_net.Net(*special["delta"]).floats() if special["delta"] else ()
+    recurrent = parts_of(mixer, kind) if isinstance(kind, Recurrent) else None
+    net, vectors = ((), ()) if recurrent is None else (recurrent.floats(), recurrent.vectors())
     floats = tuple(x for x in (*normed["gains"], *given, *of_router, *net, *special["latent"]) if x is not NONE)
     signs = tuple(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
     d = cast(int, mixer.head_dim) if isinstance(kind, fast_attention.Kind) else 1
     whole, heads = mlp is not None or moe is not None, (rows[1] // d, d)
-    return Layer(handle, whole, moe, mixer, kind, expansion, heads, floats, signs, tuple(map(version, signs)))
+    return Layer(handle, whole, moe, mixer, kind, expansion, heads, floats, vectors, signs, tuple(map(version, signs)))
 
 
 def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None) -> dict[str, Any] | None:
     """The fields of mixers of one kind alone; None where a part of that is of another kind now."""
-    fields: dict[str, Any] = dict(gated=0, delta=[], delta_eps=0.0, latent=[], turning=0, sinks=[])
+    fields: dict[str, Any] = dict(
+        gated=0, recurrent=[], recurrent_eps=0.0, norm_groups=0, latent=[], turning=0, sinks=[]
+    )
     if isinstance(kind, fast_attention.Kind):
         sinks = [mixer._parameters[fast_attention.SINKS]] if kind.sinks else []
         return fields | dict(gated=mixer.head_dim if kind.gated else 0, sinks=sinks)
     if isinstance(kind, latent_attention.Kind):
         return None if expansion is None else fields | dict(latent=[*expansion.numbers], turning=kind.turning)
-    net = delta_net.net_of(mixer)
-    return None if net is None else fields | dict(delta=list(net), delta_eps=kind.eps)
+    parts, groups = parts_of(mixer, kind), kind.groups if isinstance(kind, state_space.Kind) else 0
+    held = dict(recurrent=[NONE if x is None else x for x in parts or ()], recurrent_eps=kind.eps, norm_groups=groups)
+    return None if parts is None else fields | held
+
+
+def parts_of(mixer: Any, kind: Recurrent) -> delta_net.Net | state_space.Space | None:
+    """What a recurrent mixer has besides its packed linears; None where that is of another kind now."""
+    return state_space.space_of(mixer) if isinstance(kind, state_space.Kind) else delta_net.net_of(mixer)
 
 
 def _inner_norms(mixer: nn.Module, kind: Kind) -> list[nn.Module | None]:
@@ -156,7 +172,8 @@ def _sites(mixer: nn.Module, kind: Kind, mlp: nn.Module | None) -> list[list[Any
         first, inside, output = latent_attention.linears_of(mixer)
         sites = [first, inside, [output]] if inside else [first, [output]]
     else:
-        *first, output = (fast_attention if isinstance(kind, fast_attention.Kind) else delta_net).linears_of(mixer)
+        owner = next(mixers for mixers in MIXERS if isinstance(kind, mixers.Kind))
+        *first, output = owner.linears_of(mixer)
         sites = [first, [output]]
     if mlp is None:
         return sites

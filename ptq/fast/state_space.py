@@ -46,6 +46,10 @@ class Space(NamedTuple):
         """Those that must have the dtype of the input."""
         return tuple(x for x in (self.conv, self.conv_bias, self.gain) if x is not None)
 
+    def vectors(self) -> tuple[Tensor, ...]:
+        """Those that may have either of `FEW_DTYPES`."""
+        return self.a_log, self.d, self.dt_bias
+
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
@@ -60,6 +64,11 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     if product.dtype != x.dtype or wants_gradient(product):  # autocast, or somebody who listens
         return None
     return module.out_proj(torch.ops.ptq.mamba2_step.default(product, *states[0], *space, *kind))
+
+
+def linears_of(module: nn.Module) -> list[Any]:
+    """The packed linears: that of the input, and that of the output."""
+    return [module._modules[name] for name in (INPUT, OUTPUT)]
 
 
 def space_of(module: nn.Module) -> Space | None:

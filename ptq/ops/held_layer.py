@@ -10,8 +10,8 @@ from torch import Tensor
 SCHEMA = (
     "Tensor[] gains, float[] eps, float[] offset, int[] round_first, Tensor[] biases, int[] input_bits, float[] clips, "
     "Tensor[] su, Tensor[] factors, int[] counts, int[] orders, Tensor[] sv, Tensor[] back_factors, int[] back_counts, "
-    "int[] back_orders, bool gelu, int[] rows, Tensor[] moe, int gated, Tensor[] delta, float delta_eps, "
-    "Tensor[] latent, int turning, Tensor[] sinks"
+    "int[] back_orders, bool gelu, int[] rows, Tensor[] moe, int gated, Tensor[] recurrent, float "
+    "recurrent_eps, int norm_groups, Tensor[] latent, int turning, Tensor[] sinks"
 )
 DECODE_SCHEMA = (
     "(Tensor[] layers, Tensor x, Tensor cos, Tensor sin, Tensor(a!)[] cache, int[] before, int[] cache_bits, "
@@ -22,6 +22,7 @@ DECODE_SCHEMA = (
 FIRST_ROLES = {
     "attention": (0, 3, 4, 6, 7),
     "delta net": (0, 2, 3, 5, 6),
+    "state space": (0, 1, 2, 4, 5),
     "latent": (0, 2, 3, 5, 6),
     "low rank": (0, 2, 3, 4, 6, 7),
 }
@@ -56,8 +57,9 @@ class HeldLayer(NamedTuple):
     rows: list[int]
     moe: list[Tensor]
     gated: int
-    delta: list[Tensor]
-    delta_eps: float
+    recurrent: list[Tensor]
+    recurrent_eps: float
+    norm_groups: int
     latent: list[Tensor]
     turning: int
     sinks: list[Tensor]
@@ -66,7 +68,9 @@ class HeldLayer(NamedTuple):
         """Which of `FIRST_ROLES` it has."""
         if self.latent:
             return "low rank" if self.gains[Q_NORM].numel() else "latent"
-        return "delta net" if self.delta else "attention"
+        if self.recurrent:
+            return "state space" if self.norm_groups else "delta net"
+        return "attention"
 
 
 class Token(NamedTuple):

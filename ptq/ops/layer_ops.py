@@ -9,8 +9,9 @@ down_proj; an RMSNorm; times the same; added again.
 
 In the place of attention, a layer may have a gated delta net (`ptq::delta_net_step` in `ptq.ops.mixer_ops`): what goes
 through its convolution and the gate of its norm are the two products of the first input, and the state is the `cache`.
-Or it has latent attention (`ptq.ops.latent_ops`): the products are queries, or what queries of low rank are made of,
-and latent vectors with what is turned behind them; the cache is `latents` and `turned`.
+Or a state space (`ptq::mamba2_step`), for which the first input has one product. Or it has latent attention
+(`ptq.ops.latent_ops`): the products are queries, or what queries of low rank are made of, and latent vectors with what
+is turned behind them; the cache is `latents` and `turned`.
 
 Where `rows` end with that of o, and inputs are two, `moe` stands for a router and experts in the place of that MLP
 (`ptq.ops.moe_ops`); where it is empty, the op ends in front of the second part.
@@ -19,14 +20,16 @@ Lists:
 
 - `gains` and the numbers of the norms: before attention, before the MLP, of queries, of keys, behind attention, behind
   the MLP. A gain of no elements is no norm.
-- The seven weights are those of q, k, v, o, gate, up and down; of a delta net there are two before o, and of latent
-  attention, too, or three with low rank: the third makes queries of what the norm of queries gives. q, k and v may be
-  one weight, whose rows are theirs in turn, and so may gate and up; lists of weights are then shorter. `rows` are those
-  of the seven, in any case. `biases` are empty, or one for each weight (of no elements: none).
+- The seven weights are those of q, k, v, o, gate, up and down; of a state space there is one before o, of a delta net
+  there are two, and of latent attention, too, or three with low rank: the third makes queries of what the norm of
+  queries gives. q, k and v may be one weight, whose rows are theirs in turn, and so may gate and up; lists of weights
+  are then shorter. `rows` are those of the seven, in any case. `biases` are empty, or one for each weight (of no
+  elements: none).
 - `gated`: 0, or the size of a head of queries, whose rows those of a gate follow: what is attended is multiplied with
   the gate's sigmoid.
-- `delta` is empty, or what a delta net has besides: conv, conv_bias (of no elements: none), a, b, a_log, dt_bias, gain;
-  with `delta_eps`.
+- `recurrent` is empty, or what a delta net has besides: conv, conv_bias (of no elements: none), a, b, a_log, dt_bias,
+  gain; or what a state space has: conv, conv_bias, a_log, D, dt_bias, gain. With `recurrent_eps`, and the `norm_groups`
+  of a state space (of a delta net: 0).
 - `latent` is empty, or the two matrices of latent attention, with `turning`. Its norms are those of queries (there with
   low rank alone) and of keys.
 - `sinks` are empty, or those of the heads of attention over a plain cache, as one tensor.

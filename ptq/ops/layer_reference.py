@@ -146,9 +146,11 @@ def _linears(
 
 def _mixed(held: HeldLayer, x: Float[Tensor, "b t k"], products: Sequence[Tensor], token: Token) -> Tensor:
     """What the output product multiplies, of the first products with x."""
-    if held.delta:
-        conv, bias, *others = held.delta
-        net = conv, bias if bias.numel() else None, *others, held.delta_eps
+    if held.recurrent:
+        conv, bias, *others = held.recurrent
+        net = conv, bias if bias.numel() else None, *others, held.recurrent_eps
+        if held.norm_groups:
+            return torch.ops.ptq.mamba2_step(*products, *token.cache, *net, held.norm_groups)
         return torch.ops.ptq.delta_net_step(x, *products, *token.cache, *net)
     if held.latent:
         return _attended_to_latents(held, products, token)
