@@ -123,7 +123,7 @@ void delta_columns(const Delta& p, int64_t unit, int64_t column, int64_t last, f
 
 template <Number type>
 void delta_of(const Delta& p, int64_t first, int64_t last) {
-    std::vector<float> memory((2 + 4 * lanes) * p.dk);
+    Memory memory((2 + 4 * lanes) * p.dk);
     for (int64_t unit = first; unit < last; unit++) {
         int64_t column = 0;
         for (; column + 4 * lanes <= p.dv; column += 4 * lanes)

@@ -31,6 +31,19 @@ constexpr int scan_vectors = 8;
 constexpr int scan_vectors = 2;
 #endif
 
+// Memory of a thread, on the lines of the cache: vectors that lie on two of them are read in twice the time.
+class Memory {
+  public:
+    explicit Memory(int64_t count) : held_(count + lanes) {}
+    float* data() {
+        const auto place = reinterpret_cast<uintptr_t>(held_.data()), line = sizeof(float) * lanes;
+        return held_.data() + (line - place % line) % line / sizeof(float);
+    }
+
+  private:
+    std::vector<float> held_;
+};
+
 // Sixteen tokens of one head, or fewer, as floats.
 struct Chunk {
     int64_t tokens, d, n;  // n: of B and C here, a multiple of sixteen, with zeros at the end
@@ -42,7 +55,7 @@ struct Chunk {
 // added to `sums`, in the order of the columns.
 template <int rows, int vectors>
 inline void scan_columns(const Chunk& p, float* state, int64_t width, int64_t row, int64_t column, int64_t last,
-                         Lanes (*sums)[2]) {
+                         Lanes (*sums)[chunk_tokens]) {
     Lanes held[rows][vectors];
     float* const given = state + row * width + column;
     const auto size = [&](int v) { return v + 1 < vectors ? lanes : last; };
@@ -53,13 +66,13 @@ inline void scan_columns(const Chunk& p, float* state, int64_t width, int64_t ro
 #pragma GCC unroll 2
         for (int r = 0; r < rows; r++) {
             const Lanes x = fill(p.x[t * p.d + row + r]);
-            Lanes y = sums[t][r];
+            Lanes y = sums[r][t];
 #pragma GCC unroll 8
             for (int v = 0; v < vectors; v++) {
                 held[r][v] = fma(x, load(b + v * lanes), held[r][v] * p.decay[t]);
                 y = fma(held[r][v], load(c + v * lanes), y);
             }
-            sums[t][r] = y;
+            sums[r][t] = y;
         }
     }
     for (int r = 0; r < rows; r++)
@@ -69,14 +82,20 @@ inline void scan_columns(const Chunk& p, float* state, int64_t width, int64_t ro
 // The numbers that rows [row, row + rows) give, into y [16, d].
 template <int rows>
 inline void scan_rows(const Chunk& p, float* state, int64_t width, int64_t row, float* y) {
-    Lanes sums[chunk_tokens][2] = {};
+    Lanes sums[rows][chunk_tokens] = {};
     int64_t column = 0;
     for (; column + scan_vectors * lanes <= width; column += scan_vectors * lanes)
         scan_columns<rows, scan_vectors>(p, state, width, row, column, lanes, sums);
     for (; column < width; column += lanes)
         scan_columns<rows, 1>(p, state, width, row, column, std::min(lanes, width - column), sums);
-    for (int r = 0; r < rows; r++)
-        for (int64_t t = 0; t < p.tokens; t++) y[t * p.d + row + r] = vectors::sum(sums[t][r]);
+    for (int r = 0; r < rows; r++) {
+        float all[chunk_tokens];
+        if (p.tokens == 1)
+            all[0] = vectors::sum(sums[r][0]);
+        else
+            vectors::sums(sums[r], all);
+        for (int64_t t = 0; t < p.tokens; t++) y[t * p.d + row + r] = all[t];
+    }
 }
 
 // log(1 + e^x), between the limits.
@@ -88,9 +107,9 @@ inline float step_of(float x, float low, float high) {
 template <Number type>
 void scan_of(const Scan& p, int64_t first, int64_t last) {
     const int64_t n = (p.n + lanes - 1) / lanes * lanes;
-    std::vector<float> memory(2 * chunk_tokens * (p.d + n));
-    Chunk chunk{0, p.d, n, memory.data(), memory.data() + chunk_tokens * p.d, nullptr, {}};
-    chunk.c = chunk.b + chunk_tokens * n;
+    Memory memory(2 * chunk_tokens * (p.d + n));
+    float* const start = memory.data();
+    Chunk chunk{0, p.d, n, start, start + chunk_tokens * p.d, start + chunk_tokens * (p.d + n), {}};
     float* const y = chunk.c + chunk_tokens * n;
     for (int64_t unit = first; unit < last; unit++) {
         const int64_t head = unit % p.heads, row = unit / p.heads * p.tokens, group = head / p.groups;
