@@ -53,7 +53,7 @@ MADE = {
 }  # fmt: skip
 """Random models by what they are called here: folder and options of scripts/random_model.py. Besides there are those
 of scripts/random_family.py."""
-GROUPS_OF_64 = ("demo", "gpt-oss")
+GROUPS_OF_64 = ("demo", "gpt-oss", "nemotron-nano")
 """Whose widths are no multiples of 128."""
 READ_BYTES = 1 << 30
 
