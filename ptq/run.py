@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> int | str | None:
     for command in entry_points(group="console_scripts", name=name):
         return command.load()()
     if not _runs(name):
-        print(f"ptq.run: {name!r} is no command or module that is installed here, and no FILE.py", file=sys.stderr)
+        found = f"{name!r} is no command or module that is installed here, and no FILE.py"
+        print(f"ptq.run: {found}; install its package, or check the name", file=sys.stderr)
         return 2
     runpy.run_module(name, run_name="__main__", alter_sys=True)
     return 0

@@ -40,9 +40,11 @@ def check_kind(kind: object, bits: int, group_size: int, symmetric: bool, where:
         raise InputError(f"{where}scale must be bfloat16 or integer, found {str(kind)[:40]!r}")
     if kind == "integer" and not (bits <= MOST_BITS and group_size and symmetric):
         found = f"{bits} bits, a group size of {group_size}, {'no ' if symmetric else ''}zero-points"
+        changes = ["--group-size 128 (or 64, 32)"] * (not group_size) + [f"--bits {MOST_BITS}"] * (bits > MOST_BITS)
+        changes += ["no --asymmetric"] * (not symmetric)
         raise InputError(
             f"{where}integer scales are for weights of 2 to {MOST_BITS} bits in groups, without zero-points; found "
-            f"{found}: choose scales in bfloat16 for these"
+            f"{found}: choose {' and '.join(changes)}, or --scale bfloat16"
         )
 
 

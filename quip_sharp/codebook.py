@@ -50,11 +50,12 @@ class E8Codebook:
 
     def fit(self, w: Float32[Tensor, "n k"], *, name: str = "weight") -> Scales:
         """The scale that is best if the weights are Gaussian, which a randomised Hadamard transform makes them.
-        Raises InputError for NaN and infinity."""
+        Raises InputError for NaN, infinity, and rows whose squares float32 does not hold."""
         squares = torch.linalg.vector_norm(w, dim=1).double().square()
         if not bool(squares.isfinite().all()):
-            row = int((~w.isfinite().all(1)).nonzero()[0])
-            raise InputError(f"{name}: NaN or infinity in row {row}; the weight cannot be quantised")
+            row = int((~squares.isfinite()).nonzero()[0])
+            found = "too large numbers" if bool(w[row].isfinite().all()) else "NaN or infinity"
+            raise InputError(f"{name}: {found} in row {row}; the weight cannot be quantised")
         rms = float((squares.sum() / max(1, w.numel())).sqrt())
         return {"scale": torch.tensor([rms * GAUSSIAN[self.bits]], device=w.device) * (rms > TINY)}
 

@@ -291,6 +291,13 @@ def test_not_finite_is_refused(bad):
         rounding.nearest(w, E8Codebook(2), name="down_proj")
 
 
+def test_rows_whose_squares_are_too_large_are_refused():
+    w = randn(4, 40)
+    w[1] = 1e25
+    with pytest.raises(InputError, match=r"down_proj: too large numbers in row 1"):
+        rounding.nearest(w, E8Codebook(2), name="down_proj")
+
+
 def test_opcheck():
     check, op = torch.library.opcheck, torch.ops.ptq
     w = randn(16, 24)

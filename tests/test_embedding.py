@@ -175,6 +175,9 @@ def test_its_size_is_what_it_is(out: Path) -> None:
     assert copy.deepcopy(model).resize_token_embeddings() is not table
     with pytest.raises(InputError, match=f"packed, with {table.num_embeddings} rows, and cannot be given 1000"):
         model.resize_token_embeddings(1000)
+    assert model.resize_token_embeddings(pad_to_multiple_of=table.num_embeddings // 2) is table
+    with pytest.raises(InputError, match=f"cannot be given {table.num_embeddings + 1}"):
+        model.resize_token_embeddings(pad_to_multiple_of=table.num_embeddings + 1)
 
 
 def test_the_plan(tmp_path: Path) -> None:

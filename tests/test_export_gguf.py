@@ -129,6 +129,14 @@ def test_weights_in_2_bits_are_known_by_their_rows() -> None:
     assert abs(correlation(norms.flip(0), theirs)) < least_correlation(2048)
 
 
+def test_scales_that_float16_does_not_hold() -> None:
+    codes = torch.zeros(1, 256, dtype=torch.uint8)
+    for bits, most in ((8, 65504.0), (2, 32752.0)):  # Q2_K has twice the scale, too
+        assert len(ggml.integer_blocks(codes, torch.tensor([[most]]), bits, 0)) == 1
+        with pytest.raises(InputError, match=f"llama.cpp holds up to {int(most)}"):
+            ggml.integer_blocks(codes, torch.tensor([[most + 32]]), bits, 0)
+
+
 def test_golden_bytes() -> None:
     """Column j of the first half of a block in the low four bits of byte j, that of the second half above it."""
     codes = torch.arange(32, dtype=torch.uint8)[None] % 16

@@ -121,6 +121,9 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
     def forgets(hidden_states: Tensor, conv_state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return causal_conv1d_update(hidden_states, conv_state.clone(), *args, **kwargs)
 
+    def in_16_bits(hidden_states: Tensor, conv_state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return causal_conv1d_update(hidden_states, conv_state, *args, **kwargs).bfloat16()
+
     def slower(*args: Any, **kwargs: Any) -> Any:
         y, state = torch_recurrent_gated_delta_rule(*args, **kwargs)
         return y, state * 0.99
@@ -131,6 +134,7 @@ def test_what_only_looks_like_it_is_left_alone() -> None:
     for name, function in (
         (convolution, other),
         (convolution, forgets),
+        (convolution, in_16_bits),
         (delta, slower),
         (delta, causal_conv1d_update),
     ):

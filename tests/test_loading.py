@@ -1,6 +1,7 @@
 """Models that are loaded to be measured: nothing of their files is left out in silence, and every refusal is one
 sentence."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -130,4 +131,14 @@ def test_records_of_strangers(content: str, model: Path, tmp_path: Path) -> None
     ptq.quantize(model, packed, Fp6Recipe(), ptq.RunOptions(progress=False, report=False))
     (packed / "ptq.json").write_text(content)
     check_refused(quantize("verify", packed), "ptq.json: not a record of a ptq run")
+
+
+def test_a_record_without_a_result(model: Path, tmp_path: Path) -> None:
+    packed, options = tmp_path / "packed", ptq.RunOptions(progress=False, report=False)
+    ptq.quantize(model, packed, Fp6Recipe(), options)
+    record = json.loads((packed / "ptq.json").read_text())
+    for wrong in ({name: x for name, x in record.items() if name != "result"}, record | {"result": {"more": 1}}):
+        (packed / "ptq.json").write_text(json.dumps(wrong))
+        with pytest.raises(ptq.InputError, match="ptq.json: no result of a run is in it; quantise again"):
+            ptq.quantize(model, packed, Fp6Recipe(), options)
     assert "fetch the file again" not in quantize("verify", packed).stderr

@@ -21,6 +21,7 @@ from ptq.pipeline.needs import Estimate
 from ptq.reporting.sizes import size_text
 from ptq.statistics import chunks, clip_search
 from quarot.plan import QuarotRecipe, plan
+from quip_sharp.plan import QuipSharpRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
 
@@ -39,6 +40,20 @@ def needed(length: int = 1, **changes: Any) -> Estimate:
     recipe = QuarotRecipe(samples=1, sequence_length=length, **changes)
     made = plan(shape, FAMILIES["llama"], recipe, dict.fromkeys(["model.embed_tokens.weight"], torch.empty(())))
     return needs.estimate(made, shape, recipe, {"model.embed_tokens.weight": 4 * shape.vocab * HIDDEN})
+
+
+def test_what_fine_tuning_alone_needs(tmp_path: Path) -> None:
+    """Text, but no Hessians."""
+    model = str(save_model(tmp_path / "model"))
+    for rounding, finetune, hessians in (
+        ("nearest", "blocks", False),
+        ("nearest", "none", False),
+        ("ldlq", "none", True),
+    ):
+        recipe = QuipSharpRecipe(rounding=rounding, finetune=finetune)
+        found = pipeline.plan(model, recipe).plan
+        assert needs.needs_hessians(found, recipe) == hessians
+        assert needs.needs_text(found, recipe) == (hessians or finetune == "blocks")
 
 
 def test_memory_of_the_solver() -> None:

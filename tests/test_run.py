@@ -54,4 +54,5 @@ def test_what_is_no_tool(name: str, capsys: pytest.CaptureFixture[str], monkeypa
     monkeypatch.setattr(sys, "argv", [])
     assert main([name]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"ptq.run: {name!r} is no command or module that is installed here, and no FILE.py"
+    found = f"{name!r} is no command or module that is installed here, and no FILE.py"
+    assert line == f"ptq.run: {found}; install its package, or check the name"

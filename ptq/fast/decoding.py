@@ -1,5 +1,6 @@
 """Which layers of a cache the ops serve, and for which tokens: few behind others."""
 
+import functools
 import math
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_cache import PackedCache
 from ptq.kv.packed_layer import PackedLayer
 from ptq.kv.static_cache import StaticPackedCache
+from ptq.ops.op_declarations import lasting
 
 ATTENTION, WITHOUT_SDPA = "ptq_sdpa", "ptq_sinks"
 """Names of the attention function of transformers that takes the place of "sdpa" (`ptq.fast.fast_decode`). Models that
@@ -120,3 +122,15 @@ def attention_name(config: Any) -> str | None:
     """The config's `_attn_implementation`, without its slow way through `__getattribute__` where that can be done."""
     name = vars(config).get("_attn_implementation_internal") or config._attn_implementation
     return ATTENTION if name == WITHOUT_SDPA else name
+
+
+@functools.lru_cache(maxsize=32)
+def no_turns(
+    tokens: int, d: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Float[Tensor, "1 t d"], Float[Tensor, "1 t d"]]:
+    """A cos and a sin that turn nothing."""
+    with lasting():
+        return (
+            torch.ones(1, tokens, d, dtype=dtype, device=device),
+            torch.zeros(1, tokens, d, dtype=dtype, device=device),
+        )

@@ -6,7 +6,6 @@ plain or packed cache; on a GPU also in a static one. Everything else goes throu
 """
 
 import copy
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -17,13 +16,13 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from ptq.fast import decoding
 from ptq.fast.decoding import CacheLayer
-from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.fast.trials import MISFIT, hollow, is_close, tried_once
 from ptq.kv.attention import CACHE, forward
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_layer import PackedLayer
 from ptq.layers.shared_input import products
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve, gpu_ops_serve
-from ptq.ops.op_declarations import lasting, wants_gradient
+from ptq.ops.op_declarations import wants_gradient
 
 INPUTS, FUSED, OUTPUT, NORMS = ("q_proj", "k_proj", "v_proj"), "qkv_proj", "o_proj", ("q_norm", "k_norm")
 NORMED, SINKS = ("", "heads", "whole"), "sinks"
@@ -83,19 +82,11 @@ def with_turns(
 ) -> dict[str, Any]:
     """What attention is called with besides x, with a cos and sin that turn nothing where there are none, and all of
     the modules may be called so."""
-    if others.get("position_embeddings") is not None or not all(kind.unturned for _, kind in attentions):
-        return others
     widths = {module.head_dim for module, _ in attentions}
-    if len(widths) != 1:
+    known = len(widths) == 1 and all(kind.unturned for _, kind in attentions)
+    if others.get("position_embeddings") is not None or not known:
         return others
-    return others | {"position_embeddings": _no_turns(x.shape[1], *widths, x.dtype, x.device)}
-
-
-@functools.lru_cache(maxsize=32)
-def _no_turns(tokens: int, d: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    with lasting():
-        made = [torch.full((1, tokens, d), number, dtype=dtype, device=device) for number in (1.0, 0.0)]
-        return made[0], made[1]
+    return others | {"position_embeddings": decoding.no_turns(x.shape[1], *widths, x.dtype, x.device)}
 
 
 def linears_of(module: nn.Module) -> list[Any]:
@@ -254,7 +245,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
     before = [torch.randn(2, rows[1] // d, 5, d, generator=generator) for _ in range(2)]
     widths = HIDDEN, *(turned // (1 + kind.halved),) * 2
     x, cos, sin = (torch.randn(2, tokens, width, generator=generator) for width in widths)
-    turns = kind.turns((cos, sin)) if turned else _no_turns(tokens, d, x.dtype, x.device)
+    turns = kind.turns((cos, sin)) if turned else decoding.no_turns(tokens, d, x.dtype, x.device)
     seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
     seen[0, -1] = True  # a mask may let tokens see those after them
     mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
@@ -281,8 +272,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
             return False
         layer = cast(DynamicLayer, cache.layers[0])
         results.extend((layer.keys, layer.values))
-    pairs = zip(results[:3], results[3:], strict=True)
-    return all(a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+    return all(map(is_close, results[:3], results[3:]))
 
 
 def small_copy(module: Any, generator: torch.Generator) -> Any:

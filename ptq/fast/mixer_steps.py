@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.fast.trials import MISFIT, trial
+from ptq.fast.trials import MISFIT, is_close, trial
 from ptq.ops.matmul import cpu_ops_serve
 
 Step = Callable[..., Any]
@@ -50,7 +50,7 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Callable[[Draw], Cas
             found.append([*(y if isinstance(y, tuple) else (y,)), *given])
         if len(found[0]) != len(found[1]):
             return False
-        if not all(a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in zip(*found, strict=True)):
+        if not all(map(is_close, *found)):
             return False
     return True
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from ptq.fast import fast_attention
 from ptq.fast.decoding import ATTENTION
 from ptq.fast.fast_attention import SINKS
-from ptq.fast.trials import MISFIT, innermost, tried_once
+from ptq.fast.trials import MISFIT, innermost, is_close, tried_once
 from ptq.kv.attention import CACHE
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
@@ -108,6 +108,6 @@ def _gives_its_numbers(module: Any, turned: int) -> bool:
                 found.append(type(module).forward(alone, hidden_states=x, **given)[0])
             except MISFIT:
                 return False
-        if not torch.allclose(*found, rtol=1e-4, atol=1e-5):
+        if not is_close(*found):
             return False
     return True

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ptq.ops.defaults import own_defaults
 
@@ -44,6 +44,14 @@ def tried_once(find: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concate
 
     vars(remembered)["cache_clear"] = known.clear
     return remembered
+
+
+def is_close(found: object, wanted: object, rtol: float = 1e-4, atol: float = 1e-5) -> bool:
+    """Whether two results of a trial are tensors of one shape and dtype, whose numbers are the same up to rounding."""
+    if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
+        return False
+    same = found.shape == wanted.shape and found.dtype == wanted.dtype
+    return same and torch.allclose(found, wanted, rtol=rtol, atol=atol)
 
 
 def innermost(function: Any) -> types.FunctionType | None:

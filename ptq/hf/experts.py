@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ptq.errors import InputError
 from ptq.fast import fast_steps
 from ptq.fast.fast_experts import FewTokens
-from ptq.fast.trials import MISFIT, hollow, trial, tried_once
+from ptq.fast.trials import MISFIT, hollow, is_close, trial, tried_once
 from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
 from ptq.layers.changes import TellingModule
 from ptq.layers.shared_input import products
@@ -257,7 +257,7 @@ def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
         wanted = ours(*given)
     except MISFIT:
         return False
-    return isinstance(found, Tensor) and torch.allclose(found, wanted, rtol=1e-9)
+    return is_close(found, wanted, 1e-9, 1e-8)
 
 
 def _keeps_channels_apart(gated: Callable[[Tensor, Tensor], Tensor]) -> bool:

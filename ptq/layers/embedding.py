@@ -123,13 +123,21 @@ def _leave(*_: Any) -> None:
     `weight` has rows: the stored one has a single element."""
 
 
-def resize_token_embeddings(model: PreTrainedModel, new_num_tokens: int | None = None, *_: Any, **__: Any) -> nn.Module:
+def resize_token_embeddings(
+    model: PreTrainedModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    *_: Any,
+    **__: Any,
+) -> nn.Module:
     """In the place of transformers' method: a packed embedding has the size that it has. Raises InputError."""
     embedding = model.get_input_embeddings()
     assert isinstance(embedding, PackedEmbedding)
-    if new_num_tokens not in (None, embedding.num_embeddings):
+    rows = embedding.num_embeddings if new_num_tokens is None else new_num_tokens
+    rows += -rows % (pad_to_multiple_of or 1)
+    if rows != embedding.num_embeddings:
         raise InputError(
-            f"the embedding is packed, with {embedding.num_embeddings} rows, and cannot be given {new_num_tokens}; add "
+            f"the embedding is packed, with {embedding.num_embeddings} rows, and cannot be given {rows}; add "
             "the tokens to the original model, and quantise that"
         )
     return embedding

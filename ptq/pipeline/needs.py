@@ -212,13 +212,12 @@ def share(linear: LinearPlan, shape: ModelShape) -> float:
 
 def needs_text(plan: Plan, recipe: Recipe) -> bool:
     """Whether a run needs calibration text."""
-    return needs_hessians(plan, recipe) or is_searched(plan)
+    return needs_hessians(plan, recipe) or plan.finetune != "none" or is_searched(plan)
 
 
 def needs_hessians(plan: Plan, recipe: Recipe) -> bool:
     """Whether a run takes Hessians."""
-    solved = recipe.rounding != "nearest" or plan.finetune != "none"
-    return solved and any(linear.statistics for linear in plan.linears)
+    return recipe.rounding != "nearest" and any(linear.statistics for linear in plan.linears)
 
 
 def _plain_ends(plan: Plan, sizes: dict[str, int]) -> int:

@@ -268,8 +268,11 @@ def _check_tied(target: Target) -> None:
 
 
 def read_result(out: Path) -> Result:
-    """The result of a finished run."""
-    return Result(out, **read_record(out / RECORD)["result"])
+    """The result of a finished run. Raises InputError for a record that has none."""
+    try:
+        return Result(out, **read_record(out / RECORD)["result"])
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{out / RECORD}: no result of a run is in it; quantise again") from error
 
 
 def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:

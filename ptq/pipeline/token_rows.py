@@ -62,8 +62,7 @@ def choose(
 
 
 def _without_text(plan: Plan, recipe: Recipe) -> str:
-    solved = recipe.rounding != "nearest" and needs_hessians(plan, recipe)
-    readers = {"choose --rounding nearest": recipe.rounding.upper()} if solved else {}
+    readers = {"choose --rounding nearest": recipe.rounding.upper()} if needs_hessians(plan, recipe) else {}
     readers |= {"leave out --finetune": "fine-tuning"} if plan.finetune != "none" else {}
     readers |= {"leave out --activation-clip search": "--activation-clip search"} if is_searched(plan) else {}
     ways, (reader, *_) = list(readers), readers.values()

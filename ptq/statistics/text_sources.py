@@ -13,7 +13,8 @@ from ptq.files.header import parse_json_object
 
 TEXT_FIELDS = ("text", "content")
 CHAT_FIELD = "messages"
-TEXT_FILES = (".txt", ".jsonl")
+TEXT_FILES = (".txt", ".raw", ".jsonl")
+"""What names of files end in; WikiText is published as wiki.test.raw."""
 DATA_FILES = (".json", ".csv", ".tsv", ".parquet", ".arrow", ".gz", ".zst", ".zip")
 """Ends of names of files that are no text, though some can be read as such."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+|:[\w.-]*:\w[\w.-]*)?", re.ASCII)
@@ -39,7 +40,7 @@ def check(spec: str) -> None:
         except OSError as error:
             raise _cannot_read(path, error) from error
     elif spec not in HUB_ALIASES and path.exists():
-        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file (by its name), or a hub dataset")
+        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file (rename it), or a hub dataset")
     elif spec not in HUB_ALIASES and (meant := get_close_matches(spec, HUB_ALIASES, cutoff=0.9)):
         raise InputError(f"calibration {spec!r}: no such file; is `{meant[0]}` meant?")
     elif not HUB_NAME.fullmatch(spec):

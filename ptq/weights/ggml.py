@@ -69,13 +69,15 @@ def integer_type(bits: int, group_size: int, k: int) -> Integers:
 
 
 def integer_blocks(codes: UInt8[Tensor, "n k"], scale: Float32[Tensor, "n g"], bits: int, group_size: int) -> Blocks:
-    """Rows of symmetric integers, scale * (code - 2^(bits - 1)), in their `integer_type`. Raises InputError for scales
-    that float16 does not hold."""
+    """Rows of symmetric integers, scale * (code - 2^(bits - 1)), in their `integer_type`. Scales become float16, of
+    which those below 6e-5 have fewer bits than bfloat16. Raises InputError for scales that are too large for it."""
     n, k = codes.shape
     type = integer_type(bits, group_size, k)
     d = scale.repeat_interleave((group_size or k) // type.size, 1).half()
-    if not d.isfinite().all():
-        raise InputError(f"a scale is {float(scale.abs().max()):.3g}, and llama.cpp holds up to 65504")
+    largest = 2 * d if type.name == "Q2_K" else d
+    if not largest.isfinite().all():
+        most = 65504 // (2 if type.name == "Q2_K" else 1)
+        raise InputError(f"a scale is {float(scale.abs().max()):.3g}, and {type.name} of llama.cpp holds up to {most}")
     codes = codes + (2 ** (type.bits - 1) - 2 ** (bits - 1))
     held, number = type.body(codes.view(n, -1, type.size)), _bytes(d)
     if type.name == "Q2_K":
