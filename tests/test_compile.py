@@ -38,7 +38,8 @@ RECIPES = {
 
 
 SETTINGS = {"3 and 8 bits, sinks": MIXED, "16 and 4 bits": CacheQuantization(16, 4)}
-GENERATE, SCALED = "generate", "queries that are scaled behind many tokens"
+GENERATE, WHOLE = "generate", ("ministral3", "granitemoehybrid")
+"""Families whose queries are scaled behind many tokens, or turned by nothing."""
 
 
 @torch.no_grad()
@@ -74,10 +75,10 @@ def difference_of_generate(model: Any) -> tuple[int, float]:
 
 
 @torch.no_grad()
-def without_breaks() -> tuple[int, float]:
-    """A forward of Ministral 3, as loaded models run it, in one graph: graphs, difference."""
+def without_breaks(family: str) -> tuple[int, float]:
+    """A forward of a model, as loaded models run it, in one graph: graphs, difference."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config("ministral3")).eval()
+    model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
     fast_decode.install(model)
     ids = tokens(1, 10) % model.config.vocab_size
     wanted = model(ids, use_cache=False).logits
@@ -102,7 +103,7 @@ def main(folder: Path) -> None:
         model = model_of(settings)
         caches = StaticPackedCache(model.config, settings, 64), PackedCache(model.config, settings)
         found[name] = run_steps(model, *caches)
-    found[SCALED] = without_breaks()
+    found |= {family: without_breaks(family) for family in WHOLE}
     found[GENERATE] = difference_of_generate(model_of(MIXED))
     (folder / "found.json").write_text(json.dumps(found))
 
@@ -116,7 +117,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, floa
     return json.loads((folder / "found.json").read_text())
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *SETTINGS, GENERATE, SCALED])
+@pytest.mark.parametrize("name", [*RECIPES, *SETTINGS, GENERATE, *WHOLE])
 def test_a_graph_of_a_decode_step_serves_all_steps(name: str, found: dict[str, tuple[int, float]]) -> None:
     graphs, difference = found[name]
     assert graphs <= 2 and difference < 1e-4  # the second one where plain steps have taught the layers something

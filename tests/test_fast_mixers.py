@@ -12,12 +12,16 @@ from tiny_models import decode, save_model, tiny_config
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
-from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
+from transformers.integrations import hub_kernels
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
+    GraniteMoeHybridRMSNormGated,
+    mamba2_selective_state_update,
+)
 from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_update
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated, torch_recurrent_gated_delta_rule
 
 import ptq
-from ptq.fast import cpu_layer, fast_decode, fast_mixers, gated_norm, mixer_steps
+from ptq.fast import cpu_layer, delta_net, fast_decode, fast_mixers, gated_norm, mixer_steps, state_space
 from quarot.plan import QuarotRecipe
 
 OPS = (
@@ -98,6 +102,23 @@ def test_a_state_that_nobody_asks_for_stays() -> None:
     assert torch.equal(state, torch.ones(1, 2, 4, 4))
 
 
+def test_numbers_of_other_dtypes_go_the_own_way() -> None:
+    """A and the state in bfloat16; z in float32 beside bfloat16."""
+    step = mixer_steps.step_for("mamba2_selective_state_update", mamba2_selective_state_update)
+    assert step is not None
+    torch.manual_seed(0)
+    x, dt, b, c = (torch.randn(2, *shape, dtype=torch.bfloat16) for shape in ((4, 6), (4,), (1, 5), (1, 5)))
+    for dtype, z in ((torch.bfloat16, None), (torch.float32, torch.randn(2, 4, 6))):
+        decay = torch.rand(4).neg().to(dtype)[:, None, None].expand(4, 6, 5)
+        results = []
+        for each in (step, mamba2_selective_state_update):
+            state = torch.ones(2, 4, 6, 5, dtype=dtype)
+            given = dict(dt_softplus=True, z=z)
+            results.append((each(state, x, dt[..., None].expand(2, 4, 6), decay, b, c, **given), state))
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0.03, atol=0.03)
+
+
 def test_gradients_and_hooks_go_the_own_way() -> None:
     plain, fast = models("qwen3_5_text")
     for model in (plain, fast):
@@ -162,6 +183,18 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
     assert any(fast_mixers.forward_of(module) is not None for module in model.modules())
     assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize(
+    "family, mixers",
+    [("qwen3_5_text", delta_net), *((name, state_space) for name in ("granitemoehybrid", "nemotron_h"))],
+)
+def test_a_trial_recommends_no_other_package(family: str, mixers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(hub_kernels.logger, "warning_once", said.append)
+    mixers._gives_its_numbers.cache_clear()
+    model = AutoModelForCausalLM.from_config(tiny_config(family))
+    assert any(mixers.kind_of(module) is not None for module in model.modules()) and not said
 
 
 # --- delta nets and state spaces in a packed model ------------------------------------------------------------------

@@ -245,6 +245,37 @@ def test_state_space(sizes: tuple[int, ...], dtype: torch.dtype, level: str) -> 
     torch.testing.assert_close(mixer_ops.mamba2_step(*again), found, rtol=rtol, atol=rtol)
 
 
+def test_tokens_that_are_one(level: str) -> None:
+    """Expanded over tokens, or over the batch; rows that lie on others."""
+    for x in (draw(2, 1, 5).expand(2, 3, 5), draw(1, 3, 5).expand(2, 3, 5), draw(1, 1, 5).expand(2, 3, 5),
+              draw(40).as_strided((2, 3, 5), (9, 3, 1)), draw(2, 3, 1).expand(2, 3, 5)):  # fmt: skip
+        other = x.contiguous()
+        assert torch.equal(ops.gated_rms_norm(other, x, draw(5), 1e-5), ops.gated_rms_norm(other, other, draw(5), 1e-5))
+        given = draw(5, 2), None, True
+        assert torch.equal(*(ops.causal_conv(part.transpose(1, 2), *given) for part in (x, other)))
+        scans = []
+        for part in (x, other):
+            space, state = given_of_scan(), draw(2, 5, 6, 4)
+            space[1] = part
+            scans.append((ops.mamba2_scan(*space, None, None, state, 0.0, INF), state))
+        assert all(map(torch.equal, *scans))
+
+
+def given_of_scan() -> list[Tensor]:
+    return [draw(2, 3, 5, 6), draw(2, 3, 5), -draw(5).exp(), draw(2, 3, 1, 4), draw(2, 3, 1, 4)]
+
+
+def test_a_step_that_is_refused_moves_nothing(level: str) -> None:
+    for place, change in ((5, lambda x: x[:3]), (6, lambda x: x[:3]), (7, lambda x: x[:3]), (10, lambda x: 5),
+                          (2, lambda x: x.transpose(2, 3).contiguous().transpose(2, 3))):  # fmt: skip
+        arguments = state_space(2, 2, 4, 6, 5)
+        arguments[place] = change(arguments[place])
+        before = [arguments[i].clone() for i in (1, 2)]
+        with pytest.raises(RuntimeError, match="mamba2_step"):
+            ops.mamba2_step(*arguments)
+        assert all(torch.equal(arguments[i], x) for i, x in zip((1, 2), before, strict=True))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_numbers_that_do_not_depend_on_threads_and_strides(op: str, level: str) -> None:
     threads, results = torch.get_num_threads(), []

@@ -14,12 +14,12 @@ namespace ptq {
 class FlushedSubnormals {
   public:
 #if defined(__x86_64__)
-    FlushedSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+    FlushedSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | flush_to_zero | denormals_are_zero); }
     ~FlushedSubnormals() { _mm_setcsr(before_); }
 #elif defined(__aarch64__)
     FlushedSubnormals() {
         asm volatile("mrs %0, fpcr" : "=r"(before_));
-        asm volatile("msr fpcr, %0" : : "r"(before_ | uint64_t{1} << 24));
+        asm volatile("msr fpcr, %0" : : "r"(before_ | flush_to_zero));
     }
     ~FlushedSubnormals() { asm volatile("msr fpcr, %0" : : "r"(before_)); }
 #else
@@ -30,8 +30,10 @@ class FlushedSubnormals {
 
   private:
 #if defined(__x86_64__)
+    static constexpr unsigned flush_to_zero = 0x8000, denormals_are_zero = 0x40;  // of MXCSR
     unsigned before_;
 #else
+    static constexpr uint64_t flush_to_zero = uint64_t{1} << 24;  // of FPCR
     uint64_t before_ = 0;
 #endif
 };

@@ -22,8 +22,8 @@ enum Norm { before_attention, before_mlp, of_queries, of_keys, after_attention, 
 enum Site { to_mixer, inside, to_o, to_gate_up, to_down, site_count };
 // With which role each site starts. Attention: q, k, v; o; gate, up; down. A delta net: what goes through the
 // convolution, and the gate of its norm; o; gate, up; down. A state space: all that it has of the input; o; gate, up;
-// down. Latent attention: queries and latent vectors, or what makes
-// queries of low rank, and latent vectors, with those queries inside; o; gate, up; down.
+// down. Latent attention: queries and latent vectors, or what makes queries of low rank, and latent vectors, with those
+// queries inside; o; gate, up; down.
 using Roles = std::array<size_t, site_count + 1>;
 constexpr Roles of_attention{0, 3, 3, 4, 6, 7}, of_two{0, 2, 2, 3, 5, 6}, of_low_rank{0, 2, 3, 4, 6, 7},
     of_one{0, 1, 1, 2, 4, 5};

@@ -36,14 +36,14 @@ inline Rows rows_of(const Tensor& x, int64_t inner) {
     int64_t width = 1, at = x.dim() - 1;
     bool fits = true;
     for (; at >= x.dim() - inner; width *= x.size(at--)) fits = fits && (x.size(at) == 1 || x.stride(at) == width);
-    int64_t apart = 0, step = 0;
+    int64_t apart = -1, step = 0;
     for (; at >= 0; at--) {
         if (x.size(at) == 1) continue;
-        if (!apart) apart = step = x.stride(at);
+        if (apart < 0) apart = step = x.stride(at);
         fits = fits && x.stride(at) == step;
         step *= x.size(at);
     }
-    if (fits && (apart >= width || !apart)) return {x, apart};
+    if (fits) return {x, std::max(apart, int64_t{0})};
     return {compact(x), width};
 }
 

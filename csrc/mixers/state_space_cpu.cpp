@@ -43,9 +43,15 @@ Tensor mamba2_step(const Tensor& product, const Tensor& conv_state, const Tensor
     const int64_t groups = n > 0 ? both / (2 * n) : 0;
     STD_TORCH_CHECK(groups > 0 && both == 2 * groups * n && product.size(2) == width + channels + heads,
                     "mamba2_step: ", product.size(2), " rows and ", channels, " channels do not fit this state");
-    const ScalarType rates = space.a_log.scalar_type();
-    STD_TORCH_CHECK(rates == ScalarType::Float || rates == ScalarType::BFloat16,
-                    "mamba2_step: a_log must be float32 or bfloat16");
+    for (const Tensor* each : {&space.a_log, &space.skip, &space.dt_bias}) {
+        const ScalarType found = each->scalar_type();
+        STD_TORCH_CHECK(found == ScalarType::Float || found == ScalarType::BFloat16,
+                        "mamba2_step: a_log, D and dt_bias must be float32 or bfloat16");
+        check_tensor("mamba2_step", "a_log, D or dt_bias", *each, found, {heads});
+    }
+    check_tensor("mamba2_step", "state", state, ScalarType::Float, {rows, heads, d, n});
+    STD_TORCH_CHECK(state.is_contiguous() && space.norm_groups > 0 && width % space.norm_groups == 0,
+                    "mamba2_step: expected a contiguous state, and groups of the norm that divide ", width);
     check_tensor("mamba2_step", "gain", space.gain, product.scalar_type(), {width});
     const Tensor in = compact(product);
     const auto part = [&](const Tensor& of, int64_t from, int64_t count, int64_t size) {

@@ -53,8 +53,8 @@ class Net(NamedTuple):
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
-    inside = [module._modules[name] for name in (*PLAIN, NORM, CONV)]
-    if any(map(is_heard, inside)) or not all(is_ours(vars(part).get("forward")) for part in inside):
+    inside = [module._modules.get(name) for name in (*PLAIN, NORM, CONV)]
+    if any(part is None or is_heard(part) or not is_ours(vars(part).get("forward")) for part in inside):
         return None
     net, x = net_of(module), hidden_states
     states = None if net is None else states_of([module], x, net.floats(), **others)
@@ -74,7 +74,8 @@ def linears_of(module: nn.Module) -> list[Any]:
 
 def net_of(module: nn.Module) -> Net | None:
     """The parts of a module; None where one is of another kind now."""
-    linears, conv, norm = [module._modules.get(name) for name in PLAIN], module._modules[CONV], module._modules[NORM]
+    linears = [module._modules.get(name) for name in PLAIN]
+    conv, norm = module._modules.get(CONV), module._modules.get(NORM)
     if conv is None or norm is None or not all(map(_is_plain, linears)):
         return None
     if any(hasattr(part, "_hf_hook") for part in (conv, norm, *linears)):

@@ -80,11 +80,11 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
 def with_turns(
     attentions: Sequence[tuple[Any, Kind]], x: Float[Tensor, "b t k"], others: dict[str, Any]
 ) -> dict[str, Any]:
-    """What attention is called with besides x, with a cos and sin that turn nothing where there are none, and all of
-    the modules may be called so."""
-    widths = {module.head_dim for module, _ in attentions}
-    known = len(widths) == 1 and all(kind.unturned for _, kind in attentions)
-    if others.get("position_embeddings") is not None or not known:
+    """What attention is called with besides x; for decoded tokens with a cos and sin that turn nothing where there are
+    none, and all of the modules may be called so."""
+    given, widths = others.get("position_embeddings"), {module.head_dim for module, _ in attentions}
+    known = len(widths) == 1 and all(kind.unturned for _, kind in attentions) and not torch.compiler.is_compiling()
+    if given is not None or not known or not decoding.are_decoded(x.shape[1], others.get("attention_mask")):
         return others
     return others | {"position_embeddings": decoding.no_turns(x.shape[1], *widths, x.dtype, x.device)}
 

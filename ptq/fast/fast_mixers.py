@@ -2,8 +2,8 @@
 token one for all of them (`ptq.fast.delta_net`).
 
 No family is named. A mixer is known by functions that its forward calls (`STEPS`), or is a gated norm; each is tried on
-random numbers first, and where the reference of `ptq.ops.mixer_ops` gives other numbers (up to rounding), it is left
-alone. The state is moved on in place, as the cache does it with what it is given.
+random numbers first, and where an op of `ptq.ops.mixer_ops` gives other numbers (up to rounding), it is left alone. The
+state is moved on in place, as the cache does it with what it is given.
 """
 
 import functools
@@ -17,27 +17,33 @@ from ptq.fast.mixer_steps import STEPS, Step, step_for
 from ptq.fast.trials import innermost, with_globals
 from ptq.fast.watched import InPlace
 
+Kind = delta_net.Kind | state_space.Kind
+
 
 def forward_of(module: nn.Module) -> Step | None:
     """The faster forward of a mixer or a gated norm; None for any other module."""
     norm = gated_norm.kind_of(module)
     if norm is not None:
         return InPlace(gated_norm.forward, module, norm)
-    own = type(module).forward
-    return None if _with_steps(own) is None else InPlace(_mixer_forward, module)
+    if _with_steps(type(module).forward) is None:
+        return None
+    kind = delta_net.kind_of(module) or state_space.kind_of(module)
+    return InPlace(_mixer_forward, module, kind)
 
 
-def _mixer_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _mixer_forward(module: nn.Module, kind: Kind | None, *args: Any, **kwargs: Any) -> Any:
     own = type(module).forward
     if torch.compiler.is_compiling():
         return own(module, *args, **kwargs)
-    if len(args) == 1:
-        args, kwargs = (), {"hidden_states": args[0], **kwargs}
-    found = None
-    for mixer in () if args else (delta_net, state_space):
-        kind = mixer.kind_of(module) if found is None else None
-        found = found if kind is None else mixer.decoded(module, kind, **kwargs)
-    return (_with_steps(own) or own)(module, *args, **kwargs) if found is None else found
+    if kind is not None and len(args) < 2:
+        given = {"hidden_states": args[0], **kwargs} if args else kwargs
+        if isinstance(kind, delta_net.Kind):
+            found = delta_net.decoded(module, kind, **given)
+        else:
+            found = state_space.decoded(module, kind, **given)
+        if found is not None:
+            return found
+    return (_with_steps(own) or own)(module, *args, **kwargs)
 
 
 @functools.cache

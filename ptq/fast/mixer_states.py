@@ -1,5 +1,6 @@
 """The states of a mixer in a cache of transformers, and the trial of an op that moves them on in one call."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from ptq.fast.trials import MISFIT, hollow, is_close
+from ptq.fast.trials import MISFIT, hollow, innermost, is_close, with_globals
 from ptq.kv.attention import CACHE
 from ptq.kv.kv_side import is_frozen
 from ptq.ops.matmul import cpu_ops_serve
@@ -69,19 +70,28 @@ def gives_its_numbers(
         channels, _, width = alone.conv1d.weight.shape
         x = torch.randn(2, 1, HIDDEN, generator=generator)
         before = torch.randn(2, channels, 7, generator=generator), torch.randn(2, *state, generator=generator)
-        results = []
+        results, forward = [], _without_hints(type(module).forward)
         for own in (True, False):
             cache = DynamicCache()
             cache.layers.append(LinearAttentionLayer())
             cache.update_conv_state(before[0].clone(), 0, conv_kernel_size=width)
             cache.update_recurrent_state(before[1].clone(), 0)
             given = {CACHE: cache, "attention_mask": None}
-            y = type(module).forward(alone, hidden_states=x, **given) if own else decoded(alone, *kind, x, **given)
+            y = forward(alone, hidden_states=x, **given) if own else decoded(alone, *kind, x, **given)
             layer = cache.layers[0]
             results.append((y, layer.conv_states[0], layer.recurrent_states[0]))  # pyright: ignore
     except MISFIT:
         return False
     return all(map(is_close, *results))
+
+
+def _without_hints(forward: Any) -> Any:
+    """A forward whose steps do not say that another package has faster ones: those of decoded tokens are ours."""
+    inner = innermost(forward)
+    if inner is None:
+        return forward
+    steps = {name: inner.__globals__.get(name) for name in inner.__code__.co_names}
+    return with_globals(forward, {name: inspect.unwrap(step) for name, step in steps.items() if callable(step)})
 
 
 def _small_copy(module: Any, output: str, generator: torch.Generator) -> Any:

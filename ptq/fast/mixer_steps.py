@@ -177,13 +177,13 @@ def _state_update(own: Step) -> Step:
         each = [(dt, 2), (A, 1), (A, 2), *((x, 1) for x in (D, dt_bias) if x is not None)]
         of_heads = all(x.stride(i) == 0 or x.shape[i] == 1 for x, i in each)
         known = of_heads and dt_softplus and state.is_contiguous() and hidden_states.numel() > 0
-        if not (known and cpu_ops_serve(A, state) and _serve_scan((hidden_states, dt, B, C), (D, dt_bias))):
+        if not (known and _serve_scan((A, state), (hidden_states, dt, B, C), (D, dt_bias))):
             return own(state, hidden_states, dt, A, B, C, D, dt_bias, dt_softplus, z, **others)
         skip, bias = (None if x is None else x[:, 0] for x in (D, dt_bias))
         token = hidden_states[:, None], dt[:, None, :, 0], A[:, 0, 0], B[:, None], C[:, None]
         y = torch.ops.ptq.mamba2_scan.default(*token, skip, bias, state, 0.0, float("inf"))[:, 0]
         y = y.to(hidden_states.dtype)
-        return y if z is None else y * torch.nn.functional.silu(z)
+        return y if z is None else (y * torch.nn.functional.silu(z)).to(y.dtype)
 
     return step
 
@@ -205,8 +205,8 @@ def _chunk_scan(own: Step) -> Step:
         **others: Any,
     ) -> Any:
         known = dt_softplus and hidden_states.numel() > 0 and others.get("z") is None and not _apart(others)
-        states = () if initial_states is None else (initial_states,)
-        if not (known and cpu_ops_serve(A, *states) and _serve_scan((hidden_states, dt, B, C), (D, dt_bias))):
+        singles = (A,) if initial_states is None else (A, initial_states)
+        if not (known and _serve_scan(singles, (hidden_states, dt, B, C), (D, dt_bias))):
             named = dict(D=D, dt_bias=dt_bias, initial_states=initial_states, dt_softplus=dt_softplus)
             named |= dict(dt_limit=dt_limit, return_final_states=return_final_states)
             return own(hidden_states, dt, A, B, C, chunk_size, **named, **others)
@@ -221,8 +221,12 @@ def _chunk_scan(own: Step) -> Step:
     return step
 
 
-def _serve_scan(of_tokens: tuple[Tensor, ...], of_heads: tuple[Tensor | None, ...]) -> bool:
-    return cpu_ops_serve(*of_tokens) and all(x is None or cpu_ops_serve(x) for x in of_heads)
+def _serve_scan(
+    singles: tuple[Tensor, ...], of_tokens: tuple[Tensor, ...], of_heads: tuple[Tensor | None, ...]
+) -> bool:
+    """Whether the op takes these: `singles` must be in float32, those of tokens of one dtype."""
+    served = cpu_ops_serve(*singles) and singles[0].dtype == torch.float32 and cpu_ops_serve(*of_tokens)
+    return served and all(x is None or cpu_ops_serve(x) for x in of_heads)
 
 
 def _updates(draw: Draw) -> Cases:

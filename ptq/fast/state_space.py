@@ -53,8 +53,8 @@ class Space(NamedTuple):
 
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
-    inside = [module._modules[name] for name in (NORM, CONV)]
-    if any(map(is_heard, inside)) or not all(is_ours(vars(part).get("forward")) for part in inside):
+    inside = [module._modules.get(name) for name in (NORM, CONV)]
+    if any(part is None or is_heard(part) or not is_ours(vars(part).get("forward")) for part in inside):
         return None
     space, x = space_of(module), hidden_states
     states = None if space is None else states_of([module], x, space.floats(), **others)
@@ -73,7 +73,7 @@ def linears_of(module: nn.Module) -> list[Any]:
 
 def space_of(module: nn.Module) -> Space | None:
     """The parts of a module; None where one is of another kind now."""
-    parts = [module._modules[name] for name in (CONV, NORM)]
+    parts = [module._modules.get(name) for name in (CONV, NORM)]
     if any(part is None or hasattr(part, "_hf_hook") for part in parts):  # which brings weights here for a call
         return None
     [conv, bias], [gain, _] = ([part._parameters.get(name) for name in ("weight", "bias")] for part in parts)  # pyright: ignore
@@ -88,10 +88,11 @@ def kind_of(module: nn.Module) -> Kind | None:
     if not module._modules.keys() >= INSIDE - {"act"} or not module._modules.keys() <= INSIDE:
         return None
     norm = module._modules[NORM]
-    kind = None if norm is None or module._parameters.keys() != {*VECTORS} else gated_norm.kind_of(norm)
-    if kind is None or not kind.before or space_of(module) is None:
+    found = None if norm is None or module._parameters.keys() != {*VECTORS} else gated_norm.kind_of(norm)
+    if found is None or not found.before or space_of(module) is None:
         return None
-    return Kind(kind.eps, kind.groups) if _gives_its_numbers(module, Kind(kind.eps, kind.groups)) else None
+    kind = Kind(found.eps, found.groups)
+    return kind if _gives_its_numbers(module, kind) else None
 
 
 @tried_once

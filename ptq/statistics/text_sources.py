@@ -51,8 +51,8 @@ def load(spec: str, tokenizer: Any, limit: int) -> str:
     """The text that a user named, as far as `limit` characters (of a .txt file bytes): documents, joined by an empty
     line.
 
-    `spec` is a .txt file, a .jsonl file, `wikitext2`, `c4`, or a hub dataset, streamed: `name`, `name:configuration` or
-    `name:configuration:split` (`train` unless named; the configuration may be empty). A row of these has a `text` or
+    `spec` is a .txt, .raw or .jsonl file, `wikitext2`, `c4`, or a hub dataset, streamed: `name`, `name:configuration`
+    or `name:configuration:split` (`train` unless named; the configuration may be empty). A row of these has a `text` or
     `content`, or `messages`, a chat, which the chat template of `tokenizer` writes out.
 
     Raises InputError (no such file, not UTF-8, bad line), RunError (the hub cannot be reached).
