@@ -7,27 +7,21 @@
 #include <cstdint>
 #include <memory>
 
-#include "common/subnormal.h"
 #include "common/units.h"
 
 namespace ptq {
 
 constexpr int64_t codes_of_thread = 1 << 16;  // of weights, or keys: a thread is worth waking for so many
 
-// Calls kernel(p, first, last) on parts of `units`; a thread is worth waking for about 32k elements.
-template <class Problem>
+struct Nothing {};
+
+// Calls kernel(p, first, last) on parts of `units`; a thread is worth waking for about 32k elements. A `Guard` lives in
+// each thread meanwhile, such as `FlushedSubnormals` for what decays.
+template <class Guard = Nothing, class Problem>
 void run(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units, int64_t unit_elements) {
     const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, unit_elements));
-    torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) { kernel(p, first, last); });
-}
-
-// The same with subnormal numbers taken for 0: for what decays.
-template <class Problem>
-void run_flushed(void (*kernel)(const Problem&, int64_t, int64_t), const Problem& p, int64_t units,
-                 int64_t unit_elements) {
-    const int64_t grain = std::max(int64_t{1}, (int64_t{1} << 15) / std::max(int64_t{1}, unit_elements));
     torch::stable::parallel_for(0, units, grain, [&](int64_t first, int64_t last) {
-        const FlushedSubnormals flushed;
+        [[maybe_unused]] const Guard guard{};
         kernel(p, first, last);
     });
 }

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "common/parallel.h"
+#include "common/subnormal.h"
 #include "common/tensors.h"
 #include "mixers/inputs.h"
 #include "mixers/kernels.h"
@@ -41,7 +42,7 @@ Tensor conv_step(const Tensor& x, const Tensor& state, const Tensor& weight, con
                  room,
                  width,
                  silu};
-    run_flushed(kernels().conv, p, b * ((c + 15) / 16), 32 * room);
+    run<FlushedSubnormals>(kernels().conv, p, b * ((c + 15) / 16), 32 * room);
     return out;
 }
 
@@ -75,7 +76,7 @@ Tensor gated_delta_rule(const Tensor& q, const Tensor& k, const Tensor& v, const
                   dk,
                   dv,
                   norm};
-    run_flushed(kernels().delta, p, b * heads, 2 * tokens * dk * dv);
+    run<FlushedSubnormals>(kernels().delta, p, b * heads, 2 * tokens * dk * dv);
     return out;
 }
 
@@ -95,7 +96,7 @@ Tensor gated_rms_norm(const Tensor& x, const Tensor& gate, const Tensor& gain, d
     const GatedNorm p{
         type, other,  in.const_data_ptr(),     by.data(), g.const_data_ptr(), out.mutable_data_ptr(), by.apart,
         k,    groups, static_cast<float>(eps), before};
-    run_flushed(kernels().norm, p, k ? x.numel() / k : 0, 4 * k);
+    run<FlushedSubnormals>(kernels().norm, p, k ? x.numel() / k : 0, 4 * k);
     return out;
 }
 

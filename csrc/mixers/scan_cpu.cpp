@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "common/parallel.h"
+#include "common/subnormal.h"
 #include "common/tensors.h"
 #include "mixers/inputs.h"
 #include "mixers/kernels.h"
@@ -53,7 +54,7 @@ Tensor causal_conv(const Tensor& x, const Tensor& weight, const std::optional<Te
                    c,
                    weight.size(1),
                    silu};
-    run_flushed(kernels().window, p, b * tokens, 8 * c);
+    run<FlushedSubnormals>(kernels().window, p, b * tokens, 8 * c);
     return seen_as(out, {b, c, tokens}, {tokens * c, 1, c}, 0);
 }
 
@@ -107,7 +108,7 @@ Tensor mamba2_scan(const Tensor& x, const Tensor& dt, const Tensor& a, const Ten
                  n,
                  static_cast<float>(low),
                  static_cast<float>(high)};
-    run_flushed(kernels().scan, p, batch * heads, tokens * d * n);
+    run<FlushedSubnormals>(kernels().scan, p, batch * heads, tokens * d * n);
     return out;
 }
 

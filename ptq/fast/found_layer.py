@@ -33,6 +33,7 @@ NO_NORM = (1.0, 0.0, False)
 
 MIXERS = (fast_attention, latent_attention, delta_net, state_space)
 Recurrent = delta_net.Kind | state_space.Kind
+Parts = delta_net.Net | state_space.Space
 Kind = fast_attention.Kind | latent_attention.Kind | Recurrent
 
 
@@ -107,7 +108,8 @@ def _layer(
     transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, sites)
     dtype = next((gain.dtype for gain in normed["gains"] if gain is not NONE), torch.float32)
     expansion = expansions.held(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
-    special = _special(mixer, kind, expansion)
+    recurrent = _parts_of(mixer, kind) if isinstance(kind, Recurrent) else None
+    special = _special(mixer, kind, expansion, recurrent)
     if transforms is None or op is None or special is None:
         return None
     biases = [linear._parameters["bias"] for linear in linears]
@@ -117,7 +119,6 @@ def _layer(
     handles, of_router = ([], []) if moe is None else ([moe.handle], moe.floats())
     held = HeldLayer(**normed, biases=full, **transforms, gelu=gelu, rows=rows, moe=handles, **special)
     handle = make(*held, *weights)
-    recurrent = parts_of(mixer, kind) if isinstance(kind, Recurrent) else None
     net, vectors = ((), ()) if recurrent is None else (recurrent.floats(), recurrent.vectors())
     floats = tuple(x for x in (*normed["gains"], *given, *of_router, *net, *special["latent"]) if x is not NONE)
     signs = tuple(
@@ -128,7 +129,7 @@ def _layer(
     return Layer(handle, whole, moe, mixer, kind, expansion, heads, floats, vectors, signs, tuple(map(version, signs)))
 
 
-def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None) -> dict[str, Any] | None:
+def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent: Parts | None) -> dict[str, Any] | None:
     """The fields of mixers of one kind alone; None where a part of that is of another kind now."""
     fields: dict[str, Any] = dict(
         gated=0, recurrent=[], recurrent_eps=0.0, norm_groups=0, latent=[], turning=0, sinks=[]
@@ -138,12 +139,14 @@ def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None) -> dict[st
         return fields | dict(gated=mixer.head_dim if kind.gated else 0, sinks=sinks)
     if isinstance(kind, latent_attention.Kind):
         return None if expansion is None else fields | dict(latent=[*expansion.numbers], turning=kind.turning)
-    parts, groups = parts_of(mixer, kind), kind.groups if isinstance(kind, state_space.Kind) else 0
-    held = dict(recurrent=[NONE if x is None else x for x in parts or ()], recurrent_eps=kind.eps, norm_groups=groups)
-    return None if parts is None else fields | held
+    if recurrent is None:
+        return None
+    groups = kind.groups if isinstance(kind, state_space.Kind) else 0
+    held = [NONE if x is None else x for x in recurrent]
+    return fields | dict(recurrent=held, recurrent_eps=kind.eps, norm_groups=groups)
 
 
-def parts_of(mixer: Any, kind: Recurrent) -> delta_net.Net | state_space.Space | None:
+def _parts_of(mixer: Any, kind: Recurrent) -> Parts | None:
     """What a recurrent mixer has besides its packed linears; None where that is of another kind now."""
     return state_space.space_of(mixer) if isinstance(kind, state_space.Kind) else delta_net.net_of(mixer)
 
