@@ -58,6 +58,8 @@ def fp6(
         int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8; 16 leaves them alone.")
     ] = 16,
     embedding_bits: cli.EmbeddingBits = 16,
+    finetune: cli.Finetune = "none",
+    finetune_epochs: cli.FinetuneEpochs = 5,
     calibration: cli.Calibration = None,
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
@@ -78,7 +80,8 @@ def fp6(
 
     recipe = Fp6Recipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        gptaq_alpha=gptaq_alpha, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
+        gptaq_alpha=gptaq_alpha, finetune=finetune, finetune_epochs=finetune_epochs, seed=seed,
+        embedding_bits=embedding_bits, skip=tuple(skip or ()),
         widths=tuple(element_for or ()), element=element, group_size=group_size, scale=scale,
         scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from ptq.errors import InputError
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops.activations import Activation
+from ptq.planning.finetuning import finetuned
 from ptq.planning.outline import Tensors, chosen, outline
 from ptq.planning.plan import LinearPlan, Plan, check_groups
 from ptq.planning.rotations import rotated
@@ -80,4 +81,4 @@ def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors)
         check_groups(linear, made, format.group_size)
         return replace(linear, activation=activation, format=format)
 
-    return replace(made, linears=chosen(made, recipe, tensors, rounded))
+    return finetuned(replace(made, linears=chosen(made, recipe, tensors, rounded)), shape, recipe)

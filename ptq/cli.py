@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -85,6 +85,18 @@ GptaqAlpha = Annotated[
         "closer to the original than 0, and takes longer. Not for linears of experts."
     ),
 ]
+Finetune = Annotated[
+    Literal["none", "blocks", "full"],
+    typer.Option(
+        help="Training after rounding. blocks: within each block, what is not rounded yet, the norms, and the scales "
+        "(quarot, fp6) or sign vectors (quip-sharp) of what is rounded are trained to give the original block's "
+        "output; full: after that these and the head are trained to give the original model's logits. Needs "
+        "calibration text. Not for models with experts."
+    ),
+]
+FinetuneEpochs = Annotated[
+    int, typer.Option(help="Passes over the text, at most: in each turn of a block, and with the whole model.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]
@@ -148,6 +160,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     """What every method's command ends in."""
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
         refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
+    if recipe.finetune == "none":
+        refuse_idle(recipe, "without --finetune blocks or full", finetune_epochs="--finetune-epochs")
     if show_plan:
         if is_first_process():
             _show_plan(model, out, recipe, options)

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal, cast
 from ptq.errors import InputError
 
 Rounding = Literal["nearest", "gptq", "ldlq"]
+Finetune = Literal["none", "blocks", "full"]
+"""`blocks`: each block after its own original; `full`: after that the whole model after the original's logits."""
 KINDS: dict[Any, tuple[tuple[type, ...], str]] = {
     int: ((int,), "an integer"),
     int | None: ((int, type(None)), "an integer"),
@@ -30,7 +32,7 @@ class Recipe:
     """What is typed for `widths`."""
     known_widths: ClassVar[tuple[str, ...]]
     """What may stand behind the = there."""
-    younger: ClassVar[tuple[str, ...]] = ("widths", "gptaq_alpha")
+    younger: ClassVar[tuple[str, ...]] = ("widths", "gptaq_alpha", "finetune", "finetune_epochs")
     """Options that older recipes lack: where they are left at their defaults, `as_dict` is without them."""
 
     rounding: Rounding = "gptq"
@@ -48,6 +50,10 @@ class Recipe:
     gptaq_alpha: float = 0.0
     """Share of what earlier rounding did to the input of a linear that its weight makes up for before it is rounded
     (GPTAQ's alpha, `ptq.statistics.inputs`); 0: none. Not for linears of experts."""
+    finetune: Finetune = "none"
+    """What is trained around the codes: see `ptq.pipeline.finetune`."""
+    finetune_epochs: int = 5
+    """Most passes over the calibration rows: in a turn of a block, and with the whole model."""
     seed: int = 0
     embedding_bits: int = 16
     """Bits of the embedding and the head, which are rounded to the nearest integers; 16 leaves them alone."""
@@ -93,6 +99,17 @@ class Recipe:
             raise InputError(f"damping must be above 0 and below 1, found {self.damping}")
         if not 0 <= self.gptaq_alpha <= 1:
             raise InputError(f"the alpha of GPTAQ must be 0 to 1, found {self.gptaq_alpha}")
+        self._check_finetuning()
+
+    def _check_finetuning(self) -> None:
+        if self.finetune not in ("none", "blocks", "full"):
+            raise InputError(f"finetune must be none, blocks or full, found {self.finetune!r}")
+        if self.finetune_epochs < 1:
+            raise InputError(f"finetune epochs must be at least 1, found {self.finetune_epochs}")
+        if self.finetune != "none" and self.gptaq_alpha:
+            raise InputError(
+                "--gptaq-alpha: fine-tuning makes up for what earlier rounding did, better; leave one of them out"
+            )
 
     def _check_widths(self) -> None:
         for entry in self.widths:

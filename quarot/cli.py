@@ -73,6 +73,8 @@ def quarot(
         int, typer.Option(help="Tokens at the start whose keys and values are not quantised: attention sinks.")
     ] = 0,
     embedding_bits: cli.EmbeddingBits = 16,
+    finetune: cli.Finetune = "none",
+    finetune_epochs: cli.FinetuneEpochs = 5,
     calibration: cli.Calibration = None,
     samples: cli.Samples = 128,
     sequence_length: cli.SequenceLength = None,
@@ -94,7 +96,8 @@ def quarot(
     keys, values = _cache_bits(kv_bits, key_bits, value_bits)
     recipe = QuarotRecipe(
         rounding=rounding, calibration=calibration, samples=samples, sequence_length=sequence_length, damping=damping,
-        gptaq_alpha=gptaq_alpha, seed=seed, embedding_bits=embedding_bits, skip=tuple(skip or ()),
+        gptaq_alpha=gptaq_alpha, finetune=finetune, finetune_epochs=finetune_epochs, seed=seed,
+        embedding_bits=embedding_bits, skip=tuple(skip or ()),
         widths=tuple(bits_for or ()), weight_bits=weight_bits, group_size=group_size, symmetric=symmetric,
         scale=scale, rotate=rotate, online=online, activation_bits=activation_bits,
         activation_clip=_clip(activation_clip), key_bits=keys, value_bits=values, cache_clip=kv_clip,

@@ -17,6 +17,7 @@ from jaxtyping import Float32, Int16, UInt8
 from torch import Tensor
 
 from ptq.errors import InputError
+from ptq.weights.grouped import loaded_scale, stored_scale
 
 Scale = Literal["bfloat16", "integer"]
 Stored = Int16[Tensor, "n _"] | UInt8[Tensor, "n _"]
@@ -85,7 +86,7 @@ def _fit(w: Float32[Tensor, "n k"], scale: Float32[Tensor, "n g"], bits: int) ->
 def encode(scale: Float32[Tensor, "n g"], kind: str) -> Stored:
     """Stored scales. Raises InputError where these are not of that kind."""
     if kind == "bfloat16":
-        stored = scale.bfloat16().view(torch.int16)
+        stored = stored_scale(scale)
     else:
         step = step_of(scale)
         exponent = (torch.frexp(step).exponent - 1 + BIAS).clamp(0, 255)
@@ -105,11 +106,11 @@ def decode(scale: UInt8[Tensor, "n _"]) -> tuple[Float32[Tensor, "n 1"], Float32
 def numbers(scale: Stored) -> Float32[Tensor, "n _g"]:
     """Scales as numbers."""
     if scale.dtype == torch.int16:
-        return scale.view(torch.bfloat16).float()
+        return loaded_scale(scale)
     step, multiples = decode(scale)
     return multiples * step
 
 
 def words(scale: Stored) -> Int16[Tensor, "n _g"]:
     """Scales as bits of bfloat16, which has room for all multiples of a power of two."""
-    return scale if scale.dtype == torch.int16 else numbers(scale).bfloat16().view(torch.int16)
+    return scale if scale.dtype == torch.int16 else stored_scale(numbers(scale))

@@ -8,6 +8,7 @@ from ptq.kv.kv_cache import CacheQuantization, key_rotation
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops.activations import Activation
+from ptq.planning.finetuning import finetuned
 from ptq.planning.outline import Tensors, chosen, input_name, outline
 from ptq.planning.plan import LinearPlan, Plan, check_groups
 from ptq.planning.rotations import keys_balanced, rotated
@@ -113,7 +114,8 @@ def plan(shape: ModelShape, family: Family, recipe: QuarotRecipe, tensors: Tenso
         grid = {"bits": bits, "group_size": recipe.group_size, "symmetric": recipe.symmetric, "scale": scale}
         return replace(linear, activation=activation, format=formats.get("quarot/integer", **grid))
 
-    return replace(made, linears=chosen(made, recipe, tensors, rounded), cache=_cache(shape, recipe))
+    made = replace(made, linears=chosen(made, recipe, tensors, rounded), cache=_cache(shape, recipe))
+    return finetuned(made, shape, recipe)
 
 
 def _cache(shape: ModelShape, recipe: QuarotRecipe) -> CacheQuantization | None:

@@ -7,16 +7,6 @@ import typer
 from ptq import cli
 from ptq.recipe import RunOptions
 
-Finetune = Annotated[
-    Literal["none", "blocks", "full"],
-    typer.Option(
-        help="Training after rounding. blocks: within each block, what is not rounded yet, the norms and the sign "
-        "vectors are trained to give the original block's output; full: after that the norms, the sign vectors and "
-        "the head are trained to give the original model's logits. Needs calibration text. Not for models with "
-        "experts."
-    ),
-]
-
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this method."""
@@ -28,10 +18,8 @@ def quip_sharp(
     out: cli.Out,
     bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3 or 4.")] = 2,
     rounding: Annotated[Literal["nearest", "ldlq"], typer.Option(help="ldlq needs calibration text.")] = "ldlq",
-    finetune: Finetune = "none",
-    finetune_epochs: Annotated[
-        int, typer.Option(help="Passes over the text, at most: in each turn of a block, and with the whole model.")
-    ] = 5,
+    finetune: cli.Finetune = "none",
+    finetune_epochs: cli.FinetuneEpochs = 5,
     rotate: Annotated[
         bool,
         typer.Option(
@@ -73,6 +61,4 @@ def quip_sharp(
         cli.refuse_idle(
             recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping", sweeps="--sweeps"
         )
-    if finetune == "none":
-        cli.refuse_idle(recipe, "without --finetune blocks or full", finetune_epochs="--finetune-epochs")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

@@ -14,8 +14,9 @@ from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
 from ptq.ops.activations import Activation
+from ptq.planning.finetuning import finetuned
 from ptq.planning.outline import Tensors, chosen, outline
-from ptq.planning.plan import Finetune, LinearPlan, Plan, Rotation
+from ptq.planning.plan import LinearPlan, Plan, Rotation
 from ptq.planning.rotations import block_notes, mlp_widths
 from ptq.recipe import Recipe, Rounding
 from ptq.weights import formats
@@ -27,6 +28,7 @@ class QuipSharpRecipe(Recipe):
 
     method: ClassVar[str] = "quip_sharp"
     known_widths: ClassVar[tuple[str, ...]] = ("2", "3", "4")
+    younger: ClassVar[tuple[str, ...]] = ("widths", "gptaq_alpha")  # those of old could be fine-tuned
 
     rounding: Rounding = "ldlq"
     sweeps: int = 4
@@ -36,8 +38,6 @@ class QuipSharpRecipe(Recipe):
     activation_bits: int = 8
     """Bits of the inputs of the quantised linears after their transform, per token; 16 leaves them alone. The points
     of the lattice are integers too, so at 8 bits products are exact (docs/math.md)."""
-    finetune: Finetune = "none"
-    finetune_epochs: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,14 +45,6 @@ class QuipSharpRecipe(Recipe):
             raise InputError(f"bits must be 2, 3 or 4, found {self.bits}")
         if self.activation_bits not in (8, 16):
             raise InputError(f"activation bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
-        if self.finetune not in ("none", "blocks", "full"):
-            raise InputError(f"finetune must be none, blocks or full, found {self.finetune!r}")
-        if self.finetune_epochs < 1:
-            raise InputError(f"finetune epochs must be at least 1, found {self.finetune_epochs}")
-        if self.finetune != "none" and self.gptaq_alpha:
-            raise InputError(
-                "--gptaq-alpha: fine-tuning makes up for what earlier rounding did, better; leave one of them out"
-            )
         if self.finetune != "none" and not self.rotate:
             raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs --rotate")
 
@@ -61,17 +53,14 @@ def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Te
     """The plan of a model with these tensors."""
     made = outline(recipe.method, shape, family, tensors)
     linears = chosen(made, recipe, tensors, lambda linear: _rounded(linear, recipe))
-    if recipe.finetune != "none":
-        _check_finetuning(shape, linears)
     rotations = [side for linear in linears for side in (linear.input, linear.output) if side is not None]
-    return replace(
+    made = replace(
         made,
         linears=linears,
         signs={rotation.signs: rotation.size for rotation in rotations if rotation.signs is not None},
-        finetune=recipe.finetune,
-        finetune_epochs=recipe.finetune_epochs,
         notes=(*made.notes, *(block_notes(_widths(shape, linears)) if recipe.rotate else ())),
     )
+    return finetuned(made, shape, recipe)
 
 
 def _rounded(linear: LinearPlan, recipe: QuipSharpRecipe) -> LinearPlan:
@@ -87,19 +76,6 @@ def _rounded(linear: LinearPlan, recipe: QuipSharpRecipe) -> LinearPlan:
     return replace(
         linear, input=su, output=sv, online=su, online_output=sv, even_rows=True, activation=activation, format=format
     )
-
-
-def _check_finetuning(shape: ModelShape, linears: tuple[LinearPlan, ...]) -> None:
-    """Raise InputError for a model that cannot be fine-tuned."""
-    if any(linear.expert is not None for linear in linears):
-        raise InputError("--finetune is not made for models with experts: leave it out, and quantise without")
-    if shape.layer_input or shape.without_keys:
-        raise InputError(
-            "--finetune is not made for models whose blocks share keys and values or have inputs of their own: leave "
-            "it out, and quantise without"
-        )
-    if not any(linear.format for linear in linears):
-        raise InputError("--skip leaves nothing that --finetune could train: leave one of them out")
 
 
 def _widths(shape: ModelShape, linears: tuple[LinearPlan, ...]) -> dict[str, int]:

@@ -14,8 +14,11 @@ from ptq.ops import activations, hadamard, matmul
 from ptq.ops.activations import Activation
 from ptq.pipeline import finetune
 from ptq.pipeline.finetune import Task, Values, fit
-from ptq.pipeline.trainable import Trained, TunedLinear
+from ptq.pipeline.trainable import Trained, TunedLinear, unscaled
 from ptq.weights import formats
+from ptq.weights.formats import Format, Parts
+from ptq.weights.grouped import SCALE, stored_scale
+from ptq.weights.rounding import nearest
 
 
 def silent(text: str, share: float) -> None:
@@ -98,19 +101,24 @@ def test_a_part_of_the_chunks_is_held_out() -> None:
 
 
 def layer(
-    bias: bool = True, activation: Activation | None = None, n: int = 12, k: int = 24
+    kind: str = "signs", bias: bool = True, activation: Activation | None = None, n: int = 12, k: int = 24
 ) -> tuple[TunedLinear, Values]:
-    """A layer in float64 with vectors that are no signs any more."""
+    """A layer in float64, as QuIP# has it, with vectors that are no signs any more, or as QuaRot has it, with scales of
+    groups of eight."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    online = Online(hadamard.construction(k), hadamard.construction(n), True, activation)
-    vectors = {INPUT_SIGNS: 1 + 0.1 * draw(k), OUTPUT_SIGNS: 1 + 0.1 * draw(n)} | ({"bias": draw(n)} if bias else {})
-    return TunedLinear(draw(n, k), online, bias), vectors
+    both = kind == "signs"
+    online = Online(hadamard.construction(k), hadamard.construction(n) if both else None, both, activation)
+    vectors = {INPUT_SIGNS: 1 + 0.1 * draw(k), OUTPUT_SIGNS: 1 + 0.1 * draw(n)} if both else {SCALE: draw(n, 3)}
+    vectors |= {"bias": draw(n)} if bias else {}
+    scale = None if both else torch.ones(n, 3, dtype=torch.float64)
+    return TunedLinear(draw(n, k), scale, online, bias), vectors
 
 
+@pytest.mark.parametrize("kind", ["signs", "scales"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradients_are_those_of_finite_differences(bias: bool) -> None:
-    module, vectors = layer(bias)
+def test_gradients_are_those_of_finite_differences(kind: str, bias: bool) -> None:
+    module, vectors = layer(kind, bias)
     x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
     names = list(vectors)
 
@@ -138,7 +146,7 @@ def test_the_rounding_of_the_input_has_the_gradient_of_the_identity() -> None:
 def test_it_computes_what_the_packed_layer_computes(activation: Activation | None) -> None:
     module, vectors = layer(activation=activation)
     vectors = {name: vector.half().float() if name != "bias" else vector.float() for name, vector in vectors.items()}
-    packed = QuantLinear(24, 12, True, formats.get("dense"), module_online(module))
+    packed = QuantLinear(24, 12, True, formats.get("dense"), module.online)
     stored = {name: stored_signs(vector) if name != "bias" else vector for name, vector in vectors.items()}
     packed.load_state_dict({"weight": packed.weight, "weight_dense": module.weight.float(), **stored})
     x = torch.randn(3, 7, 24, generator=torch.Generator().manual_seed(1))
@@ -146,8 +154,41 @@ def test_it_computes_what_the_packed_layer_computes(activation: Activation | Non
     torch.testing.assert_close(found, packed(x), atol=2e-5, rtol=1e-5)
 
 
-def module_online(module: TunedLinear) -> Online:
-    return Online(module.input, module.output, True, module.activation)
+def rounded(format: Format, n: int, k: int) -> Parts:
+    assert format.codebook is not None
+    return format.pack(nearest(torch.randn(n, k, generator=torch.Generator().manual_seed(0)), format.codebook))
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        formats.get("quarot/integer", bits=3, group_size=8),
+        formats.get("quarot/integer", bits=4, symmetric=False),
+        formats.get("fp6/minifloat", element="e2m1", group_size=8),
+        formats.get("fp6/minifloat", element="e2m3"),
+    ],
+    ids=str,
+)
+def test_scales_times_what_is_left_without_them_are_the_weight(format: Format) -> None:
+    parts = rounded(format, 12, 24)
+    module = TunedLinear(*unscaled(format, parts, 12, 24), Online(), False)
+    torch.testing.assert_close(module(torch.eye(24)).T, format.dequantize(parts, 12, 24), rtol=1e-6, atol=0)
+    assert torch.equal(stored_scale(module.get_parameter(SCALE)), parts["scale"]) and module.weight.abs().max() > 1
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        formats.get("quarot/integer", bits=3, group_size=8, scale="integer"),
+        formats.get("fp6/minifloat", scale="e8m0", group_size=8),
+        formats.get("quip_sharp/e8p", bits=2),
+    ],
+    ids=str,
+)
+def test_other_scales_stand_still(format: Format) -> None:
+    parts = rounded(format, 16, 24)
+    weight, scale = unscaled(format, parts, 16, 24)
+    assert scale is None and torch.equal(weight, format.dequantize(parts, 16, 24))
 
 
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 1, 2)])

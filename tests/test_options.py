@@ -124,6 +124,23 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
         (["quip-sharp", "demo", "{tmp}/out", "--finetune", "full", "--gptaq-alpha", "0.25"], "leave one of them out"),
+        (["fp6", "demo", "{tmp}/out", "--finetune-epochs", "9"], "--finetune-epochs does nothing without"),
+        (["fp6", "demo", "{tmp}/out", "--finetune", "full", "--element", "auto"], "not go with --element auto"),
+        (
+            [
+                "quarot",
+                "demo",
+                "{tmp}/out",
+                "--finetune",
+                "full",
+                "--activation-bits",
+                "8",
+                "--activation-clip",
+                "search",
+            ],
+            "does not go with --activation-clip search",
+        ),
+        (["quarot", "demo", "{tmp}/out", "--finetune", "full", "--bits", "16"], "16 bits leave none"),
         (
             ["quip-sharp", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--finetune", "full"],
             "or leave out --finetune",
@@ -157,7 +174,8 @@ def test_help_by_its_short_name() -> None:
 SHARED = ["--device", "--work", "--restart", "--plan", "--debug", "--seed"]
 METHOD = [
     *SHARED, "--rounding", "--rotate", "--no-rotate", "--calibration", "--samples", "--sequence-length", "--damping",
-    "--gptaq-alpha", "--skip", "--report", "--no-report", "--activation-bits", "--embedding-bits",
+    "--gptaq-alpha", "--finetune", "--finetune-epochs", "--skip", "--report", "--no-report", "--activation-bits",
+    "--embedding-bits",
 ]  # fmt: skip
 OPTIONS = {
     "quarot": [
@@ -165,7 +183,7 @@ OPTIONS = {
         "--activation-clip", "--kv-bits", "--key-bits", "--value-bits", "--kv-clip", "--kv-sinks", "--bits-for",
         "--scale",
     ],
-    "quip-sharp": [*METHOD, "--bits", "--bits-for", "--finetune", "--finetune-epochs", "--sweeps"],
+    "quip-sharp": [*METHOD, "--bits", "--bits-for", "--sweeps"],
     "fp6": [*METHOD, "--element", "--element-for", "--group-size", "--scale", "--scale-search"],
     "prepack": ["--target", "--debug"],
     "export": ["--gguf", "--debug"],

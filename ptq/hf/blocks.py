@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ptq.hf.spliced import FastLinear, NoPositions, Splice, model_around
-from ptq.kv.attention import attach
+from ptq.kv.attention import attach, straight_through
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
@@ -198,7 +198,8 @@ class PartialModel:
             module = self.model.get_submodule(parent)
             named = {name.removeprefix(f"{parent}."): tensor for name, tensor in named.items()}
         inputs = {"input_ids": ids} if hidden is None else {"inputs_embeds": hidden}
-        found = torch.func.functional_call(module, named, (), {**inputs, "use_cache": False})
+        with straight_through():
+            found = torch.func.functional_call(module, named, (), {**inputs, "use_cache": False})
         left = found.logits if head else self.splice.entered if hidden is None else self.splice.left
         assert left is not None
         self.splice.entered = self.splice.left = None  # they hold the graph

@@ -13,6 +13,9 @@ The same codes are seen on every way: a plain tensor goes through the ops that f
 
 import functools
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -41,6 +44,9 @@ SETTINGS = "ptq_cache_settings"
 """Attribute of the module that holds the blocks: its `CacheQuantization`."""
 SIGNATURE = "ptq_cache_signature"
 """The same: the `Signature` of the cache that it was given last. Working it out takes as long as a small layer."""
+
+STRAIGHT_THROUGH = ContextVar("STRAIGHT_THROUGH", default=False)
+"""Whether keys and values are differentiated as if they were not rounded."""
 
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
 """What forwards of transformers call the cache that they are given: the latter before 5.24."""
@@ -147,13 +153,14 @@ def forward(
     inputs = (query, *(key.new if isinstance(key, PackedStates) else (key, value)))
     if takes_forward_derivatives():
         refuse_forward_derivative(*inputs)
-    if wants_gradient(*inputs):
+    if wants_gradient(*inputs) and not STRAIGHT_THROUGH.get():
         with torch.no_grad():
             found, _ = forward(settings, module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return _NoGradient.apply(found, *inputs), None  # pyright: ignore[reportReturnType]
     query = rotate(query, settings)
     if not isinstance(key, PackedStates):
-        key, value = quantized(key, value, settings, attention_mask)
+        made = _straight if STRAIGHT_THROUGH.get() else quantized
+        key, value = made(key, value, settings, attention_mask)
     else:
         layer = key.layer
         if layer.packed and query.shape[2] <= MAX_DECODE and _is_simple(attention_mask, query.shape[2]):
@@ -161,6 +168,24 @@ def forward(
             return layer.attend(query, attention_mask, scale), None
         key, value = layer.read()
     return prefill_attention.forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+
+
+def _straight(
+    key: Float[Tensor, "b h t d"], value: Float[Tensor, "b h t d"], settings: CacheQuantization, mask: Tensor | None
+) -> tuple[Float[Tensor, "b h t d"], Float[Tensor, "b h t d"]]:
+    """`quantized`, with the gradients of what is rounded."""
+    plain, seen = (rotate(key, settings), value), quantized(key.detach(), value.detach(), settings, mask)
+    return seen[0] + (plain[0] - plain[0].detach()), seen[1] + (plain[1] - plain[1].detach())
+
+
+@contextmanager
+def straight_through() -> Iterator[None]:
+    """Inside, for training, the rounding of keys and values has the gradient of the identity."""
+    token = STRAIGHT_THROUGH.set(True)
+    try:
+        yield
+    finally:
+        STRAIGHT_THROUGH.reset(token)
 
 
 class _NoGradient(torch.autograd.Function):

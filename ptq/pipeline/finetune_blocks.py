@@ -5,10 +5,12 @@ share an input together, and after every turn whatever can still move follows th
     tuned/<block>-<turn>.epoch.safetensors  state of the training in a turn, after each epoch
     tuned/<block>.json                      the block's tensors are in the shards; the losses
 
-What moves: weights that are not rounded yet, biases, norms, and the sign vectors of what is rounded. The input is what
-has left the packed blocks before, the target what leaves the original ones, so errors of earlier blocks are made up
-for; Hessians are taken anew in every turn (what both are worth: docs/results.md). Rounding and Hessians are shared out
-as ever, training is done by the first process alone; the others read its files.
+What moves: weights that are not rounded yet, biases, norms, and scales and sign vectors of what is rounded. A weight
+that is rotated for good (QuaRot's) is trained as rotated, one whose layer undoes its transforms itself (QuIP#'s) as the
+source has it. The input is what has left the packed blocks before, the target what leaves the original ones, or the
+rotated ones, so errors of earlier blocks are made up for; Hessians are taken anew in every turn (what both are worth:
+docs/results.md). Rounding and Hessians are shared out as ever, training is done by the first process alone; the others
+read its files.
 """
 
 from dataclasses import dataclass
@@ -22,12 +24,12 @@ from torch import Tensor
 from ptq.files import work_files
 from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import config_entry
-from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import finetune, trainable
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.trainable import Trained, Values
 from ptq.planning.plan import LinearPlan
+from ptq.weights.grouped import SCALE, has_scales
 
 LOSSES = "losses."
 """What losses are called in a turn's file, before the number of the turn and the name of the training."""
@@ -64,13 +66,13 @@ class _Turn:
 
 
 def teach(tasks: Tasks, index: int, part: PartialModel) -> None:
-    """Send the calibration rows through an original block: what leaves it is what its packed one is trained on."""
+    """Send the calibration rows through a block of the teacher (`trainable.taught_by`): what leaves it is what its
+    packed one is trained on."""
     tasks.teacher.through(index, part.run)
 
 
 def tune(tasks: Tasks, index: int, progress: Progress) -> None:
     """Round and train a block."""
-    assert tasks.job.residual_rotation() is None and tasks.job.plan.cache is None
     linears = list(tasks.job.plan.block(index))
     tasks.round([linear for linear in linears if linear.statistics is None], None, progress, "")
     if tasks.workers.agree(_mark(tasks, index).exists()):
@@ -120,32 +122,51 @@ def _run_turn(turn: _Turn, values: Values, progress: Progress) -> None:
 
 
 def _start(turn: _Turn) -> Values:
-    """The block's tensors as the source has them, in float32, with sign vectors as they were drawn."""
-    job, tensors = turn.tasks.job, Values()
-    for linear in (*turn.rounded, *turn.group, *turn.left):
-        names = [f"{linear.name}.weight", f"{linear.name}.bias"]
-        tensors |= {name: job.tensor(name) for name in names if name in job.checkpoint.tensors}
-        tensors |= job.sign_tensors(linear)
-    tensors |= dict(job.norms_and_kept(f"{job.plan.layers}.{turn.index}."))
-    return trainable.read(job, tensors)
+    """The block's tensors before anything is rounded, in float32, with sign vectors as they were drawn."""
+    job, part = turn.tasks.job, _unrounded(turn, [])
+    linears, signs = (*turn.rounded, *turn.group, *turn.left), Values()
+    for linear in linears:
+        signs |= job.sign_tensors(linear)
+    names = [_weight(linear) for linear in linears]
+    names += [f"{linear.name}.bias" for linear in linears if part.holds(f"{linear.name}.bias")]
+    values = trainable.read(job, signs | dict(job.norms_and_kept(f"{job.plan.layers}.{turn.index}.")))
+    return {name: part.parameter(name) for name in names} | values
+
+
+def _unrounded(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
+    """The block before others than `rounded` are: what is rotated for good is so, and what undoes its transforms itself
+    is as in the source. Keys and values are those of the cache."""
+    job = turn.tasks.job
+    part = job.original_block(turn.index)
+    left = [linear for linear in job.plan.block(turn.index) if linear not in rounded]
+    job.rotate_block(turn.index, part, [linear for linear in left if not linear.undone])
+    part.quantize_cache(job.plan.cache)
+    return part
+
+
+def _weight(linear: LinearPlan) -> str:
+    """Name of a weight that is not rounded yet."""
+    return f"{linear.name}.weight" if linear.undone else linear.dense_weight
 
 
 def _rewritten(turn: _Turn, values: Values) -> PartialModel:
     """The block before the linears of a turn are rounded: those before it packed, its own rewritten, others plain."""
-    job, part = turn.tasks.job, turn.tasks.job.original_block(turn.index)
+    job, part = turn.tasks.job, _unrounded(turn, turn.rounded)
     names = [name for name in values if not name.startswith(LOSSES) and part.holds(name)]
     part.load({name: values[name] for name in names})
+    everything = trainable.shared(turn.rounded, values)
     part.pack({linear.name: config_entry(linear) for linear in turn.rounded})
     for linear in turn.rounded:
-        part.load(turn.tasks.written(f"{linear.name}."))
+        found = turn.tasks.written(f"{linear.name}.")
+        moved = {name: everything[name] for name in found if name in everything}
+        part.load(found | trainable.written(job, moved))
     for linear in turn.group:
-        job.rotate_weight(linear, part)
+        if linear.undone:
+            job.rotate_weight(linear, part)
+            bias = f"{linear.name}.bias"
+            part.load({bias: values[bias]} if bias in values else {})
         if linear.activation is not None:
             part.quantize_input(linear.name, linear.activation)
-    leaves, online = (INPUT_SIGNS, OUTPUT_SIGNS, "bias"), (*turn.rounded, *turn.group)
-    inside = [f"{linear.name}.{leaf}" for linear in online for leaf in leaves]
-    everything = trainable.shared(turn.rounded, values)
-    part.load(trainable.written(job, {name: everything[name] for name in inside if name in everything}))
     return part
 
 
@@ -153,6 +174,10 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
     """Train in a turn whose linears are rounded."""
     tasks, index, job = turn.tasks, turn.index, turn.tasks.job
     rounded = [*turn.rounded, *turn.group]
+    for linear in turn.group:  # it is in the shards now
+        del values[_weight(linear)]
+        if has_scales(linear.format):
+            values |= trainable.read(job, tasks.written(f"{linear.name}.{SCALE}"))
     part = _trainable(turn, rounded)
     trained = _trained(turn, rounded, values)
     chunks, targets = tasks.hidden.files(index), tasks.teacher.files(index + 1)
@@ -178,8 +203,6 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
         job.plan.finetune_epochs, turn.file.with_name(f"{turn.key}.epoch.safetensors"),
     )  # fmt: skip
     best, losses = finetune.fit(task, tell)
-    for linear in turn.group:  # it is in the shards now
-        del values[f"{linear.name}.weight"]
     found = {**values, **best, f"{LOSSES}{turn.number} {task.name}": torch.tensor(losses, dtype=torch.float64)}
     work_files.write_tensors(turn.file, found)
     task.file.unlink()
@@ -187,9 +210,9 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
 
 def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
     """The block with its rounded weights frozen; `PartialModel.differentiated` puts the others in their places."""
-    part = turn.tasks.job.original_block(turn.index)
-    for linear in (*rounded, *turn.left):
-        part.take(f"{linear.name}.weight")
+    part = _unrounded(turn, rounded)
+    for linear in turn.left:
+        part.take(_weight(linear))
     for linear in rounded:
         trainable.freeze(part, [linear], turn.tasks.written(f"{linear.name}."))
     return part
@@ -198,8 +221,7 @@ def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
 def _trained(turn: _Turn, rounded: list[LinearPlan], values: Values) -> dict[str, Trained]:
     share = finetune.rounding_error(map(turn.tasks.mark, turn.group))
     found = trainable.vectors(turn.tasks.job, rounded, values, share)
-    for linear in turn.left:
-        name = f"{linear.name}.weight"
+    for name in map(_weight, turn.left):
         found[name] = trainable.matrix(values[name], torch.float32, share)
     return found
 

@@ -1,13 +1,14 @@
-"""Fine-tuning of the whole model (Tseng et al. 2024, arXiv:2402.04396, section 5): sign vectors, norms, biases and the
-head, where that is not packed, follow the original's predictions; the loss is the KL divergence, averaged over the
-calibration tokens.
+"""Fine-tuning of the whole model (Tseng et al. 2024, arXiv:2402.04396, section 5): scales, sign vectors, norms, biases
+and the head, where that is not packed, follow the original's predictions; the loss is the KL divergence, averaged over
+the calibration tokens.
 
     tuned/full.epoch.safetensors  state of the training, after each epoch
     tuned/full.safetensors        what has been trained
     tuned/full.json               it is in the shards; the losses
 
-The original's logits are never kept: its hidden states behind the last block are (`teacher/`), and its head makes
-logits of them where they are compared, a few tokens at a time. Of the packed model, one block has gradients at a time:
+The original's logits are never kept: its hidden states behind the last block are (`teacher/`; of a model that is
+rotated for good, those of the rotated one), and its head makes logits of them where they are compared, a few tokens at
+a time. Of the packed model, one block has gradients at a time:
 on the way up only what enters each block is kept, on the way down the block is run again. A head that is tied to the
 embedding is trained as both. All of it is done by the first process alone.
 """
@@ -26,6 +27,7 @@ from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.trainable import Trained, Values
 from ptq.statistics.divergence import divergence
+from ptq.weights.grouped import SCALE, has_scales
 
 RATE = 0.1
 """Adam's steps, as a share of those within a block: errors of all blocks add up here."""
@@ -90,9 +92,8 @@ class _Model:
         self.linears = [linear for linear in job.plan.linears if linear.statistics]
         self.share = RATE * finetune.rounding_error(map(tasks.mark, self.linears))
         self.embedding, self.head = (f"{linear.name}.weight" for linear in (job.embedding, job.head))
-        self.teacher = PartialModel(job.config, job.family, None, job.device)
-        self.teacher.load({job.lm_head: job.tensor(job.head.source), **{name: job.tensor(name) for name in job.last}})
-        self.bottom, self.blocks = PartialModel(job.config, job.family, None, job.device), dict[int, PartialModel]()
+        self.teacher = self._teacher()
+        self.bottom, self.blocks = job.end_part("packed"), dict[int, PartialModel]()
         self.bottom.load(job.beside_embedding())
         head = tasks.matrix(job.head) if job.head.format is not None else None
         self.frozen_head = None if head is None else head.whole(job.head.k).to(job.device)
@@ -101,11 +102,21 @@ class _Model:
         size = 4 * sum(linear.n * linear.k for linear in job.plan.linears)
         self.keep = 2 * size < free_memory.memory()
 
+    def _teacher(self) -> PartialModel:
+        """What makes logits of the teacher's states; with other tensors, those of the packed model."""
+        job, model = self.job, trainable.taught_by(self.job)
+        part, rotated = job.end_part(model), model == "rotated"
+        head = job.rewritten(job.head, torch.float32) if rotated else job.tensor(job.head.source)
+        last = job.rewritten_last() if rotated else {name: job.tensor(name) for name in job.last}
+        part.load({job.lm_head: head, **last})
+        return part
+
     def trained(self) -> dict[str, Trained]:
-        """How sign vectors, norms, biases and the head are trained, from where they are now."""
-        job, names = self.job, {*self.job.plan.kept, *self.job.last} - self.job.beside_embedding().keys()
+        """How scales, sign vectors, norms, biases and the head are trained, from where they are now."""
+        job, plan = self.job, self.job.plan
+        names = {*plan.kept, *plan.unit_norms, *job.last} - job.beside_embedding().keys()
         for linear in self.linears:
-            leaves = (INPUT_SIGNS, OUTPUT_SIGNS, "bias")
+            leaves = (INPUT_SIGNS, OUTPUT_SIGNS, "bias", *([SCALE] if has_scales(linear.format) else []))
             names |= {f"{linear.name}.{leaf}" for leaf in leaves} & self.tasks.shards.layout.tensors.keys()
         values = trainable.read(job, {name: self.tasks.shards.read(name) for name in sorted(names)})
         found = trainable.vectors(job, self.linears, values, self.share)
@@ -173,6 +184,7 @@ class _Model:
         tensors = self.tasks.written(part.prefix)
         packed = [linear for linear in self.linears if linear.name.startswith(part.prefix)]
         trainable.freeze(part, packed, tensors)
+        part.quantize_cache(self.job.plan.cache)
         prefixes = tuple(f"{linear.name}." for linear in packed)
         part.load({name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)})
         if self.keep:

@@ -1,6 +1,6 @@
 """A job: everything that the tasks of one run share, and the modules and tensors that they build from it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -115,9 +115,10 @@ class Job:
                 part.load({name: self.tensor(name)}, as_stored)
         return part
 
-    def rotate_block(self, index: int, part: PartialModel) -> None:
-        """Turn an original block into the rewritten one, in place: weights in float32, not quantised."""
-        for linear in self.plan.block(index):
+    def rotate_block(self, index: int, part: PartialModel, linears: Iterable[LinearPlan] | None = None) -> None:
+        """Turn an original block into the rewritten one, in place: weights in float32, not quantised. Or only these
+        linears of it, and the norms."""
+        for linear in self.plan.block(index) if linears is None else linears:
             if not linear.rewritten and not linear.acts_online:
                 continue
             bias = self.bias(linear)
@@ -191,7 +192,7 @@ class Job:
             found = matrix.rows(used, linear.k)
             return self._rewrite(linear, found.to(self.device), None, torch.float32) if model == "rotated" else found
 
-        part, pairs = self._ends(model), list(zip(self.embeddings, matrices, strict=True))
+        part, pairs = self.end_part(model), list(zip(self.embeddings, matrices, strict=True))
         part.load(self.beside_embedding())
         with _running(model):
             return ends.embed(
@@ -207,7 +208,7 @@ class Job:
     ) -> list[Float[Tensor, "1 t v"]]:
         """Logits of every row from the state that leaves the last block of a model, its head matrix and its tensors
         `last`."""
-        rows = ends.logits(self._ends(model), matrix, last, state)
+        rows = ends.logits(self.end_part(model), matrix, last, state)
         del matrix  # the largest of the model; the part may have it in float32
         with _running(model):
             return list(rows)
@@ -264,7 +265,7 @@ class Job:
         assert vector is not None
         return dict.fromkeys(residual.tensors(self.family), stored_signs(vector))
 
-    def _ends(self, model: Model) -> PartialModel:
+    def end_part(self, model: Model) -> PartialModel:
         """A part without a block, for the embedding and the head of a model."""
         part = self._part(None)
         if model != "original" and self.plan.online_residual is not None:

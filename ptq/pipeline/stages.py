@@ -9,7 +9,7 @@ from torch import Tensor
 from ptq.hf.blocks import PartialModel
 from ptq.hf.routing import Routes
 from ptq.ops import matmul, memory
-from ptq.pipeline import finetune_blocks, finetune_full, solve
+from ptq.pipeline import finetune_blocks, finetune_full, solve, trainable
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
@@ -38,7 +38,7 @@ def embed(tasks: Tasks, rows: Int[Tensor, "samples t"]) -> None:
     matrices = [tasks.matrix(linear) for linear in job.embeddings]
     if job.recipe.gptaq_alpha or job.plan.finetune != "none":
         source = [plain_matrix(job.tensor(linear.source)) for linear in job.embeddings]
-        model = "rotated" if job.recipe.gptaq_alpha else "original"
+        model = "rotated" if job.recipe.gptaq_alpha else trainable.taught_by(job)
         tasks.teacher.write(0, len(chunks), lambda number: job.embed(source, chunks[number], model))
     tasks.hidden.write(0, len(chunks), lambda number: job.embed(matrices, chunks[number]))
 
@@ -73,7 +73,8 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
     part = job.original_block(index, as_stored=few)
     routes = Routes(job.family.experts.logits if job.family.experts else 0)
     original, before = probe.run_original(index, part, states.get("original"), routes)
-    if job.plan.finetune != "none":
+    teacher = trainable.taught_by(job) if job.plan.finetune != "none" else None
+    if teacher == "original":
         finetune_blocks.teach(tasks, index, part)
     rotated, after = original, before
     with progress.step(f"block {index}: rotate", _weights(tasks, index)):
@@ -83,7 +84,9 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
             rotated, after = probe.run(index, part, states.get("rotated"), routes)
     if original is not None and rotated is not None:
         probe.compare(index, original, rotated, routes)
-    if job.plan.finetune != "none":
+    if teacher == "rotated":
+        finetune_blocks.teach(tasks, index, part)
+    if teacher is not None:
         del part
         finetune_blocks.tune(tasks, index, progress)
     else:

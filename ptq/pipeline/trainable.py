@@ -1,22 +1,24 @@
 """What fine-tuning moves, and the layer through which its gradient passes.
 
-Codes stand still. Sign vectors, biases, norms, and weights that are not rounded yet are trained, each in float32 and at
-a rate of its own; see `ptq.pipeline.finetune`.
+Codes stand still. Scales of rows or groups in bfloat16, sign vectors, biases, norms, and weights that are not rounded
+yet are trained, each in float32 and at a rate of its own; see `ptq.pipeline.finetune`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 from torch import Tensor, nn
 
 from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import Online, config_entry, online_of
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, frozen, loaded_signs, stored_signs
 from ptq.ops import activations, hadamard, matmul
-from ptq.pipeline.job import Job
+from ptq.pipeline.job import Job, Model
 from ptq.planning.plan import LinearPlan
+from ptq.weights.formats import Format, Parts
+from ptq.weights.grouped import SCALE, has_scales, loaded_scale, stored_scale
 
 VECTOR_RATE = 0.016
 """Adam's steps for sign vectors, norms and biases, all of them near 1, times the relative error of the rounded weights:
@@ -24,6 +26,13 @@ VECTOR_RATE = 0.016
 rest, of models of 7 to 70 billion weights; steps that are too long are halved (`finetune.PATIENCE`)."""
 WEIGHT_RATE = 0.1
 """Adam's steps for weight matrices, relative to the root of their mean square, times the same."""
+
+CODED = {
+    INPUT_SIGNS: (stored_signs, loaded_signs),
+    OUTPUT_SIGNS: (stored_signs, loaded_signs),
+    SCALE: (stored_scale, loaded_scale),
+}
+"""What is stored as the bits of its numbers, by the last part of its name: how it is written, and read."""
 
 Values = dict[str, Tensor]
 """Tensors by the name that they have in the model; an su that linears share has the name of the first of them."""
@@ -41,41 +50,64 @@ class Trained:
 
 
 class TunedLinear(nn.Module):
-    """A `QuantLinear` in training: its codes stand still, as the weight that they stand for; sign vectors and bias,
-    which `PartialModel.differentiated` puts in their places, have gradients. The rounding of its input, if any, has the
-    gradient of the identity."""
+    """A `QuantLinear` in training: its codes stand still, as the weight that they stand for, of `scale` 1 where that is
+    trained. Scales, sign vectors and bias, which `PartialModel.differentiated` puts in their places, have gradients.
+    The rounding of its input, if any, has the gradient of the identity."""
 
-    def __init__(self, weight: Float[Tensor, "n k"], online: Online, bias: bool) -> None:
+    def __init__(
+        self, weight: Float[Tensor, "n k"], scale: Float[Tensor, "n g"] | None, online: Online, bias: bool
+    ) -> None:
         super().__init__()
-        assert online.input is not None and online.output is not None and online.signs
-        self.input, self.output, self.activation = online.input, online.output, online.activation
+        self.online = online
         n, k = weight.shape
         self.weight = frozen(weight)
-        self.register_parameter(INPUT_SIGNS, frozen(weight.new_ones(k)))
-        self.register_parameter(OUTPUT_SIGNS, frozen(weight.new_ones(n)))
+        self.register_parameter(SCALE, None if scale is None else frozen(scale))
+        if online.signs:
+            self.register_parameter(INPUT_SIGNS, frozen(weight.new_ones(k)))
+            self.register_parameter(OUTPUT_SIGNS, frozen(weight.new_ones(n)))
         self.register_parameter("bias", frozen(weight.new_zeros(n)) if bias else None)
 
     def forward(self, x: Float[Tensor, "*batch k"]) -> Float[Tensor, "*batch n"]:
-        """y = sv * H_nᵀ (Ŵ q(H_k (su * x))) + b."""
-        x = hadamard.apply(x * getattr(self, INPUT_SIGNS), None, self.input)
-        if self.activation is not None:
+        """y = sv * H_nᵀ (Ŵ q(H_k (su * x))) + b, without what the layer has not."""
+        signs, transformed = self.online.signs, self.online.input
+        x = x * getattr(self, INPUT_SIGNS) if signs else x
+        x = x if transformed is None else hadamard.apply(x, None, transformed)
+        if self.online.activation is not None:
             with torch.no_grad():
-                error = activations.dequantize(*self.activation.quantize(x)) - x
+                error = activations.dequantize(*self.online.activation.quantize(x)) - x
             x = x + error
-        y = hadamard.apply(matmul.linear(x, self.weight, None), None, self.output, transpose=True)
-        y = y * getattr(self, OUTPUT_SIGNS)
-        return y if self.bias is None else y + self.bias
+        y = matmul.linear(x, self._scaled(), None)
+        y = y if self.online.output is None else hadamard.apply(y, None, self.online.output, transpose=True)
+        y = y * getattr(self, OUTPUT_SIGNS) if signs else y
+        bias = self._parameters["bias"]
+        return y if bias is None else y + bias
+
+    def _scaled(self) -> Float[Tensor, "n k"]:
+        scale = self._parameters[SCALE]
+        if scale is None:
+            return self.weight
+        return (self.weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
 
 
 def freeze(part: PartialModel, linears: Iterable[LinearPlan], tensors: Values) -> None:
     """Put the written weights of linears, which are among `tensors`, into a part, for training around them."""
     for linear in linears:
         assert linear.format is not None, linear.name
-        online = online_of(config_entry(linear), linear.k, linear.n)
-        names = {leaf: f"{linear.name}.weight_{leaf}" for leaf in linear.format.buffers(linear.n, linear.k)}
+        n, k = linear.n, linear.k
+        names = {leaf: f"{linear.name}.weight_{leaf}" for leaf in linear.format.buffers(n, k)}
         parts = {leaf: tensors[name].to(part.device) for leaf, name in names.items()}
-        weight = linear.format.dequantize(parts, linear.n, linear.k)
-        part.put(linear.name, TunedLinear(weight, online, part.holds(f"{linear.name}.bias")))
+        online, bias = online_of(config_entry(linear), k, n), part.holds(f"{linear.name}.bias")
+        part.put(linear.name, TunedLinear(*unscaled(linear.format, parts, n, k), online, bias))
+
+
+def unscaled(
+    format: Format, parts: Parts, n: int, k: int
+) -> tuple[Float32[Tensor, "n k"], Float32[Tensor, "n g"] | None]:
+    """A weight without its scales, and these; None where it has none that can be trained."""
+    if not has_scales(format):
+        return format.dequantize(parts, n, k), None
+    scale = loaded_scale(parts["scale"])
+    return format.dequantize({**parts, "scale": stored_scale(torch.ones_like(scale))}, n, k), scale
 
 
 def shared(linears: Iterable[LinearPlan], values: Values) -> Values:
@@ -85,35 +117,50 @@ def shared(linears: Iterable[LinearPlan], values: Values) -> Values:
 
 
 def vectors(job: Job, linears: Iterable[LinearPlan], values: Values, share: float) -> dict[str, Trained]:
-    """How the norms and biases among `values`, and the sign vectors of these linears, are trained: at this share of
-    VECTOR_RATE."""
+    """How the norms and biases among `values`, and the scales and sign vectors of these linears, are trained: at this
+    share of VECTOR_RATE, scales relative to the root of their mean square."""
     dtypes = {name: info.dtype for name, info in job.checkpoint.tensors.items()}
     for linear in linears:
         dtypes |= {f"{linear.statistics}.{INPUT_SIGNS}": torch.float16, f"{linear.name}.{OUTPUT_SIGNS}": torch.float16}
-    moving = (f".{INPUT_SIGNS}", f".{OUTPUT_SIGNS}", ".bias")
-    return {
-        name: Trained(value, dtypes[name], share * VECTOR_RATE)
-        for name, value in values.items()
-        if name in dtypes and value.dim() and (name.endswith(moving) or name in job.plan.kept)  # no constants
-    }
+        dtypes[f"{linear.name}.{SCALE}"] = torch.bfloat16
+    moving, norms = (*CODED, "bias"), {*job.plan.kept, *job.plan.unit_norms}
+    found = {}
+    for name, value in values.items():
+        leaf = name.rpartition(".")[2]
+        if name in dtypes and value.dim() and (leaf in moving or name in norms):  # no constants
+            found[name] = Trained(value, dtypes[name], share * VECTOR_RATE * (_size(value) if leaf == SCALE else 1))
+    return found
 
 
 def matrix(w: Float[Tensor, "n k"], dtype: torch.dtype, share: float) -> Trained:
     """How a weight matrix is trained: at this share of WEIGHT_RATE."""
-    return Trained(w, dtype, share * WEIGHT_RATE * float(w.square().mean(dtype=torch.float64).sqrt()))
+    return Trained(w, dtype, share * WEIGHT_RATE * _size(w))
 
 
 def written(job: Job, values: Values) -> Values:
     """Values as they are written."""
-    signs = (f".{INPUT_SIGNS}", f".{OUTPUT_SIGNS}")
-    return {
-        name: stored_signs(value) if name.endswith(signs) else value.to(job.checkpoint.tensors[name].dtype)
-        for name, value in values.items()
-    }
+    dtypes, found = job.checkpoint.tensors, Values()
+    for name, value in values.items():
+        coded = CODED.get(name.rpartition(".")[2])
+        found[name] = value.to(dtypes[name].dtype) if coded is None else coded[0](value)
+    return found
 
 
 def read(job: Job, tensors: Values) -> Values:
     """Inverse of `written`: float32 on the job's device."""
-    signs = (f".{INPUT_SIGNS}", f".{OUTPUT_SIGNS}")
-    numbers = {name: loaded_signs(value) if name.endswith(signs) else value.float() for name, value in tensors.items()}
-    return {name: value.to(job.device) for name, value in numbers.items()}
+    found = Values()
+    for name, tensor in tensors.items():
+        coded = CODED.get(name.rpartition(".")[2])
+        found[name] = (tensor.float() if coded is None else coded[1](tensor)).to(job.device)
+    return found
+
+
+def taught_by(job: Job) -> Model:
+    """The model that the packed one is trained after: that one whose states mean the same."""
+    fused = any(linear.rewritten and not linear.undone for linear in job.plan.linears)
+    return "rotated" if fused or job.plan.online_residual is not None else "original"
+
+
+def _size(w: Tensor) -> float:
+    """The root of the mean square."""
+    return float(w.square().mean(dtype=torch.float64).sqrt())

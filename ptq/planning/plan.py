@@ -7,7 +7,7 @@ calibrator, the writer and the tests read that one plan; nothing else in the pac
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,13 +16,12 @@ from ptq.files.header import TensorInfo
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.models.model_shape import ModelShape
 from ptq.ops.activations import Activation
+from ptq.recipe import Finetune
 from ptq.weights import formats
 from ptq.weights.formats import Format
 
 OF_ANOTHER = "the config belongs to another model, or the checkpoint is damaged"
 """The end of a sentence about a tensor."""
-Finetune = Literal["none", "blocks", "full"]
-"""`blocks`: each block after its own original; `full`: after that the whole model after the original's logits."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +127,13 @@ class LinearPlan:
     def rewritten(self) -> bool:
         """Whether its weight is another one than the source's before it is rounded."""
         return any((self.norm, self.input, self.output, self.balance, self.parts))
+
+    @property
+    def undone(self) -> bool:
+        """Whether the layer itself undoes, when the model runs, all that is done to its weight: it can then stand among
+        linears of the source."""
+        alone = self.input == self.online and self.output == self.online_output
+        return alone and not any((self.norm, self.balance, self.parts))
 
     @property
     def balanced_columns(self) -> bool:

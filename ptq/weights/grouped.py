@@ -3,11 +3,29 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float32, Int64, Shaped
+from jaxtyping import Float32, Int16, Int64, Shaped
 from torch import Tensor
 
 from ptq.errors import InputError
-from ptq.weights.formats import Scales
+from ptq.weights.formats import Format, Scales
+
+SCALE = "weight_scale"
+"""Name of the scales of a linear, where its format has the part `scale`."""
+
+
+def has_scales(format: Format | None) -> bool:
+    """Whether a format has scales [n, g] that may be any bfloat16 numbers, and stores their bits."""
+    return getattr(format, "scale", None) == "bfloat16"
+
+
+def stored_scale(scale: Float32[Tensor, "n g"]) -> Int16[Tensor, "n g"]:
+    """Scales as they are stored there."""
+    return scale.bfloat16().view(torch.int16)
+
+
+def loaded_scale(stored: Int16[Tensor, "n g"]) -> Float32[Tensor, "n g"]:
+    """Inverse of `stored_scale`."""
+    return stored.view(torch.bfloat16).float()
 
 
 def check_group_size(found: object, where: str = "") -> None:
