@@ -64,7 +64,14 @@ def recipes(task: Task) -> dict[str, Recipe]:
         found[f"{e8p}, LDLQ, fine-tuned in full"] = QuipSharpRecipe(bits=bits, finetune="full", **data)
         for group in group_sizes(task.folder)[:2]:
             name = f"INT{bits} GPTQ, rotated, " + (f"groups of {group}" if group else "per channel")
-            found[name] = QuarotRecipe(weight_bits=bits, group_size=group, **data)
+            grouped: dict[str, Any] = {"weight_bits": bits, "group_size": group, **data}
+            found[name] = QuarotRecipe(**grouped)
+            found[f"{name}, fine-tuned by blocks"] = QuarotRecipe(finetune="blocks", **grouped)
+            found[f"{name}, fine-tuned in full"] = QuarotRecipe(finetune="full", **grouped)
+    few: dict[str, Any] = {"activation_bits": 4, "key_bits": 4, "value_bits": 4, **data}
+    group = group_sizes(task.folder)[1]
+    found["W4A4KV4"] = QuarotRecipe(group_size=group, **few)
+    found["W4A4KV4, fine-tuned in full"] = QuarotRecipe(group_size=group, finetune="full", **few)
     return found | small_floats(task, data) | embeddings(task, data)
 
 
@@ -99,6 +106,7 @@ def small_floats(task: Task, data: dict[str, Any]) -> dict[str, Recipe]:
     found["FP6 e2m3, nearest, rotated, mse"] = Fp6Recipe(rotate=True, scale_search="mse", **plain)
     found["FP6 e2m3, GPTQ"] = Fp6Recipe("gptq", **data)
     found["FP6 e2m1, GPTQ"] = Fp6Recipe("gptq", element="e2m1", **data)
+    found["FP6 e2m1, GPTQ, fine-tuned in full"] = Fp6Recipe("gptq", element="e2m1", finetune="full", **data)
     group = group_sizes(task.folder)[1]
     for name in ("e3m2", "e2m3", "e2m1"):
         grouped: dict[str, Any] = {"element": name, "group_size": group, **plain}

@@ -104,7 +104,7 @@ class _Model:
 
     def _teacher(self) -> PartialModel:
         """What makes logits of the teacher's states; with other tensors, those of the packed model."""
-        job, model = self.job, trainable.taught_by(self.job)
+        job, model = self.job, trainable.taught_by(self.job.plan)
         part, rotated = job.end_part(model), model == "rotated"
         head = job.rewritten(job.head, torch.float32) if rotated else job.tensor(job.head.source)
         last = job.rewritten_last() if rotated else {name: job.tensor(name) for name in job.last}

@@ -38,7 +38,7 @@ def embed(tasks: Tasks, rows: Int[Tensor, "samples t"]) -> None:
     matrices = [tasks.matrix(linear) for linear in job.embeddings]
     if job.recipe.gptaq_alpha or job.plan.finetune != "none":
         source = [plain_matrix(job.tensor(linear.source)) for linear in job.embeddings]
-        model = "rotated" if job.recipe.gptaq_alpha else trainable.taught_by(job)
+        model = "rotated" if job.recipe.gptaq_alpha else trainable.taught_by(job.plan)
         tasks.teacher.write(0, len(chunks), lambda number: job.embed(source, chunks[number], model))
     tasks.hidden.write(0, len(chunks), lambda number: job.embed(matrices, chunks[number]))
 
@@ -73,7 +73,7 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
     part = job.original_block(index, as_stored=few)
     routes = Routes(job.family.experts.logits if job.family.experts else 0)
     original, before = probe.run_original(index, part, states.get("original"), routes)
-    teacher = trainable.taught_by(job) if job.plan.finetune != "none" else None
+    teacher = trainable.taught_by(job.plan) if job.plan.finetune != "none" else None
     if teacher == "original":
         finetune_blocks.teach(tasks, index, part)
     rotated, after = original, before

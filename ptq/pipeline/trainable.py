@@ -16,7 +16,7 @@ from ptq.layers.linear import Online, config_entry, online_of
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, frozen, loaded_signs, stored_signs
 from ptq.ops import activations, hadamard, matmul
 from ptq.pipeline.job import Job, Model
-from ptq.planning.plan import LinearPlan
+from ptq.planning.plan import LinearPlan, Plan
 from ptq.weights.formats import Format, Parts
 from ptq.weights.grouped import SCALE, has_scales, loaded_scale, stored_scale
 
@@ -155,10 +155,10 @@ def read(job: Job, tensors: Values) -> Values:
     return found
 
 
-def taught_by(job: Job) -> Model:
+def taught_by(plan: Plan) -> Model:
     """The model that the packed one is trained after: that one whose states mean the same."""
-    fused = any(linear.rewritten and not linear.undone for linear in job.plan.linears)
-    return "rotated" if fused or job.plan.online_residual is not None else "original"
+    fused = any(linear.rewritten and not linear.undone for linear in plan.linears)
+    return "rotated" if fused or plan.online_residual is not None else "original"
 
 
 def _size(w: Tensor) -> float:
