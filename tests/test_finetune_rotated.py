@@ -27,7 +27,9 @@ from ptq.statistics import chunks
 from ptq.weights.grouped import SCALE
 from quarot.plan import QuarotRecipe
 
-W2A8KV4: dict[str, Any] = dict(weight_bits=2, group_size=8, activation_bits=8, key_bits=4, value_bits=4)
+W2A6KV4: dict[str, Any] = dict(
+    weight_bits=2, group_size=8, activation_bits=6, activation_clip="search", key_bits=4, value_bits=4
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +57,7 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """Results without fine-tuning, by blocks and in full."""
     folder, kinds = tmp_path_factory.mktemp("results"), ("none", "blocks", "full")
     for kind in kinds:
-        ptq.quantize(model, folder / kind, made(model, finetune=kind, **W2A8KV4), QUIET)
+        ptq.quantize(model, folder / kind, made(model, finetune=kind, **W2A6KV4), QUIET)
     return {kind: folder / kind for kind in kinds}
 
 
@@ -101,7 +103,7 @@ def test_the_teacher_is_the_rotated_model_of_every_family(model_type: str, tmp_p
 def test_losses_are_those_of_the_written_model(model: Path, results: dict[str, Path]) -> None:
     """Where training within blocks ends and the whole model begins, on the row that is held out: the state behind the
     first block, relative, and KL. The packed states are rotated."""
-    asked = made(model, finetune="blocks", **W2A8KV4)
+    asked = made(model, finetune="blocks", **W2A6KV4)
     rows, _ = token_rows.choose(pipeline.plan(str(model), asked).plan, AutoConfig.from_pretrained(model), asked, model)
     assert rows is not None
     with torch.no_grad():
@@ -129,8 +131,9 @@ def test_losses_are_those_of_the_written_model(model: Path, results: dict[str, P
         (QuarotRecipe, dict(weight_bits=3, key_bits=3, embedding_bits=8)),
         (Fp6Recipe, dict(element="e2m1", rounding="gptq", group_size=8)),
         (Fp6Recipe, dict(element="e2m1", scale="e8m0", group_size=8, rotate=True, activation_bits=8)),
+        (Fp6Recipe, dict(element="auto", rotate=True)),
     ],
-    ids=["offline", "asymmetric", "integer scales", "keys and ends", "fp6", "e8m0"],
+    ids=["offline", "asymmetric", "integer scales", "keys and ends", "fp6", "e8m0", "auto"],
 )
 def test_other_recipes(kind: type[Recipe], options: dict[str, Any], tmp_path: Path) -> None:
     """And a head of its own."""
@@ -146,7 +149,7 @@ def test_other_recipes(kind: type[Recipe], options: dict[str, Any], tmp_path: Pa
 
 def test_a_crash_at_any_moment_costs_nothing(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model", **TINY, num_hidden_layers=1)
-    asked = made(model, sequence_length=16, finetune_epochs=1, **W2A8KV4)
+    asked = made(model, sequence_length=16, finetune_epochs=1, **W2A6KV4)
     pictures, expected = photographed(model, tmp_path, asked)
     changes = [{str(path.relative_to(picture / "out.work")) for path in (picture / "out.work").rglob("tuned/*")}
                for picture in pictures]  # fmt: skip
@@ -164,7 +167,7 @@ def test_without_fine_tuning_a_record_is_as_it_was(model: Path) -> None:
 
 
 def test_twice_the_same_bytes(results: dict[str, Path], model: Path, tmp_path: Path) -> None:
-    ptq.quantize(model, tmp_path / "again", made(model, **W2A8KV4), QUIET)
+    ptq.quantize(model, tmp_path / "again", made(model, **W2A6KV4), QUIET)
     assert contents(tmp_path / "again") == contents(results["full"])
 
 

@@ -125,21 +125,6 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
         (["quip-sharp", "demo", "{tmp}/out", "--finetune", "full", "--gptaq-alpha", "0.25"], "leave one of them out"),
         (["fp6", "demo", "{tmp}/out", "--finetune-epochs", "9"], "--finetune-epochs does nothing without"),
-        (["fp6", "demo", "{tmp}/out", "--finetune", "full", "--element", "auto"], "not go with --element auto"),
-        (
-            [
-                "quarot",
-                "demo",
-                "{tmp}/out",
-                "--finetune",
-                "full",
-                "--activation-bits",
-                "8",
-                "--activation-clip",
-                "search",
-            ],
-            "does not go with --activation-clip search",
-        ),
         (["quarot", "demo", "{tmp}/out", "--finetune", "full", "--bits", "16"], "16 bits leave none"),
         (
             ["quip-sharp", "{tiny}", "{tmp}/out", "--rounding", "nearest", "--finetune", "full"],

@@ -13,7 +13,7 @@ docs/results.md). Rounding and Hessians are shared out as ever, training is done
 read its files.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.trainable import Trained, Values
 from ptq.planning.plan import LinearPlan
+from ptq.statistics.clip_search import CLIP
 from ptq.weights.grouped import SCALE, has_scales
 
 LOSSES = "losses."
@@ -138,8 +139,9 @@ def _unrounded(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
     is as in the source. Keys and values are those of the cache."""
     job = turn.tasks.job
     part = job.original_block(turn.index)
-    left = [linear for linear in job.plan.block(turn.index) if linear not in rounded]
-    job.rotate_block(turn.index, part, [linear for linear in left if not linear.undone])
+    done = {linear.name for linear in rounded}
+    left = [linear for linear in job.plan.block(turn.index) if linear.name not in done and not linear.undone]
+    job.rotate_block(turn.index, part, left)
     part.quantize_cache(job.plan.cache)
     return part
 
@@ -151,12 +153,12 @@ def _weight(linear: LinearPlan) -> str:
 
 def _rewritten(turn: _Turn, values: Values) -> PartialModel:
     """The block before the linears of a turn are rounded: those before it packed, its own rewritten, others plain."""
-    job, part = turn.tasks.job, _unrounded(turn, turn.rounded)
+    job, rounded, part = turn.tasks.job, turn.tasks.decided(turn.rounded), _unrounded(turn, turn.rounded)
     names = [name for name in values if not name.startswith(LOSSES) and part.holds(name)]
     part.load({name: values[name] for name in names})
     everything = trainable.shared(turn.rounded, values)
-    part.pack({linear.name: config_entry(linear) for linear in turn.rounded})
-    for linear in turn.rounded:
+    part.pack({linear.name: config_entry(linear) for linear in rounded})
+    for linear in rounded:
         found = turn.tasks.written(f"{linear.name}.")
         moved = {name: everything[name] for name in found if name in everything}
         part.load(found | trainable.written(job, moved))
@@ -166,7 +168,8 @@ def _rewritten(turn: _Turn, values: Values) -> PartialModel:
             bias = f"{linear.name}.bias"
             part.load({bias: values[bias]} if bias in values else {})
         if linear.activation is not None:
-            part.quantize_input(linear.name, linear.activation)
+            clip = turn.tasks.clips.found(linear).get(CLIP, linear.activation.clip)
+            part.quantize_input(linear.name, replace(linear.activation, clip=clip))
     return part
 
 
@@ -213,7 +216,7 @@ def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
     part = _unrounded(turn, rounded)
     for linear in turn.left:
         part.take(_weight(linear))
-    for linear in rounded:
+    for linear in turn.tasks.decided(rounded):
         trainable.freeze(part, [linear], turn.tasks.written(f"{linear.name}."))
     return part
 

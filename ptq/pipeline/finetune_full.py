@@ -182,7 +182,7 @@ class _Model:
             return self.blocks[index]
         part = PartialModel(self.job.config, self.job.family, index, self.job.device)
         tensors = self.tasks.written(part.prefix)
-        packed = [linear for linear in self.linears if linear.name.startswith(part.prefix)]
+        packed = self.tasks.decided(linear for linear in self.linears if linear.name.startswith(part.prefix))
         trainable.freeze(part, packed, tensors)
         part.quantize_cache(self.job.plan.cache)
         prefixes = tuple(f"{linear.name}." for linear in packed)

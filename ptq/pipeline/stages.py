@@ -87,6 +87,7 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
     if teacher == "rotated":
         finetune_blocks.teach(tasks, index, part)
     if teacher is not None:
+        _search_clips(tasks, index, part, progress)
         del part
         finetune_blocks.tune(tasks, index, progress)
     else:
@@ -103,14 +104,19 @@ def _round(tasks: Tasks, index: int, part: PartialModel, calibrated: bool, progr
     if solve.crossed_inputs(job, index) and index + 1 < job.plan.blocks:
         with progress.step(f"block {index}: unquantised", weights), job.calibration():
             tasks.teacher.through(index, part.run)
-    job.quantize_inputs(index, part)
-    with progress.step(f"block {index}: clips", 0):
-        for note in tasks.clips.search(part, job.plan, tasks.hidden, index):
-            progress.say(note)
+    _search_clips(tasks, index, part, progress)
     with progress.step(f"block {index}: Hessians", weights * calibrated):
         if calibrated and job.recipe.rounding != "nearest":  # text may be there for the clips alone
             observe(tasks, index, part, progress)
     tasks.round(list(job.plan.block(index)), part, progress, str(index))
+
+
+def _search_clips(tasks: Tasks, index: int, part: PartialModel, progress: Progress) -> None:
+    """Quantise what a rotated block is fed, and find the clips that are left open."""
+    tasks.job.quantize_inputs(index, part)
+    with progress.step(f"block {index}: clips", 0):
+        for note in tasks.clips.search(part, tasks.job.plan, tasks.hidden, index):
+            progress.say(note)
 
 
 def observe(tasks: Tasks, index: int, part: PartialModel, progress: Progress) -> None:

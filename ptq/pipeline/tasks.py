@@ -145,6 +145,11 @@ class Tasks:
         options, clips = ({n: m[key] for n, m in marks.items() if key in m} for key in (CHOSEN, CLIP))
         return replace(self.job, plan=self.job.plan.with_choices(options, clips)) if marks else self.job
 
+    def decided(self, linears: Iterable[LinearPlan]) -> list[LinearPlan]:
+        """These linears, which are done, as `job_with_choices` has them."""
+        done = {linear.name: linear for linear in linears}
+        return [linear for linear in self.job_with_choices(done.values()).plan.linears if linear.name in done]
+
     def rest(self) -> None:
         """Norms, and whatever passes through, in the source's dtypes."""
         path = self.work / REST

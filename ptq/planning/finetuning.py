@@ -6,12 +6,10 @@ from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
-from ptq.weights.formats import Choice
 
 
 def finetuned(plan: Plan, shape: ModelShape, recipe: Recipe) -> Plan:
-    """The plan with the training that a recipe asks for. Raises InputError for a model that cannot be trained, and for
-    what would be chosen on the way."""
+    """The plan with the training that a recipe asks for. Raises InputError for a model that cannot be trained."""
     if recipe.finetune == "none":
         return plan
     if any(linear.expert is not None for linear in plan.linears):
@@ -25,8 +23,4 @@ def finetuned(plan: Plan, shape: ModelShape, recipe: Recipe) -> Plan:
         raise InputError(
             "--finetune trains around rounded weights, and --skip or 16 bits leave none: leave one of them out"
         )
-    if any(linear.clip_search for linear in plan.linears):
-        raise InputError("--finetune does not go with --activation-clip search yet: give a number, or leave it out")
-    if any(isinstance(linear.format, Choice) for linear in plan.linears):
-        raise InputError("--finetune does not go with --element auto yet: choose one, such as e2m3")
     return replace(plan, finetune=recipe.finetune, finetune_epochs=recipe.finetune_epochs)
