@@ -10,6 +10,13 @@ from ptq.recipe import RunOptions
 ScaleSearch = Annotated[
     Literal["absmax", "mse"], typer.Option(help="mse: the scale with the least squared error, of several; slower.")
 ]
+Rotate = Annotated[
+    bool,
+    typer.Option(
+        "--rotate/--no-rotate",
+        help="QuaRot's rotations that vanish into the weights; around a tied head one runs with the model.",
+    ),
+]
 ElementFor = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,13 +54,7 @@ def fp6(
     ] = "bfloat16",
     scale_search: ScaleSearch = "absmax",
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "nearest",
-    rotate: Annotated[
-        bool,
-        typer.Option(
-            "--rotate/--no-rotate",
-            help="QuaRot's rotations that vanish into the weights; around a tied head one runs with the model.",
-        ),
-    ] = False,
+    rotate: Rotate = False,
     activation_bits: Annotated[
         int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8; 16 leaves them alone.")
     ] = 16,

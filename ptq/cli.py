@@ -88,10 +88,10 @@ GptaqAlpha = Annotated[
 Finetune = Annotated[
     Literal["none", "blocks", "full"],
     typer.Option(
-        help="Training after rounding. blocks: within each block, what is not rounded yet, the norms, and the scales "
-        "(quarot, fp6) or sign vectors (quip-sharp) of what is rounded are trained to give the original block's "
+        help="Training after rounding. blocks: within each block, what is not rounded yet, the norms, and the bfloat16 "
+        "scales (quarot, fp6) or sign vectors (quip-sharp) of what is rounded are trained to give the original block's "
         "output; full: after that these and the head are trained to give the original model's logits. Needs "
-        "calibration text. Not for models with experts."
+        "calibration text. Not for models with experts, or whose blocks share keys and values."
     ),
 ]
 FinetuneEpochs = Annotated[

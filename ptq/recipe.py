@@ -50,10 +50,6 @@ class Recipe:
     gptaq_alpha: float = 0.0
     """Share of what earlier rounding did to the input of a linear that its weight makes up for before it is rounded
     (GPTAQ's alpha, `ptq.statistics.inputs`); 0: none. Not for linears of experts."""
-    finetune: Finetune = "none"
-    """What is trained around the codes: see `ptq.pipeline.finetune`."""
-    finetune_epochs: int = 5
-    """Most passes over the calibration rows: in a turn of a block, and with the whole model."""
     seed: int = 0
     embedding_bits: int = 16
     """Bits of the embedding and the head, which are rounded to the nearest integers; 16 leaves them alone."""
@@ -62,6 +58,10 @@ class Recipe:
     widths: tuple[str, ...] = ()
     """`PATTERN=WIDTH`: the linears that match have this width, one of `known_widths` (bits, or an element of FP6), and
     not that of the others. Of several that match a linear the first counts, and before all of them `skip`."""
+    finetune: Finetune = "none"
+    """What is trained around the codes: see `ptq.pipeline.finetune`."""
+    finetune_epochs: int = 5
+    """Most passes over the calibration rows: in a turn of a block, and with the whole model."""
 
     def __post_init__(self) -> None:
         if type(self) is Recipe:

@@ -24,6 +24,14 @@ CacheClip = Annotated[
 GroupSize = Annotated[
     int, typer.Option(help="Input channels that share a scale, a divisor of all; 0: one per output channel.")
 ]
+Online = Annotated[
+    bool,
+    typer.Option(
+        "--online/--offline",
+        help="Also the rotations that run with the model, of down_proj's input, of cached keys, and around a head "
+        "that is tied to the embedding; --offline: only those that vanish into the weights.",
+    ),
+]
 ScaleKind = Annotated[
     Literal["bfloat16", "integer"],
     typer.Option(
@@ -31,6 +39,7 @@ ScaleKind = Annotated[
         "tokens are multiplied as with one scale per row."
     ),
 ]
+Symmetric = Annotated[bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")]
 WeightBits = Annotated[
     int, typer.Option("--weight-bits", "--bits", help="Bits per weight: 2 to 8; 16 leaves them unrounded.")
 ]
@@ -47,20 +56,11 @@ def quarot(
     out: cli.Out,
     weight_bits: WeightBits = 4,
     group_size: GroupSize = 0,
-    symmetric: Annotated[
-        bool, typer.Option("--symmetric/--asymmetric", help="Without or with a zero-point per scale.")
-    ] = True,
+    symmetric: Symmetric = True,
     scale: ScaleKind = "bfloat16",
     rounding: Annotated[Literal["nearest", "gptq"], typer.Option(help="gptq needs calibration text.")] = "gptq",
     rotate: Annotated[bool, typer.Option("--rotate/--no-rotate", help="Rotate the model before it is rounded.")] = True,
-    online: Annotated[
-        bool,
-        typer.Option(
-            "--online/--offline",
-            help="Also the rotations that run with the model, of down_proj's input, of cached keys, and around a head "
-            "that is tied to the embedding; --offline: only those that vanish into the weights.",
-        ),
-    ] = True,
+    online: Online = True,
     activation_bits: Annotated[
         int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8, 6 or 4; 16 leaves them alone.")
     ] = 16,

@@ -22,7 +22,7 @@ CLIP = {4: 0.9, 6: 0.95, 8: 1.0}
 doubles the error of a Gaussian token of 576 channels (docs/math.md, section 8)."""
 SEARCH = "search"
 """In the place of a clip: it is found on the calibration text."""
-CACHE_CLIP = {2: 0.9, 3: 0.95, 4: 0.95, 6: 1.0, 8: 1.0, 16: 1.0}
+CACHE_CLIP = {2: 0.9, 3: 0.95, 4: 0.95, 6: 1.0, 8: 1.0}
 """Clip of keys and values by the fewer bits of the two, for the same reason."""
 
 

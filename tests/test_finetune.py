@@ -1,6 +1,7 @@
 """The training loop, and the layer through which the gradient passes, against finite differences."""
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,19 @@ def test_a_rate_that_is_too_large_is_halved_and_nothing_ends_worse(tmp_path: Pat
     best, losses = fit(task, silent)
     assert len(losses) == 1 + finetune.PATIENCE and min(losses[1:]) > losses[0]
     assert torch.equal(best["a"], torch.zeros(6))
+
+
+def test_each_number_can_have_a_rate_of_its_own(tmp_path: Path) -> None:
+    task = least_squares(tmp_path, epochs=1)
+    rates = torch.tensor([0.1, 0, 0.1, 0, 0.2, 0])
+    trained = {"a": Trained(torch.zeros(6), torch.float32, rates)}
+    best, losses = fit(replace(task, trained=trained), silent)
+    assert (best["a"] != 0).tolist() == (rates != 0).tolist() and min(losses) < losses[0]
+
+
+def test_with_nothing_to_train_the_loss_is_measured(tmp_path: Path) -> None:
+    task = replace(least_squares(tmp_path), trained={}, held_out=lambda values: 3.0)
+    assert fit(task, silent) == ({}, [3.0])
 
 
 def test_what_is_measured_is_what_will_be_written(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
 """Fine-tuning of models that are rotated for good, and of weights with scales of groups: QuaRot and FP6."""
 
+import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from interrupted_runs import QUIET, check_all_continue, contents, photographed
+from safetensors.torch import load_file
 from test_finetune_models import ROLES, TRAINED, differing, losses, recipe, tensors
 from tiny_models import CACHED, TINY, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -145,6 +148,48 @@ def test_other_recipes(kind: type[Recipe], options: dict[str, Any], tmp_path: Pa
     assert min(found["whole model"]) < found["whole model"][0]
     moved = {name.rpartition(".")[2] for name in differing(tmp_path / "plain", tmp_path / "out")}
     assert (SCALE in moved) and "weight" in moved
+
+
+@pytest.mark.parametrize(
+    "options", [dict(online=False), dict(skip=("*.down_proj",)), dict(skip=("*.q_proj",))], ids=str
+)
+def test_a_head_that_was_tied_and_linears_that_are_left_out(options: dict[str, Any], tmp_path: Path) -> None:
+    """Offline, the head has a weight of its own afterwards; the rotation of down_proj's input acts all the same."""
+    source = save_model(tmp_path / "model", **TINY, num_hidden_layers=1)
+    ptq.quantize(source, tmp_path / "out", made(source, weight_bits=8, rounding="nearest", **options), QUIET)
+    found = losses(tmp_path / "out")
+    assert all(min(curve) <= curve[0] < 0.01 for curve in found.values()) and len(found["whole model"]) > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Fp6Recipe, dict(element="e2m1", scale="e8m0", group_size=8)),
+        (QuarotRecipe, dict(scale="integer", group_size=8)),
+    ],
+    ids=["e8m0", "integer scales"],
+)
+def test_where_nothing_can_move_the_loss_is_measured(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    """Norms without tensors, no biases, scales that stand still."""
+    source = save_model(tmp_path / "model", "olmo", **TINY, num_hidden_layers=1, attention_bias=False)
+    assert not any("bias" in name for name in load_file(source / "model.safetensors"))
+    ptq.quantize(source, tmp_path / "out", made(source, kind, finetune="blocks", **options), QUIET)
+    found = losses(tmp_path / "out")
+    assert len(found["block 0 after down"]) == 1 and len(found["block 0 after query"]) > 1
+
+
+def test_scales_move_by_a_share_of_their_own_size() -> None:
+    """Those of rows of zeros are 1, whatever the size of the others."""
+    values = {"a.weight_scale": torch.tensor([[1.0], [-0.01]]), "a.bias": torch.zeros(2)}
+    job: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(tensors={"a.bias": SimpleNamespace(dtype=torch.float32)}),
+        plan=SimpleNamespace(kept=(), unit_norms=()),
+    )
+    found = inspect.unwrap(trainable.vectors)(job, [LinearPlan("a", 2, 8, "a.weight")], values, 0.5)
+    assert found["a.bias"].rate == 0.5 * trainable.VECTOR_RATE and found["a.weight_scale"].dtype == torch.bfloat16
+    torch.testing.assert_close(
+        found["a.weight_scale"].rate, 0.5 * trainable.VECTOR_RATE * torch.tensor([[1.0], [0.01]])
+    )
 
 
 def test_a_crash_at_any_moment_costs_nothing(tmp_path: Path) -> None:

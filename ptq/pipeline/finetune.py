@@ -95,13 +95,14 @@ def split(chunks: int) -> int:
 
 
 def fit(task: Task, tell: Tell) -> tuple[Values, list[float]]:
-    """Train; returns the best values, as they will be written, and the held-out losses, that of the start first.
+    """Train; returns the best values, as they will be written, and the held-out losses, that of the start first: the
+    only one, where there is nothing to train.
 
     Raises RunError where that is not finite.
     """
     state = _load(task) if task.file.exists() else _begin(task)
     share = 1 / (task.epochs * task.batches)
-    while len(state.losses) <= task.epochs and state.failures < PATIENCE:
+    while task.trained and len(state.losses) <= task.epochs and state.failures < PATIENCE:
         epoch = len(state.losses)
         order = torch.randperm(task.batches, generator=rewrite.generator(f"{task.name}/{epoch}", task.seed))
         for count, number in enumerate(order.tolist()):
@@ -148,8 +149,10 @@ def _step(state: _State, task: Task, number: int, share: float) -> float:
         mean, square = state.means[name], state.squares[name]
         mean.lerp_(leaf.grad, 1 - BETAS[0])
         square.mul_(BETAS[1]).addcmul_(leaf.grad, leaf.grad, value=1 - BETAS[1])
-        size = (square / second).sqrt_().add_(EPSILON)
-        state.values[name].addcdiv_(mean, size, value=-share * task.trained[name].rate / first)
+        size, rate = (square / second).sqrt_().add_(EPSILON), task.trained[name].rate
+        if isinstance(rate, Tensor):
+            mean, rate = mean * rate, 1.0
+        state.values[name].addcdiv_(mean, size, value=-share * rate / first)
     return loss
 
 

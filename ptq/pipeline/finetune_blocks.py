@@ -136,12 +136,14 @@ def _start(turn: _Turn) -> Values:
 
 def _unrounded(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
     """The block before others than `rounded` are: what is rotated for good is so, and what undoes its transforms itself
-    is as in the source. Keys and values are those of the cache."""
+    is as in the source. Linears that are never rounded are as they were written; keys and values those of the cache."""
     job = turn.tasks.job
     part = job.original_block(turn.index)
     done = {linear.name for linear in rounded}
     left = [linear for linear in job.plan.block(turn.index) if linear.name not in done and not linear.undone]
     job.rotate_block(turn.index, part, left)
+    for linear in left:
+        part.load(turn.tasks.written(f"{linear.name}.") if linear.statistics is None else {})
     part.quantize_cache(job.plan.cache)
     return part
 
@@ -208,7 +210,7 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
     best, losses = finetune.fit(task, tell)
     found = {**values, **best, f"{LOSSES}{turn.number} {task.name}": torch.tensor(losses, dtype=torch.float64)}
     work_files.write_tensors(turn.file, found)
-    task.file.unlink()
+    task.file.unlink(missing_ok=True)
 
 
 def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:

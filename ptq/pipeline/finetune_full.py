@@ -18,11 +18,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ptq.files import work_files
-from ptq.hf.blocks import PartialModel
+from ptq.hf.blocks import PartialModel, row_by_row
+from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.pipeline import finetune, free_memory, trainable
 from ptq.pipeline.ends import plain_matrix
-from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.trainable import Trained, Values
@@ -71,7 +71,7 @@ def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> 
         best, losses = finetune.fit(task, tell)
     found = {**best, "losses": torch.tensor(losses, dtype=torch.float64)}
     work_files.write_tensors(task.file.with_name("full.safetensors"), found)
-    task.file.unlink()
+    task.file.unlink(missing_ok=True)
 
 
 def _measure(tasks: Tasks) -> None:
@@ -184,6 +184,7 @@ class _Model:
         tensors = self.tasks.written(part.prefix)
         packed = self.tasks.decided(linear for linear in self.linears if linear.name.startswith(part.prefix))
         trainable.freeze(part, packed, tensors)
+        part.pack({x.name: config_entry(x) for x in self.job.plan.block(index) if x.format and not x.statistics})
         part.quantize_cache(self.job.plan.cache)
         prefixes = tuple(f"{linear.name}." for linear in packed)
         part.load({name: tensor for name, tensor in tensors.items() if not name.startswith(prefixes)})

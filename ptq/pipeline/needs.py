@@ -21,7 +21,7 @@ from ptq.statistics.chunks import CHUNK_TOKENS
 from ptq.statistics.clip_search import is_searched
 from ptq.statistics.hessian import MAX_PARTS, PART_CHUNKS, panel_shapes
 
-ELEMENT_RATE = 1e9
+ELEMENT_RATE = 5e8
 """Numbers per second and core that training goes through outside of matrix products, there and back."""
 BASE_SECONDS = 4.0
 """For what takes as long in small models: to open the result again, the proof and the report."""
@@ -177,7 +177,7 @@ def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, len
     kept = 4 * 4 * block
     numbers = 24 * shape.hidden + 10 * shape.intermediate + 6 * shape.heads * length  # of a token in a block
     passes = finetune.weights(plan) / block
-    seconds = 8 * finetune.weights(plan) / _matmul_rate() + passes * numbers / (ELEMENT_RATE * torch.get_num_threads())
+    seconds = 10 * finetune.weights(plan) / _matmul_rate() + passes * numbers / (ELEMENT_RATE * torch.get_num_threads())
     if plan.finetune == "full":
         states = 4 * tokens * shape.hidden * plan.blocks
         memory = max(memory, BASE_MEMORY + 4 * (8 * head + block) + activations + states + 8 * 4 * LOGITS)

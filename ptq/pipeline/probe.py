@@ -4,13 +4,12 @@ block of each at a time. Every run proves its rotations on it, and reports what 
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from ptq.errors import InputError, RunError, refused
 from ptq.files import work_files
-from ptq.hf.blocks import UNRUN, PartialModel
+from ptq.hf.blocks import UNRUN, PartialModel, row_by_row
 from ptq.hf.routing import Routes, recorded, replayed
 from ptq.pipeline import rewrite
 from ptq.pipeline.ends import Matrix, plain_matrix
@@ -121,9 +120,3 @@ class Probe:
 
     def _file(self, index: int) -> Path:
         return self.work / "probe" / f"{index}.safetensors"
-
-
-def row_by_row(part: PartialModel, state: Float[Tensor, "rows t k"]) -> Float[Tensor, "rows t left"]:
-    """One row at a time, as the proof of the written checkpoint does: in a larger batch the last bit of a product may
-    differ."""
-    return torch.cat([part.run(row) for row in state.split(1)])

@@ -6,12 +6,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from ptq.hf.blocks import PartialModel
+from ptq.hf.blocks import PartialModel, row_by_row
 from ptq.hf.routing import Routes
 from ptq.ops import matmul, memory
 from ptq.pipeline import finetune_blocks, finetune_full, solve, trainable
 from ptq.pipeline.ends import plain_matrix
-from ptq.pipeline.probe import row_by_row
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
 from ptq.statistics.hessian import unseen

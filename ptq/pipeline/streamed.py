@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptq.errors import in_folder
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf import residual
-from ptq.hf.blocks import PartialModel
+from ptq.hf.blocks import PartialModel, row_by_row
 from ptq.hf.meta_model import check_whole, transformers_config
 from ptq.hf.packed_config import QUANT_METHOD, PtqConfig
 from ptq.models.families import family_of
@@ -75,7 +75,7 @@ class Streamed:
             part.pack(self.packed.entries())
             part.quantize_cache(self.packed.cache())
         part.load(self._read(name for name in self.checkpoint.tensors if name.startswith(part.prefix)))
-        return torch.cat([part.run(row) for row in state.split(1)])
+        return row_by_row(part, state)
 
     def logits(self, state: Float[Tensor, "rows t w"]) -> Iterator[Float[Tensor, "1 t v"]]:
         """Logits of every row from the state that leaves the last block."""

@@ -4,8 +4,8 @@
     rest.json                     so are the norms and what passes through
     clips/<name>.json             the searched clip of the input of a linear, and of those that share it
     hidden/<block>/<chunk>        calibration rows as they enter a block, after the quantised blocks before it
-    teacher/<block>/<chunk>       the same of the original model, where there is fine-tuning, or of the rotated one that
-                                  is not quantised, where weights make up for what is done to their inputs (GPTAQ)
+    teacher/<block>/<chunk>       with fine-tuning or GPTAQ: the same of the model that is rotated and not quantised, or
+                                  of the original, where rotations are the layers' own (`trainable.taught_by`)
     hessians/<block>.safetensors  one per shared input of a block; <block>.<part>: the sum over some of the chunks
     tuned/<block>.json            the block is fine-tuned (ptq.pipeline.finetune_blocks, ptq.pipeline.finetune_full)
     outliers/<block>.safetensors  what the report says of the inputs of a block's linears

@@ -45,8 +45,8 @@ class Trained:
     start: Tensor
     dtype: torch.dtype
     """In which it will be written."""
-    rate: float
-    """Adam's step."""
+    rate: float | Tensor
+    """Adam's step, of all its numbers or of each."""
 
 
 class TunedLinear(nn.Module):
@@ -118,7 +118,7 @@ def shared(linears: Iterable[LinearPlan], values: Values) -> Values:
 
 def vectors(job: Job, linears: Iterable[LinearPlan], values: Values, share: float) -> dict[str, Trained]:
     """How the norms and biases among `values`, and the scales and sign vectors of these linears, are trained: at this
-    share of VECTOR_RATE, scales relative to the root of their mean square."""
+    share of VECTOR_RATE, scales relative to their own size."""
     dtypes = {name: info.dtype for name, info in job.checkpoint.tensors.items()}
     for linear in linears:
         dtypes |= {f"{linear.statistics}.{INPUT_SIGNS}": torch.float16, f"{linear.name}.{OUTPUT_SIGNS}": torch.float16}
@@ -128,21 +128,22 @@ def vectors(job: Job, linears: Iterable[LinearPlan], values: Values, share: floa
     for name, value in values.items():
         leaf = name.rpartition(".")[2]
         if name in dtypes and value.dim() and (leaf in moving or name in norms):  # no constants
-            found[name] = Trained(value, dtypes[name], share * VECTOR_RATE * (_size(value) if leaf == SCALE else 1))
+            found[name] = Trained(value, dtypes[name], share * VECTOR_RATE * (value.abs() if leaf == SCALE else 1))
     return found
 
 
 def matrix(w: Float[Tensor, "n k"], dtype: torch.dtype, share: float) -> Trained:
     """How a weight matrix is trained: at this share of WEIGHT_RATE."""
-    return Trained(w, dtype, share * WEIGHT_RATE * _size(w))
+    return Trained(w, dtype, share * WEIGHT_RATE * float(w.square().mean(dtype=torch.float64).sqrt()))
 
 
 def written(job: Job, values: Values) -> Values:
     """Values as they are written."""
-    dtypes, found = job.checkpoint.tensors, Values()
+    source, found = job.checkpoint.tensors, Values()
     for name, value in values.items():
         coded = CODED.get(name.rpartition(".")[2])
-        found[name] = value.to(dtypes[name].dtype) if coded is None else coded[0](value)
+        like = name if name in source else job.head.source  # a head that the source ties to the embedding
+        found[name] = value.to(source[like].dtype) if coded is None else coded[0](value)
     return found
 
 
@@ -159,8 +160,3 @@ def taught_by(plan: Plan) -> Model:
     """The model that the packed one is trained after: that one whose states mean the same."""
     fused = any(linear.rewritten and not linear.undone for linear in plan.linears)
     return "rotated" if fused or plan.online_residual is not None else "original"
-
-
-def _size(w: Tensor) -> float:
-    """The root of the mean square."""
-    return float(w.square().mean(dtype=torch.float64).sqrt())
