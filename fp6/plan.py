@@ -1,5 +1,5 @@
-"""The plan of FP6: every linear in small floats, without calibration; rotations that vanish into the weights, if asked
-for (Xia et al. 2024, arXiv:2401.14112, for the idea; the formats are those of `fp6.element`)."""
+"""The plan of FP6: every linear in small floats, which need no calibration; rotations that vanish into the weights, if
+asked for (Xia et al. 2024, arXiv:2401.14112, for the idea; the formats are those of `fp6.element`)."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
