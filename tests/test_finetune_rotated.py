@@ -12,7 +12,7 @@ import pytest
 import torch
 from interrupted_runs import QUIET, check_all_continue, contents, photographed
 from safetensors.torch import load_file
-from test_finetune_models import ROLES, TRAINED, differing, losses, recipe, tensors
+from test_finetune_models import TRAINED, check_losses, differing, losses, recipe, tensors
 from tiny_models import CACHED, TINY, save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -65,12 +65,7 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 
 def test_no_loss_ends_above_its_start_and_the_whole_falls(results: dict[str, Path]) -> None:
-    found = losses(results["full"])
-    turns = [f"block {index} after {role}" for index in (0, 1) for role in ROLES]
-    assert found.keys() == {*turns, "whole model"}
-    assert all(min(curve) <= curve[0] for curve in found.values())
-    assert min(found["whole model"]) < 0.97 * found["whole model"][0]
-    assert sum(min(found[turn]) < 0.99 * found[turn][0] for turn in turns) >= 4
+    check_losses(results, 4)
 
 
 def test_the_second_stage_changes_no_code(results: dict[str, Path]) -> None:

@@ -8,9 +8,9 @@ the calibration tokens.
 
 The original's logits are never kept: its hidden states behind the last block are (`teacher/`; of a model that is
 rotated for good, those of the rotated one), and its head makes logits of them where they are compared, a few tokens at
-a time. Of the packed model, one block has gradients at a time:
-on the way up only what enters each block is kept, on the way down the block is run again. A head that is tied to the
-embedding is trained as both. All of it is done by the first process alone.
+a time. Of the packed model, one block has gradients at a time: on the way up only what enters each block is kept, on
+the way down the block is run again. A head that is tied to the embedding is trained as both. All of it is done by the
+first process alone.
 """
 
 import torch

@@ -21,9 +21,10 @@ from ptq.weights.formats import Format, Parts
 from ptq.weights.grouped import SCALE, has_scales, loaded_scale, stored_scale
 
 VECTOR_RATE = 0.016
-"""Adam's steps for sign vectors, norms and biases, all of them near 1, times the relative error of the rounded weights:
-0.005 at 2 bits, less at 4, where there is less to make up for. Tseng et al. take 5e-4 for sign vectors and 5e-5 for the
-rest, of models of 7 to 70 billion weights; steps that are too long are halved (`finetune.PATIENCE`)."""
+"""Adam's steps for sign vectors, norms and biases, all of them near 1, and for scales, as a share of each; times the
+relative error of the rounded weights: 0.005 at 2 bits, less at 4, where there is less to make up for. Tseng et al. take
+5e-4 for sign vectors and 5e-5 for the rest, of models of 7 to 70 billion weights; steps that are too long are halved
+(`finetune.PATIENCE`)."""
 WEIGHT_RATE = 0.1
 """Adam's steps for weight matrices, relative to the root of their mean square, times the same."""
 
