@@ -45,16 +45,16 @@ class Fp6Recipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.element not in self.known_widths:
-            raise InputError(f"unknown element {self.element!r}; known elements: {', '.join(self.known_widths)}")
+            raise InputError(f"--element must be one of {', '.join(self.known_widths)}; found {self.element!r}")
         if self.group_size is None:
             object.__setattr__(self, "group_size", 32 if self.scale == "e8m0" else 0)
-        check_group_size(self.group_size)
+        check_group_size(self.group_size, "--group-size: ")
         if self.scale not in SCALES:
-            raise InputError(f"scale must be bfloat16 or e8m0, found {self.scale!r}")
+            raise InputError(f"--scale must be bfloat16 or e8m0, found {self.scale!r}")
         if self.scale_search not in SEARCHES:
-            raise InputError(f"scale search must be absmax or mse, found {self.scale_search!r}")
+            raise InputError(f"--scale-search must be absmax or mse, found {self.scale_search!r}")
         if self.activation_bits not in (8, 16):
-            raise InputError(f"activation bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
+            raise InputError(f"--activation-bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
 
     @property
     def _group_size(self) -> int:

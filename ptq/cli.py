@@ -213,7 +213,7 @@ def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
 
 def is_first_process() -> bool:
     """Whether this process speaks for all that torchrun has started; of an error any may."""
-    return os.environ.get("RANK", "0") == "0"
+    return startup.process_of_run()[0] == 0
 
 
 def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> None:

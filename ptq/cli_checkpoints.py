@@ -74,12 +74,13 @@ def verify(
     from transformers.utils.logging import disable_progress_bar
 
     from ptq.commands import verify
+    from ptq.files.json_numbers import six_digits
     from ptq.pipeline.work import RECORD
 
     disable_progress_bar()  # transformers' own, of loading
     found = verify.verify(checkpoint, against, text)
     if as_json:
-        print(json.dumps(asdict(found), indent=2))
+        print(json.dumps(six_digits(asdict(found)), indent=2, allow_nan=False))
         return
     state = "every one as it was written" if found.recorded else (
         f"whole; without {RECORD} (save_pretrained writes none) changed bytes inside a tensor cannot be found"

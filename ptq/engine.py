@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
+from ptq import startup
 from ptq.errors import InputError, RunError
 
 T = TypeVar("T")
@@ -116,8 +117,8 @@ def _lost() -> Iterator[None]:
 @contextmanager
 def workers() -> Iterator[Workers]:
     """The processes that torchrun started together with this one; this one alone where it was started by itself."""
-    count = int(os.environ.get("WORLD_SIZE", "1")) if dist.is_available() and "RANK" in os.environ else 1
-    if count == 1:
+    _, count = startup.process_of_run()
+    if count == 1 or not dist.is_available():
         yield ALONE
         return
     if dist.is_initialized():

@@ -27,6 +27,8 @@ class Recipe:
     """The part of a recipe that all methods share; a method adds its own fields in a subclass."""
 
     method: ClassVar[str]
+    solver: ClassVar[Rounding] = "gptq"
+    """What the paper of the method calls LDLQ."""
     width_option: ClassVar[str] = "--bits-for"
     width_word: ClassVar[str] = "BITS"
     """What is typed for `widths`."""
@@ -36,7 +38,8 @@ class Recipe:
     """Options that older recipes lack: where they are left at their defaults, `as_dict` is without them."""
 
     rounding: Rounding = "gptq"
-    """`nearest`, or LDLQ with Hessians from calibration data; `gptq` and `ldlq` are two names of the same solver."""
+    """`nearest`, or LDLQ with Hessians from calibration data: `gptq` and `ldlq` are two names of it, and a recipe keeps
+    that of its method's paper."""
     calibration: str | None = None
     """A .txt or .jsonl file, `wikitext2`, `c4` or a hub dataset, as of `ptq.statistics.text_sources.load`; None only
     where nothing needs data."""
@@ -67,7 +70,9 @@ class Recipe:
         if type(self) is Recipe:
             raise InputError("a recipe of no method: use QuarotRecipe, QuipSharpRecipe or Fp6Recipe")
         if self.rounding not in ("nearest", "gptq", "ldlq"):
-            raise InputError(f"rounding must be nearest, gptq or ldlq, found {self.rounding!r}")
+            raise InputError(f"--rounding must be nearest, gptq or ldlq, found {self.rounding!r}")
+        if self.rounding != "nearest":
+            object.__setattr__(self, "rounding", self.solver)
         if isinstance(self.calibration, Path):
             object.__setattr__(self, "calibration", str(self.calibration))
         for option in fields(self):
@@ -84,28 +89,28 @@ class Recipe:
         self._check_widths()
         if self.embedding_bits not in (4, 6, 8, 16):
             raise InputError(
-                "embedding bits must be 4, 6 or 8, or 16 to leave embedding and head alone; "
+                "--embedding-bits must be 4, 6 or 8, or 16 to leave embedding and head alone; "
                 f"found {self.embedding_bits}"
             )
         if not 0 <= self.seed < 1 << 63:
-            raise InputError(f"seed must be at least 0 and below 2^63, found {self.seed}")
+            raise InputError(f"--seed must be at least 0 and below 2^63, found {self.seed}")
         for name in ("samples", "sequence_length"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise InputError(f"{name} must be at least 1, found {value}")
+                raise InputError(f"--{name.replace('_', '-')} must be at least 1, found {value}")
         if self.sweeps < 0:
-            raise InputError(f"sweeps must be 0 or more, found {self.sweeps}")
+            raise InputError(f"--sweeps must be 0 or more, found {self.sweeps}")
         if not 0 < self.damping < 1:
-            raise InputError(f"damping must be above 0 and below 1, found {self.damping}")
+            raise InputError(f"--damping must be above 0 and below 1, found {self.damping}")
         if not 0 <= self.gptaq_alpha <= 1:
-            raise InputError(f"the alpha of GPTAQ must be 0 to 1, found {self.gptaq_alpha}")
+            raise InputError(f"--gptaq-alpha must be 0 to 1, found {self.gptaq_alpha}")
         self._check_finetuning()
 
     def _check_finetuning(self) -> None:
         if self.finetune not in ("none", "blocks", "full"):
-            raise InputError(f"finetune must be none, blocks or full, found {self.finetune!r}")
+            raise InputError(f"--finetune must be none, blocks or full, found {self.finetune!r}")
         if self.finetune_epochs < 1:
-            raise InputError(f"finetune epochs must be at least 1, found {self.finetune_epochs}")
+            raise InputError(f"--finetune-epochs must be at least 1, found {self.finetune_epochs}")
         if self.finetune != "none" and self.gptaq_alpha:
             raise InputError(
                 "--gptaq-alpha: fine-tuning makes up for what earlier rounding did, better; leave one of them out"

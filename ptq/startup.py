@@ -46,6 +46,14 @@ def quit_on_interrupt() -> None:
         signal.signal(signal.SIGINT, _quit)
 
 
+def process_of_run() -> tuple[int, int]:
+    """Which process of those that torchrun has started this one is, and how many there are; 0, 1 where it was started
+    by itself: some schedulers set RANK alone."""
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return 0, 1
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Within it Ctrl-C is a KeyboardInterrupt again: there are files to put in order."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ptq.errors import InputError
-from ptq.kv.kv_cache import CacheQuantization, key_rotation
+from ptq.kv.kv_cache import BITS, MAX_SINKS, CacheQuantization, key_rotation
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops.activations import Activation
@@ -62,27 +62,31 @@ class QuarotRecipe(Recipe):
         super().__post_init__()
         if self.activation_bits not in (4, 6, 8, 16):
             raise InputError(
-                f"activation bits must be 4, 6 or 8, or 16 to leave activations alone; found {self.activation_bits}"
+                f"--activation-bits must be 4, 6 or 8, or 16 to leave activations alone; found {self.activation_bits}"
             )
-        if isinstance(self.activation_clip, str) and self.activation_clip != SEARCH:
-            raise InputError(
-                f"the activation clip must be a number above 0 and at most 1, or {SEARCH}; found "
-                f"{self.activation_clip!r}"
-            )
-        if isinstance(self.activation_clip, int | float):
-            Activation(8, self.activation_clip)
-        clip = 1.0 if self.cache_clip is None else self.cache_clip
-        CacheQuantization(self.key_bits, self.value_bits, clip, self.cache_sinks)
+        clip = self.activation_clip
+        if clip not in (None, SEARCH) and not (isinstance(clip, float) and 0 < clip <= 1):
+            raise InputError(f"--activation-clip must be above 0 and at most 1, or {SEARCH}; found {clip!r}")
+        self._check_cache()
         if self.weight_bits not in (*range(2, 9), 16):
-            raise InputError(f"weight bits must be 2 to 8, or 16 to leave the weights alone; found {self.weight_bits}")
+            raise InputError(f"--weight-bits must be 2 to 8, or 16 to leave weights alone; found {self.weight_bits}")
         if self.weight_bits == 16 and self.widths:
             raise InputError(
-                f"{self.width_option} is about weights that are rounded, and 16 weight bits leave all of them alone: "
+                f"{self.width_option} is about weights that are rounded, and --weight-bits 16 leaves all alone: "
                 "choose fewer, and leave out with --skip what is not to be rounded"
             )
-        check_group_size(self.group_size)
+        check_group_size(self.group_size, "--group-size: ")
         if self.weight_bits < 16:
             check_kind(self.scale, self.weight_bits, self.group_size, self.symmetric)
+
+    def _check_cache(self) -> None:
+        for option, bits in (("--key-bits", self.key_bits), ("--value-bits", self.value_bits)):
+            if bits not in BITS:
+                raise InputError(f"{option} must be one of {', '.join(map(str, BITS))} (as is), found {bits}")
+        if self.cache_clip is not None and not 0 < self.cache_clip <= 1:
+            raise InputError(f"--kv-clip must be above 0 and at most 1, found {self.cache_clip}")
+        if not 0 <= self.cache_sinks <= MAX_SINKS:
+            raise InputError(f"--kv-sinks must be a whole number from 0 to {MAX_SINKS}, found {self.cache_sinks}")
 
     @property
     def rounds(self) -> bool:

@@ -27,6 +27,7 @@ class QuipSharpRecipe(Recipe):
     """Recipe of `quantize quip-sharp`."""
 
     method: ClassVar[str] = "quip_sharp"
+    solver: ClassVar[Rounding] = "ldlq"
     known_widths: ClassVar[tuple[str, ...]] = ("2", "3", "4")
     younger: ClassVar[tuple[str, ...]] = ("widths", "gptaq_alpha")  # those of old could be fine-tuned
 
@@ -42,11 +43,11 @@ class QuipSharpRecipe(Recipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.bits not in (2, 3, 4):
-            raise InputError(f"bits must be 2, 3 or 4, found {self.bits}")
+            raise InputError(f"--bits must be 2, 3 or 4, found {self.bits}")
         if self.activation_bits not in (8, 16):
-            raise InputError(f"activation bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
+            raise InputError(f"--activation-bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
         if self.finetune != "none" and not self.rotate:
-            raise InputError("fine-tuning trains the sign vectors of the transforms, so it needs --rotate")
+            raise InputError("--finetune trains the sign vectors of the transforms, so leave out --no-rotate")
 
 
 def plan(shape: ModelShape, family: Family, recipe: QuipSharpRecipe, tensors: Tensors) -> Plan:

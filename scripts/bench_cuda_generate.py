@@ -184,7 +184,7 @@ def measure(model: PreTrainedModel, tokens: int, compiled: bool) -> tuple[float,
     return seconds, float((found - wanted).norm() / wanted.norm())
 
 
-def family_or_default(variant: str, shape: str, device: torch.device, tokens: int, compiled: bool, copy: float) -> Row:
+def measure_variant(variant: str, shape: str, device: torch.device, tokens: int, compiled: bool, copy: float) -> Row:
     """Build, measure, free. `copy`: GB/s."""
     how = ("compiled" if compiled else "eager") + (", CUDA graph" if device.type == "cuda" else ", no graph")
     try:
@@ -241,7 +241,7 @@ def measure_all(
     about = bench_cuda.machine() if graphed else {"device": device.type, "torch": torch.__version__}
     rows: list[Row] = []
     for variant in variants:
-        rows.append(family_or_default(variant, shape, device, tokens, compiled, copy))
+        rows.append(measure_variant(variant, shape, device, tokens, compiled, copy))
         gc.collect()
         if graphed:
             torch.cuda.empty_cache()

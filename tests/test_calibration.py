@@ -3,6 +3,9 @@
 import copy
 import hashlib
 import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import datasets
@@ -178,6 +181,16 @@ def test_long_text_is_cut_at_a_character(tmp_path, monkeypatch):
         (tmp_path / "a.txt").write_bytes(b"x" * lead + "😀".encode() * 100)
         load_rows(str(tmp_path / "a.txt"), lambda text, verbose: seen.append(text) or {"input_ids": [0]}, 1, 1, seed=0)
     assert seen == ["x" * lead + "😀" * ((64 - lead) // 4) for lead in range(4)]
+
+
+def test_text_of_a_pipe(tmp_path):
+    pipe, text = tmp_path / "pipe", "a\nbc" * 1000
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        for limit in (sys.maxsize - 1, 100):
+            written = pool.submit(pipe.write_text, text)
+            assert read_text(pipe, limit=limit) == text[:limit]
+            written.exception()  # a reader that has enough closes the pipe
 
 
 def test_not_utf8_names_the_byte(tmp_path):

@@ -253,7 +253,7 @@ def test_the_teacher_reads_the_original_embedding(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("bits", [0, 3, 5, 7, 32, -8])
 def test_bits_that_there_are_not(bits: Any) -> None:
-    with pytest.raises(InputError, match="embedding.bits must be"):
+    with pytest.raises(InputError, match="--embedding-bits must be"):
         QuarotRecipe(embedding_bits=bits)
 
 
@@ -261,7 +261,7 @@ def test_refused_on_the_command_line(tmp_path: Path) -> None:
     source = save_model(tmp_path / "model")
     before = listing(tmp_path)
     check_refused(
-        quantize("quarot", source, tmp_path / "out", "--embedding-bits", 5), "embedding bits must be 4, 6 or 8"
+        quantize("quarot", source, tmp_path / "out", "--embedding-bits", 5), "--embedding-bits must be 4, 6 or 8"
     )
     assert listing(tmp_path) == before
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ptq.errors import RunError
+from ptq.files.json_numbers import six_digits
 from ptq.layers.linear import Online, QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, stored_signs
 from ptq.ops import activations, hadamard, matmul
@@ -98,10 +99,7 @@ def test_damage_on_the_way_is_undone_and_at_the_start_refused(tmp_path: Path) ->
         return float("nan")
 
     best, losses = fit(Task(**{**vars(task), "gradients": broken}), silent)
-    assert (
-        torch.equal(best["a"], torch.zeros(6))
-        and finetune.json_losses(torch.tensor(losses))[1:] == [None] * finetune.PATIENCE
-    )
+    assert torch.equal(best["a"], torch.zeros(6)) and six_digits(losses)[1:] == [None] * finetune.PATIENCE
     (tmp_path / "state.safetensors").unlink()
     with pytest.raises(RunError, match="test: before fine-tuning the loss"):
         fit(Task(**{**vars(task), "held_out": lambda values: float("nan")}), silent)

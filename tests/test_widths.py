@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Recipe, tuple[Any, ...], str]] = {
     "bits in place of an element": (Fp6Recipe(), ("*=6",), "--element-for '*=6': unknown width '6'; known are e3m2, "),
     "an element without pattern": (Fp6Recipe(), ("e4m2",), "such as '*.down_proj=e4m2'; found 'e4m2'"),
     "no strings": (NEAREST, (8,), "widths must be a list of patterns, found (8,)"),
-    "weights that are left alone": (QuarotRecipe(weight_bits=16), ("*=8",), "16 weight bits leave all of them alone"),
+    "weights that are left alone": (QuarotRecipe(weight_bits=16), ("*=8",), "--weight-bits 16 leaves all alone"),
 }
 
 

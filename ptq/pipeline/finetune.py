@@ -85,7 +85,7 @@ def weights(plan: Plan) -> int:
 
 def rounding_error(marks: Iterable[Path]) -> float:
     """Root of the mean relative squared error of rounded weights, from the marks of their tasks."""
-    errors = [work_files.read_json(mark).get("error", 0.0) for mark in marks]
+    errors = [work_files.read_json(mark).get("error") or 0.0 for mark in marks]
     return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
 
@@ -114,11 +114,6 @@ def fit(task: Task, tell: Tell) -> tuple[Values, list[float]]:
         _judge(state, task.held_out(_written(state.values, task)))
         _save(state, task.file)
     return _written(state.best, task), state.losses
-
-
-def json_losses(losses: Tensor) -> list[float | None]:
-    """Losses as JSON values, six digits each; None for what was not finite."""
-    return [float(f"{loss:.6g}") if math.isfinite(loss) else None for loss in losses.tolist()]
 
 
 def _begin(task: Task) -> _State:

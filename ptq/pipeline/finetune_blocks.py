@@ -22,6 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ptq.files import work_files
+from ptq.files.json_numbers import six_digits
 from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import config_entry
 from ptq.pipeline import finetune, trainable
@@ -235,7 +236,7 @@ def _place_trained(tasks: Tasks, index: int, file: Path) -> None:
     """Put what has been trained into the shards, and say so."""
     values = work_files.read_tensors(file)
     trained = sorted((name for name in values if name.startswith(LOSSES)), key=_turn_of)
-    found = [[name.partition(" ")[2], finetune.json_losses(values.pop(name))] for name in trained]
+    found = [[name.partition(" ")[2], six_digits(values.pop(name).tolist())] for name in trained]
     values = trainable.shared([linear for linear in tasks.job.plan.block(index) if linear.statistics], values)
     tasks.place(_mark(tasks, index), trainable.written(tasks.job, values), {"losses": found})
     file.unlink()

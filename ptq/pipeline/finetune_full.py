@@ -18,6 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ptq.files import work_files
+from ptq.files.json_numbers import six_digits
 from ptq.hf.blocks import PartialModel, row_by_row
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
@@ -42,7 +43,7 @@ def tune(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> No
         if not file.exists():
             _train(tasks, rows, progress)
         values = work_files.read_tensors(file)
-        losses = finetune.json_losses(values.pop("losses"))
+        losses = six_digits(values.pop("losses").tolist())
         tasks.shards.place(trainable.written(tasks.job, trainable.shared(tasks.job.plan.linears, values)))
         _measure(tasks)
         tasks.place(mark, {}, {"whole model": losses})

@@ -1,6 +1,5 @@
 """The report of a run: what it did to the model, as numbers (`report.json`) and as one page (`report.html`)."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from ptq.files import dtypes
 from ptq.files.header import TensorInfo
+from ptq.files.json_numbers import six_digits
 from ptq.files.shards import write_bytes, write_json
 from ptq.hf import residual
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
@@ -24,6 +24,8 @@ from ptq.reporting.report_page import page
 from ptq.reporting.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread, Training
 from ptq.statistics.outliers import MeasuredInput
 
+MEASURES = ("error", "loss", "nearest_loss", "clip_error", "default_clip_error")
+"""Of a linear's record."""
 CURVE_POINTS = 512
 """Most points of a curve over channels: each is the largest of its run of neighbours, so no peak is lost."""
 
@@ -61,11 +63,11 @@ def build(
         fingerprint=str(record["fingerprint"]),
         recipe=dict(record["recipe"]),
         notes=tuple(plan.notes),
-        bits_per_weight=_six(result["bits_per_weight"]),
+        bits_per_weight=six_digits(result["bits_per_weight"]),
         quantised_weights=sum(linear.n * linear.k for linear in quantised),
         bytes_before=sum(info.stored_bytes for name, info in source.items() if name not in plan.unused),
         bytes_after=sum(info.nbytes for info in written.values()),
-        **{key: _six(result[key]) for key in ("rotation_error", "kl", "top1")},
+        **{key: six_digits(result[key]) for key in ("rotation_error", "kl", "top1")},
         shares=_shares(plan, source, written),
         layers=tuple(_layers(plan, log, written)),
         inputs=tuple(
@@ -118,7 +120,7 @@ def _layer(linear: LinearPlan, line: Mapping[str, Any], dtype: torch.dtype, nbyt
         activation_bits=None if linear.activation is None else linear.activation.bits,
         nbytes=nbytes,
         activation_clip=None if linear.activation is None else linear.activation.clip,
-        **{key: _six(line.get(key)) for key in ("error", "loss", "nearest_loss", "clip_error", "default_clip_error")},
+        **six_digits({key: line.get(key) for key in MEASURES}),
     )
 
 
@@ -163,25 +165,18 @@ def _spread(found: MeasuredInput, drawn: bool, rounded: bool) -> Spread:
     curve = None
     if drawn:
         runs = torch.tensor_split(found.peak, min(CURVE_POINTS, len(found.peak)))
-        curve = tuple(_six(float(run.max()) / found.rms) if found.rms > 0 else None for run in runs)
+        curve = tuple(six_digits(float(run.max()) / found.rms) if found.rms > 0 else None for run in runs)
     median = float(found.peak.median())
     return Spread(
-        rms=_six(found.rms),
-        kurtosis=_six(found.kurtosis),
-        peak_to_rms=_six(found.peak_to_rms),
-        peak_to_median=_six(float(found.peak.max()) / median) if median > 0 else None,
-        rounding_error=_six(found.rounding_error) if rounded else None,
+        rms=six_digits(found.rms),
+        kurtosis=six_digits(found.kurtosis),
+        peak_to_rms=six_digits(found.peak_to_rms),
+        peak_to_median=six_digits(float(found.peak.max()) / median) if median > 0 else None,
+        rounding_error=six_digits(found.rounding_error) if rounded else None,
         curve=curve,
     )
 
 
 def _positions(found: Float64[Tensor, "3 rows t"], text: str) -> Positions:
-    curves = (tuple(_six(value) for value in curve) for curve in found.mean(1).tolist())
+    curves = (tuple(six_digits(curve)) for curve in found.mean(1).tolist())
     return Positions(text, found.shape[1], *curves)
-
-
-def _six(value: Any) -> Any:
-    """Six digits, or None for what is no finite number: sums differ in the last ones with the number of threads."""
-    if value is None or not math.isfinite(value):
-        return None
-    return float(f"{float(value):.6g}")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ptq.engine import Workers
 from ptq.files import work_files
+from ptq.files.json_numbers import six_digits
 from ptq.files.shards import write_json
 from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import QuantLinear
@@ -76,9 +77,9 @@ class Errors:
 
     def best(self, default: float) -> dict[str, Any]:
         """The clip with the least error, the larger of two that are equal, and what the record says of it."""
-        means = [float(f"{value / max(1, self.tokens):.6g}") for value in self.sums.tolist()]
+        means = six_digits([value / max(1, self.tokens) for value in self.sums.tolist()])
         found = {"clip_tokens": self.tokens}
-        if self.tokens < LEAST_TOKENS or not all(map(math.isfinite, means)):
+        if self.tokens < LEAST_TOKENS or None in means:
             return {CLIP: default, **found, NOTE: FEW if self.tokens < LEAST_TOKENS else OVERFLOWED}
         best = min(range(len(GRID)), key=means.__getitem__)
         return {CLIP: GRID[best], **found, "clip_error": means[best], "default_clip_error": means[GRID.index(default)]}

@@ -11,6 +11,8 @@ from ptq.errors import InputError, RunError
 from ptq.files import hub, source
 from ptq.files.header import parse_json_object
 
+PIECE = 1 << 20
+"""Bytes of a file that are read at a time: a pipe does not say how many it has."""
 TEXT_FIELDS = ("text", "content")
 CHAT_FIELD = "messages"
 TEXT_FILES = (".txt", ".raw", ".jsonl")
@@ -73,7 +75,7 @@ def _join(rows: Iterable[Row], tokenizer: Any, limit: int) -> str:
     return "\n\n".join(parts)[:limit]
 
 
-def _decode(data: bytes, path: Path, offset: int = 0) -> str:
+def _decode(data: bytes | bytearray, path: Path, offset: int = 0) -> str:
     """The text; a byte order mark at the start of a file, which some editors put there, is none of it."""
     try:
         return data.decode("utf-8" if offset else "utf-8-sig")
@@ -100,9 +102,11 @@ def read_text(path: Path, tokenizer: Any = None, limit: int = sys.maxsize - 1) -
         return _join(_jsonl_rows(path), tokenizer, limit)
     if path.suffix.lower() in DATA_FILES:
         raise InputError(f"{path}: expected plain text, or a .jsonl file with a document in every line")
+    data = bytearray()
     try:
         with path.open("rb") as file:
-            data = file.read(min(limit + 1, path.stat().st_size + 1))
+            while len(data) <= limit and (piece := file.read(min(PIECE, limit + 1 - len(data)))):
+                data += piece
     except OSError as error:
         raise _cannot_read(path, error) from error
     if len(data) > limit:

@@ -13,6 +13,7 @@ from ptq.ops.matmul import product
 PANEL = 1024
 """Columns between two products in `cholesky` and `energy`."""
 MAX_DAMPING = 10.0
+"""No factor is tried with more."""
 
 
 def factor(
@@ -36,7 +37,7 @@ def factor(
             return h, added, damping
         if damping >= MAX_DAMPING:
             raise InputError(f"{name}: the Hessian is not positive semidefinite, even with damping {damping:g}")
-        damping = max(10 * damping, 1e-4)
+        damping = min(max(10 * damping, 1e-4), MAX_DAMPING)
         for start in range(0, len(h), PANEL):  # what lies above the diagonal is untouched
             end = start + PANEL
             h[end:, start:end] = h[start:end, end:].t()

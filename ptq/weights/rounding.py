@@ -19,7 +19,6 @@ up for their errors. Groups stay what they are, and no order is stored.
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Float, Float32, Int64, Shaped
@@ -27,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ptq.errors import InputError
+from ptq.files.json_numbers import six_digits
 from ptq.ops.matmul import product
 from ptq.weights.factor import factor, solved_rows, squares
 from ptq.weights.formats import BlockCodebook, Codebook, OnePassCodebook, ScaledCodebook, Scales
@@ -68,16 +68,13 @@ class Rounded:
     """Likewise: the share of its Hessian that is not its own (`ptq.statistics.shrinkage`)."""
 
     def statistics(self) -> dict[str, object]:
-        """Everything but the tensors, as JSON values; of floating-point scales the least, mean and largest size.
-
-        Six digits: the last ones of a sum depend on the number of threads, and the record of a run must not.
-        """
+        """Everything but the tensors, as JSON values; of floating-point scales the least, mean and largest size."""
         found = {key: x for key, x in vars(self).items() if key not in ("codes", "scales") and x is not None}
         for part, tensor in self.scales.items():
             if tensor.is_floating_point():
                 size = tensor.abs()
                 found[part] = [float(size.min()), float(size.mean(dtype=torch.float64)), float(size.max())]
-        return {key: _six_digits(value) for key, value in found.items()}
+        return six_digits(found)
 
 
 def nearest(w: Float[Tensor, "n k"], codebook: Codebook, *, name: str = "weight") -> Rounded:
@@ -288,12 +285,6 @@ def round_block(
         target[:s] += factor[here, :s].t() @ error[here]
         codes.append(code.t())
     return torch.cat(codes[::-1]), error
-
-
-def _six_digits(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_six_digits(item) for item in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
 
 
 def _ratio(part: float, whole: float) -> float:

@@ -1,0 +1,16 @@
+"""Numbers as records and reports hold them."""
+
+import math
+from typing import Any
+
+
+def six_digits(value: Any) -> Any:
+    """Floats, also those in lists and dicts, with six digits: the last ones of a sum depend on the number of threads,
+    and a record must not. None for what is not finite, which JSON has no word for; all else as it is."""
+    if isinstance(value, dict):
+        return {key: six_digits(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(six_digits(item) for item in value)
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
