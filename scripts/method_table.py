@@ -71,6 +71,7 @@ def recipes(task: Task) -> dict[str, Recipe]:
     few: dict[str, Any] = {"activation_bits": 4, "key_bits": 4, "value_bits": 4, **data}
     group = group_sizes(task.folder)[1]
     found["W4A4KV4"] = QuarotRecipe(group_size=group, **few)
+    found["W4A4KV4, fine-tuned by blocks"] = QuarotRecipe(group_size=group, finetune="blocks", **few)
     found["W4A4KV4, fine-tuned in full"] = QuarotRecipe(group_size=group, finetune="full", **few)
     return found | small_floats(task, data) | embeddings(task, data)
 

@@ -121,6 +121,21 @@ def test_losses_are_those_of_the_written_model(model: Path, results: dict[str, P
 
 
 @pytest.mark.parametrize(
+    "options",
+    [dict(activation_clip="search"), dict(online=False), dict(rotate=False), dict(rotate=False, key_bits=4)],
+    ids=["searched", "offline", "plain", "keys"],
+)
+def test_inputs_of_linears_that_are_rounded_later_are_so_while_others_are_trained(
+    options: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    """Weights of eight bits change next to nothing, so from the first turn on a block errs as in the end."""
+    asked = made(model, weight_bits=8, rounding="nearest", activation_bits=4, finetune_epochs=1, **options)
+    ptq.quantize(model, tmp_path / "out", asked, QUIET)
+    first, *others = (curve[0] for name, curve in losses(tmp_path / "out").items() if name.startswith("block 0"))
+    assert len(others) == 3 and first > 1e-3 and all(loss == pytest.approx(first, rel=0.1) for loss in others)
+
+
+@pytest.mark.parametrize(
     ("kind", "options"),
     [
         (QuarotRecipe, dict(weight_bits=3, online=False, group_size=8)),

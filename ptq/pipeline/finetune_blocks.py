@@ -170,10 +170,17 @@ def _rewritten(turn: _Turn, values: Values) -> PartialModel:
             job.rotate_weight(linear, part)
             bias = f"{linear.name}.bias"
             part.load({bias: values[bias]} if bias in values else {})
-        if linear.activation is not None:
-            clip = turn.tasks.clips.found(linear).get(CLIP, linear.activation.clip)
-            part.quantize_input(linear.name, replace(linear.activation, clip=clip))
+        if (activation := _clipped(turn, linear).activation) is not None:
+            part.quantize_input(linear.name, activation)
     return part
+
+
+def _clipped(turn: _Turn, linear: LinearPlan) -> LinearPlan:
+    """A linear whose input is quantised with the clip that was found for it."""
+    if linear.activation is None:
+        return linear
+    clip = turn.tasks.clips.found(linear).get(CLIP, linear.activation.clip)
+    return replace(linear, activation=replace(linear.activation, clip=clip))
 
 
 def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
@@ -218,7 +225,7 @@ def _trainable(turn: _Turn, rounded: list[LinearPlan]) -> PartialModel:
     """The block with its rounded weights frozen; `PartialModel.differentiated` puts the others in their places."""
     part = _unrounded(turn, rounded)
     for linear in turn.left:
-        part.take(_weight(linear))
+        trainable.thaw(part, _clipped(turn, linear), _weight(linear))
     for linear in turn.tasks.decided(rounded):
         trainable.freeze(part, [linear], turn.tasks.written(f"{linear.name}."))
     return part

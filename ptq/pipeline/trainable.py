@@ -52,16 +52,22 @@ class Trained:
 
 class TunedLinear(nn.Module):
     """A `QuantLinear` in training: its codes stand still, as the weight that they stand for, of `scale` 1 where that is
-    trained. Scales, sign vectors and bias, which `PartialModel.differentiated` puts in their places, have gradients.
-    The rounding of its input, if any, has the gradient of the identity."""
+    trained. Scales, sign vectors and bias, which `PartialModel.differentiated` puts in their places, have gradients;
+    so has the weight, under its `leaf`, of a linear that is not rounded yet. The rounding of its input, if any, has the
+    gradient of the identity."""
 
     def __init__(
-        self, weight: Float[Tensor, "n k"], scale: Float[Tensor, "n g"] | None, online: Online, bias: bool
+        self,
+        weight: Float[Tensor, "n k"],
+        scale: Float[Tensor, "n g"] | None,
+        online: Online,
+        bias: bool,
+        leaf: str = "weight",
     ) -> None:
         super().__init__()
-        self.online = online
+        self.online, self.leaf = online, leaf
         n, k = weight.shape
-        self.weight = frozen(weight)
+        self.register_parameter(leaf, frozen(weight))
         self.register_parameter(SCALE, None if scale is None else frozen(scale))
         if online.signs:
             self.register_parameter(INPUT_SIGNS, frozen(weight.new_ones(k)))
@@ -84,10 +90,10 @@ class TunedLinear(nn.Module):
         return y if bias is None else y + bias
 
     def _scaled(self) -> Float[Tensor, "n k"]:
-        scale = self._parameters[SCALE]
+        weight, scale = getattr(self, self.leaf), self._parameters[SCALE]
         if scale is None:
-            return self.weight
-        return (self.weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
+            return weight
+        return (weight.unflatten(1, (scale.shape[1], -1)) * scale[..., None]).flatten(1)
 
 
 def freeze(part: PartialModel, linears: Iterable[LinearPlan], tensors: Values) -> None:
@@ -99,6 +105,16 @@ def freeze(part: PartialModel, linears: Iterable[LinearPlan], tensors: Values) -
         parts = {leaf: tensors[name].to(part.device) for leaf, name in names.items()}
         online, bias = online_of(config_entry(linear), k, n), part.holds(f"{linear.name}.bias")
         part.put(linear.name, TunedLinear(*unscaled(linear.format, parts, n, k), online, bias))
+
+
+def thaw(part: PartialModel, linear: LinearPlan, name: str) -> None:
+    """Empty the place of a weight that is called `name` and not rounded yet, for its training: its input is rounded as
+    it will be, unless it is rounded behind a transform that the weight has not been through."""
+    leaf = name.rpartition(".")[2]
+    weight = part.take(name).to("meta")
+    if linear.activation is not None and (linear.online is None or not linear.undone):
+        online, bias = online_of(config_entry(linear), linear.k, linear.n), part.holds(f"{linear.name}.bias")
+        part.put(linear.name, TunedLinear(weight, None, online, bias, leaf))
 
 
 def unscaled(
