@@ -66,7 +66,7 @@ def spare(element: Element) -> int:
     return half | half << 16
 
 
-def _turned(word: Int32[Tensor, "*s"], by: int) -> Int32[Tensor, "*s"]:
+def _rotated_left(word: Int32[Tensor, "*s"], by: int) -> Int32[Tensor, "*s"]:
     """Rotated to the left."""
     return word << by | word >> (32 - by) & (2**by - 1)
 
@@ -98,7 +98,7 @@ def pack(code: UInt8[Tensor, "n k"], element: Element) -> UInt8[Tensor, "tiles b
         word = _filled(pairs[..., : group * slots, :].unflatten(-2, (group, slots)), element)
         if layout.turns:
             gathered = _filled(pairs[..., group * slots :, :], element)
-            bits = [_turned(gathered, 32 - turn) & spare(element) for turn in layout.turns]
+            bits = [_rotated_left(gathered, 32 - turn) & spare(element) for turn in layout.turns]
             word |= torch.stack(bits, -1)
         return word.flatten(4)
 
@@ -118,7 +118,7 @@ def unpack(
         if layout.turns:
             gathered = torch.zeros_like(word[..., 0])
             for i, turn in enumerate(layout.turns):
-                gathered |= _turned(word[..., i] & spare(element), turn)
+                gathered |= _rotated_left(word[..., i] & spare(element), turn)
             left = 16 * group // element.bits - pairs.shape[-2]
             pairs = torch.cat([pairs, _emptied(gathered, left, element)], -2)
         return pairs.reshape(*words.shape[:4], 2, 2, 2, 2, 2).to(torch.uint8)

@@ -28,7 +28,7 @@ from ptq.ops import bitstream, tiles
 from ptq.weights import ggml
 from ptq.weights.compressed_tensors import Scheme
 from ptq.weights.formats import Parts, Scales, check_parts
-from ptq.weights.grouped import Grouped, check_group_size
+from ptq.weights.grouped import Grouped, check_group_size, loaded_scale, stored_scale
 from ptq.weights.layouts import LaidOut, Ops
 from ptq.weights.rounding import Rounded
 
@@ -149,7 +149,7 @@ class MinifloatFormat(LaidOut):
     def buffers(self, n: int, k: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         scale = torch.int16 if self.scale == "bfloat16" else torch.uint8
         return {
-            "codes": ((n, (k * self.small_float.bits + 7) // 8), torch.uint8),
+            "codes": ((n, bitstream.packed_size(k, self.small_float.bits)), torch.uint8),
             "scale": ((n, self.codebook.groups(k)), scale),
         }
 
@@ -223,9 +223,9 @@ class MinifloatFormat(LaidOut):
 def pack_scale(scale: Float32[Tensor, "n g"], kind: str) -> Tensor:
     """The stored scale."""
     if kind == "bfloat16":
-        stored = scale.bfloat16()
-        assert torch.equal(stored.float(), scale), "scales must be bfloat16 numbers"
-        return stored.view(torch.int16)
+        stored = stored_scale(scale)
+        assert torch.equal(loaded_scale(stored), scale), "scales must be bfloat16 numbers"
+        return stored
     bits = scale.view(torch.int32)
     assert not (bits & 0x807FFFFF).any(), "scales must be powers of two"
     return (bits >> 23).to(torch.uint8)
@@ -233,7 +233,7 @@ def pack_scale(scale: Float32[Tensor, "n g"], kind: str) -> Tensor:
 
 def unpack_scale(stored: Tensor) -> Float32[Tensor, "n g"]:
     """The scale as a number; e8m0 where it is stored in bytes."""
-    return as_bfloat16(stored).view(torch.bfloat16).float()
+    return loaded_scale(as_bfloat16(stored))
 
 
 def as_bfloat16(stored: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from ptq.ops import activations as _activations  # noqa: F401 (its ops)
 from ptq.ops import tiles
 from ptq.ops.op_declarations import declare_linear, declare_quantized_linear, declare_tokens_linear
 from ptq.ops.tiles import untile_scales
+from ptq.weights.grouped import loaded_scale
 
 WEIGHT, NUMBERS = "Tensor tiles, Tensor scale", "int n, int exponent, int mantissa, int group_size"
 
@@ -56,7 +57,7 @@ def scaled(
     codes: UInt8[Tensor, "n k"], scale: Int16[Tensor, "n g"], element: Element, group_size: int
 ) -> Float32[Tensor, "n k"]:
     """The numbers that codes stand for; scales are bits of bfloat16."""
-    number = scale.view(torch.bfloat16).float()
+    number = loaded_scale(scale)
     if group_size:
         number = number.repeat_interleave(group_size, 1)[:, : codes.shape[1]]
     return decode(codes, element) * number
@@ -97,7 +98,7 @@ def product(
     shift = element.int8_shift
     if shift is not None:
         value, factor = value * 2**shift, factor * 2.0**-shift
-    number = scale.view(torch.bfloat16).float()
+    number = loaded_scale(scale)
     acc = q_scale.new_zeros(tokens.shape[0], codes.shape[0], dtype=torch.float32)
     for g in range(number.shape[1]):
         columns = slice(g * group_size, (g + 1) * group_size) if group_size else slice(None)

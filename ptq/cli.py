@@ -225,7 +225,7 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
     from ptq.reporting import console_tables
     from ptq.statistics import text_sources
 
-    with source.outline(model) as (folder, missing):
+    with source.headers_only(model) as (folder, missing):
         target = pipeline.plan(str(folder), recipe)
     if recipe.calibration is not None:
         text_sources.check(recipe.calibration)

@@ -31,7 +31,7 @@ def inspect(
     from ptq.files.checkpoint import Checkpoint
     from ptq.reporting import console_tables, contents
 
-    with source.outline(checkpoint) as (folder, _):
+    with source.headers_only(checkpoint) as (folder, _):
         opened = Checkpoint.open(folder)
         found = contents.summary(opened)
         if found.groups:

@@ -69,7 +69,7 @@ class IntegerFormat(LaidOut):
         tokens=OPS.integer_linear_tokens.default,
         experts=OPS.integer_experts.default,
         all_experts=OPS.integer_all_experts.default,
-        told_bits=("fragments",),
+        takes_input_bits=("fragments",),
     )
     scale_parts = ("scale", "zero")
 
@@ -199,7 +199,7 @@ class IntegerFormat(LaidOut):
         if scheme.format == "int-quantized":
             codes = parts["weight"].view(torch.uint8) ^ 128
         else:
-            codes = to_bytes(parts["weight_packed"], int(bitstream.packed_size(k, self.bits)))
+            codes = to_bytes(parts["weight_packed"], bitstream.packed_size(k, self.bits))
         return {"codes": codes, "scale": parts["weight_scale"].view(torch.int16)}
 
     def ggml_type(self, k: int) -> str:

@@ -9,9 +9,9 @@ Hadamard matrix for x's width, `width_order` of that for the width of an expert,
 from typing import Any
 
 import torch
-from jaxtyping import Float32, Int16
 from torch import Tensor
 
+from ptq.layers.packed_weight import loaded_signs
 from ptq.ops.expert_ops import INSIDE, ROWS, declare_all_experts, gated, of_experts
 from ptq.ops.input_steps import treated
 from ptq.ops.op_declarations import like_first, reference_of
@@ -55,14 +55,10 @@ def experts(
 
 def _of_chosen(x, chosen, rows, tiles, scale, su, sv, *rest):
     *others, biases, clamped = rest
-    into = [_loaded(su[0]), *(_loaded(su[1 + expert]) for expert in chosen)]
-    back = [_loaded(each) for each in of_experts(sv, chosen)]
+    into = [loaded_signs(su[0]), *(loaded_signs(su[1 + expert]) for expert in chosen)]
+    back = [loaded_signs(each) for each in of_experts(sv, chosen)]
     weights: list[Any] = [of_experts(tiles, chosen), of_experts(scale, chosen), into, back]
     return experts(*(x, *rows, *weights, *others, of_experts(biases, chosen), clamped))
-
-
-def _loaded(signs: Int16[Tensor, " size"]) -> Float32[Tensor, " size"]:
-    return signs.view(torch.float16).float()
 
 
 all_experts = declare_all_experts("e8p_all_experts", ARGUMENTS, _of_chosen)

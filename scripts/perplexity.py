@@ -26,6 +26,7 @@ from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import hub
+from ptq.files.dtypes import name_of
 from ptq.hf.loading import load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.statistics import text_sources
@@ -139,7 +140,7 @@ def measure(options: Options) -> Measured:
             # In the same dtype, so that the divergence is not that of two precisions.
             original = load_model(options.against, model.dtype, device)
             result = compare(model, original, windows, progress=advance)
-    return Measured(options, text_name, windows, result, str(model.dtype).removeprefix("torch."), str(device))
+    return Measured(options, text_name, windows, result, name_of(model.dtype), str(device))
 
 
 def as_json(measured: Measured) -> str:

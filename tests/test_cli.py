@@ -109,7 +109,7 @@ def test_what_cannot_fit_is_refused_before_it_starts(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(preflight.free_memory, "memory", lambda: 10_000_000)
+        patch.setattr(preflight.free_memory, "available", lambda: 10_000_000)
         check_refused(quantize("rotate", tiny, tmp_path / "out"), "of memory, 10 MB are free")
     monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
     check_refused(quantize("rotate", tiny, tmp_path / "out"), "of disk, 1 KB are free")

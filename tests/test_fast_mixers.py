@@ -178,7 +178,7 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
     wanted = torch.rand(3)
     torch.manual_seed(5)
     fast_mixers._with_steps.cache_clear()
-    gated_norm._gives_its_numbers.cache_clear()
+    gated_norm._matches.cache_clear()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("qwen3_5_text"))
     assert any(fast_mixers.forward_of(module) is not None for module in model.modules())
@@ -192,7 +192,7 @@ def test_random_numbers_of_the_caller_are_left_alone() -> None:
 def test_a_trial_recommends_no_other_package(family: str, mixers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(hub_kernels.logger, "warning_once", said.append)
-    mixers._gives_its_numbers.cache_clear()
+    mixers._matches.cache_clear()
     model = AutoModelForCausalLM.from_config(tiny_config(family))
     assert any(mixers.kind_of(module) is not None for module in model.modules()) and not said
 

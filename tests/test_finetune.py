@@ -106,7 +106,7 @@ def test_damage_on_the_way_is_undone_and_at_the_start_refused(tmp_path: Path) ->
 
 
 def test_a_part_of_the_chunks_is_held_out() -> None:
-    assert [finetune.split(count) for count in (2, 8, 15, 16, 128)] == [1, 7, 14, 14, 112]
+    assert [finetune.training_chunks(count) for count in (2, 8, 15, 16, 128)] == [1, 7, 14, 14, 112]
 
 
 # --- the layer ------------------------------------------------------------------------------------------------------

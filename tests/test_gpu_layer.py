@@ -20,7 +20,7 @@ from fp6.plan import Fp6Recipe
 from ptq.fast import fast_decode, fast_layer, fast_steps, gpu_layer
 from ptq.fast.merged import merge
 from ptq.layers.linear import QuantLinear
-from ptq.layers.ready_products import HERE, ReadyProducts
+from ptq.layers.ready_products import CURRENT, ReadyProducts
 from ptq.models.families import FAMILIES
 from ptq.ops import hadamard, input_steps, matmul, prefill_attention, steps
 from ptq.weights import layouts
@@ -192,12 +192,12 @@ def test_products_that_wait_are_for_one_input() -> None:
     a, x, y = nn.Linear(2, 3), torch.ones(2), torch.ones(3)
     given = ReadyProducts(x, {a: y})  # pyright: ignore[reportArgumentType]
     with given:
-        assert HERE.given is given
+        assert CURRENT.given is given
         with ThreadPoolExecutor(1) as other:
-            assert other.submit(lambda: HERE.given).result() is None
+            assert other.submit(lambda: CURRENT.given).result() is None
         assert given.product(a, x.clone()) is None  # pyright: ignore[reportArgumentType]
         assert given.product(a, x) is y and given.product(a, x) is None  # pyright: ignore[reportArgumentType]
-    assert HERE.given is None
+    assert CURRENT.given is None
 
 
 # --- the ops --------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_a_run_is_refused_before_weights_are_fetched(
     monkeypatch.setattr(datasets, "load_dataset", Mock(side_effect=DatasetNotFoundError("there is none")))
     monkeypatch.setattr(text_sources.hub, "is_known", lambda: True)
     if options == ("no memory",):
-        monkeypatch.setattr(preflight.free_memory, "memory", lambda: 10_000_000)
+        monkeypatch.setattr(preflight.free_memory, "available", lambda: 10_000_000)
         options = ()
     if options == ("no room",):
         out, options = served.folder, ()
@@ -186,14 +186,14 @@ def test_a_run_fetches_the_weights_once(served: Hub, tmp_path: Path) -> None:
     fetched = served.weights_fetched()
     again = quantize("fp6", "org/name", tmp_path / "out2", "--plan")
     assert again.exit_code == 0 and "not here yet" not in again.stderr
-    with source.outline("org/name") as (folder, missing):
+    with source.headers_only("org/name") as (folder, missing):
         assert missing == 0 and torch.isfinite(Checkpoint.open(folder).read("model.norm.weight")).all()
     assert served.weights_fetched() == fetched
 
 
 def test_one_commit_is_asked_for(served: Hub, tmp_path: Path) -> None:
     """Whatever is pushed meanwhile; and what is in the cache stays the newest for who is offline."""
-    with source.outline("org/name@v1.0") as (folder, missing):
+    with source.headers_only("org/name@v1.0") as (folder, missing):
         outlined, here = Checkpoint.open(folder), Checkpoint.open(served.folder)
         assert outlined.tensors == here.tensors and missing == weights(served.folder)
     assert not folder.exists() and not [*(tmp_path / "cache").rglob("refs/*")]
@@ -219,7 +219,7 @@ def test_a_server_that_knows_no_ranges(served: Hub, tmp_path: Path, monkeypatch:
 
 def test_long_headers(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "HEADER_BYTES", 100)
-    with source.outline("org/name") as (folder, _):
+    with source.headers_only("org/name") as (folder, _):
         assert Checkpoint.open(folder).tensors == Checkpoint.open(served.folder).tensors
 
 
@@ -240,7 +240,7 @@ def test_what_is_here_serves_where_the_hub_cannot_be_asked(served: Hub, tmp_path
 def test_a_finished_run_needs_nothing(served: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quantize("fp6", "org/name", tmp_path / "out").exit_code == 0
     shutil.rmtree(tmp_path / "cache")
-    monkeypatch.setattr(preflight.free_memory, "memory", lambda: 10_000_000)
+    monkeypatch.setattr(preflight.free_memory, "available", lambda: 10_000_000)
     result = quantize("fp6", "org/name", tmp_path / "out")
     assert result.exit_code == 0 and "finished before" in result.stderr
 

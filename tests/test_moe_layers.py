@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from ptq.fast import fast_moe
 from ptq.hf.experts import Experts
 from ptq.kv.attention import CACHE
-from ptq.layers.changes import TellingDict, listen
+from ptq.layers.changes import ObservedDict, observe
 from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import stored_signs
 from ptq.ops.activations import Activation
@@ -253,11 +253,11 @@ def test_copies_and_pickles_tell_nobody() -> None:
             calls.append(1)
 
     linear, calls, listener = nn.Linear(2, 2), [], Listener()
-    listen(linear, listener.hear)
-    listen(linear, listener.hear)
-    listen(linear, Listener().hear)  # which is gone
+    observe(linear, listener.hear)
+    observe(linear, listener.hear)
+    observe(linear, Listener().hear)  # which is gone
     held = vars(linear)["_parameters"]
-    assert type(held) is TellingDict and type(vars(copy.deepcopy(linear))["_parameters"]) is dict
+    assert type(held) is ObservedDict and type(vars(copy.deepcopy(linear))["_parameters"]) is dict
     assert not calls
     for change in (
         lambda: linear._parameters.update(bias=None), lambda: linear._parameters.pop("bias"),

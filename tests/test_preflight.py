@@ -250,8 +250,8 @@ def test_the_limit_of_a_container_counts(
         (path.parent / "memory.stat").write_text(f"anon {GIB}\ninactive_file 0\n")
     monkeypatch.setattr(preflight.free_memory, "GROUPS", tmp_path / "groups")
     monkeypatch.setattr(preflight.free_memory, "OWN_GROUPS", tmp_path / "own")
-    assert preflight.free_memory.memory() == free * GIB
+    assert preflight.free_memory.available() == free * GIB
     for stat in tmp_path.rglob("memory.stat"):  # files that were read, and are dropped when somebody wants the room
         stat.write_text(f"anon {GIB}\nactive_file {GIB // 2}\ninactive_file {GIB // 2}\ntotal_inactive_file {GIB}\n")
     more = GIB if 0 < free < 64 else 0
-    assert preflight.free_memory.memory() == free * GIB + more
+    assert preflight.free_memory.available() == free * GIB + more

@@ -7,7 +7,7 @@ import pytest
 
 from ptq.demo import demo_path
 from ptq.errors import InputError
-from ptq.files.source import outline, resolve
+from ptq.files.source import headers_only, resolve
 
 
 def refuse(*_, **__):
@@ -24,7 +24,7 @@ def test_demo_and_local_folders_never_ask_the_hub(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve("~/org") == tmp_path / "org"
     for name in ("demo", "org/name"):
-        with outline(name) as (folder, missing):
+        with headers_only(name) as (folder, missing):
             assert folder == resolve(name) and missing == 0
 
 
@@ -55,7 +55,7 @@ def test_what_is_neither_a_folder_nor_a_hub_name(tmp_path, monkeypatch, name):
     with pytest.raises(InputError, match="no such folder, and not a hub name"):
         resolve(name)
     with pytest.raises(InputError, match="no such folder, and not a hub name"):
-        outline(name)
+        headers_only(name)
 
 
 def test_a_file_is_not_a_model(tmp_path):

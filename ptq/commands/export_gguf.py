@@ -30,7 +30,7 @@ from ptq.weights.prepacked import PrepackedFormat
 PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 READERS = {"attn_norm": ("attn_q", "attn_k", "attn_v"), "ffn_norm": ("ffn_gate", "ffn_up"), "output_norm": ("output",)}
 """The norms of a GGUF, and the linears that its gains may have been put into."""
-TURNED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
+PERMUTED = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 """Linears whose rows llama.cpp has in another order for some models, and the config's number of their heads: two
 channels that rotary embedding turns together are neighbours there, and half a head apart in transformers."""
 EXTRA = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -43,7 +43,7 @@ DIFFERENCE = 0.25
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorMapping:
     """A tensor of the checkpoint that becomes one of the GGUF."""
 
     name: str
@@ -81,7 +81,7 @@ def export_gguf(checkpoint: Path, original: Path, out: Path) -> int:
     check_integrity(checkpoint)
     sources = _sources(source, gguf, config, family, packed_modules(config, packed))
     entries = [_entry(source, x) for x in sources]
-    is_turned = _is_turned(source, gguf, config, {x.target: x for x in sources})
+    is_permuted = _is_turned(source, gguf, config, {x.target: x for x in sources})
     types = Counter(entry.type for entry, x in zip(entries, sources, strict=True) if x.module is not None)
     extra = [name for name in gguf.names if name in EXTRA]
     entries += [Entry(name, gguf.type(name), gguf.shape(name)) for name in extra]
@@ -89,7 +89,7 @@ def export_gguf(checkpoint: Path, original: Path, out: Path) -> int:
     def data() -> Iterator[Tensor]:
         for x in sources:
             rows = _rows(source, x)
-            yield _turned(rows, config, x) if is_turned and x.kind in TURNED else rows
+            yield _permuted(rows, config, x) if is_permuted and x.kind in PERMUTED else rows
         for name in extra:
             yield gguf.raw(name)
 
@@ -106,7 +106,7 @@ def _check_free(out: Path) -> None:
 
 def _sources(
     source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, family: Family, modules: dict[str, PackedWeight]
-) -> list[Source]:
+) -> list[TensorMapping]:
     """Every tensor of the checkpoint and where it belongs. Raises InputError where one has no place of its shape, and
     for a place that is left."""
     shapes = {f"{name}.weight": (module.out_features, module.in_features) for name, module in modules.items()}
@@ -120,14 +120,14 @@ def _sources(
         if target is None or there != (None if target == HEAD and there is None else tuple(shape)):
             held = "nothing" if there is None else f"shape {list(there)}"
             raise InputError(f"{gguf.path}: for {name} of shape {list(shape)} it has {held}; {OTHER}")
-        found.append(Source(name if module is None else name.removesuffix(".weight"), target, module))
+        found.append(TensorMapping(name if module is None else name.removesuffix(".weight"), target, module))
     left = {*gguf.names} - {x.target for x in found} - {*EXTRA} - ({HEAD} if config.tie_word_embeddings else set())
     if left:
         raise InputError(f"{gguf.path}: has a tensor {min(left)}, and {source.folder} has none for it; {OTHER}")
     return sorted(found, key=lambda x: gguf.names.index(x.target) if x.target in gguf.names else 0)
 
 
-def _entry(source: Checkpoint, x: Source) -> Entry:
+def _entry(source: Checkpoint, x: TensorMapping) -> Entry:
     """How a tensor is written. Raises InputError for a weight that llama.cpp cannot hold."""
     if x.module is None:
         info = source.tensors[x.name]
@@ -145,7 +145,7 @@ def _entry(source: Checkpoint, x: Source) -> Entry:
         return Entry(x.target, form.ggml_type(k), (n, k))
 
 
-def _rows(source: Checkpoint, x: Source) -> UInt8[Tensor, "n bytes"]:
+def _rows(source: Checkpoint, x: TensorMapping) -> UInt8[Tensor, "n bytes"]:
     """The bytes of a tensor, row by row."""
     if x.module is None:
         tensor = source.read(x.name)
@@ -155,30 +155,30 @@ def _rows(source: Checkpoint, x: Source) -> UInt8[Tensor, "n bytes"]:
         return x.module.format.ggml_blocks(_parts(source, x), x.module.out_features, x.module.in_features)
 
 
-def _parts(source: Checkpoint, x: Source) -> dict[str, Tensor]:
+def _parts(source: Checkpoint, x: TensorMapping) -> dict[str, Tensor]:
     assert x.module is not None
     names = x.module.file_format.buffers(x.module.out_features, x.module.in_features)
     return {part: source.read(f"{x.name}.weight_{part}") for part in names}
 
 
 @contextmanager
-def _naming(source: Checkpoint, x: Source) -> Iterator[None]:
+def _naming(source: Checkpoint, x: TensorMapping) -> Iterator[None]:
     try:
         yield
     except InputError as error:
         raise InputError(f"{source.folder}: {x.name}: {error}") from error
 
 
-def _turned(rows: Num[Tensor, "n ..."], config: PreTrainedConfig, x: Source) -> Num[Tensor, "n ..."]:
+def _permuted(rows: Num[Tensor, "n ..."], config: PreTrainedConfig, x: TensorMapping) -> Num[Tensor, "n ..."]:
     """Rows in the order of llama.cpp: within a head, those of the two halves in turn."""
-    heads = getattr(config, TURNED[x.kind])
+    heads = getattr(config, PERMUTED[x.kind])
     return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
 
 
 # --- is it the same model? ------------------------------------------------------------------------------------------
 
 
-def _is_turned(source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sources: dict[str, Source]) -> bool:
+def _is_turned(source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sources: dict[str, TensorMapping]) -> bool:
     """Whether llama.cpp has query and key of this model in its other order. Raises InputError where the weights of the
     GGUF are not those that the checkpoint was made from.
 
@@ -195,8 +195,8 @@ def _is_turned(source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sou
         is_same = bool((ours.norm() / theirs.norm() - 1).abs() < DIFFERENCE)
         if x.kind not in ("attn_v", "attn_output"):
             orders = [ours.norm(dim=1)]
-            if x.kind in TURNED:
-                orders.append(_turned(orders[0], config, x))
+            if x.kind in PERMUTED:
+                orders.append(_permuted(orders[0], config, x))
             found = [correlation(order, theirs.norm(dim=1)) for order in orders]
             is_same &= max(found) > least_correlation(len(ours))
             evidence += found[-1] - found[0]
@@ -216,13 +216,15 @@ def least_correlation(n: int) -> float:
     return min(0.5, 5 / n**0.5)
 
 
-def _numbers(source: Checkpoint, x: Source) -> Float32[Tensor, "n k"]:
+def _numbers(source: Checkpoint, x: TensorMapping) -> Float32[Tensor, "n k"]:
     if x.module is None:
         return source.read(x.name).float()
     return x.module.format.dequantize(_parts(source, x), x.module.out_features, x.module.in_features)
 
 
-def _gain(source: Checkpoint, gguf: GgufFile, x: Source, sources: dict[str, Source]) -> Float32[Tensor, " k"]:
+def _gain(
+    source: Checkpoint, gguf: GgufFile, x: TensorMapping, sources: dict[str, TensorMapping]
+) -> Float32[Tensor, " k"]:
     """What of the gains of a norm was put into a linear behind it."""
     for norm, readers in READERS.items():
         target = x.target.replace(x.kind, norm)

@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast.mixer_states import CONV, gives_its_numbers, states_of
-from ptq.fast.trials import MISFIT, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import is_ours
-from ptq.layers.linear import is_heard
+from ptq.layers.linear import has_hooks
 from ptq.layers.shared_input import products
 from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import wants_gradient
@@ -54,7 +54,7 @@ class Net(NamedTuple):
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
     inside = [module._modules.get(name) for name in (*PLAIN, NORM, CONV)]
-    if any(part is None or is_heard(part) or not is_ours(vars(part).get("forward")) for part in inside):
+    if any(part is None or has_hooks(part) or not is_ours(vars(part).get("forward")) for part in inside):
         return None
     net, x = net_of(module), hidden_states
     states = None if net is None else states_of([module], x, net.floats(), **others)
@@ -101,17 +101,17 @@ def kind_of(module: nn.Module) -> Kind | None:
     eps = getattr(module._modules[NORM], "variance_epsilon", None)
     if not isinstance(eps, float) or net_of(module) is None:
         return None
-    return Kind(eps) if _gives_its_numbers(module, eps) else None
+    return Kind(eps) if _matches(module, eps) else None
 
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 
 @tried_once
-def _gives_its_numbers(module: Any, eps: float) -> bool:
+def _matches(module: Any, eps: float) -> bool:
     try:
         heads, width = len(module.A_log), len(module.norm.weight)
         dk = (module.conv1d.weight.shape[0] - heads * width) // 2 // module.num_k_heads
-    except MISFIT:
+    except TRIAL_ERRORS:
         return False
     return gives_its_numbers(module, OUTPUT, (heads, dk, width), decoded, Kind(eps))

@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from ptq.fast import decoding
 from ptq.fast.decoding import CacheLayer
-from ptq.fast.trials import MISFIT, hollow, is_close, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, is_close, tried_once
 from ptq.kv.attention import CACHE, forward
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_layer import PackedLayer
@@ -210,7 +210,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         return None
     try:
         rows_of(module)
-    except MISFIT:  # layers of one config may differ in their heads
+    except TRIAL_ERRORS:  # layers of one config may differ in their heads
         return None
     return _tried(module)
 
@@ -221,15 +221,15 @@ def _tried(module: Any) -> Kind | None:
     more = is_gated(module), False, module._parameters.get(SINKS) is not None, scaled
     kinds = [Kind(normed, False, *more) for normed in NORMED]
     kinds += [kind._replace(halved=True) for kind in kinds]
-    kind = next((kind for kind in kinds if _gives_its_numbers(module, kind, module.head_dim)), None)
+    kind = next((kind for kind in kinds if _matches(module, kind, module.head_dim)), None)
     part = module.head_dim // 4 * 2
     if kind is None:
         return None
-    kind = kind._replace(unturned=not kind.halved and _gives_its_numbers(module, kind, 0))
-    return kind._replace(in_part=part > 0 and _gives_its_numbers(module, kind, part))
+    kind = kind._replace(unturned=not kind.halved and _matches(module, kind, 0))
+    return kind._replace(in_part=part > 0 and _matches(module, kind, part))
 
 
-def _gives_its_numbers(module: Any, kind: Kind, turned: int) -> bool:
+def _matches(module: Any, kind: Kind, turned: int) -> bool:
     """Whether the steps give what the forward of a module gives. `turned`: channels of a head; 0: it is called without
     cos and sin."""
     if bool(kind.normed) != all(name in module._modules for name in NORMS):
@@ -268,7 +268,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
                 scaling = decoding.scaling_of(alone, kind, inputs)
                 assert scaling is not None
                 results.append(output(attend(alone, kind, q, k, v, turns, layer, scaling, mask)))
-        except MISFIT:
+        except TRIAL_ERRORS:
             return False
         layer = cast(DynamicLayer, cache.layers[0])
         results.extend((layer.keys, layer.values))
@@ -277,7 +277,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
 
 def small_copy(module: Any, generator: torch.Generator) -> Any:
     """The module with all its numbers, but with small linears of random weights."""
-    alone = hollow(module)
+    alone = bare_copy(module)
     alone.config = copy.copy(module.config)
     sinks = module._parameters.get(SINKS)
     if sinks is not None:

@@ -24,6 +24,7 @@ from transformers.masking_utils import sdpa_mask
 from ptq.fast import fast_layer, fast_moe, fast_steps, layer_runs, sinks
 from ptq.fast.decoding import ATTENTION, WITHOUT_SDPA
 from ptq.layers import shared_input
+from ptq.layers.packed_weight import version
 from ptq.ops import matmul, prefill_attention
 
 
@@ -119,13 +120,12 @@ def _additive(mask: Tensor | None, dtype: torch.dtype, layer: int | None) -> Ten
     known: it may have been changed, and a graph that is captured must hold this step."""
     if mask is None or mask.dtype != torch.bool or layer is None or not matmul.lies_on_gpu(mask):
         return mask
-    version = 0 if mask.is_inference() else mask._version
     for made in _LAST:
-        if made.mask() is mask and made.version == version and made.layer < layer and made.numbers.dtype == dtype:
+        if made.mask() is mask and made.version == version(mask) and made.layer < layer and made.numbers.dtype == dtype:
             made.layer = layer
             return made.numbers
     numbers = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
-    _LAST[:] = [_Made(weakref.ref(mask, _forget), version, numbers, layer)]
+    _LAST[:] = [_Made(weakref.ref(mask, _forget), version(mask), numbers, layer)]
     return numbers
 
 

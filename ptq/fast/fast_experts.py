@@ -115,7 +115,7 @@ def _all_of(experts: Sequence[_Expert], name: str) -> list[Any]:
     return [expert.held[name][role] for role in ROLES for expert in experts]
 
 
-class FewTokens:
+class FewTokenExperts:
     """What is known of the experts of a block."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class FewTokens:
         return {}  # copies and pickles find out anew
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        FewTokens.__init__(self)
+        FewTokenExperts.__init__(self)
 
     def __call__(
         self,
@@ -193,7 +193,7 @@ class FewTokens:
     def _found(self, owners: list[Any], linears: list[Any], clamped: tuple[float, ...]) -> _Expert | None:
         """An expert of these linears. `owners`: what else tells of changes."""
         for each in (*owners, *linears):
-            changes.listen(each, self.forget)
+            changes.observe(each, self.forget)
         kind = _kind(linears, clamped)
         if kind is None:
             return None

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ptq.fast import cpu_layer, decoding, fast_steps, found_layer, gpu_layer
 from ptq.fast.fast_moe import FastMoe, looked_at
-from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, tried_once
 from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
@@ -63,7 +63,7 @@ class Replacement:
     def __setstate__(self, state: dict[str, Any]) -> None:
         Replacement.__init__(self, **state)
 
-    def if_unheard(self, layer: nn.Module) -> Any:
+    def unless_hooked(self, layer: nn.Module) -> Any:
         """What `current` gives; None also where somebody listens in, or a dropout drops."""
         found = self.current(layer)
         return None if self.watched is None or self.watched.must_be_called() else found
@@ -131,7 +131,7 @@ class FastForward:
         """`ptq.fast.gpu_layer.run`; None also for layers that it does not take."""
         if self.on_cpu.watched:
             self.on_cpu.forget()  # replaced weights would stay in memory
-        steps = self.on_gpu.if_unheard(self.layer) if multiplier(self.layer) == 1 else None
+        steps = self.on_gpu.unless_hooked(self.layer) if multiplier(self.layer) == 1 else None
         return None if steps is None else gpu_layer.run(steps, x, added, others)
 
 
@@ -169,7 +169,7 @@ def is_fast(layer: nn.Module) -> bool:
 def _decoded(module: nn.Module, on_cpu: Replacement, x: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     if not decoding.are_decoded(x.shape[1], others.get("attention_mask")):
         return None
-    layer = on_cpu.if_unheard(module)
+    layer = on_cpu.unless_hooked(module)
     y = None if layer is None else cpu_layer.run([layer], x, others, [multiplier(module)])
     if y is None or layer is None or layer.has_mlp:
         return y
@@ -223,14 +223,12 @@ def _layout_of(module: nn.Module) -> NormNames | None:
 
 @tried_once
 def _tried(module: nn.Module, layouts: tuple[NormNames, ...]) -> NormNames | None:
-    return next(
-        (layout for layout in layouts if any(_gives_its_numbers(module, layout, x) for x in (False, True))), None
-    )
+    return next((layout for layout in layouts if any(_matches(module, layout, x) for x in (False, True))), None)
 
 
-def _gives_its_numbers(module: nn.Module, layout: NormNames, mlp_gives_more: bool) -> bool:
+def _matches(module: nn.Module, layout: NormNames, mlp_gives_more: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
-    alone = hollow(module)
+    alone = bare_copy(module)
     names = mixer, _ = _names_of(module)
     stand_ins = attention, mlp = _StandIn(False, mixer == ATTENTION), _StandIn(True, mlp_gives_more)
     for name, stand_in in zip(names, stand_ins, strict=True):
@@ -251,7 +249,7 @@ def _gives_its_numbers(module: nn.Module, layout: NormNames, mlp_gives_more: boo
     others = {name: object() for name in OTHERS}  # attention gets them as they are
     try:
         found = type(module).forward(alone.eval(), x, **others)
-    except MISFIT:
+    except TRIAL_ERRORS:
         return False
     needed = OTHERS if mixer == ATTENTION else NEEDED
     if any(attention.given.get(name) is not others[name] for name in needed):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ptq.fast import routers
 from ptq.fast.decoding import MOST_TOKENS as MOST_DECODED
-from ptq.fast.fast_experts import MOST_TOKENS, FewTokens, HeldExperts
+from ptq.fast.fast_experts import MOST_TOKENS, FewTokenExperts, HeldExperts
 from ptq.fast.trials import PLAIN
 from ptq.fast.watched import Watched, is_ours
 from ptq.layers.linear import QuantLinear, must_be_called
@@ -88,7 +88,7 @@ def held(mlp: nn.Module) -> HeldMoe | None:
     if any(module.training or not is_ours(vars(module).get("forward")) for module in (mlp, *modules)):
         return None
     found, few = routers.router_of(mlp), parts.experts.few_tokens
-    experts = few.held(parts.experts, parts.shared) if found is not None and isinstance(few, FewTokens) else None
+    experts = few.held(parts.experts, parts.shared) if found is not None and isinstance(few, FewTokenExperts) else None
     if found is None or experts is None:
         return None
     weights = routers.weights_of(mlp, found)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptq.fast.trials import MISFIT, innermost, trial, with_globals
+from ptq.fast.trials import TRIAL_ERRORS, innermost, trial, with_globals
 from ptq.ops import steps
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve, ops_serve
 
@@ -104,7 +104,7 @@ def _turns_alike(own: types.FunctionType, turned: int, turns: Callable[..., Any]
         given = q.to(dtype), k.to(dtype), cos.to(table), sin.to(table)
         try:
             found, wanted = own(*given), turns(*given)
-        except MISFIT:
+        except TRIAL_ERRORS:
             return False  # it turns whole heads, or wants other tables, such as one angle for two channels
         if len(found) != 2 or not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return False

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import fast_attention, fast_mixers, fast_rotary, latent_attention
-from ptq.fast.trials import MISFIT, hollow, innermost, tried_once, with_globals
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, innermost, tried_once, with_globals
 from ptq.fast.watched import InPlace
 from ptq.layers.linear import must_be_called, stays_on_gpu
 from ptq.layers.shared_input import products
@@ -98,10 +98,10 @@ def _tried_norm(module: nn.Module, k: int, eps: float) -> tuple[float, float, bo
     required = [p for p in parameters.values() if p.default is p.empty]
     alone = len(required) == 2 and "gate" not in parameters  # norms with a gate: `ptq.fast.fast_mixers`
     kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if alone else []
-    return next((kind for kind in kinds if _gives_its_numbers(module, *kind)), None)
+    return next((kind for kind in kinds if _matches(module, *kind)), None)
 
 
-def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
+def _matches(module: nn.Module, eps: float, offset: float, round_first: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in FEW_DTYPES:
         alone = copy.deepcopy(module).to_empty(device="cpu").to(dtype)
@@ -111,7 +111,7 @@ def _gives_its_numbers(module: nn.Module, eps: float, offset: float, round_first
         x = x.to(dtype)
         try:
             found = type(module).forward(alone, x)
-        except MISFIT:
+        except TRIAL_ERRORS:
             return False
         if not isinstance(found, Tensor) or not torch.equal(found, steps.rms_norm(x, gain, eps, offset, round_first)):
             return False
@@ -180,19 +180,19 @@ def _names_of(module: nn.Module) -> tuple[str, ...]:
 @tried_once
 def _gate_that_it_gives(module: nn.Module, act_fn: str) -> str | None:
     generator = torch.Generator().manual_seed(0)
-    alone = hollow(module)
+    alone = bare_copy(module)
     *names, last = _names_of(module)
     for name, (n, k) in {**dict.fromkeys(names, (24 // len(names), 8)), last: (8, 12)}.items():
         setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n))  # the caller's random numbers are left alone
         for parameter in alone.get_submodule(name).parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    setattr(alone, act_fn, hollow(module.get_submodule(act_fn)))  # nobody who listens hears of the trial
+    setattr(alone, act_fn, bare_copy(module.get_submodule(act_fn)))  # nobody who listens hears of the trial
     x = torch.randn(1, 3, 8, generator=generator)
     *gated, down = linears_of(alone)
     gate, up = (linear(x) for linear in gated) if len(gated) == 2 else gated[0](x).chunk(2, -1)
     try:
         found = type(module).forward(alone.eval(), x)
-    except MISFIT:
+    except TRIAL_ERRORS:
         return None
     same = (
         act for act, step in GATES.items() if isinstance(found, Tensor) and torch.equal(found, down(step(gate, up)))

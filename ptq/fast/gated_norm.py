@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, tried_once
 from ptq.ops import mixer_ops
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 
@@ -43,21 +43,21 @@ def kind_of(module: nn.Module) -> Kind | None:
     size, groups = getattr(module, "group_size", len(gain)), getattr(module, "n_groups", 1)
     groups = groups if size == len(gain) else len(gain) // size
     kinds = (Kind(eps, groups, before) for before in (False, True))
-    return next((kind for kind in kinds if _gives_its_numbers(module, len(gain), kind)), None)
+    return next((kind for kind in kinds if _matches(module, len(gain), kind)), None)
 
 
 @tried_once
-def _gives_its_numbers(module: nn.Module, k: int, norm: Kind) -> bool:
+def _matches(module: nn.Module, k: int, norm: Kind) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in FEW_DTYPES:
-        alone = hollow(module)
+        alone = bare_copy(module)
         gain, x, gate = (torch.randn(shape, generator=generator).to(dtype) for shape in ((k,), (4, k), (4, k)))
         alone.weight = nn.Parameter(gain, requires_grad=False)
         x[0] *= norm.eps**0.5
         for given in (x, x.float()):
             try:
                 found = type(module).forward(alone, given, gate)
-            except MISFIT:
+            except TRIAL_ERRORS:
                 return False
             wanted = mixer_ops.gated_rms_norm(given, gate, gain, *norm)
             if not isinstance(found, Tensor) or found.dtype != given.dtype or not torch.equal(found, wanted):

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.fast import decoding, expansion, fast_rotary
 from ptq.fast.expansion import EXPANSION
-from ptq.fast.trials import MISFIT, hollow, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, tried_once
 from ptq.kv.attention import CACHE
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.layers.linear import must_be_called
@@ -163,10 +163,10 @@ def kind_of(module: nn.Module) -> Kind | None:
 def _tried(module: Any) -> Kind | None:
     more = decoding.scaled_by(module.config) is not None, getattr(module.config, INTERLEAVED, None)
     kinds = (Kind(turning, *more) for turning in Turning)
-    return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
+    return next((kind for kind in kinds if _matches(module, kind)), None)
 
 
-def _gives_its_numbers(module: Any, kind: Kind) -> bool:
+def _matches(module: Any, kind: Kind) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = _small_copy(module, generator)
     return all(_gives_those_of(module, alone, kind, tokens, generator) for tokens in (1, 3))
@@ -190,7 +190,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator:
         alone.config._attn_implementation = "sdpa" if own else decoding.ATTENTION
         try:
             y = type(module).forward(alone, hidden_states=x, **inputs)[0] if own else decoded(alone, kind, x, **inputs)
-        except MISFIT:
+        except TRIAL_ERRORS:
             return False
         layer = cast(DynamicLayer, cache.layers[0])
         results.append((y, layer.keys, layer.values))
@@ -200,7 +200,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator:
 
 def _small_copy(module: Any, generator: torch.Generator) -> Any:
     """The module with all its numbers, but with small linears of random weights."""
-    alone = hollow(module)
+    alone = bare_copy(module)
     alone.config, alone.layer_idx = copy.copy(module.config), 0
     for name, part in module._modules.items():
         if name in NORMS:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ptq.fast.trials import hollow, trial
+from ptq.fast.trials import bare_copy, trial
 from ptq.kv.attention import CACHE
 
 LAYERS = "layers"
@@ -64,7 +64,7 @@ def _others_in_turn(
     model: Any, count: int, tokens: int, act: Callable[[Tensor], Tensor]
 ) -> list[dict[str, Any]] | None:
     """What each layer is called with besides its input; None where that is not what the one before gave."""
-    alone = hollow(model).eval()
+    alone = bare_copy(model).eval()
     for name in model._modules:
         setattr(alone, name, _Other())
     layers = [_Layer(act) for _ in range(count)]

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from ptq.fast.trials import MISFIT, hollow, innermost, is_close, with_globals
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, innermost, is_close, with_globals
 from ptq.kv.attention import CACHE
 from ptq.kv.kv_side import is_frozen
 from ptq.ops.matmul import cpu_ops_serve
@@ -80,7 +80,7 @@ def gives_its_numbers(
             y = forward(alone, hidden_states=x, **given) if own else decoded(alone, *kind, x, **given)
             layer = cache.layers[0]
             results.append((y, layer.conv_states[0], layer.recurrent_states[0]))  # pyright: ignore
-    except MISFIT:
+    except TRIAL_ERRORS:
         return False
     return all(map(is_close, *results))
 
@@ -96,7 +96,7 @@ def _without_hints(forward: Any) -> Any:
 
 def _small_copy(module: Any, output: str, generator: torch.Generator) -> Any:
     """A module of the same kind with small linears, all of whose numbers are random."""
-    alone = hollow(module)
+    alone = bare_copy(module)
     alone.layer_idx = 0
     for name, part in module._modules.items():
         if hasattr(part, "in_features"):
@@ -104,7 +104,7 @@ def _small_copy(module: Any, output: str, generator: torch.Generator) -> Any:
             made = nn.utils.skip_init(nn.Linear, k, n, bias=False)
             made.get_parameter("weight").copy_(torch.randn(n, k, generator=generator) / k**0.5)
         else:
-            made = hollow(part)
+            made = bare_copy(part)
             _with_random_numbers(made, part, generator)
         setattr(alone, name, made)
     _with_random_numbers(alone, module, generator)

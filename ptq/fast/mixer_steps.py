@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptq.fast.trials import MISFIT, is_close, trial
+from ptq.fast.trials import TRIAL_ERRORS, is_close, trial
 from ptq.ops.matmul import cpu_ops_serve
 
 Step = Callable[..., Any]
@@ -45,7 +45,7 @@ def _agrees(own: Step, make: Callable[[Step], Step], cases: Callable[[Draw], Cas
             others = {name: _copy(x) if isinstance(x, Tensor) else x for name, x in named.items()}
             try:
                 y = each(*given, **others)
-            except MISFIT:
+            except TRIAL_ERRORS:
                 return False
             found.append([*(y if isinstance(y, tuple) else (y,)), *given])
         if len(found[0]) != len(found[1]):

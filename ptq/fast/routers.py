@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import fast_steps
-from ptq.fast.trials import MISFIT, PLAIN, hollow, tried_once
+from ptq.fast.trials import PLAIN, TRIAL_ERRORS, bare_copy, tried_once
 from ptq.fast.watched import InPlace
 from ptq.ops.expert_ops import rows_of
 from ptq.ops.matmul import FEW_DTYPES, few_tokens_linear
@@ -210,7 +210,7 @@ def _fits(found: Found, seen: _Seen) -> bool:
     weights = seen.weights._replace(bias=bias, correction=correction)
     try:
         index, shares = chosen_of(logits_of(seen.x, weights, found.how.wide), correction, found.how, seen.x.dtype)
-    except MISFIT:
+    except TRIAL_ERRORS:
         return False
     return rows_of(index.tolist(), shares.tolist()) == seen.chosen
 
@@ -240,7 +240,7 @@ def _seen(
         alone = _alone(mlp, parts, given, gate, experts, shared)
         y = type(mlp).forward(alone.eval(), x)
         rows, chosen, shares = experts.seen
-    except MISFIT:
+    except TRIAL_ERRORS:
         return None
     wanted = rows.sin()
     if parts.shared is not None:
@@ -259,7 +259,7 @@ def _alone(
     """A module with other tensors, and stand-ins."""
 
     def copy_of(module: nn.Module, prefix: str) -> Any:
-        alone = hollow(module)
+        alone = bare_copy(module)
         for name in [name for name, x in vars(alone).items() if name[0] != "_" and not isinstance(x, PLAIN)]:
             delattr(alone, name)  # nobody would see a config change
         for name in module._parameters:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from ptq.fast import fast_attention
 from ptq.fast.decoding import ATTENTION
 from ptq.fast.fast_attention import SINKS
-from ptq.fast.trials import MISFIT, innermost, is_close, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, innermost, is_close, tried_once
 from ptq.kv.attention import CACHE
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
@@ -81,12 +81,12 @@ def serves(model: nn.Module) -> bool:
 @tried_once
 def _tried(module: Any) -> bool:
     try:
-        return any(_gives_its_numbers(module, turned) for turned in (module.head_dim, module.head_dim // 2))
-    except MISFIT:
+        return any(_matches(module, turned) for turned in (module.head_dim, module.head_dim // 2))
+    except TRIAL_ERRORS:
         return False
 
 
-def _gives_its_numbers(module: Any, turned: int) -> bool:
+def _matches(module: Any, turned: int) -> bool:
     """Of a prompt and of a token behind it, with a mask and without. `turned`: numbers of cos and sin."""
     generator = torch.Generator().manual_seed(0)
     alone = fast_attention.small_copy(module, generator)
@@ -106,7 +106,7 @@ def _gives_its_numbers(module: Any, turned: int) -> bool:
             given = {"position_embeddings": (cos, sin), "attention_mask": mask, CACHE: cache}
             try:
                 found.append(type(module).forward(alone, hidden_states=x, **given)[0])
-            except MISFIT:
+            except TRIAL_ERRORS:
                 return False
         if not is_close(*found):
             return False

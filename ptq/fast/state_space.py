@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ptq.fast import gated_norm
 from ptq.fast.mixer_states import CONV, gives_its_numbers, states_of
-from ptq.fast.trials import MISFIT, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import is_ours
-from ptq.layers.linear import is_heard
+from ptq.layers.linear import has_hooks
 from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import wants_gradient
 
@@ -54,7 +54,7 @@ class Space(NamedTuple):
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
     inside = [module._modules.get(name) for name in (NORM, CONV)]
-    if any(part is None or is_heard(part) or not is_ours(vars(part).get("forward")) for part in inside):
+    if any(part is None or has_hooks(part) or not is_ours(vars(part).get("forward")) for part in inside):
         return None
     space, x = space_of(module), hidden_states
     states = None if space is None else states_of([module], x, space.floats(), **others)
@@ -92,14 +92,14 @@ def kind_of(module: nn.Module) -> Kind | None:
     if found is None or not found.before or space_of(module) is None:
         return None
     kind = Kind(found.eps, found.groups)
-    return kind if _gives_its_numbers(module, kind) else None
+    return kind if _matches(module, kind) else None
 
 
 @tried_once
-def _gives_its_numbers(module: Any, kind: Kind) -> bool:
+def _matches(module: Any, kind: Kind) -> bool:
     try:
         heads, width, channels = len(module.A_log), len(module.norm.weight), module.conv1d.weight.shape[0]
         n = (channels - width) // 2 // module.n_groups
-    except MISFIT:
+    except TRIAL_ERRORS:
         return False
     return gives_its_numbers(module, OUTPUT, (heads, width // heads, n), decoded, kind)

@@ -15,7 +15,7 @@ from ptq.ops.defaults import own_defaults
 P = ParamSpec("P")
 R = TypeVar("R")
 PLAIN = int | float | str | None | types.FunctionType | types.BuiltinFunctionType
-MISFIT = (
+TRIAL_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 """What a module's own code raises where it wants something else than a trial gives it."""
@@ -88,7 +88,7 @@ def _held(module: nn.Module) -> tuple[Any, ...]:
     return type(module), type(module).forward, *((name, x) for name, x in held if isinstance(x, PLAIN)), *said
 
 
-def hollow(module: nn.Module) -> Any:
+def bare_copy(module: nn.Module) -> Any:
     """A module of the same class with all plain values, but without parameters, modules and a forward of its own."""
     alone = type(module).__new__(type(module))
     nn.Module.__init__(alone)

@@ -51,7 +51,7 @@ def download(name: str) -> Path:
 
 
 @contextmanager
-def outline(name: str) -> Iterator[tuple[Path, int]]:
+def headers_only(name: str) -> Iterator[tuple[Path, int]]:
     """A folder that a hub model can be planned from, for as long as the context lasts, and how many bytes of weights
     `download` would fetch. Where it would fetch some, the folder holds the small files, and of the weights the headers
     with a hole behind each. Raises as `download` does."""

@@ -19,11 +19,11 @@ def resolve(model: str) -> Path:
     return local_folder(model) or hub.download(model)
 
 
-def outline(model: str) -> AbstractContextManager[tuple[Path, int]]:
+def headers_only(model: str) -> AbstractContextManager[tuple[Path, int]]:
     """A folder of MODEL that can be planned from, for as long as the context lasts, and how many bytes of weights
     `resolve` would fetch. Raises as `resolve` does."""
     folder = local_folder(model)
-    return hub.outline(model) if folder is None else nullcontext((folder, 0))
+    return hub.headers_only(model) if folder is None else nullcontext((folder, 0))
 
 
 def path_of(text: str | Path) -> Path:

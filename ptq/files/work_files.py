@@ -31,7 +31,7 @@ def _checksum(tensor: Tensor) -> int:
     return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
-class Stored:
+class StoredTensors:
     """A file of tensors. What is read of it is what was written. Raises InputError."""
 
     def __init__(self, path: Path) -> None:
@@ -58,7 +58,7 @@ class Stored:
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """The tensors of a file. Raises InputError."""
-    stored = Stored(path)
+    stored = StoredTensors(path)
     return {name: stored.read(name).to(device) for name in stored}
 
 

@@ -22,7 +22,7 @@ from ptq.kv.kv_cache import CacheQuantization
 from ptq.layers.linear import QuantLinear, swap
 from ptq.layers.packed_weight import PackedWeight, frozen
 from ptq.models.family import Family
-from ptq.models.state import StateLayout, given, recorded
+from ptq.models.state import StateLayout, given, recorded_inputs
 from ptq.ops.activations import Activation
 
 UNRUN = "config.json: the model that transformers makes of it does not run"
@@ -150,7 +150,7 @@ class PartialModel:
     @torch.no_grad()
     def embed(self, ids: Int[Tensor, "batch t"]) -> Float[Tensor, "batch t k"]:
         """The state that enters the first block."""
-        with recorded(self.model) as inputs:
+        with recorded_inputs(self.model) as inputs:
             self._body(input_ids=ids)
         assert self.splice.entered is not None
         return self.layout.first(self.splice.entered, inputs)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from ptq.errors import InputError
 from ptq.fast import fast_steps
-from ptq.fast.fast_experts import FewTokens
-from ptq.fast.trials import MISFIT, hollow, is_close, trial, tried_once
+from ptq.fast.fast_experts import FewTokenExperts
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, is_close, trial, tried_once
 from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
-from ptq.layers.changes import TellingModule
+from ptq.layers.changes import ObservedModule
 from ptq.layers.shared_input import products
 from ptq.ops import expert_ops, steps
 from ptq.ops.matmul import ops_serve
@@ -36,7 +36,7 @@ ACTIVATION, OWN_GATE = "act_fn", "_apply_gate"
 EXPERT_LINEAR = re.compile(r"\.experts\.\d+\.([^.]+)$")
 
 
-class Experts(TellingModule):
+class Experts(ObservedModule):
     """The experts 0, 1, ... of a block, each with linears of the given `names`: y = sum_e p_e down_e(act(gate_e x) *
     up_e x) over the experts e that were chosen for a token x, or with `gated` of both products in the place of
     act(gate) * up; with two names, y = sum_e p_e down_e(act(up_e x)). Sums are taken in the order of the experts.
@@ -66,7 +66,7 @@ class Experts(TellingModule):
             self.clamped = _clamped(gated)
         elif act_fn is not None and len(names) == len(GATED) + 1 and _is_silu(act_fn):
             self.clamped = ()
-        self.few_tokens = FewTokens()
+        self.few_tokens = FewTokenExperts()
 
     def forward(
         self,
@@ -197,13 +197,13 @@ def _separated(module: nn.Module, names: tuple[str, ...], kind: _Kind) -> Expert
     matrices = _matrices(module)
     names, down = names if matrices == GATED else names[-2:], module.get_parameter(matrices[1])
     count, hidden, width = (down.transpose(1, 2) if kind.layout.transposed else down).shape
-    gated = _OwnGate(hollow(module), kind.layout.interleaved) if kind.own_gate else None
+    gated = _OwnGate(bare_copy(module), kind.layout.interleaved) if kind.own_gate else None
     biased = f"{matrices[1]}_bias" in module._parameters
     return kind.experts(names, count, hidden, width, _activation(module), down.dtype, gated, biased)
 
 
 class _OwnGate:
-    """The function of a class of fused experts that makes one of the products of gate and up; no module, as the hollow
+    """The function of a class of fused experts that makes one of the products of gate and up; no module, as the bare
     one that it belongs to has no parameters to fill."""
 
     def __init__(self, owner: Any, interleaved: bool) -> None:
@@ -224,10 +224,10 @@ def _kind_of(module: nn.Module) -> _Kind | None:
     gates = [own for own in there if there[own]]
     layouts = [FusedLayout(*flags) for flags in itertools.product((False, True), repeat=2)]
     kinds = (_Kind(*parts) for parts in itertools.product(layouts, gates, (Experts, SortedExperts)))
-    return next((kind for kind in kinds if _gives_its_numbers(module, kind)), None)
+    return next((kind for kind in kinds if _matches(module, kind)), None)
 
 
-def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
+def _matches(module: nn.Module, kind: _Kind) -> bool:
     generator = torch.Generator().manual_seed(0)
     fused: dict[str, Tensor] = {}
     matrices = _matrices(module)
@@ -236,7 +236,7 @@ def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
         fused[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
         if (bias := f"{name}_bias") in module._parameters:
             fused[bias] = torch.randn(3, outputs, generator=generator, dtype=torch.float64)
-    alone = hollow(module)
+    alone = bare_copy(module)
     alone.num_experts, alone.hidden_size = 3, 8
     alone.act_fn = _activation(module)
     for name, tensor in fused.items():
@@ -255,7 +255,7 @@ def _gives_its_numbers(module: nn.Module, kind: _Kind) -> bool:
             return False
         found = inspect.unwrap(type(module).forward)(alone, *given)
         wanted = ours(*given)
-    except MISFIT:
+    except TRIAL_ERRORS:
         return False
     return is_close(found, wanted, 1e-9, 1e-8)
 

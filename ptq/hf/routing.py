@@ -38,7 +38,7 @@ class Routes:
 
 
 @contextmanager
-def recorded(part: PartialModel, routers: Iterable[str], routes: Routes) -> Iterator[None]:
+def recorded_routes(part: PartialModel, routers: Iterable[str], routes: Routes) -> Iterator[None]:
     """Keep what the named routers of a block give."""
 
     def keep(_: nn.Module, __: Any, choice: Routing) -> None:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 HELD = ("_parameters", "_modules")
 
 
-class TellingDict(dict[str, Any]):
+class ObservedDict(dict[str, Any]):
     """A dict that calls its listeners when it is changed. Copies and pickles of it are plain."""
 
     def __init__(self, held: dict[str, Any]) -> None:
@@ -23,66 +23,66 @@ class TellingDict(dict[str, Any]):
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Call all listeners."""
         for listener in map(call, self.listeners):
             if listener is not None:
                 listener()
 
 
-def _telling(name: str) -> Callable[..., Any]:
+def _notifying(name: str) -> Callable[..., Any]:
     own = getattr(dict, name)
 
-    def method(self: TellingDict, *args: Any, **kwargs: Any) -> Any:
+    def method(self: ObservedDict, *args: Any, **kwargs: Any) -> Any:
         found = own(self, *args, **kwargs)
-        self.tell()
+        self.notify()
         return found
 
     return method
 
 
 for _name in ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update", "clear"):
-    setattr(TellingDict, _name, _telling(_name))
+    setattr(ObservedDict, _name, _notifying(_name))
 
 
-class TellingModule(nn.Module):
+class ObservedModule(nn.Module):
     """A module that tells also of attributes and hooks."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name != "training":  # which decides nothing here
-            self._tell()
+            self._notify()
 
     def __delattr__(self, name: str) -> None:
         super().__delattr__(name)
-        self._tell()
+        self._notify()
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """As a module does it."""
         handle = super().register_forward_hook(*args, **kwargs)
-        self._tell()
+        self._notify()
         return handle
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """As a module does it."""
         handle = super().register_forward_pre_hook(*args, **kwargs)
-        self._tell()
+        self._notify()
         return handle
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         held = vars(self).get(HELD[0])
-        if type(held) is TellingDict:
-            held.tell()
+        if type(held) is ObservedDict:
+            held.notify()
 
 
-def listen(module: nn.Module, listener: Callable[[], None]) -> None:
+def observe(module: nn.Module, listener: Callable[[], None]) -> None:
     """Have `listener`, a method of an object for as long as that lives, called when a parameter or a module takes the
-    place of another in a module; in a `TellingModule` also when an attribute is set, or somebody begins to listen in.
+    place of another in a module; in a `ObservedModule` also when an attribute is set, or somebody begins to listen in.
     """
     for name in HELD:
         held = vars(module)[name]
-        if type(held) is not TellingDict:
-            vars(module)[name] = held = TellingDict(held)
+        if type(held) is not ObservedDict:
+            vars(module)[name] = held = ObservedDict(held)
         method = WeakMethod(listener)
         if method not in held.listeners:
             held.listeners = [each for each in held.listeners if each() is not None] + [method]

@@ -11,7 +11,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 
 from ptq.errors import InputError
 from ptq.layers import embedding
-from ptq.layers.changes import TellingModule
+from ptq.layers.changes import ObservedModule
 from ptq.layers.packed_weight import (
     INPUT_SIGNS,
     OUTPUT_SIGNS,
@@ -23,7 +23,7 @@ from ptq.layers.packed_weight import (
     loaded_signs,
     stored_signs,
 )  # fmt: skip
-from ptq.layers.ready_products import HERE, ProductSource
+from ptq.layers.ready_products import CURRENT, ProductSource
 from ptq.ops import activations, hadamard, input_steps, matmul
 from ptq.ops.activations import Activation
 from ptq.ops.input_steps import Treatment
@@ -60,7 +60,7 @@ class Online:
         return Treatment(signs, factors, order, self.input_bits, clip)
 
 
-class QuantLinear(TellingModule, PackedWeight):
+class QuantLinear(ObservedModule, PackedWeight):
     """A linear layer y = x Wᵀ + b whose W[n, k] is stored in a format. Its input may be transformed by a Hadamard
     matrix and quantised per token before it is multiplied, its product transformed back after that (see `Online`).
 
@@ -112,7 +112,7 @@ class QuantLinear(TellingModule, PackedWeight):
         return self.output_of(self._product(x), x.dtype)
 
     def _product(self, x: Tensor) -> Tensor:
-        for ready in (HERE.given if matmul.lies_on_gpu(x) else None, self.shared):
+        for ready in (CURRENT.given if matmul.lies_on_gpu(x) else None, self.shared):
             found = None if ready is None else ready.product(self, x)
             if found is not None:
                 return found
@@ -182,10 +182,10 @@ def stays_on_gpu(linear: Any) -> bool:
 
 def must_be_called(linear: nn.Module) -> bool:
     """Whether a linear must be called: somebody listens to it, or to all modules, or has changed what it does."""
-    return is_heard(linear) or "forward" in vars(linear)
+    return has_hooks(linear) or "forward" in vars(linear)
 
 
-def is_heard(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     """Whether somebody listens to a module, or to all of them."""
     own = module._forward_hooks or module._forward_pre_hooks
     return bool(own or _global_forward_hooks or _global_forward_pre_hooks)

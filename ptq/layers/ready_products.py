@@ -19,22 +19,22 @@ class ReadyProducts:
     done to their outputs."""
 
     def __init__(self, x: Tensor, ready: dict[nn.Module, Tensor]) -> None:
-        self.x, self.ready, self.before = x, ready, HERE.given
+        self.x, self.ready, self.before = x, ready, CURRENT.given
 
     def product(self, linear: nn.Module, x: Tensor) -> Tensor | None:
         """See `ProductSource`."""
         return self.ready.pop(linear, None) if x is self.x else None
 
     def __enter__(self) -> None:
-        HERE.given = self
+        CURRENT.given = self
 
     def __exit__(self, *error: Any) -> None:
-        HERE.given = self.before
+        CURRENT.given = self.before
 
 
 class _Here(threading.local):
     given: ReadyProducts | None = None
 
 
-HERE = _Here()
+CURRENT = _Here()
 """The `ReadyProducts` that this thread is in, if any."""

@@ -57,7 +57,7 @@ class StateLayout:
     def first(
         self, hidden: Float[Tensor, "batch t k"], inputs: list[Float[Tensor, "batch t blocks own"]]
     ) -> Float[Tensor, "batch t w"]:
-        """The state that enters the first block, from what `recorded` has found."""
+        """The state that enters the first block, from what `recorded_inputs` has found."""
         if self.width == self.hidden:
             return hidden
         nothing = hidden.new_zeros(*hidden.shape[:-1], self._shared_width)
@@ -99,7 +99,7 @@ class StateLayout:
 
 
 @contextmanager
-def recorded(model: Any) -> Iterator[list[Tensor]]:
+def recorded_inputs(model: Any) -> Iterator[list[Tensor]]:
     """Within it the blocks' own inputs that the model makes are added to the list that it yields. The list stays empty
     for a model whose blocks have none."""
     found: list[Tensor] = []

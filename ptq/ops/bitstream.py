@@ -5,12 +5,16 @@ rest of the last byte is zero.
 """
 
 import math
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
 from ptq.ops.op_declarations import reference_of
+
+Size = TypeVar("Size", int, torch.SymInt)
+"""A number, or one that `torch.compile` does not know yet."""
 
 
 def _overlaps(bits: int, bytes_first: bool) -> tuple[int, int, list[tuple[int, int, int]]]:
@@ -25,9 +29,9 @@ def _shifted(x: Tensor, shift: int) -> Tensor:
     return x << shift if shift >= 0 else x >> -shift
 
 
-def packed_size(k: int | torch.SymInt, bits: int) -> int | torch.SymInt:
+def packed_size(k: Size, bits: int) -> Size:
     """Bytes of a row of k codes."""
-    return (k * bits + 7) // 8
+    return (cast(Any, k) * bits + 7) // 8
 
 
 @reference_of(

@@ -56,7 +56,7 @@ def decode_attention(
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::kv_decode_attention` step by step."""
     ops, cache = torch.ops.ptq, (k_codes, k_scales, v_codes, v_scales)
-    query, key, value = _turned(q, k, v, cos, sin, k_codes.shape[2], factors, order)
+    query, key, value = _with_rope(q, k, v, cos, sin, k_codes.shape[2], factors, order)
     ops.kv_append(k_codes, k_scales, key, before, k_bits, clip, False)
     ops.kv_append(v_codes, v_scales, value, before, v_bits, clip, True)
     sinks = starts, sink_keys, sink_values
@@ -85,7 +85,7 @@ def decode_attention_at(
 ) -> Float[Tensor, "b t q_width"]:
     """`ptq::kv_decode_attention_at` step by step."""
     ops, cache = torch.ops.ptq, (k_codes, k_scales, v_codes, v_scales)
-    query, key, value = _turned(q, k, v, cos, sin, k_codes.shape[2], factors, order)
+    query, key, value = _with_rope(q, k, v, cos, sin, k_codes.shape[2], factors, order)
     ops.kv_append_at(k_codes, k_scales, key, start, k_bits, clip, False)
     ops.kv_append_at(v_codes, v_scales, value, start, v_bits, clip, True)
     start.add_(q.shape[1])
@@ -93,7 +93,7 @@ def decode_attention_at(
     return y.flatten(2)
 
 
-def _turned(
+def _with_rope(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, heads: int, factors: list[Tensor], order: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and keys behind rotary embedding and R3, and values: [b, heads, t, d]."""

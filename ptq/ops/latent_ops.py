@@ -67,9 +67,9 @@ def latent_attention(
     query, rotated = q.view(b, t, heads, -1).transpose(1, 2).split((dk, rotary.shape[2]), -1)
     turns = Turning(turning), cos, sin
     latents[:, 0, before:after] = latent
-    turned[:, :, before:after] = _turned(rotary[:, None], *turns)
+    turned[:, :, before:after] = _with_rope(rotary[:, None], *turns)
     absorbed = torch.einsum("bhtd,hrd->bhtr", query.float(), keys.float()).to(dtype)
-    asked, seen = torch.cat((absorbed, _turned(rotated, *turns)), -1), latents[:, :, :after]
+    asked, seen = torch.cat((absorbed, _with_rope(rotated, *turns)), -1), latents[:, :, :after]
     if mask is None:
         mask = torch.ones(1, 1, t, after, dtype=torch.bool, device=q.device).tril(before)
     known = torch.cat((seen, turned[:, :, :after]), -1)
@@ -77,7 +77,7 @@ def latent_attention(
     return torch.einsum("bthr,hdr->bthd", attended, values.float()).to(dtype).flatten(2)
 
 
-def _turned(
+def _with_rope(
     x: Float[Tensor, "b h t r"], turning: Turning, cos: Float[Tensor, "_ t _"], sin: Float[Tensor, "_ t _"]
 ) -> Float[Tensor, "b h t r"]:
     if turning is Turning.NONE:

@@ -66,7 +66,7 @@ def rotary(
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)
 
-    return _turned(q, cos, sin, quarter), _turned(k, cos, sin, quarter)
+    return _with_rope(q, cos, sin, quarter), _with_rope(k, cos, sin, quarter)
 
 
 @reference_of(
@@ -85,10 +85,10 @@ def rotary_pairs(
     def quarter(x: Tensor) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
 
-    return _turned(q, cos, sin, quarter), _turned(k, cos, sin, quarter)
+    return _with_rope(q, cos, sin, quarter), _with_rope(k, cos, sin, quarter)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, quarter: Callable[[Tensor], Tensor]) -> Tensor:
+def _with_rope(x: Tensor, cos: Tensor, sin: Tensor, quarter: Callable[[Tensor], Tensor]) -> Tensor:
     """x cos + quarter(x) sin of the first channels, in the dtype of the tables."""
     r = cos.shape[-1]
     part = x[..., :r].to(cos.dtype)

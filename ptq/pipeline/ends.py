@@ -63,7 +63,7 @@ def embed(
     return torch.cat([part.embed(row) for row in places.to(part.device).split(1)])
 
 
-def last(family: Family) -> tuple[str, ...]:
+def final_tensors(family: Family) -> tuple[str, ...]:
     """Names of the tensors behind the last block, beside the head's weight: those of the last norm, and the head's
     bias. Most models do not have all of them."""
     return f"{family.final_norm}.weight", f"{family.final_norm}.bias", f"{family.head}.bias"

@@ -74,7 +74,7 @@ def turns(linears: Iterable[LinearPlan]) -> list[list[LinearPlan]]:
     return list(found.values())
 
 
-def weights(plan: Plan) -> int:
+def trained_weights(plan: Plan) -> int:
     """Weights that go through all epochs of all trainings of a plan."""
     if plan.finetune == "none":
         return 0
@@ -89,7 +89,7 @@ def rounding_error(marks: Iterable[Path]) -> float:
     return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
 
-def split(chunks: int) -> int:
+def training_chunks(chunks: int) -> int:
     """How many of so many chunks are trained on; those behind them are held out."""
     return chunks - max(1, chunks // HELD_OUT)
 

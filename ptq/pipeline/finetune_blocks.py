@@ -113,7 +113,7 @@ def _run_turn(turn: _Turn, values: Values, progress: Progress) -> None:
     part = _rewritten(turn, values)
     if tasks.job.recipe.rounding != "nearest":
         with progress.step(f"block {index}: Hessians", sum(linear.n * linear.k for linear in turn.group)):
-            with tasks.job.calibration():
+            with tasks.job.calibration_precision():
                 tasks.hessians.collect(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
     tasks.round(turn.group, part, progress, turn.key)
     del part
@@ -194,7 +194,7 @@ def _train(turn: _Turn, values: Values, tell: finetune.Tell) -> None:
     part = _trainable(turn, rounded)
     trained = _trained(turn, rounded, values)
     chunks, targets = tasks.hidden.files(index), tasks.teacher.files(index + 1)
-    batches = finetune.split(len(chunks))
+    batches = finetune.training_chunks(len(chunks))
     held = range(batches, len(chunks))
     whole = sum(float(tasks.teacher.read(targets[number]).double().square().sum()) for number in held)
 

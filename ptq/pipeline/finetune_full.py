@@ -59,7 +59,7 @@ def losses(tasks: Tasks) -> dict[str, list[float | None]]:
 def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> None:
     model = _Model(tasks, rows)
     count = len(model.ids)
-    batches, epochs = finetune.split(count), tasks.job.plan.finetune_epochs
+    batches, epochs = finetune.training_chunks(count), tasks.job.plan.finetune_epochs
 
     def held_out(values: Values) -> float:
         return sum(model.loss(values, number) for number in range(batches, count)) / (count - batches)
@@ -101,21 +101,21 @@ class _Model:
         tied = job.head == job.embedding and head is None  # and trained
         self.frozen_embedding = None if tied else tasks.matrix(job.embedding)
         size = 4 * sum(linear.n * linear.k for linear in job.plan.linears)
-        self.keep = 2 * size < free_memory.memory()
+        self.keep = 2 * size < free_memory.available()
 
     def _teacher(self) -> PartialModel:
         """What makes logits of the teacher's states; with other tensors, those of the packed model."""
         job, model = self.job, trainable.taught_by(self.job.plan)
         part, rotated = job.end_part(model), model == "rotated"
         head = job.rewritten(job.head, torch.float32) if rotated else job.tensor(job.head.source)
-        last = job.rewritten_last() if rotated else {name: job.tensor(name) for name in job.last}
+        last = job.rewritten_last() if rotated else {name: job.tensor(name) for name in job.final_tensors}
         part.load({job.lm_head: head, **last})
         return part
 
     def trained(self) -> dict[str, Trained]:
         """How scales, sign vectors, norms, biases and the head are trained, from where they are now."""
         job, plan = self.job, self.job.plan
-        names = {*plan.kept, *plan.unit_norms, *job.last} - job.beside_embedding().keys()
+        names = {*plan.kept, *plan.unit_norms, *job.final_tensors} - job.beside_embedding().keys()
         for linear in self.linears:
             leaves = (INPUT_SIGNS, OUTPUT_SIGNS, "bias", *([SCALE] if has_scales(linear.format) else []))
             names |= {f"{linear.name}.{leaf}" for leaf in leaves} & self.tasks.shards.layout.tensors.keys()
@@ -198,7 +198,7 @@ class _Model:
         job, total = self.job, 0.0
         taught = self.tasks.teacher.read(self.tasks.teacher.files(job.plan.blocks)[number]).flatten(0, 1)
         head = values[self.head] if self.frozen_head is None else self.frozen_head
-        tensors = {job.lm_head: head, **{name: values[name] for name in job.last if name in values}}
+        tensors = {job.lm_head: head, **{name: values[name] for name in job.final_tensors if name in values}}
         size = max(1, LOGITS // job.head.n)
         for start in range(0, len(taught), size):
             here = slice(start, start + size)

@@ -14,7 +14,7 @@ GIVEN_BACK = ("active_file", "inactive_file", "slab_reclaimable")
 """What these lines call the part of what is in use that is given back when somebody asks for memory."""
 
 
-def memory() -> int:
+def available() -> int:
     """Bytes that are free: of the machine, or of the container or job whose limit leaves less."""
     return min([psutil.virtual_memory().available, *_left(GROUPS, OWN_GROUPS)])
 

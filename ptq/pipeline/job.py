@@ -51,12 +51,12 @@ class Job:
     plan: Plan
     signs: rewrite.Signs
     device: torch.device
-    scales: dict[Balance | KeyBalance, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    last_scale: dict[Balance | KeyBalance, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """The scale of the balance that was computed last."""
     row_scales: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
     """What `row_scale` has found, by linear."""
 
-    def calibration(self) -> AbstractContextManager[None]:
+    def calibration_precision(self) -> AbstractContextManager[None]:
         """Within it, calibration rows go through a block: in bfloat16, where `calibrates_in_bfloat16` says so."""
         fast = self.device.type == "cpu" and calibrates_in_bfloat16(self.checkpoint, self.family)
         return matmul.in_bfloat16() if fast else nullcontext()
@@ -177,10 +177,10 @@ class Job:
         return f"{self.family.head}.weight"
 
     @property
-    def last(self) -> tuple[str, ...]:
+    def final_tensors(self) -> tuple[str, ...]:
         """Names of the tensors behind the last block, beside the head's weight: those of the last norm, and the head's
         bias."""
-        return tuple(name for name in ends.last(self.family) if name in self.checkpoint.tensors)
+        return tuple(name for name in ends.final_tensors(self.family) if name in self.checkpoint.tensors)
 
     def embed(
         self, matrices: Sequence[Matrix], ids: Int[Tensor, "batch t"], model: Model = "packed"
@@ -216,7 +216,7 @@ class Job:
     def rewritten_last(self) -> dict[str, Tensor]:
         """The tensors that `last` names, those behind the last block, as the rotated model has them."""
         norms = dict(self.norms_and_kept(f"{self.family.final_norm}."))
-        return {name: norms[name] if name in norms else self.tensor(name) for name in self.last}
+        return {name: norms[name] if name in norms else self.tensor(name) for name in self.final_tensors}
 
     def _rewrite(self, linear: LinearPlan, w: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
         if not linear.rewritten:
@@ -239,10 +239,10 @@ class Job:
         """What the balance of a linear multiplies its rows or columns with."""
         if linear.balance is None:
             return None
-        if linear.balance not in self.scales:
-            self.scales.clear()  # two linears want it, one after the other
-            self.scales[linear.balance] = balance.scale_of(linear.balance, self._read, self.plan.norm_offset)
-        return balance.factor(linear, self.scales[linear.balance])
+        if linear.balance not in self.last_scale:
+            self.last_scale.clear()  # two linears want it, one after the other
+            self.last_scale[linear.balance] = balance.scale_of(linear.balance, self._read, self.plan.norm_offset)
+        return balance.factor(linear, self.last_scale[linear.balance])
 
     def _gain(self, linear: LinearPlan) -> Float64[Tensor, " k"] | None:
         """What the norm multiplies with that is folded into a linear."""

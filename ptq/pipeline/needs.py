@@ -80,7 +80,7 @@ class _Cost:
         )
 
 
-def largest_block(plan: Plan) -> list[LinearPlan]:
+def heaviest_block(plan: Plan) -> list[LinearPlan]:
     """The linears of the block with most weights: blocks with experts may stand beside others."""
     blocks: dict[int, list[LinearPlan]] = {}
     for linear in plan.linears:
@@ -94,7 +94,7 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     `bfloat16`: calibration rows are multiplied in it. Measures the machine for a moment."""
     length = recipe.sequence_length
     assert length is not None
-    block = largest_block(plan)
+    block = heaviest_block(plan)
     largest = max((4 if linear.role == "layer_embedding" else 6) * linear.n * linear.k for linear in plan.linears)
     needs = _Cost(memory=max(4 * _weights(block) + 12 * max(x.n * x.k for x in block), largest))
     seconds = BASE_SECONDS + _weights(plan.linears) / (STREAM_RATE * torch.get_num_threads())
@@ -135,7 +135,7 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
     tokens = recipe.samples * length
     inputs = {linear.statistics: linear.k for linear in block if linear.statistics}
     hessians = 4 * sum(p * c for k in inputs.values() for p, c in panel_shapes(k))
-    square = sum(share(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
+    square = sum(share_of_tokens(linear, shape) * linear.k**2 for linear in block if linear.statistics == linear.name)
     solve = sum(linear.n * linear.k**2 for linear in block) + sum(k**3 for k in inputs.values())
     found = _Cost(passes=tokens * (2 * _active(block, shape) + square), others=2.0 * solve)
     crossed = {x.statistics: x.k for x in block if x.statistics and x.expert is None and recipe.gptaq_alpha}
@@ -156,7 +156,7 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
 
 def _active(block: list[LinearPlan], shape: ModelShape) -> float:
     """Weights that a token is multiplied with."""
-    return sum(share(linear, shape) * linear.n * linear.k for linear in block)
+    return sum(share_of_tokens(linear, shape) * linear.n * linear.k for linear in block)
 
 
 def _mixing(block: list[LinearPlan], shape: ModelShape, length: int) -> int:
@@ -170,14 +170,15 @@ def _mixing(block: list[LinearPlan], shape: ModelShape, length: int) -> int:
 def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, length: int) -> Estimate:
     """The same with fine-tuning. While a block is trained, its weights are there six times: values, the best of them,
     gradients, two averages of these, and the state before. So is the head, at the end."""
-    block, head = sum(linear.n * linear.k for linear in largest_block(plan)), shape.vocab * shape.hidden
+    block, head = sum(linear.n * linear.k for linear in heaviest_block(plan)), shape.vocab * shape.hidden
     tokens = max(length, CHUNK_TOKENS)
-    activations = 4 * tokens * (24 * shape.hidden + 10 * shape.intermediate)  # what the gradient needs of one block
+    kept_numbers = 24 * shape.hidden + 10 * shape.intermediate  # of a token in a block, for the gradient
+    activations = 4 * tokens * kept_numbers
     memory = BASE_MEMORY + 4 * 6 * block + activations
     kept = 4 * 4 * block
-    numbers = 24 * shape.hidden + 10 * shape.intermediate + 6 * shape.heads * length  # of a token in a block
-    passes = finetune.weights(plan) / block
-    seconds = 10 * finetune.weights(plan) / _matmul_rate() + passes * numbers / (ELEMENT_RATE * torch.get_num_threads())
+    trained = finetune.trained_weights(plan)
+    numbers = trained / block * (kept_numbers + 6 * shape.heads * length)
+    seconds = 10 * trained / _matmul_rate() + numbers / (ELEMENT_RATE * torch.get_num_threads())
     if plan.finetune == "full":
         states = 4 * tokens * shape.hidden * plan.blocks
         memory = max(memory, BASE_MEMORY + 4 * (8 * head + block) + activations + states + 8 * 4 * LOGITS)
@@ -201,11 +202,11 @@ def _clip_search(block: list[LinearPlan], shape: ModelShape, tokens: int, length
     passed = sample * _active(block, shape)
     experts = max(1, shape.experts)
     most = {True: max(clip_search.TOKENS / experts, clip_search.CHUNKS), False: clip_search.TOKENS}
-    tried = sum(min(most[x.expert is not None], share(x, shape) * sample) * x.n * x.k for x in searched)
+    tried = sum(min(most[x.expert is not None], share_of_tokens(x, shape) * sample) * x.n * x.k for x in searched)
     return 2 * (passed + (1 + len(clip_search.GRID)) * tried)
 
 
-def share(linear: LinearPlan, shape: ModelShape) -> float:
+def share_of_tokens(linear: LinearPlan, shape: ModelShape) -> float:
     """The share of all tokens that a linear sees: less than 1 for one of an expert."""
     return 1.0 if linear.expert is None else shape.experts_per_token / shape.experts
 

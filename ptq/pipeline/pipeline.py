@@ -100,7 +100,7 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
         )
     model, (out, work) = str(model), _folders(out, options)
     with engine.workers() as workers, without_kernel_hints(), own_defaults():
-        with source.outline(model) as (folder, missing):
+        with source.headers_only(model) as (folder, missing):
             if missing:
                 _foresee(folder, model, work, out, recipe, options, workers)
         return _quantize(plan(model, recipe), model, work, out, recipe, options, workers)
@@ -219,7 +219,7 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
     packed, agreement, positions = _agreement(tasks, ids)
     complete(job, tasks.shards)
     written = Checkpoint.open(folder)
-    proof.account(written, set(written_tensors(job)))
+    proof.check_tensor_names(written, set(written_tensors(job)))
     with ThreadPoolExecutor(1) as other:
         hashes = other.submit(file_hashes, folder)
         proof.reload(written, job, ids[:1], packed)
@@ -243,7 +243,7 @@ def _agreement(
 ) -> tuple[Float[Tensor, "1 t v"], proof.RowAgreement, Float64[Tensor, "3 rows t-1"]]:
     """The packed model's logits of the first probe row, how all rows compare, and the same by position."""
     job, states = tasks.job, tasks.probe.states(tasks.job.plan.blocks)
-    first, last = ({name: read(name) for name in job.last} for read in (job.tensor, tasks.shards.read))
+    first, last = ({name: read(name) for name in job.final_tensors} for read in (job.tensor, tasks.shards.read))
     logits = {
         "original": job.logits(plain_matrix(job.tensor(job.head.source)), first, states["original"], "original"),
         "rotated": job.logits(
@@ -252,7 +252,7 @@ def _agreement(
         "packed": job.logits(tasks.matrix(job.head), last, states["packed"]),
     }
     rows = list(zip(logits["original"], logits["rotated"], logits["packed"], ids.split(1), strict=True))
-    agreement = proof.together([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
+    agreement = proof.over_rows([proof.compare(original, rotated, packed) for original, rotated, packed, _ in rows])
     positions = torch.cat([outliers.by_position(original, packed, row) for original, _, packed, row in rows], dim=1)
     return logits["packed"][0], agreement, positions
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
 from ptq.pipeline import free_memory
-from ptq.pipeline.needs import Estimate, needs_hessians, share
+from ptq.pipeline.needs import Estimate, needs_hessians, share_of_tokens
 from ptq.pipeline.writer import partial_folder
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe
@@ -35,16 +35,18 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None)
             "says little about other text"
         )
     needy = max(
-        (linear for linear in plan.linears if linear.statistics), key=lambda x: x.k / share(x, shape), default=None
+        (linear for linear in plan.linears if linear.statistics),
+        key=lambda linear: linear.k / share_of_tokens(linear, shape),
+        default=None,
     )
     if rows is None or needy is None or not needs_hessians(plan, recipe):
         return
-    tokens = round(rows.numel() * share(needy, shape))
+    tokens = round(rows.numel() * share_of_tokens(needy, shape))
     if tokens < TOKENS_PER_CHANNEL * needy.k:
         found = (
             f"{tokens} calibration tokens" if needy.expert is None else f"about {tokens} calibration tokens an expert"
         )
-        enough = math.ceil(TOKENS_PER_CHANNEL * needy.k / share(needy, shape) / rows.shape[1])
+        enough = math.ceil(TOKENS_PER_CHANNEL * needy.k / share_of_tokens(needy, shape) / rows.shape[1])
         yield (
             f"warning: {found} for layers of up to {needy.k} input channels are few; "
             f"{TOKENS_PER_CHANNEL} per channel give steady statistics: --samples {enough}"
@@ -62,7 +64,7 @@ def _repetition(rows: Tensor) -> str | None:
 def check(needs: Estimate, work: Path, out: Path, processes: int = 1) -> None:
     """Raise InputError where memory or disk cannot be enough for so many processes on this machine. What a run before
     has left counts as free: it is continued, or thrown away."""
-    free, wanted = free_memory.memory(), processes * needs.memory
+    free, wanted = free_memory.available(), processes * needs.memory
     if wanted > free:
         raise InputError(f"this run needs about {size_text(wanted)} of memory, {size_text(free)} are free; "
                          f"{needs.remedy}")  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from ptq.errors import InputError, RunError, refused
 from ptq.files import work_files
 from ptq.hf.blocks import UNRUN, PartialModel, row_by_row
-from ptq.hf.routing import Routes, recorded, replayed
+from ptq.hf.routing import Routes, recorded_routes, replayed
 from ptq.pipeline import rewrite
 from ptq.pipeline.ends import Matrix, plain_matrix
 from ptq.pipeline.job import Job
@@ -68,7 +68,7 @@ class Probe:
         names = observed(self.job.plan, index)
         grid = next((linear.activation for linear in self.job.plan.block(index) if linear.activation), None)
         routers = [linear.name for linear in self.job.plan.block(index) if linear.role == "router"]
-        following = replayed if routes.made else recorded
+        following = replayed if routes.made else recorded_routes
         with watching(part, names, grid) as found, following(part, routers, routes):
             return row_by_row(part, state), found
 

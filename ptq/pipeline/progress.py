@@ -98,7 +98,7 @@ class Progress:
         every, ends = (sum(linear.n * linear.k for linear in some) for some in (plan.linears, plan.ends()))
         packed_ends = sum(linear.n * linear.k for linear in plan.ends() if linear.format is not None)
         weights = passes * (every - ends) + packed_ends
-        self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.weights(plan) or None)
+        self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.trained_weights(plan) or None)
 
     def __enter__(self) -> "Progress":
         self.bar.start()

@@ -32,7 +32,7 @@ class RowAgreement:
     """Share of probe tokens whose most likely successor is the same."""
 
 
-def together(rows: Sequence[RowAgreement]) -> RowAgreement:
+def over_rows(rows: Sequence[RowAgreement]) -> RowAgreement:
     """The agreement over rows of the same length."""
     count = len(rows)
     kl, top1 = sum(row.kl for row in rows) / count, sum(row.top1 for row in rows) / count
@@ -72,7 +72,7 @@ def compare(
     )
 
 
-def account(checkpoint: Checkpoint, expected: set[str]) -> None:
+def check_tensor_names(checkpoint: Checkpoint, expected: set[str]) -> None:
     """Check that a written checkpoint holds exactly the tensors that the plan promises. Raises RunError."""
     wrong = sorted(expected ^ set(checkpoint.tensors))
     if wrong:

@@ -13,7 +13,7 @@ from ptq.pipeline import finetune_blocks, finetune_full, solve, trainable
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
-from ptq.statistics.hessian import unseen
+from ptq.statistics.hessian import unseen_experts
 
 
 def ends(tasks: Tasks, progress: Progress) -> None:
@@ -101,7 +101,7 @@ def _round(tasks: Tasks, index: int, part: PartialModel, calibrated: bool, progr
     """Round the linears of a rotated block, each with what its rounding asks for."""
     job, weights = tasks.job, _weights(tasks, index)
     if solve.crossed_inputs(job, index) and index + 1 < job.plan.blocks:
-        with progress.step(f"block {index}: unquantised", weights), job.calibration():
+        with progress.step(f"block {index}: unquantised", weights), job.calibration_precision():
             tasks.teacher.through(index, part.run)
     _search_clips(tasks, index, part, progress)
     with progress.step(f"block {index}: Hessians", weights * calibrated):
@@ -126,10 +126,10 @@ def observe(tasks: Tasks, index: int, part: PartialModel, progress: Progress) ->
         return
     if all(linear.expert is None for linear in block):  # with experts it is not said which runs last
         part.take(block[-1].dense_weight)  # the pass ends at its input: it is made again for rounding
-    with job.calibration():
+    with job.calibration_precision():
         crossed = solve.crossed_inputs(job, index)
         tasks.hessians.collect(str(index), part, names, tasks.hidden, index, tasks.teacher, crossed)
-    for note in unseen(tasks.hessians, job.plan, index):
+    for note in unseen_experts(tasks.hessians, job.plan, index):
         progress.say(note)
 
 
@@ -139,7 +139,7 @@ def advance(tasks: Tasks, index: int) -> None:
         tasks.hidden.write(index + 1, 0, lambda number: torch.empty(0))
     elif not tasks.hidden.complete(index + 1):
         part = tasks.packed_block(index)
-        with tasks.job.calibration():
+        with tasks.job.calibration_precision():
             tasks.hidden.through(index, part.run)
     if tasks.workers.first:
         tasks.hidden.drop(index)

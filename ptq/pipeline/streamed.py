@@ -81,7 +81,7 @@ class Streamed:
         """Logits of every row from the state that leaves the last block."""
         names = {name.rpartition(".weight")[0] for name in self.checkpoint.tensors.keys() - self.unused}
         head = self.family.head if self.family.head in names else self.family.embedding
-        last = self._read(name for name in ends.last(self.family) if name in self.checkpoint.tensors)
+        last = self._read(name for name in ends.final_tensors(self.family) if name in self.checkpoint.tensors)
         return ends.logits(self._ends(), self._matrix(head), last, state)
 
     def _ends(self) -> PartialModel:

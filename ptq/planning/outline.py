@@ -22,6 +22,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from ptq.errors import InputError
+from ptq.files.dtypes import name_of
 from ptq.models.family import ExpertNames, Family, LayerInputs, Mixer
 from ptq.models.model_shape import ModelShape
 from ptq.planning.patterns import skipped
@@ -31,7 +32,7 @@ from ptq.weights import formats
 
 
 @runtime_checkable
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """What a plan must know of a tensor of the source."""
 
     @property
@@ -41,7 +42,7 @@ class Stored(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-Tensors = Mapping[str, Stored]
+Tensors = Mapping[str, StoredTensor]
 """The tensors of the source by name."""
 
 MLP = ("gate", "up", "down")
@@ -218,7 +219,7 @@ def _linear(role: str, name: str, n: int, k: int) -> LinearPlan:
     return LinearPlan(name=name, n=n, k=k, source=f"{name}.weight", role=role)
 
 
-def alike(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
+def pooled_statistics(linear: LinearPlan, plan: Plan) -> tuple[str, ...]:
     """For a gate or up of an expert: the statistics of all gates and ups of the block's experts, whose inputs are some
     of the same tokens. Empty for other linears: the input of a down is that of its expert alone."""
     if linear.expert is None or linear.role == "down":
@@ -284,6 +285,6 @@ def _or_plain(linear: LinearPlan, tensors: Tensors) -> LinearPlan:
         return linear
     # What happens to the input or the product when the model runs needs our linear layer, also with a plain weight.
     stored = tensors.get(linear.source)
-    dtype = "float32" if stored is None else str(stored.dtype).removeprefix("torch.")
+    dtype = "float32" if stored is None else name_of(stored.dtype)
     dense = formats.get("dense", dtype=dtype) if linear.acts_online else None
     return replace(linear, statistics=None, format=dense)

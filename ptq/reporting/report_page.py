@@ -179,7 +179,7 @@ def _legend() -> str:
 
 def _errors(report: Report) -> Iterator[str]:
     measures = {"error": "of the weight: |W − Ŵ|² / |W|²", "loss": "of the layer's output on calibration data"}
-    layers = report_tables.together(report.layers)
+    layers = report_tables.experts_as_one(report.layers)
     rounded = [layer for layer in layers if layer.block is not None and layer.error is not None]
     shown = [name for name in measures if any(getattr(layer, name) is not None for layer in rounded)]
     if not shown:

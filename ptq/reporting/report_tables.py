@@ -13,7 +13,7 @@ MEANS = ("error", "loss", "nearest_loss", "activation_clip", "clip_error", "defa
 """Numbers of layers of which a mean is shown."""
 
 
-def together(layers: Iterable[Layer]) -> list[Layer]:
+def experts_as_one(layers: Iterable[Layer]) -> list[Layer]:
     """The layers, the same one of all experts of a block that are stored alike as one: its numbers are means over those
     that have any."""
     found: dict[tuple[Any, ...], list[Layer]] = {}
@@ -40,7 +40,7 @@ def layers(report: Report) -> str:
             _input(layer), f"{layer.bits_per_weight:.2f}",
             *(value(number, ".3g", "") for number in (layer.error, layer.loss, layer.nearest_loss)),
         ]
-        for layer in together(report.layers)
+        for layer in experts_as_one(report.layers)
     ]  # fmt: skip
     return f"<h2>Layers</h2>{rows(names, cells, 5)}"
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ptq.engine import Workers
 from ptq.files import work_files
-from ptq.files.work_files import Stored
+from ptq.files.work_files import StoredTensors
 from ptq.hf.blocks import PartialModel
 from ptq.ops import gram, matmul, memory
-from ptq.planning.outline import alike
+from ptq.planning.outline import pooled_statistics
 from ptq.planning.plan import LinearPlan, Plan
 from ptq.statistics.chunks import Chunks
 from ptq.statistics.inputs import CROSS, CrossMoments, run_until_seen
@@ -37,7 +37,7 @@ class Hessians:
     def __init__(self, folder: Path, device: torch.device, workers: Workers) -> None:
         self.folder, self.device, self.workers = folder, device, workers
         self._pool: tuple[str, Tensor, int] | None = None
-        self._opened: tuple[str, Stored] | None = None
+        self._opened: tuple[str, StoredTensors] | None = None
 
     def collect(
         self,
@@ -99,7 +99,7 @@ class Hessians:
         assert name is not None, linear.name
         if linear.expert is None:
             return self.read(key, name), {}
-        tokens, others = self.tokens(key, [name]), alike(linear, plan)
+        tokens, others = self.tokens(key, [name]), pooled_statistics(linear, plan)
         h, share = shrunk(self.read(key, name), tokens, *(self._together(key, others) if others else (None, 0)))
         return h, {"tokens": tokens, "shrinkage": share, **({"note": NO_TOKEN} if h is None else {})}
 
@@ -130,10 +130,10 @@ class Hessians:
         for file in (*self.folder.glob(f"{key}.*.safetensors"), self._file(key)):  # parts, left by a crash; all
             file.unlink(missing_ok=True)
 
-    def _stored(self, key: str) -> Stored:
+    def _stored(self, key: str) -> StoredTensors:
         """The file `key`, opened once for all that is read of it: of a block of many experts its header is long."""
         if self._opened is None or self._opened[0] != key:
-            self._opened = key, Stored(self._file(key))
+            self._opened = key, StoredTensors(self._file(key))
         return self._opened[1]
 
     def _file(self, key: str) -> Path:
@@ -200,7 +200,7 @@ def whole(panels: list[Float32[Tensor, "_ _"]]) -> Float32[Tensor, "k k"]:
     return h
 
 
-def unseen(hessians: Hessians, plan: Plan, index: int) -> Iterator[str]:
+def unseen_experts(hessians: Hessians, plan: Plan, index: int) -> Iterator[str]:
     """A sentence where experts of a block saw no token: what is done then."""
     names = [linear.statistics for linear in plan.block(index) if linear.expert is not None and linear.role == "down"]
     found = [name for name in names if name and hessians.tokens(str(index), [name]) == 0]
@@ -214,7 +214,7 @@ def unseen(hessians: Hessians, plan: Plan, index: int) -> Iterator[str]:
 def merged(files: Sequence[Path]) -> dict[str, Tensor]:
     """The sums of what is in several files, in the files' order."""
     sums = work_files.read_tensors(files[0])
-    for stored in map(Stored, files[1:]):
+    for stored in map(StoredTensors, files[1:]):
         for name in stored:
             sums[name] += stored.read(name)
     return sums

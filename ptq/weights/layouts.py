@@ -47,7 +47,7 @@ class Ops:
     """See `ptq.ops.expert_ops`. None: the format has no such op."""
     all_experts: OpOverload | None = None
     """The same."""
-    told_bits: tuple[str, ...] = ()
+    takes_input_bits: tuple[str, ...] = ()
     """Layouts for which `quantized` takes the bits that the integers of the tokens have."""
 
 
@@ -119,7 +119,7 @@ class LaidOut(Format):
                 q = q.clone()
         if (layout := of(parts)) is None:
             return self.quantized_stored(q, q_scale, parts, bias).to(dtype)
-        told = (input_bits,) if layout in self.ops.told_bits else ()
+        told = (input_bits,) if layout in self.ops.takes_input_bits else ()
         return call(self.ops.quantized[layout], q, q_scale, *self.weight(parts, layout, bias), *told, dtype)
 
     def quantized_stored(
