@@ -192,7 +192,7 @@ def test_experts_that_give_their_logits_too(in_layer: bool, tmp_path, monkeypatc
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     wanted, calls = decode(model), counted_layers(monkeypatch)
     if not in_layer:
-        monkeypatch.setattr(fast_moe, "held", lambda mlp: None)
+        monkeypatch.setattr(fast_moe, "moe_of", lambda mlp: None)
     for layer in model.model.layers:
         del layer.forward
         layer.__class__ = Unpacking

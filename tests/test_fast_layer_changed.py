@@ -48,7 +48,7 @@ def test_who_wraps_a_forward_sees_its_arguments(packed) -> None:
     assert str(inspect.signature(own)).startswith("(hidden_states: ")
     layer.forward = functools.update_wrapper(functools.partial(lambda *args, **kwargs: own(*args, **kwargs)), own)
     assert vars(layer.forward) == {"__module__": own.__module__, "__doc__": own.__doc__, "__wrapped__": own}
-    assert not fast_layer.is_fast(layer) and watched.is_ours(own) and not watched.is_ours(layer.forward)
+    assert not fast_layer.is_fast(layer) and watched.forward_is_ours(own) and not watched.forward_is_ours(layer.forward)
     assert all(torch.equal(a, b) for a, b in zip(decode(model), wanted, strict=True))
 
 

@@ -194,11 +194,11 @@ def test_the_matrix_is_kept_once_and_goes_with_the_module(packed: Any) -> None:
     model = packed("deepseek_v3", "W4A16")
     logits(model)
     module = attentions(model)[0]
-    known = expansion.held(module, torch.float32)
-    assert known is not None and expansion.held(module, torch.float32) is known
+    known = expansion.kept_matrix(module, torch.float32)
+    assert known is not None and expansion.kept_matrix(module, torch.float32) is known
     vars(model.model.layers[0])["forward"].on_cpu.forget()
     logits(model)
-    assert expansion.held(module, torch.float32) is known
+    assert expansion.kept_matrix(module, torch.float32) is known
     for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert all(torch.equal(a, b) for a, b in zip(logits(again), logits(model), strict=True))
     numbers = weakref.ref(known.numbers.keys)

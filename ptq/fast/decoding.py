@@ -112,7 +112,7 @@ def scaling_of(module: Any, kind: Any, others: dict[str, Any]) -> float | None:
     return None if factor is None else module.scaling * factor
 
 
-def far(module: Any, tokens: int) -> dict[str, Tensor]:
+def distant_positions(module: Any, tokens: int) -> dict[str, Tensor]:
     """What a trial gives a module as the places of tokens of two rows, where that counts."""
     scaled = scaled_by(module.config)
     return {} if scaled is None else {"position_ids": torch.full((2, tokens), 3 * scaled[1] + 1)}

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ptq.fast.mixer_states import CONV, gives_its_numbers, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
-from ptq.fast.watched import is_ours
-from ptq.layers.linear import has_hooks
+from ptq.fast.watched import forward_is_ours
+from ptq.layers.linear import has_hooks, is_plain
 from ptq.layers.shared_input import products
 from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import wants_gradient
@@ -54,7 +54,7 @@ class Net(NamedTuple):
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
     inside = [module._modules.get(name) for name in (*PLAIN, NORM, CONV)]
-    if any(part is None or has_hooks(part) or not is_ours(vars(part).get("forward")) for part in inside):
+    if any(part is None or has_hooks(part) or not forward_is_ours(vars(part).get("forward")) for part in inside):
         return None
     net, x = net_of(module), hidden_states
     states = None if net is None else states_of([module], x, net.floats(), **others)
@@ -76,7 +76,7 @@ def net_of(module: nn.Module) -> Net | None:
     """The parts of a module; None where one is of another kind now."""
     linears = [module._modules.get(name) for name in PLAIN]
     conv, norm = module._modules.get(CONV), module._modules.get(NORM)
-    if conv is None or norm is None or not all(map(_is_plain, linears)):
+    if conv is None or norm is None or not all(map(is_plain, linears)):
         return None
     if any(hasattr(part, "_hf_hook") for part in (conv, norm, *linears)):
         return None  # which brings weights here for a call
@@ -86,11 +86,6 @@ def net_of(module: nn.Module) -> Net | None:
         return None
     kernel, a, b, gain = weights
     return Net(kernel, conv._parameters.get("bias"), a, b, *vectors, gain)  # pyright: ignore
-
-
-def _is_plain(linear: Any) -> bool:
-    is_own = type(linear) is nn.Linear or type(linear).__module__.startswith("ptq.")
-    return isinstance(linear, nn.Linear) and is_own and linear.bias is None
 
 
 def kind_of(module: nn.Module) -> Kind | None:

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.layers.linear import QuantLinear, plain_weight, stays_on_cpu
+from ptq.layers.linear import QuantLinear, is_plain, plain_weight, stays_on_cpu
 from ptq.layers.packed_weight import version
 from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import lasting
@@ -59,11 +59,11 @@ _HELD: WeakKeyDictionary[nn.Module, HeldExpansion] = WeakKeyDictionary()
 """By module."""
 
 
-def held(module: Any, dtype: torch.dtype) -> HeldExpansion | None:
+def kept_matrix(module: Any, dtype: torch.dtype) -> HeldExpansion | None:
     """The matrix of a module in numbers of a dtype, kept while its linear stays as it is; None where that must be
     called, or is not on the CPU."""
     linear, known = module._modules[EXPANSION], _HELD.pop(module, None)
-    if not is_ours(linear):
+    if not may_be_read(linear):
         return None
     if known is None or known.linear is not linear or known.numbers.keys.dtype != dtype or known.is_over():
         with torch.no_grad(), lasting():
@@ -83,13 +83,12 @@ def doubt(module: nn.Module, x: Tensor) -> None:
         del _HELD[module]
 
 
-def is_ours(linear: Any) -> bool:
+def may_be_read(linear: Any) -> bool:
     """Whether a linear is one whose numbers may be used in its place: packed or plain, without a bias, on the CPU."""
     if type(linear) is QuantLinear:
         return linear.bias is None and stays_on_cpu(linear) and "forward" not in vars(linear)
     weight = linear._parameters.get("weight")
-    is_plain = type(linear) is nn.Linear or type(linear).__module__.startswith("ptq.")
-    if weight is None or not is_plain or not isinstance(linear, nn.Linear) or linear.bias is not None:
+    if weight is None or not is_plain(linear):
         return False
     return weight.is_cpu and not hasattr(linear, "_hf_hook") and "forward" not in vars(linear)
 

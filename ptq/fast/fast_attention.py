@@ -256,7 +256,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
         cache.update(before[0].clone(), before[1].clone(), 0)
         given = numbers if kind.sinks else mask  # transformers has no other attention with sinks than one that adds it
         inputs = {"position_embeddings": (cos, sin) if turned else None, "attention_mask": given, CACHE: cache}
-        inputs |= decoding.far(alone, tokens)
+        inputs |= decoding.distant_positions(alone, tokens)
         try:
             if own:
                 results.append(type(module).forward(alone, hidden_states=x, **inputs)[0])

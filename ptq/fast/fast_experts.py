@@ -70,7 +70,7 @@ class _Kind:
         signs = cast(list[Tensor], su), cast(list[Tensor], sv)
         return self.format.transformed_experts(x, rows, weights, signs, self.width, steps)
 
-    def held(self, experts: Sequence["_Expert"]) -> Tensor | None:
+    def handle_of(self, experts: Sequence["_Expert"]) -> Tensor | None:
         """What stands for all experts; None where the format has no such op."""
         weights, steps = self._weights(experts)
         if not self.gate.signs:
@@ -153,7 +153,7 @@ class FewTokenExperts:
             return None
         return first.kind.compute(x, rows, cast(list[_Expert], known))
 
-    def held(self, experts: Any, shared: nn.Module | None) -> HeldExperts | None:
+    def handles_of(self, experts: Any, shared: nn.Module | None) -> HeldExperts | None:
         """All experts of a block, and behind them a gated MLP that every token goes through, as an op holds them; None
         where these are not alike, or where some are gone."""
         if experts.clamped is None:
@@ -204,7 +204,7 @@ class FewTokenExperts:
 def _handle_of(experts: list[_Expert | None]) -> Tensor | None:
     """What stands for experts; None where they are not alike, or some are gone."""
     alike = [expert for expert in experts if expert is not None and experts[0] and expert.kind is experts[0].kind]
-    return alike[0].kind.held(alike) if alike and len(alike) == len(experts) else None
+    return alike[0].kind.handle_of(alike) if alike and len(alike) == len(experts) else None
 
 
 def _kind(linears: Sequence[Any], clamped: tuple[float, ...]) -> _Kind | None:

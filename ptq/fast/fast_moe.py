@@ -16,7 +16,7 @@ from ptq.fast import routers
 from ptq.fast.decoding import MOST_TOKENS as MOST_DECODED
 from ptq.fast.fast_experts import MOST_TOKENS, FewTokenExperts, HeldExperts
 from ptq.fast.trials import PLAIN
-from ptq.fast.watched import Watched, is_ours
+from ptq.fast.watched import Watched, forward_is_ours
 from ptq.layers.linear import QuantLinear, must_be_called
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.moe_ops import RouterWeights
@@ -78,17 +78,19 @@ def _is_still(now: Any, x: Any) -> bool:
     return now is x or (not isinstance(x, Tensor) and now == x)
 
 
-def held(mlp: nn.Module) -> HeldMoe | None:
+def moe_of(mlp: nn.Module) -> HeldMoe | None:
     """A router and its experts as an op holds them; None where none does."""
     parts = routers.parts_of(mlp)
     if parts is None or must_be_called(parts.experts) or not _is_defined_here(type(parts.experts).forward):
         return None
     others = [mlp, *(part for part in (parts.router, parts.shared, parts.shared_gate) if part is not None)]
     modules = tuple(module for part in others[1:] for module in part.modules() if type(module) is not QuantLinear)
-    if any(module.training or not is_ours(vars(module).get("forward")) for module in (mlp, *modules)):
+    if any(module.training or not forward_is_ours(vars(module).get("forward")) for module in (mlp, *modules)):
         return None
     found, few = routers.router_of(mlp), parts.experts.few_tokens
-    experts = few.held(parts.experts, parts.shared) if found is not None and isinstance(few, FewTokenExperts) else None
+    experts = (
+        few.handles_of(parts.experts, parts.shared) if found is not None and isinstance(few, FewTokenExperts) else None
+    )
     if found is None or experts is None:
         return None
     weights = routers.weights_of(mlp, found)
@@ -148,7 +150,7 @@ class FastMoe:
 
     def _find(self) -> tuple[HeldMoe | None, Watched]:
         self.known = None  # replaced weights go before others are held
-        moe = held(self.module) if type(self.module).forward is self.own else None
+        moe = moe_of(self.module) if type(self.module).forward is self.own else None
         if moe is None or moe.gives == routers.MORE:
             return None, Watched(looked_at(self.module), [])
         watched = Watched([*moe.modules], [], moe.modules[1:])

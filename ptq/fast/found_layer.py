@@ -82,7 +82,7 @@ def layer_of(mixer: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]
     if act is not None:
         found = _layer(mixer, mlp, norms, gelu=act == fast_steps.GELU)
     else:
-        moe = fast_moe.held(mlp)
+        moe = fast_moe.moe_of(mlp)
         gains = [norm._parameters.get("weight") for norm in norms if norm is not None]
         alike = moe is not None and len({x.dtype for x in (*moe.floats(), *gains) if x is not None}) == 1
         found = _layer(mixer, None, norms, moe) if alike else None
@@ -107,7 +107,7 @@ def _layer(
         return None
     transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, sites)
     dtype = next((gain.dtype for gain in normed["gains"] if gain is not NONE), torch.float32)
-    expansion = expansions.held(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
+    expansion = expansions.kept_matrix(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
     recurrent = _parts_of(mixer, kind) if isinstance(kind, Recurrent) else None
     special = _special(mixer, kind, expansion, recurrent)
     if transforms is None or op is None or special is None:

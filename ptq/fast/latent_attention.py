@@ -68,7 +68,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     scaling = None if layers is None else decoding.scaling_of(module, kind, others)
     if layers is None or turns is None or scaling is None or must_be_called(module._modules[EXPANSION]):
         return None
-    matrix = expansion.held(module, x.dtype)
+    matrix = expansion.kept_matrix(module, x.dtype)
     if matrix is None:
         return None
     parts = module._modules
@@ -186,7 +186,12 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator:
     for own in (True, False):
         cache = DynamicCache()
         cache.update(before[0].clone(), before[1].clone(), 0)
-        inputs = {"position_embeddings": given, "attention_mask": mask, CACHE: cache, **decoding.far(alone, tokens)}
+        inputs = {
+            "position_embeddings": given,
+            "attention_mask": mask,
+            CACHE: cache,
+            **decoding.distant_positions(alone, tokens),
+        }
         alone.config._attn_implementation = "sdpa" if own else decoding.ATTENTION
         try:
             y = type(module).forward(alone, hidden_states=x, **inputs)[0] if own else decoded(alone, kind, x, **inputs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ptq.fast import gated_norm
 from ptq.fast.mixer_states import CONV, gives_its_numbers, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
-from ptq.fast.watched import is_ours
+from ptq.fast.watched import forward_is_ours
 from ptq.layers.linear import has_hooks
 from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import wants_gradient
@@ -54,7 +54,7 @@ class Space(NamedTuple):
 def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **others: Any) -> Tensor | None:
     """What a module of this kind makes of decoded tokens; None where it must do so itself."""
     inside = [module._modules.get(name) for name in (NORM, CONV)]
-    if any(part is None or has_hooks(part) or not is_ours(vars(part).get("forward")) for part in inside):
+    if any(part is None or has_hooks(part) or not forward_is_ours(vars(part).get("forward")) for part in inside):
         return None
     space, x = space_of(module), hidden_states
     states = None if space is None else states_of([module], x, space.floats(), **others)

@@ -78,7 +78,7 @@ class Watched:
 
     def are_ours(self) -> bool:
         """Whether every forward is that of its class, or one that this package has installed."""
-        return all(map(is_ours, self._forwards))
+        return all(map(forward_is_ours, self._forwards))
 
     def must_be_called(self) -> bool:
         """Whether somebody listens in, or a dropout drops."""
@@ -110,7 +110,7 @@ def _forwards(instances: list[dict[str, Any]]) -> Iterator[Any]:
     return map(dict.get, instances, repeat("forward"))
 
 
-def is_ours(forward: Any) -> bool:
+def forward_is_ours(forward: Any) -> bool:
     """Whether a forward is none, an object of this package, or one of its functions with some arguments bound."""
     return forward is None or _module_of(getattr(forward, "func", type(forward))).startswith("ptq.")
 

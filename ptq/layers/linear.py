@@ -185,6 +185,12 @@ def must_be_called(linear: nn.Module) -> bool:
     return has_hooks(linear) or "forward" in vars(linear)
 
 
+def is_plain(linear: nn.Module | None) -> bool:
+    """Whether a module multiplies with a plain weight as `nn.Linear` does, and has no bias."""
+    own = type(linear) is nn.Linear or type(linear).__module__.startswith("ptq.")
+    return isinstance(linear, nn.Linear) and own and linear.bias is None
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether somebody listens to a module, or to all of them."""
     own = module._forward_hooks or module._forward_pre_hooks

@@ -31,7 +31,7 @@ PLANES = {8: (4, 4), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: 
 _AT_ONCE = 64  # row tiles: the words of a plane are made as 32-bit numbers, four times the codes
 
 
-def applies(group_size: int) -> bool:
+def groups_fit(group_size: int) -> bool:
     """Whether a weight with groups of this size can be cut into fragments: no 32 columns may lie in two groups."""
     return group_size % HALF == 0
 

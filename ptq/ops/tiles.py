@@ -24,7 +24,7 @@ PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2
 """Widths of the planes of a code, from its lowest bits up."""
 
 
-def applies(group_size: int) -> bool:
+def groups_fit(group_size: int) -> bool:
     """Whether a weight with groups of this size can be tiled: no super-block may lie in two groups."""
     return group_size % COLUMNS == 0
 

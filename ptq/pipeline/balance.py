@@ -58,7 +58,7 @@ def scale_of(
         (balance.key, shape.kv_heads, balance.first),
     ):
         rows, bias = slice(first, first + heads * shape.head_dim), read(f"{name}.bias")
-        found.append(row_sizes(tensor(f"{name}.weight")[rows], gain, None if bias is None else bias[rows]))
+        found.append(mean_squares(tensor(f"{name}.weight")[rows], gain, None if bias is None else bias[rows]))
     return key_scale(found[0], found[1], partners(shape, balance.interleaved))
 
 
@@ -71,7 +71,7 @@ def factor(linear: LinearPlan, scale: Float64[Tensor, "*c"]) -> Float64[Tensor, 
     return 1 / scale if linear.balanced_columns else scale
 
 
-def row_sizes(
+def mean_squares(
     w: Float[Tensor, "n k"], gain: Float[Tensor, " k"], bias: Float[Tensor, " n"] | None
 ) -> Float64[Tensor, " n"]:
     """The mean square of every output W (g x) + b for inputs x of variance 1: |W diag(g)|^2 + b^2 by rows.

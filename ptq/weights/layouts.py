@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from ptq.ops.activations import Activation
 from ptq.ops.expert_ops import ExpertSteps, Rows
 from ptq.ops.op_declarations import call
-from ptq.ops.tiles import applies, listed
+from ptq.ops.tiles import groups_fit, listed
 from ptq.weights.formats import Format, LayerOp, Listed, Parts
 
 Signs = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -83,7 +83,7 @@ class LaidOut(Format):
         if layout in parts:
             return parts
         stored = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
-        if layout is None or not applies(self.group_size):
+        if layout is None or not groups_fit(self.group_size):
             return stored
         return self.lay_out(stored, layout)
 

@@ -97,7 +97,7 @@ class PrepackedFormat:
         target = target_of(self.target)
         if target.device == "cpu":
             return self.inner.prepack(stored, "cpu")
-        fits = fragments.applies(self.of.get("group_size", 0))
+        fits = fragments.groups_fit(self.of.get("group_size", 0))
         return cast(LaidOut, self.inner).lay_out(stored, target.layout) if fits else stored
 
     def pack(self, rounded: Rounded) -> Parts:
