@@ -6,11 +6,13 @@ mistyped option are answered without them.
 
 import errno
 import functools
+import math
 import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
@@ -140,6 +142,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _exit_code(error: BaseException) -> int:
+    if isinstance(error, startup.Stopped):
+        return 128 + error.number
     if isinstance(error, KeyboardInterrupt):
         return startup.INTERRUPTED
     too_long = isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG
@@ -172,7 +176,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     from ptq.reporting.report_schema import PAGE
 
     finished_before = (source.path_of(out) / RECORD).is_file()
-    with startup.interruptible():
+    with startup.interruptible(), _leftovers_named(out):
         result = pipeline.quantize(model, out, recipe, options)
     if not is_first_process():
         return
@@ -196,6 +200,24 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         console.print(f"what was done to it, in pictures: {page}", soft_wrap=True)
 
 
+@contextmanager
+def _leftovers_named(out: Path) -> Iterator[None]:
+    """Say what a run leaves that was refused in its midst, for a NaN in a weight and the like."""
+    from ptq.pipeline.writer import partial_folder
+
+    try:
+        yield
+    except InputError as error:
+        if (partial := partial_folder(source.path_of(out).absolute())).is_dir():
+            raise InputError(f"{error}. What was done stays in {partial} and its work folder: remove both") from error
+        raise
+
+
+MUCH_LOST = 0.2
+"""A KL, nats per token, that goes with a fifth of the perplexity."""
+MUCH = "warning: that is much: more bits, smaller groups (--group-size 32) or --finetune lose less"
+
+
 def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
     """What is known of a result's quality, and how to know more."""
     from ptq.files import companions
@@ -203,7 +225,9 @@ def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
     places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
-        return f"KL from the original: {kl:.4f} nats per token of a few rows of calibration text{more}"
+        found = f"KL from the original: {kl:.4f} nats per token of a few rows of calibration text, about "
+        lost = f"; {MUCH}" if kl > MUCH_LOST else ""
+        return f"{found}{math.expm1(kl):+.1%} of perplexity{lost}{more}"
     if not companions.has_tokenizer(out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
@@ -222,6 +246,7 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
     from ptq.pipeline import pipeline
     from ptq.pipeline.needs import needs_text
     from ptq.pipeline.progress import console
+    from ptq.pipeline.work import RECORD
     from ptq.reporting import console_tables
     from ptq.statistics import text_sources
 
@@ -239,7 +264,10 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
         typer.echo(console_tables.cache_line(asdict(plan.cache)))
     needs = pipeline.estimate(target, model, recipe)
     console.print(str(needs), soft_wrap=True)
-    if refusal := pipeline.refusal(needs, folder, out, options):
+    if (source.path_of(out) / RECORD).is_file():
+        state = "holds the result of a run: of this very one nothing is left to do, another is refused"
+        console.print(f"{out}: {state}", soft_wrap=True)
+    elif refusal := pipeline.refusal(needs, folder, out, options):
         console.print(f"here and now the command would refuse: {refusal}", soft_wrap=True)
     if missing:
         console.print(f"its weights are not here yet: the command itself fetches {missing / 1e9:.1f} GB from the hub")

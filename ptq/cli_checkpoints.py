@@ -29,6 +29,7 @@ def inspect(
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
     from ptq.files import published
     from ptq.files.checkpoint import Checkpoint
+    from ptq.pipeline.work import RECORD
     from ptq.reporting import console_tables, contents
 
     with source.headers_only(checkpoint) as (folder, _):
@@ -44,7 +45,8 @@ def inspect(
         return
     typer.echo(console_tables.contents_table(found))
     if not (found.groups or found.cache or found.residual):
-        typer.echo("not quantised: every tensor is a plain one")
+        rotated = (opened.folder / RECORD).is_file()  # else nobody has made a run of it
+        typer.echo(f"not quantised: every tensor is a plain one{', of a rotated model' if rotated else ''}")
     if (form := published.form(opened.config)) is not None:
         typer.echo(f"published in {form}: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:

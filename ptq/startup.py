@@ -54,17 +54,31 @@ def process_of_run() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+class Stopped(KeyboardInterrupt):
+    """A signal has asked the process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Within it Ctrl-C is a KeyboardInterrupt again: there are files to put in order."""
-    quits = signal.getsignal(signal.SIGINT) is _quit
-    if quits:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Within it Ctrl-C is a KeyboardInterrupt again, and SIGTERM (of a container or a scheduler) and SIGHUP are
+    `Stopped`: there are files to put in order. Processes of torchrun end at once, as it expects."""
+    stops = (signal.SIGTERM, signal.SIGHUP) if is_command() and process_of_run()[1] == 1 else ()
+    wanted = {signal.SIGINT: signal.default_int_handler} if signal.getsignal(signal.SIGINT) is _quit else {}
+    wanted |= {number: _stop for number in stops if signal.getsignal(number) is signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         yield
-    finally:
-        if quits:  # the end of a process is no better a place for an exception than its beginning
-            signal.signal(signal.SIGINT, _quit)
+    finally:  # the end of a process is no better a place for an exception than its beginning
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, frame: FrameType | None) -> None:
+    raise Stopped(number)
 
 
 def _quit(number: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ from statistics import fmean
 from typing import Annotated, Any
 from unittest import mock
 
+import one_sentence
 import typer
 from perplexity_table import Task, increase, measure_original, prepared, quantized
 from plant_outliers import plant, plant_keys
@@ -294,4 +295,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, ClassVar
 
+import one_sentence
 import torch
 import typer
 
@@ -246,4 +247,4 @@ def layer(n: int = 4096, k: int = 4096, bits: int = 2, sweeps: int = 0, threads:
 
 
 if __name__ == "__main__":
-    app()
+    one_sentence.run(app)

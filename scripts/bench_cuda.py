@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import bench_cuda_cases as cases
+import one_sentence
 import torch
 import typer
 from torch import Tensor
@@ -242,4 +243,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

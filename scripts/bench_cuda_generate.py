@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import bench_cuda
+import one_sentence
 import random_packed_model as packed
 import torch
 import typer
@@ -278,4 +279,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

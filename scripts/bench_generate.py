@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import one_sentence
 import typer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -268,4 +269,4 @@ def main(
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] not in ("measured", "main", "--help"):
         sys.argv.insert(1, "main")
-    app()
+    one_sentence.run(app)

@@ -25,6 +25,7 @@ import bench_experts
 import bench_hadamard
 import bench_integer
 import bench_minifloat
+import one_sentence
 import torch
 import typer
 from bench_case import measure
@@ -69,4 +70,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

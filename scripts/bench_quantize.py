@@ -27,6 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
 
+import one_sentence
 import typer
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -357,4 +358,4 @@ def check_same(one: Path, other: Path) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    one_sentence.run(app)

@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Annotated
 from unittest import mock
 
+import one_sentence
 import typer
 from gptaq_table import ROWS, agreement
 from perplexity_table import load, prepared
@@ -55,4 +56,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

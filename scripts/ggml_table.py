@@ -22,6 +22,7 @@ from typing import Annotated, Any
 
 import gguf
 import numpy as np
+import one_sentence
 import torch
 import typer
 from jaxtyping import Float
@@ -178,4 +179,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import one_sentence
 import typer
 from perplexity_table import Task, load, prepared
 from transformers import PreTrainedModel
@@ -77,4 +78,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

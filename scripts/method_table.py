@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import one_sentence
 import typer
 from perplexity_table import Task, group_sizes, increase, measure_original, prepared, quantized
 
@@ -157,4 +158,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

@@ -7,6 +7,7 @@ python scripts/perplexity.py OUT --against MODEL --dataset wikitext2 --json
 from __future__ import annotations
 
 import json
+import math
 import sys
 import traceback
 from dataclasses import dataclass
@@ -195,6 +196,7 @@ def as_table(measured: Measured) -> Table:
             f"perplexity of {measured.options.against}", with_error(original.perplexity, original.standard_error)
         )
         table.add_row("loss increase", with_error(result.loss_increase, result.loss_increase_standard_error))
+        table.add_row("growth of the perplexity", f"{100 * math.expm1(result.loss_increase):+.2f} %")
         table.add_row("KL(original || model), nats", with_error(result.kl, result.kl_standard_error))
         table.add_row("same most likely token", f"{100 * result.top1:.2f} %")
     table.add_row("windows x context", f"{len(windows)} x {windows.context} of {windows.found} tokens")

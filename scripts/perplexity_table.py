@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated
 
+import one_sentence
 import torch
 import typer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -245,4 +246,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import gguf
+import one_sentence
 import torch
 import typer
 from transformers import AutoConfig
@@ -87,4 +88,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

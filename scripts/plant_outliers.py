@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import one_sentence
 import torch
 import typer
 from torch import Tensor
@@ -149,4 +150,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

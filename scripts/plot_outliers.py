@@ -5,13 +5,12 @@ python scripts/plot_outliers.py OUT docs/outliers.svg
 OUT is a folder that `quantize` has written, with its report.
 """
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
+import one_sentence
 import typer
 
-from ptq.errors import InputError, RunError
 from ptq.reporting.report_page import channels_picture
 from ptq.reporting.report_schema import JSON, read
 
@@ -25,7 +24,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (InputError, RunError) as error:
-        sys.exit(f"plot_outliers.py: {error}")
+    one_sentence.run(main)

@@ -3,11 +3,11 @@
 python scripts/quickstart.py CHECKPOINT...
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import one_sentence
 import torch
 import typer
 from rich.console import Console
@@ -19,7 +19,6 @@ import ptq  # noqa: F401  (lets from_pretrained load packed checkpoints)
 from ptq.commands.evaluate import compare, tokens_per_second
 from ptq.commands.windows import context_for, windows_from_text
 from ptq.demo import demo_path
-from ptq.errors import InputError, RunError
 from ptq.files.checkpoint import Checkpoint
 from ptq.reporting.contents import summary
 
@@ -59,7 +58,4 @@ def main(checkpoints: Annotated[list[str], typer.Argument(help="Packed checkpoin
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except (InputError, RunError) as error:
-        sys.exit(f"quickstart.py: {error}")
+    one_sentence.run(main)

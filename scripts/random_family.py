@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
+import one_sentence
 import torch
 import typer
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -85,4 +86,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import one_sentence
 import torch
 import typer
 from transformers import LlamaConfig, Qwen3MoeConfig
@@ -100,4 +101,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    one_sentence.run(main)

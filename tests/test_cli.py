@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import check_refused, edit_config, listing, quantize
+import torch
+from conftest import check_refused, edit_config, edit_tensors, listing, quantize
 from safetensors.torch import load_file
 
 import ptq
+from ptq import cli
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.pipeline import preflight
 from quarot.plan import QuarotRecipe
@@ -170,14 +172,33 @@ def test_plan_touches_nothing(tiny: Path, tmp_path: Path) -> None:
     assert listing(tmp_path) == {} and listing(tiny) == before
 
 
+def test_what_a_late_refusal_leaves_is_named(tiny: Path, tmp_path: Path) -> None:
+    model, out = Path(shutil.copytree(tiny, tmp_path / "model")), tmp_path / "out"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
+
+    edit_tensors(spoil)(model)
+    check_refused(quantize("fp6", model, out), f"What was done stays in {out}.ptq-partial and its work folder")
+    assert listing(out) == {} and (tmp_path / "out.ptq-partial").is_dir() and (tmp_path / "out.work").is_dir()
+
+
+def test_a_model_that_has_lost_much_is_told() -> None:
+    good, bad = (cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), Path("OUT"), kl) for kl in (0.01, 0.5))
+    assert "0.0100 nats per token of a few rows of calibration text, about +1.0% of perplexity; `quantize ver" in good
+    assert "about +64.9% of perplexity; warning: that is much" in bad
+
+
 def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("")
     places = {"full": "full: exists and is not empty", "full/file": "is a file, and the result is a folder"}
-    for out, reason in {**places, str(packed): "holds the result of a run"}.items():
+    for out, reason in places.items():
         result = quantize("fp6", tiny, tmp_path / out, "--plan")
         assert result.exit_code == 0 and "here and now the command would refuse: " in result.stderr
         assert reason in result.stderr
+    done = quantize("fp6", tiny, packed, "--plan").stderr
+    assert "of this very one nothing is left to do, another is refused" in done and "would refuse" not in done
     for work in (tmp_path, tiny):
         result = quantize("fp6", tiny, tmp_path / "out", "--plan", "--work", work)
         assert "is removed at the end, so" in result.stderr

@@ -248,10 +248,10 @@ def test_one_row_for_all_experts_and_a_share_of_the_tokens(tmp_path: Path, calib
     assert " 0-1 " in row and "R4.*" in row
     shape = shape_of(target.config)
     rows = torch.arange(30 * 70).view(30, 70)
-    said = list(preflight.warnings(target.plan, shape, of_text(calibration_text), rows[:10]))
+    said = list(preflight.warnings(target.plan, shape, of_text(calibration_text), rows[:10], rows[10:]))
     assert said == ["warning: about 350 calibration tokens an expert for layers of up to 72 input channels are few; "
                     "10 per channel give steady statistics: --samples 21"]  # fmt: skip
-    assert not list(preflight.warnings(target.plan, shape, of_text(calibration_text), rows))
+    assert not list(preflight.warnings(target.plan, shape, of_text(calibration_text), rows, rows[:1] + 1))
 
 
 def test_the_shared_mlp_is_a_linear_like_any_other(tmp_path: Path) -> None:

@@ -67,6 +67,8 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "a KV clip above one": (["--kv-bits", "4", "--kv-clip", "1.5"], "--kv-clip must be above 0"),
     "less than no sinks": (["--kv-sinks", "-1"], "--kv-sinks must be a whole number"),
     "an unknown device": (["--rounding", "nearest", "--device", "tpu"], "--device must be auto, cpu or cuda"),
+    "a part of a name": (["--rounding", "nearest", "--skip", "down_proj"], "is '*down_proj' meant?"),
+    "a folder of texts": (["--calibration", "{tmp}"], "(name a .txt or .jsonl file in it)"),
     "a pattern that matches nothing": (["--rounding", "nearest", "--skip", "*.dwn_proj"], "matches no linear"),
 }
 

@@ -56,6 +56,15 @@ def test_what_fine_tuning_alone_needs(tmp_path: Path) -> None:
         assert needs.needs_text(found, recipe) == (hessians or finetune == "blocks")
 
 
+def test_a_probe_of_rows_that_weights_are_fitted_to_is_told(tmp_path: Path) -> None:
+    model = str(save_model(tmp_path / "model"))
+    recipe = QuarotRecipe(calibration="text.txt")
+    target, rows = pipeline.plan(model, recipe), torch.arange(64 * 32).view(64, 32)
+    for probe, told in ((rows[:4, :16], True), (rows[4:8, :16], False), (rows[:4, :16] + 1, False)):
+        said = list(preflight.warnings(target.plan, shape_of(target.config), recipe, rows, probe))
+        assert any("the KL at the end is measured on them and too low" in text for text in said) == told
+
+
 def test_memory_of_the_solver() -> None:
     """H of the widest input, and beside it down_proj twice, in float32."""
     solver = 4 * INTERMEDIATE**2 + 8 * HIDDEN * INTERMEDIATE

@@ -76,3 +76,25 @@ def test_help_of_the_quickstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with pytest.raises(SystemExit, match="0"):
         runpy.run_path(str(ROOT / "scripts" / "quickstart.py"), run_name="__main__")
     assert "Usage" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "code", "said"),
+    [
+        (
+            "method_table.py",
+            ["demo", "--text", "none.txt"],
+            1,
+            "method_table.py: none.txt: No such file",
+        ),
+        ("plot_outliers.py", ["none", "a.svg"], 2, "plot_outliers.py: none/report.json: is not the report"),
+    ],
+)
+def test_what_a_script_refuses_is_one_sentence(
+    script: str, arguments: list[str], code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "scripts" / script), run_name="__main__")
+    told = capsys.readouterr().err
+    assert ended.value.code == code and told.startswith(said) and told.count("\n") == 1

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from conftest import quantize
 
 from fp6.element import ELEMENTS
+from ptq import cli, startup
 
 ROOT = Path(__file__).resolve().parents[1]
 MISTYPED = ["no such folder", "out"]
@@ -93,6 +95,26 @@ def test_an_interrupt_is_one_line(module: str, interruptible: None) -> None:
     assert [line for line in (said + rest).splitlines() if not line.startswith("import time:")] == [
         "quantize: interrupted"
     ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_leaves_time_to_put_files_in_order(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(startup, "is_command", lambda: True)
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        with pytest.raises(startup.Stopped) as found, startup.interruptible():
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        assert cli._exit_code(found.value) == 128 + number and "goes on where it was" in cli._sentence(found.value)
+        assert signal.getsignal(number) is signal.SIG_DFL
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        with startup.interruptible():  # torchrun expects its processes to end at once
+            assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("given, spins", [

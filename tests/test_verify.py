@@ -23,7 +23,7 @@ def test_verify(packed: Path, tiny: Path) -> None:
     assert found["files"] == 5 and found["tensors"] == len(load_file(packed / "model.safetensors"))
     against = json.loads(quantize("verify", packed, "--against", tiny, "--json").stdout)
     assert against["tokens"] == 127 and 0.3 < against["kl"] < 1.3 and 0.3 < against["top1"] < 1
-    check_refused(quantize("verify", tiny), "was not made by quantize")
+    check_refused(quantize("verify", tiny), "nothing to check them by")
 
 
 def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibration_text: Path) -> None:

@@ -121,8 +121,8 @@ def check_integrity(folder: Path) -> Verification:
         added = _check_hashes(folder, hashes)
     elif not (contents.groups or contents.cache or contents.residual):
         raise InputError(
-            f"{folder}: is plain and has no {RECORD}, the record of a run, to check it by: it was not made by "
-            "quantize, or by `dequantize`, which writes none"
+            f"{folder}: plain weights without {RECORD}, the record of a run: there is nothing to check them by "
+            "(`quantize dequantize` writes none). scripts/perplexity.py FOLDER --against MODEL compares"
         )
     if contents.groups:
         check_tensors(found)

@@ -71,7 +71,9 @@ class PtqConfig(QuantizationConfigMixin):
             raise InputError(f"config.json: quantization_config must be an object, found {str(found)[:80]!r}")
         method = found.get("quant_method")
         if method != QUANT_METHOD:
-            raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq")
+            export = "; of what `quantize export` wrote, name the checkpoint that it was made from"
+            hint = export if method == "compressed-tensors" else ""
+            raise InputError(f"config.json: the model was quantised by {str(method)[:80]!r}, not by ptq{hint}")
         # Before the call: an entry called `self` would be an argument given twice.
         known = {"schemes", "linears", "version", "quant_method", *OPTIONAL}
         unknown = sorted(found.keys() - known)

@@ -87,7 +87,8 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
     """Quantise `model` into the folder `out`; the same call continues a run that was interrupted. Started by torchrun,
     processes share the work, and all of them return the result.
 
-    Raises InputError (bad input: nothing is touched) or RunError (what is done stays in the work folder).
+    Raises InputError (bad input; what is found late, such as a NaN in a weight, leaves the work folder and the partial
+    result) or RunError (what is done stays in the work folder).
     """
     if not isinstance(model, str | Path):
         raise InputError(
@@ -110,8 +111,6 @@ def refusal(needed: Estimate, model: Path, out: Path, options: RunOptions) -> st
     """Why a run with such needs would be refused on this machine, its folders being as they are; None: it would not, as
     far as can be told without weights and text."""
     out, work = _folders(out, options)
-    if (out / RECORD).is_file():
-        return f"{out}: holds the result of a run (of this very one nothing would be left to do)"
     try:
         _device(options.device, engine.ALONE)
         check_folders(out, work, model)
@@ -174,7 +173,7 @@ def _quantize(
     with alone, kept, Progress(target.plan, calibrated, visible, recipe.gptaq_alpha > 0) as progress:
         if workers.first:
             open_work(work, record, options.restart and not workers.again, partial_folder(out))
-        warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows)
+        warnings = preflight.warnings(target.plan, shape_of(target.config), asked, rows, probe)
         for note in (*target.plan.notes, *warnings, str(needed)):
             progress.say(note)
         if done := rounded_before(work, target.plan):
@@ -289,7 +288,7 @@ def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
 
 def _device(name: str, workers: Workers) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device must be auto, cpu or cuda, found {name!r}")
+        raise InputError(f"--device must be auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which), found {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from ptq.errors import InputError
@@ -22,13 +23,20 @@ TOKENS_PER_CHANNEL = 10
 """Calibration tokens per input channel below which a Hessian is mostly noise."""
 
 
-def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None) -> Iterator[str]:
-    """What a user should know about the calibration rows. `recipe` is what was asked for, without defaults."""
+def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None, probe: Tensor) -> Iterator[str]:
+    """What a user should know about the calibration rows and the probe. `recipe` is what was asked for, without
+    defaults."""
     formats = [x.format for x in plan.linears if x.format is not None and x.format.codebook is not None]
     if recipe.rounds and plan.cache is None and not formats and not any(x.activation for x in plan.linears):
         yield "warning: nothing is quantised: --skip leaves every linear alone"
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
+    fitted = rows is not None and torch.equal(rows[: len(probe), : probe.shape[1]], probe)
+    if fitted:
+        yield (
+            "warning: the text has no rows but those that weights are fitted to: the KL at the end is measured on them "
+            "and too low; `quantize verify OUT --against MODEL --text OTHER.txt` measures others"
+        )
     if rows is not None and (repeated := _repetition(rows)):
         yield (
             f"warning: the calibration text repeats itself ({repeated}): what is fitted to it, and measured on it, "
@@ -50,6 +58,7 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None)
         yield (
             f"warning: {found} for layers of up to {needy.k} input channels are few; "
             f"{TOKENS_PER_CHANNEL} per channel give steady statistics: --samples {enough}"
+            f"{', of a longer text' if fitted else ''}"
         )
 
 

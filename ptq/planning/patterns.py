@@ -16,6 +16,10 @@ def skipped(names: Sequence[str], recipe: Recipe) -> set[str]:
     for option, entry, pattern in patterns:
         matched = {name for name in names if fnmatch(name, pattern)}
         if not matched:
+            if any(fnmatch(name, f"*{pattern}*") for name in names):
+                raise InputError(
+                    f"{option} {entry!r} matches no linear: a pattern is for whole names; is '*{entry}' meant?"
+                )
             raise InputError(
                 f"{option} {entry!r} matches no linear that would be quantised; names look like {names[0]} "
                 "(--embedding-bits decides on embedding and head)"

@@ -42,7 +42,8 @@ def check(spec: str) -> None:
         except OSError as error:
             raise _cannot_read(path, error) from error
     elif spec not in HUB_ALIASES and path.exists():
-        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file (rename it), or a hub dataset")
+        wanted = "name a .txt or .jsonl file in it" if path.is_dir() else "rename it"
+        raise InputError(f"calibration {spec}: expected a .txt or .jsonl file ({wanted}), or a hub dataset")
     elif spec not in HUB_ALIASES and (meant := get_close_matches(spec, HUB_ALIASES, cutoff=0.9)):
         raise InputError(f"calibration {spec!r}: no such file; is `{meant[0]}` meant?")
     elif not HUB_NAME.fullmatch(spec):
@@ -164,8 +165,8 @@ def _hub_rows(spec: str) -> Iterator[Row]:
         raise InputError(f"calibration {spec}: needs `pip install datasets`; or pass a local .txt file") from error
     if not hub.is_known():
         raise RunError(
-            f"calibration {spec}: this machine has no network, or cannot find the hub; pass a local file: "
-            "--calibration FILE.txt"
+            f"calibration {spec}: no such file, and this machine has no network, or cannot find the hub, for a dataset "
+            "of that name; pass a local file: --calibration FILE.txt"
         )
     name, configuration, split, *_ = [*HUB_ALIASES.get(spec, spec).split(":"), "", ""]
     try:
