@@ -16,7 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 
 from ptq.fast import decoding
 from ptq.fast.decoding import CacheLayer
-from ptq.fast.trials import TRIAL_ERRORS, bare_copy, is_close, tried_once
+from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, bare_copy, is_close, mask_of, random_linear, random_norm, tried_once
 from ptq.kv.attention import CACHE, forward
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.kv.packed_layer import PackedLayer
@@ -198,9 +198,6 @@ def _normed(norm: nn.Module, x: Float[Tensor, "b t width"], d: int) -> Float[Ten
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
-HIDDEN = 24
-"""Width of what the trial gives a module."""
-
 
 def kind_of(module: nn.Module) -> Kind | None:
     """What an attention module does; None for any other module."""
@@ -246,9 +243,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, turned: int, tokens: in
     widths = HIDDEN, *(turned // (1 + kind.halved),) * 2
     x, cos, sin = (torch.randn(2, tokens, width, generator=generator) for width in widths)
     turns = kind.turns((cos, sin)) if turned else decoding.no_turns(tokens, d, x.dtype, x.device)
-    seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
-    seen[0, -1] = True  # a mask may let tokens see those after them
-    mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
+    mask = mask_of(tokens, 5)
     numbers = None if mask is None else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
     results = []
     for own in (True, False):
@@ -289,12 +284,8 @@ def small_copy(module: Any, generator: torch.Generator) -> Any:
     if FUSED in module._modules:
         shapes = {FUSED: (sum(rows), HIDDEN), OUTPUT: shapes[OUTPUT]}
     for name, (n, k) in shapes.items():
-        setattr(alone, name, nn.utils.skip_init(nn.Linear, k, n, bias=False))
-        getattr(alone, name).weight.copy_(torch.randn(n, k, generator=generator) / k**0.5)
+        setattr(alone, name, random_linear(n, k, generator))
     for name in NORMS:
         if name in module._modules:
-            norm = copy.deepcopy(module._modules[name]).to_empty(device="cpu").float()
-            for gain in norm.parameters():
-                gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
-            setattr(alone, name, norm)
+            setattr(alone, name, random_norm(module._modules[name], generator))
     return alone.eval()

@@ -11,7 +11,6 @@ code runs. Where an MLP is of another kind (some experts), the call gives y, and
 The numbers are those of the single ops to the bit.
 """
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from ptq.fast import cpu_layer, decoding, fast_steps, found_layer, gpu_layer
 from ptq.fast.fast_moe import FastMoe, looked_at
-from ptq.fast.trials import TRIAL_ERRORS, bare_copy, tried_once
+from ptq.fast.trials import TRIAL_ERRORS, bare_copy, random_norm, tried_once
 from ptq.fast.watched import InPlace, Watched
 from ptq.kv.attention import CACHE
 from ptq.ops import matmul
@@ -237,11 +236,8 @@ def _matches(module: nn.Module, layout: NormNames, mlp_gives_more: bool) -> bool
         setattr(alone, name, None if module._modules[name] is None else nn.Dropout())
     norms, width = [], 8  # of norms without gains
     for name in layout:
-        norm = (
-            nn.Identity() if name is None else copy.deepcopy(module.get_submodule(name)).to_empty(device="cpu").float()
-        )
-        for gain in norm.parameters():
-            width = len(gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5))
+        norm = nn.Identity() if name is None else random_norm(module.get_submodule(name), generator)
+        width = next((len(gain) for gain in norm.parameters()), width)
         norms.append(norm)
         if name is not None:
             setattr(alone, name, norm)

@@ -20,7 +20,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ptq.fast import decoding, expansion, fast_rotary
 from ptq.fast.expansion import EXPANSION
-from ptq.fast.trials import TRIAL_ERRORS, bare_copy, tried_once
+from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, bare_copy, is_close, mask_of, random_linear, random_norm, tried_once
 from ptq.kv.attention import CACHE
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
 from ptq.layers.linear import must_be_called
@@ -147,9 +147,6 @@ def linears_of(module: nn.Module) -> tuple[list[Any], list[Any], Any]:
 
 # --- the trial ------------------------------------------------------------------------------------------------------
 
-HIDDEN = 24
-"""Width of what the trial gives a module."""
-
 
 def kind_of(module: nn.Module) -> Kind | None:
     """What an attention module does; None for any other module."""
@@ -179,9 +176,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator:
     turns = angles.cos().repeat(1, 1, 2), angles.sin().repeat(1, 1, 2)
     given = torch.polar(torch.ones_like(angles), angles) if kind.turning is Turning.COMPLEX else turns
     given = None if kind.turning is Turning.NONE else given
-    seen = torch.ones(tokens, 5 + tokens, dtype=torch.bool).tril(5)
-    seen[0, -1] = True  # a mask may let tokens see those after them
-    mask = None if tokens == 1 else torch.stack([seen, seen & (torch.arange(5 + tokens) > 1)])[:, None]
+    mask = mask_of(tokens, 5)
     results = []
     for own in (True, False):
         cache = DynamicCache()
@@ -200,7 +195,7 @@ def _gives_those_of(module: Any, alone: Any, kind: Kind, tokens: int, generator:
         layer = cast(DynamicLayer, cache.layers[0])
         results.append((y, layer.keys, layer.values))
     pairs = zip(*results, strict=True)
-    return all(isinstance(b, Tensor) and a.shape == b.shape and torch.allclose(a, b, 1e-4, 1e-5) for a, b in pairs)
+    return all(is_close(found, wanted) for wanted, found in pairs)
 
 
 def _small_copy(module: Any, generator: torch.Generator) -> Any:
@@ -209,13 +204,10 @@ def _small_copy(module: Any, generator: torch.Generator) -> Any:
     alone.config, alone.layer_idx = copy.copy(module.config), 0
     for name, part in module._modules.items():
         if name in NORMS:
-            made = copy.deepcopy(part).to_empty(device="cpu").float()
-            for gain in made.parameters():
-                gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
+            made = random_norm(part, generator)
         else:
             n = HIDDEN if name == OUTPUT else part.out_features
             k = HIDDEN if name in (QUERIES, LOW_RANK[0], LATENT) else part.in_features
-            made = nn.utils.skip_init(nn.Linear, k, n, bias=False)
-            made.get_parameter("weight").copy_(torch.randn(n, k, generator=generator) / k**0.5)
+            made = random_linear(n, k, generator)
         setattr(alone, name, made)
     return alone.eval()

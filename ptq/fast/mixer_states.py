@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from ptq.fast.trials import TRIAL_ERRORS, bare_copy, innermost, is_close, with_globals
+from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, bare_copy, innermost, is_close, random_linear, with_globals
 from ptq.kv.attention import CACHE
 from ptq.kv.kv_side import is_frozen
 from ptq.ops.matmul import cpu_ops_serve
@@ -18,8 +18,6 @@ from ptq.ops.op_declarations import wants_gradient
 GIVEN = ("position_embeddings", "position_ids", "use_cache")
 """What a decoder layer is called with besides, for attention."""
 CONV = "conv1d"
-HIDDEN = 24
-"""Width of what the trial gives a module."""
 
 
 def states_of(
@@ -101,8 +99,7 @@ def _small_copy(module: Any, output: str, generator: torch.Generator) -> Any:
     for name, part in module._modules.items():
         if hasattr(part, "in_features"):
             n, k = (HIDDEN, part.in_features) if name == output else (part.out_features, HIDDEN)
-            made = nn.utils.skip_init(nn.Linear, k, n, bias=False)
-            made.get_parameter("weight").copy_(torch.randn(n, k, generator=generator) / k**0.5)
+            made = random_linear(n, k, generator)
         else:
             made = bare_copy(part)
             _with_random_numbers(made, part, generator)

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicCache
 from ptq.fast import fast_attention
 from ptq.fast.decoding import ATTENTION
 from ptq.fast.fast_attention import SINKS
-from ptq.fast.trials import TRIAL_ERRORS, innermost, is_close, tried_once
+from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, innermost, is_close, tried_once
 from ptq.kv.attention import CACHE
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.op_declarations import wants_gradient
@@ -91,7 +91,7 @@ def _matches(module: Any, turned: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     alone = fast_attention.small_copy(module, generator)
     for tokens, masked in ((5, False), (5, True), (1, False)):
-        x, cos, sin = (torch.randn(2, tokens, n, generator=generator) for n in (fast_attention.HIDDEN, turned, turned))
+        x, cos, sin = (torch.randn(2, tokens, n, generator=generator) for n in (HIDDEN, turned, turned))
         before = torch.randn(2, 2, fast_attention.kv_heads(module), 5 - tokens, module.head_dim, generator=generator)
         seen = torch.ones(1, 1, tokens, 5, dtype=torch.bool).tril(5 - tokens)
         seen[..., 1] &= not masked or tokens == 1

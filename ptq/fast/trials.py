@@ -1,5 +1,6 @@
 """Checks on random inputs that a replacement gives a module's numbers, and functions with other globals."""
 
+import copy
 import functools
 import inspect
 import types
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from ptq.ops.defaults import own_defaults
@@ -19,6 +21,8 @@ TRIAL_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, LookupError, NameError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 """What a module's own code raises where it wants something else than a trial gives it."""
+HIDDEN = 24
+"""Width of what trials of mixers give a module, whose linears are as small."""
 OF_ONE = ("layer_idx", "forward")
 """What modules of one kind hold each for itself: its place, and what took the place of its own code."""
 
@@ -94,3 +98,27 @@ def bare_copy(module: nn.Module) -> Any:
     nn.Module.__init__(alone)
     alone.__dict__.update({name: value for name, value in vars(module).items() if name[0] != "_" and name != "forward"})
     return alone
+
+
+def random_linear(n: int, k: int, generator: torch.Generator) -> nn.Module:
+    """A linear of random weights, whose outputs are as large as its inputs. The caller's random numbers are left
+    alone."""
+    made = nn.utils.skip_init(nn.Linear, k, n, bias=False)
+    made.get_parameter("weight").copy_(torch.randn(n, k, generator=generator) / k**0.5)
+    return made
+
+
+def random_norm(norm: nn.Module, generator: torch.Generator) -> nn.Module:
+    """A norm of the same kind with random gains, on the CPU in float32."""
+    made = copy.deepcopy(norm).to_empty(device="cpu").float()
+    for gain in made.parameters():
+        gain.copy_(torch.rand(gain.shape, generator=generator) + 0.5)
+    return made
+
+
+def mask_of(tokens: int, before: int) -> Bool[Tensor, "2 1 tokens seen"] | None:
+    """A mask of two rows of tokens behind others: causal, but that the first one sees the last (masks may), and that
+    the second row does not see its first two. None for one token."""
+    seen = torch.ones(tokens, before + tokens, dtype=torch.bool).tril(before)
+    seen[0, -1] = True
+    return None if tokens == 1 else torch.stack([seen, seen & (torch.arange(before + tokens) > 1)])[:, None]

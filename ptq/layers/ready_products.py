@@ -19,14 +19,15 @@ class ReadyProducts:
     done to their outputs."""
 
     def __init__(self, x: Tensor, ready: dict[nn.Module, Tensor]) -> None:
-        self.x, self.ready, self.before = x, ready, CURRENT.given
+        self.x, self.ready = x, ready
+        self.before: ReadyProducts | None = None
 
     def product(self, linear: nn.Module, x: Tensor) -> Tensor | None:
         """See `ProductSource`."""
         return self.ready.pop(linear, None) if x is self.x else None
 
     def __enter__(self) -> None:
-        CURRENT.given = self
+        self.before, CURRENT.given = CURRENT.given, self
 
     def __exit__(self, *error: Any) -> None:
         CURRENT.given = self.before
