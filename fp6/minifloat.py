@@ -126,7 +126,7 @@ class MinifloatFormat(LaidOut):
             element_of(self.element)
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None
-        check_group_size(self.group_size, f"{self.name}: ")
+        check_group_size(self.group_size, f"{self.name}: group size")
         if self.scale not in SCALES:
             raise InputError(f"{self.name}: scale must be bfloat16 or e8m0, found {self.scale!r}")
 

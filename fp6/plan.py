@@ -48,7 +48,7 @@ class Fp6Recipe(Recipe):
             raise InputError(f"--element must be one of {', '.join(self.known_widths)}; found {self.element!r}")
         if self.group_size is None:
             object.__setattr__(self, "group_size", 32 if self.scale == "e8m0" else 0)
-        check_group_size(self.group_size, "--group-size: ")
+        check_group_size(self.group_size, "--group-size")
         if self.scale not in SCALES:
             raise InputError(f"--scale must be bfloat16 or e8m0, found {self.scale!r}")
         if self.scale_search not in SEARCHES:

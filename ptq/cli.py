@@ -11,8 +11,8 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
@@ -135,7 +135,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         except (Exception, KeyboardInterrupt) as error:
             if kwargs.get("debug"):
                 traceback.print_exception(error)
-            print(f"quantize: {_sentence(error)}", file=sys.stderr)
+            with suppress(OSError):  # SIGHUP: the terminal may be gone
+                print(f"quantize: {_sentence(error)}", file=sys.stderr)
             raise typer.Exit(_exit_code(error)) from error
 
     return wrapped
@@ -176,7 +177,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     from ptq.reporting.report_schema import PAGE
 
     finished_before = (source.path_of(out) / RECORD).is_file()
-    with startup.interruptible(), _leftovers_named(out):
+    with startup.interruptible():
         result = pipeline.quantize(model, out, recipe, options)
     if not is_first_process():
         return
@@ -200,22 +201,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
         console.print(f"what was done to it, in pictures: {page}", soft_wrap=True)
 
 
-@contextmanager
-def _leftovers_named(out: Path) -> Iterator[None]:
-    """Say what a run leaves that was refused in its midst, for a NaN in a weight and the like."""
-    from ptq.pipeline.writer import partial_folder
-
-    try:
-        yield
-    except InputError as error:
-        if (partial := partial_folder(source.path_of(out).absolute())).is_dir():
-            raise InputError(f"{error}. What was done stays in {partial} and its work folder: remove both") from error
-        raise
-
-
 MUCH_LOST = 0.2
 """A KL, nats per token, that goes with a fifth of the perplexity."""
-MUCH = "warning: that is much: more bits, smaller groups (--group-size 32) or --finetune lose less"
 
 
 def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
@@ -225,9 +212,10 @@ def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
     places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
-        found = f"KL from the original: {kl:.4f} nats per token of a few rows of calibration text, about "
-        lost = f"; {MUCH}" if kl > MUCH_LOST else ""
-        return f"{found}{math.expm1(kl):+.1%} of perplexity{lost}{more}"
+        growth = f"about {math.expm1(kl):+.1%} of" if kl < 1 else "more than twice the"
+        lost = "" if kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
+        found = f"KL from the original: {kl:.4f} nats per token of a few rows of calibration text"
+        return f"{found}, {growth} perplexity{lost}{more}"
     if not companions.has_tokenizer(out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
@@ -265,7 +253,7 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
     needs = pipeline.estimate(target, model, recipe)
     console.print(str(needs), soft_wrap=True)
     if (source.path_of(out) / RECORD).is_file():
-        state = "holds the result of a run: of this very one nothing is left to do, another is refused"
+        state = "holds a result: the command that made it has nothing left to do, any other is refused"
         console.print(f"{out}: {state}", soft_wrap=True)
     elif refusal := pipeline.refusal(needs, folder, out, options):
         console.print(f"here and now the command would refuse: {refusal}", soft_wrap=True)

@@ -76,7 +76,7 @@ class IntegerFormat(LaidOut):
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 2 <= self.bits <= 8:
             raise InputError(f"{self.name}: bits must be 2 to 8, found {self.bits!r}")
-        check_group_size(self.group_size, f"{self.name}: ")
+        check_group_size(self.group_size, f"{self.name}: group size")
         if type(self.symmetric) is not bool:
             raise InputError(f"{self.name}: symmetric must be true or false, found {self.symmetric!r}")
         integer_scales.check_kind(self.scale, self.bits, self.group_size, self.symmetric, f"{self.name}: ")

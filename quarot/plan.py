@@ -75,7 +75,7 @@ class QuarotRecipe(Recipe):
                 f"{self.width_option} is about weights that are rounded, and --weight-bits 16 leaves all alone: "
                 "choose fewer, and leave out with --skip what is not to be rounded"
             )
-        check_group_size(self.group_size, "--group-size: ")
+        check_group_size(self.group_size, "--group-size")
         if self.weight_bits < 16:
             check_kind(self.scale, self.weight_bits, self.group_size, self.symmetric)
 

@@ -3,23 +3,25 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
-
-from ptq.errors import InputError, RunError
 
 
 def run(command: Callable[..., Any]) -> None:
     """Run a Typer app, or a function as one."""
     try:
         command() if isinstance(command, typer.Typer) else typer.run(command)
-    except (InputError, RunError) as error:
-        _end(str(error), 2 if isinstance(error, InputError) else 1)
-    except OSError as error:
-        _end(str(error) if error.filename is None else f"{error.filename}: {error.strerror}", 1)
+    except Exception as error:
+        from ptq.errors import InputError, RunError  # after --help: it brings in torch
+
+        if isinstance(error, InputError | RunError):
+            _end(str(error), 2 if isinstance(error, InputError) else 1)
+        if isinstance(error, FileNotFoundError | PermissionError):
+            _end(f"{error.filename}: {error.strerror}", 1)
+        raise
 
 
-def _end(sentence: str, code: int) -> None:
+def _end(sentence: str, code: int) -> NoReturn:
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
     sys.exit(code)

@@ -179,14 +179,21 @@ def test_what_a_late_refusal_leaves_is_named(tiny: Path, tmp_path: Path) -> None
         tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = float("nan")
 
     edit_tensors(spoil)(model)
-    check_refused(quantize("fp6", model, out), f"What was done stays in {out}.ptq-partial and its work folder")
+    check_refused(
+        quantize("fp6", model, out), f"What was done stays in {out}.work and {out}.ptq-partial; to give up, remove both"
+    )
     assert listing(out) == {} and (tmp_path / "out.ptq-partial").is_dir() and (tmp_path / "out.work").is_dir()
+    again = quantize("quarot", model, out, "--calibration", "none.txt")  # refused before anything is touched
+    check_refused(again, "none.txt")
+    assert "What was done" not in again.stderr
 
 
 def test_a_model_that_has_lost_much_is_told() -> None:
     good, bad = (cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), Path("OUT"), kl) for kl in (0.01, 0.5))
     assert "0.0100 nats per token of a few rows of calibration text, about +1.0% of perplexity; `quantize ver" in good
     assert "about +64.9% of perplexity; warning: that is much" in bad
+    lost = cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), Path("OUT"), 1000.0)
+    assert "more than twice the perplexity; warning" in lost
 
 
 def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path: Path) -> None:
@@ -198,7 +205,9 @@ def test_plan_says_what_the_run_would_refuse(tiny: Path, packed: Path, tmp_path:
         assert result.exit_code == 0 and "here and now the command would refuse: " in result.stderr
         assert reason in result.stderr
     done = quantize("fp6", tiny, packed, "--plan").stderr
-    assert "of this very one nothing is left to do, another is refused" in done and "would refuse" not in done
+    assert (
+        "the command that made it has nothing left to do, any other is refused" in done and "would refuse" not in done
+    )
     for work in (tmp_path, tiny):
         result = quantize("fp6", tiny, tmp_path / "out", "--plan", "--work", work)
         assert "is removed at the end, so" in result.stderr

@@ -182,7 +182,7 @@ def test_two_processes_give_the_same_bytes(mixed: Path, tmp_path: Path) -> None:
             ["--element", "e5m2"],
             "--element must be one of e3m2, e2m3, e2m2, e3m1, e2m1, e4m2, e3m3, auto; found 'e5m2'",
         ),
-        (["--group-size", "-1"], "group size must be 0 (per output channel) or positive, found -1"),
+        (["--group-size", "-1"], "--group-size must be 0 (per output channel) or positive, found -1"),
         (["--group-size", "7"], "16 input channels cannot be cut into groups of 7; try --group-size 8"),
         (["--scale", "e8m0"], "cannot be cut into groups of 32; try --group-size 8"),
         (["--activation-bits", "4"], "--activation-bits must be 8, or 16 to leave them alone; found 4"),

@@ -178,4 +178,4 @@ def test_what_does_not_fit_is_refused(name: str, wrong: Any) -> None:
 
 def test_the_reference_turns_as_the_other_ops_do() -> None:
     x, cos, sin = (torch.randn(2, 1, 3, 8), *torch.randn(2, 1, 3, 8))
-    assert torch.equal(latent_ops._turned(x, Turning.HALVES, cos, sin), steps.rotary(x, x, cos, sin)[0])
+    assert torch.equal(latent_ops._with_rope(x, Turning.HALVES, cos, sin), steps.rotary(x, x, cos, sin)[0])

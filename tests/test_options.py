@@ -33,7 +33,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "a sequence of nothing": (["--sequence-length", "0"], "--sequence-length must be at least 1"),
     "no samples": (["--samples", "0"], "--samples must be at least 1"),
     "groups that do not divide": (["--rounding", "nearest", "--group-size", "7"], "try --group-size"),
-    "a negative group": (["--rounding", "nearest", "--group-size", "-1"], "group size"),
+    "a negative group": (["--rounding", "nearest", "--group-size", "-1"], "--group-size must be 0"),
     "one bit": (["--weight-bits", "1"], "--weight-bits must be 2 to 8"),
     "no damping": (["--damping", "0"], "--damping must be above 0"),
     "more than all of the drift": (["--gptaq-alpha", "1.5"], "--gptaq-alpha must be 0 to 1, found 1.5"),
@@ -68,6 +68,9 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "less than no sinks": (["--kv-sinks", "-1"], "--kv-sinks must be a whole number"),
     "an unknown device": (["--rounding", "nearest", "--device", "tpu"], "--device must be auto, cpu or cuda"),
     "a part of a name": (["--rounding", "nearest", "--skip", "down_proj"], "is '*down_proj' meant?"),
+    "a part in the midst": (["--rounding", "nearest", "--skip", "*.layers.0"], "is '*.layers.0*' meant?"),
+    "a part with bits": (["--rounding", "nearest", "--bits-for", "mlp=3"], "is '*mlp*=3' meant?"),
+    "a pipe": (["--calibration", "/dev/null"], "must be a file, not a pipe"),
     "a folder of texts": (["--calibration", "{tmp}"], "(name a .txt or .jsonl file in it)"),
     "a pattern that matches nothing": (["--rounding", "nearest", "--skip", "*.dwn_proj"], "matches no linear"),
 }

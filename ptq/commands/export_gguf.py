@@ -81,7 +81,7 @@ def export_gguf(checkpoint: Path, original: Path, out: Path) -> int:
     check_integrity(checkpoint)
     sources = _sources(source, gguf, config, family, packed_modules(config, packed))
     entries = [_entry(source, x) for x in sources]
-    is_permuted = _is_turned(source, gguf, config, {x.target: x for x in sources})
+    is_permuted = _is_permuted(source, gguf, config, {x.target: x for x in sources})
     types = Counter(entry.type for entry, x in zip(entries, sources, strict=True) if x.module is not None)
     extra = [name for name in gguf.names if name in EXTRA]
     entries += [Entry(name, gguf.type(name), gguf.shape(name)) for name in extra]
@@ -178,7 +178,9 @@ def _permuted(rows: Num[Tensor, "n ..."], config: PreTrainedConfig, x: TensorMap
 # --- is it the same model? ------------------------------------------------------------------------------------------
 
 
-def _is_turned(source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sources: dict[str, TensorMapping]) -> bool:
+def _is_permuted(
+    source: Checkpoint, gguf: GgufFile, config: PreTrainedConfig, sources: dict[str, TensorMapping]
+) -> bool:
     """Whether llama.cpp has query and key of this model in its other order. Raises InputError where the weights of the
     GGUF are not those that the checkpoint was made from.
 

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast.mixer_states import CONV, gives_its_numbers, states_of
+from ptq.fast.mixer_states import CONV, matches, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
 from ptq.layers.linear import has_hooks, is_plain
@@ -109,4 +109,4 @@ def _matches(module: Any, eps: float) -> bool:
         dk = (module.conv1d.weight.shape[0] - heads * width) // 2 // module.num_k_heads
     except TRIAL_ERRORS:
         return False
-    return gives_its_numbers(module, OUTPUT, (heads, dk, width), decoded, Kind(eps))
+    return matches(module, OUTPUT, (heads, dk, width), decoded, Kind(eps))

@@ -91,7 +91,7 @@ class Replacement:
 
 
 def _inside(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
-    """The modules that a call may take the place of, but a router and experts, which tell of changes themselves."""
+    """The modules that a call may take the place of, but a router and experts, which are observed."""
     inside = [attention, *norms, None if fast_steps.gate_of(mlp) is None else mlp]
     return chain.from_iterable(part.modules() for part in inside if part is not None)
 

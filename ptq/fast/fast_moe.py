@@ -35,7 +35,7 @@ class HeldMoe:
     cls: type[nn.Module]
     """That of the experts."""
     modules: tuple[nn.Module, ...]
-    """All that it takes the place of, but for experts and packed linears, which tell of changes themselves."""
+    """All that it takes the place of, but for experts and packed linears, which are observed."""
     weights: RouterWeights
     wide: bool
     """Whether the router multiplies in float32, whatever its weight is."""

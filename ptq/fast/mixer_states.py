@@ -57,7 +57,7 @@ def states_of(
     return found
 
 
-def gives_its_numbers(
+def matches(
     module: Any, output: str, state: tuple[int, ...], decoded: Callable[..., Tensor | None], *kind: Any
 ) -> bool:
     """Whether `decoded(module, *kind, x, ...)` gives what the forward of a module's class gives, and leaves the same

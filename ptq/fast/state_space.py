@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast import gated_norm
-from ptq.fast.mixer_states import CONV, gives_its_numbers, states_of
+from ptq.fast.mixer_states import CONV, matches, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
 from ptq.layers.linear import has_hooks
@@ -102,4 +102,4 @@ def _matches(module: Any, kind: Kind) -> bool:
         n = (channels - width) // 2 // module.n_groups
     except TRIAL_ERRORS:
         return False
-    return gives_its_numbers(module, OUTPUT, (heads, width // heads, n), decoded, kind)
+    return matches(module, OUTPUT, (heads, width // heads, n), decoded, kind)

@@ -73,7 +73,7 @@ def headers_only(name: str) -> Iterator[tuple[Path, int]]:
             if not path.match(WEIGHTS):  # of an older download, perhaps
                 (Path(made) / path.name).symlink_to(path.resolve())
         with _explained(name), ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda file: _outline_file(name, file, Path(made)), weights))
+            list(pool.map(lambda file: _header_alone(name, file, Path(made)), weights))
         try:
             yield Path(made), missing
         except (InputError, RunError) as error:
@@ -108,7 +108,7 @@ def _listing(name: str) -> tuple[list[Any], str | None]:
     return _snapshot(name, revision=commit, dry_run=True, tqdm_class=Silent), commit
 
 
-def _outline_file(name: str, file: Any, folder: Path) -> None:
+def _header_alone(name: str, file: Any, folder: Path) -> None:
     """Write a safetensors file of the hub's header, as long as the hub's."""
     import huggingface_hub
 

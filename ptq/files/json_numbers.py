@@ -10,7 +10,8 @@ def six_digits(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: six_digits(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(six_digits(item) for item in value)
+        found = map(six_digits, value)
+        return list(found) if isinstance(value, list) else tuple(found)
     if not isinstance(value, float):
         return value
     return float(f"{value:.6g}") if math.isfinite(value) else None

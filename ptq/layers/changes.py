@@ -1,5 +1,5 @@
-"""Tells of changes to modules. To look at all that the chosen experts of a block hold, for every token, took a sixth of
-the time of their products: what is found out about them is kept until they say that they have changed.
+"""Observers of changes to modules. To look at all that the chosen experts of a block hold, for every token, took a
+sixth of the time of their products: what is found out about them is kept until they say that they have changed.
 """
 
 from collections.abc import Callable
@@ -14,20 +14,20 @@ HELD = ("_parameters", "_modules")
 
 
 class ObservedDict(dict[str, Any]):
-    """A dict that calls its listeners when it is changed. Copies and pickles of it are plain."""
+    """A dict that calls its observers when it is changed. Copies and pickles of it are plain."""
 
     def __init__(self, held: dict[str, Any]) -> None:
         super().__init__(held)
-        self.listeners: list[WeakMethod[Callable[[], None]]] = []
+        self.observers: list[WeakMethod[Callable[[], None]]] = []
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
     def notify(self) -> None:
-        """Call all listeners."""
-        for listener in map(call, self.listeners):
-            if listener is not None:
-                listener()
+        """Call all observers."""
+        for observer in map(call, self.observers):
+            if observer is not None:
+                observer()
 
 
 def _notifying(name: str) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdef
 
 
 class ObservedModule(nn.Module):
-    """A module that tells also of attributes and hooks."""
+    """A module that notifies of attributes and hooks, too."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -75,14 +75,14 @@ class ObservedModule(nn.Module):
             held.notify()
 
 
-def observe(module: nn.Module, listener: Callable[[], None]) -> None:
-    """Have `listener`, a method of an object for as long as that lives, called when a parameter or a module takes the
-    place of another in a module; in a `ObservedModule` also when an attribute is set, or somebody begins to listen in.
+def observe(module: nn.Module, observer: Callable[[], None]) -> None:
+    """Have `observer`, a method of an object for as long as that lives, called when a parameter or a module takes the
+    place of another in a module; in an `ObservedModule` also when an attribute is set, or somebody begins to listen in.
     """
     for name in HELD:
         held = vars(module)[name]
         if type(held) is not ObservedDict:
             vars(module)[name] = held = ObservedDict(held)
-        method = WeakMethod(listener)
-        if method not in held.listeners:
-            held.listeners = [each for each in held.listeners if each() is not None] + [method]
+        method = WeakMethod(observer)
+        if method not in held.observers:
+            held.observers = [each for each in held.observers if each() is not None] + [method]

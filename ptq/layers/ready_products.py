@@ -33,9 +33,9 @@ class ReadyProducts:
         CURRENT.given = self.before
 
 
-class _Here(threading.local):
+class _Current(threading.local):
     given: ReadyProducts | None = None
 
 
-CURRENT = _Here()
+CURRENT = _Current()
 """The `ReadyProducts` that this thread is in, if any."""

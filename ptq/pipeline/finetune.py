@@ -85,7 +85,8 @@ def trained_weights(plan: Plan) -> int:
 
 def rounding_error(marks: Iterable[Path]) -> float:
     """Root of the mean relative squared error of rounded weights, from the marks of their tasks."""
-    errors = [work_files.read_json(mark).get("error") or 0.0 for mark in marks]
+    found = (work_files.read_json(mark).get("error", 0.0) for mark in marks)
+    errors = [error for error in found if error is not None]  # what is not finite
     return math.sqrt(sum(errors) / len(errors)) if errors else 0.0
 
 

@@ -214,7 +214,7 @@ class Job:
             return list(rows)
 
     def rewritten_last(self) -> dict[str, Tensor]:
-        """The tensors that `last` names, those behind the last block, as the rotated model has them."""
+        """The tensors that `final_tensors` names, those behind the last block, as the rotated model has them."""
         norms = dict(self.norms_and_kept(f"{self.family.final_norm}."))
         return {name: norms[name] if name in norms else self.tensor(name) for name in self.final_tensors}
 

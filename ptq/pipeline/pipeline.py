@@ -43,6 +43,7 @@ from ptq.pipeline.writer import (
     complete,
     file_hashes,
     is_finished,
+    leftovers_named,
     partial_folder,
     put_in_place,
     shards_of,
@@ -137,7 +138,7 @@ def _foresee(
     folder: Path, model: str, work: Path, out: Path, recipe: Recipe, options: RunOptions, workers: Workers
 ) -> None:
     """Raise InputError, or RunError for a dataset that cannot be had, for what can be refused without weights: they are
-    not fetched for that. `folder` is an outline of the model."""
+    not fetched for that. `folder` has headers in the place of weights."""
     target = plan(str(folder), recipe)
     _device(options.device, workers)
     if not (out / RECORD).is_file():  # else it may be finished, and need nothing
@@ -179,9 +180,11 @@ def _quantize(
         if done := rounded_before(work, target.plan):
             progress.say(done)
         tasks = Tasks(job, work, shards_of(job, partial_folder(out), record.fingerprint), workers)
-        _run(tasks, rows, probe, progress)
+        with leftovers_named(work, out):
+            _run(tasks, rows, probe, progress)
+            if workers.first:
+                _finish(tasks, record, out, model if options.report else None)
         if workers.first:
-            _finish(tasks, record, out, model if options.report else None)
             remove_work(work)
     workers.wait()
     return read_result(out)
@@ -288,7 +291,7 @@ def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
 
 def _device(name: str, workers: Workers) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device must be auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which), found {name!r}")
+        raise InputError(f"--device must be auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which GPU), found {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():

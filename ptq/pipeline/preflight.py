@@ -35,7 +35,7 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
     if fitted:
         yield (
             "warning: the text has no rows but those that weights are fitted to: the KL at the end is measured on them "
-            "and too low; `quantize verify OUT --against MODEL --text OTHER.txt` measures others"
+            "and too low; `quantize verify OUT --against MODEL --text OTHER.txt` measures other text"
         )
     if rows is not None and (repeated := _repetition(rows)):
         yield (

@@ -5,6 +5,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,16 @@ LOG = "ptq_log.jsonl"
 def partial_folder(out: Path) -> Path:
     """Where the result is made: beside its place, so that renaming it is atomic."""
     return out.with_name(f"{out.name}.ptq-partial")
+
+
+@contextmanager
+def leftovers_named(work: Path, out: Path) -> Iterator[None]:
+    """Say what stays of a run that is refused in its midst, for a NaN in a weight and the like."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{error}. What was done stays in {work} and {partial_folder(out)}; to give up, remove both"
+                         ) from error  # fmt: skip
 
 
 def check_folders(out: Path, work: Path, source: Path | None = None) -> None:

@@ -16,9 +16,11 @@ def skipped(names: Sequence[str], recipe: Recipe) -> set[str]:
     for option, entry, pattern in patterns:
         matched = {name for name in names if fnmatch(name, pattern)}
         if not matched:
-            if any(fnmatch(name, f"*{pattern}*") for name in names):
+            near = (f"*{pattern.strip('*')}", f"*{pattern.strip('*')}*")
+            if meant := next((other for other in near if any(fnmatch(name, other) for name in names)), None):
                 raise InputError(
-                    f"{option} {entry!r} matches no linear: a pattern is for whole names; is '*{entry}' meant?"
+                    f"{option} {entry!r} matches no linear: a pattern is for whole names; is "
+                    f"{meant + entry.removeprefix(pattern)!r} meant?"
                 )
             raise InputError(
                 f"{option} {entry!r} matches no linear that would be quantised; names look like {names[0]} "

@@ -36,6 +36,8 @@ def is_file(spec: str) -> bool:
 def check(spec: str) -> None:
     """Raise InputError for what `load` refuses before it reads: a file that is not there, a name that is none."""
     path = source.path_of(spec)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"calibration {spec}: is read more than once, so it must be a file, not a pipe")
     if is_file(spec):
         try:
             path.open("rb").close()

@@ -28,10 +28,10 @@ def loaded_scale(stored: Int16[Tensor, "n g"]) -> Float32[Tensor, "n g"]:
     return stored.view(torch.bfloat16).float()
 
 
-def check_group_size(found: object, where: str = "") -> None:
+def check_group_size(found: object, called: str = "group size") -> None:
     """Raise InputError for what is no size of a group."""
     if type(found) is not int or found < 0:
-        raise InputError(f"{where}group size must be 0 (per output channel) or positive, found {found!r}")
+        raise InputError(f"{called} must be 0 (per output channel) or positive, found {found!r}")
 
 
 class Grouped:
