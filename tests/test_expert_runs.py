@@ -147,7 +147,9 @@ def test_loaded_logits_are_those_of_the_run(model_type: str, tmp_path: Path) -> 
     with torch.no_grad():
         packed = load(out)
         logits = job.logits(
-            plain_matrix(tensors[f"{job.head.name}.weight"]), {name: tensors[name] for name in job.last}, hidden
+            plain_matrix(tensors[f"{job.head.name}.weight"]),
+            {name: tensors[name] for name in job.final_tensors},
+            hidden,
         )
         assert torch.equal(torch.cat(logits), torch.cat([packed(row).logits for row in IDS.split(3)]))
         headless = AutoModel.from_pretrained(out, dtype=torch.float32)

@@ -234,7 +234,10 @@ def test_blocks_with_and_without_experts(changes: dict[str, Any], blocks: list[i
         hidden = job.original_block(index).run(hidden)
     wanted = load(folder).model(IDS, output_hidden_states=True)
     job_norm = job.logits(
-        plain_matrix(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, hidden, "original"
+        plain_matrix(job.tensor(job.head.source)),
+        {name: job.tensor(name) for name in job.final_tensors},
+        hidden,
+        "original",
     )
     assert close(torch.cat(job_norm), load(folder).lm_head(wanted.last_hidden_state), 1e-5)
 

@@ -220,7 +220,10 @@ def test_parts_that_run_alone_make_the_whole_model(model_type: str, tmp_path: Pa
     for index in range(target.plan.blocks):
         hidden = job.original_block(index).run(hidden)
     logits = job.logits(
-        plain_matrix(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, hidden, "original"
+        plain_matrix(job.tensor(job.head.source)),
+        {name: job.tensor(name) for name in job.final_tensors},
+        hidden,
+        "original",
     )
     assert relative(torch.cat(logits), AutoModelForCausalLM.from_pretrained(folder)(IDS).logits) < 5e-6
 

@@ -68,7 +68,10 @@ def test_parts_that_run_alone_make_the_whole_model(model: Path) -> None:
         state = job.original_block(index).run(state)
         assert state.shape[-1] == layout.width - (index + 1) * layout.own
     found = job.logits(
-        plain_matrix(job.tensor(job.head.source)), {name: job.tensor(name) for name in job.last}, state, "original"
+        plain_matrix(job.tensor(job.head.source)),
+        {name: job.tensor(name) for name in job.final_tensors},
+        state,
+        "original",
     )
     assert relative(torch.cat(found), load(model)(IDS).logits) < 5e-6
 
