@@ -45,8 +45,8 @@ def inspect(
         return
     typer.echo(console_tables.contents_table(found))
     if not (found.groups or found.cache or found.residual):
-        rotated = (opened.folder / RECORD).is_file()  # else nobody has made a run of it
-        typer.echo(f"not quantised: every tensor is a plain one{', of a rotated model' if rotated else ''}")
+        done = f"; {RECORD} says what was done to them" if (opened.folder / RECORD).is_file() else ""
+        typer.echo(f"not quantised: every tensor is a plain one{done}")
     if (form := published.form(opened.config)) is not None:
         typer.echo(f"published in {form}: `quantize` reads such weights as 16-bit numbers")
     if found.report is not None:

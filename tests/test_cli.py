@@ -224,7 +224,7 @@ def test_plan_shows_what_happens_when_the_model_runs(tiny: Path, tmp_path: Path)
     assert listing(tmp_path) == {}
 
 
-def test_inspect(packed: Path, tiny: Path) -> None:
+def test_inspect(packed: Path, tiny: Path, tmp_path: Path) -> None:
     result = quantize("inspect", packed)
     assert result.exit_code == 0 and "quarot/integer v1" in result.stdout and "plain tensors" in result.stdout
     found = json.loads(quantize("inspect", packed, "--json").stdout)
@@ -238,6 +238,9 @@ def test_inspect(packed: Path, tiny: Path) -> None:
     assert found["kv_cache"] is None
     assert "not quantised" not in result.stdout and "not quantised" in quantize("inspect", tiny).stdout
     assert json.loads(quantize("inspect", tiny, "--json").stdout)["groups"] == []
+    assert "says what was done" not in quantize("inspect", tiny).stdout
+    assert quantize("rotate", tiny, tmp_path / "out").exit_code == 0
+    assert "a plain one; ptq.json says what was done" in quantize("inspect", tmp_path / "out").stdout
     assert "0.000" not in quantize("inspect", tiny).stdout
 
 
