@@ -109,12 +109,11 @@ def quarot(
 
 def _cache_bits(both: int, keys: int | None, values: int | None) -> tuple[int, int]:
     """Bits of cached keys and of values."""
-    from ptq.kv.kv_cache import BITS
+    from ptq.kv.kv_cache import check_bits
 
     if both != 16 and keys is not None and values is not None:
         raise InputError("--kv-bits does nothing beside --key-bits and --value-bits; leave it out")
-    if both not in BITS:
-        raise InputError(f"--kv-bits must be one of {', '.join(map(str, BITS))} (as is), found {both}")
+    check_bits(both, "--kv-bits")
     return both if keys is None else keys, both if values is None else values
 
 

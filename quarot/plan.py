@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ptq.errors import InputError
-from ptq.kv.kv_cache import BITS, MAX_SINKS, CacheQuantization, key_rotation
+from ptq.kv.kv_cache import CacheQuantization, check_bits, check_clip, check_sinks, key_rotation
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape
 from ptq.ops.activations import Activation
@@ -67,7 +67,10 @@ class QuarotRecipe(Recipe):
         clip = self.activation_clip
         if clip not in (None, SEARCH) and not (isinstance(clip, float) and 0 < clip <= 1):
             raise InputError(f"--activation-clip must be above 0 and at most 1, or {SEARCH}; found {clip!r}")
-        self._check_cache()
+        check_bits(self.key_bits, "--key-bits")
+        check_bits(self.value_bits, "--value-bits")
+        check_clip(1.0 if self.cache_clip is None else self.cache_clip, "--kv-clip")
+        check_sinks(self.cache_sinks, "--kv-sinks")
         if self.weight_bits not in (*range(2, 9), 16):
             raise InputError(f"--weight-bits must be 2 to 8, or 16 to leave weights alone; found {self.weight_bits}")
         if self.weight_bits == 16 and self.widths:
@@ -78,15 +81,6 @@ class QuarotRecipe(Recipe):
         check_group_size(self.group_size, "--group-size")
         if self.weight_bits < 16:
             check_kind(self.scale, self.weight_bits, self.group_size, self.symmetric)
-
-    def _check_cache(self) -> None:
-        for option, bits in (("--key-bits", self.key_bits), ("--value-bits", self.value_bits)):
-            if bits not in BITS:
-                raise InputError(f"{option} must be one of {', '.join(map(str, BITS))} (as is), found {bits}")
-        if self.cache_clip is not None and not 0 < self.cache_clip <= 1:
-            raise InputError(f"--kv-clip must be above 0 and at most 1, found {self.cache_clip}")
-        if not 0 <= self.cache_sinks <= MAX_SINKS:
-            raise InputError(f"--kv-sinks must be a whole number from 0 to {MAX_SINKS}, found {self.cache_sinks}")
 
     @property
     def rounds(self) -> bool:

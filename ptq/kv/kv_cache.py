@@ -39,14 +39,10 @@ class CacheQuantization:
     hadamard: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("key_bits", "value_bits"):
-            bits = getattr(self, name)
-            if bits not in BITS:
-                raise InputError(f"KV cache: {name} must be one of {', '.join(map(str, BITS))}, found {bits!r}")
-        if not 0 < self.clip <= 1:  # a NaN neither
-            raise InputError(f"KV cache: clip must be above 0 and at most 1, found {self.clip!r}")
-        if not 0 <= self.sinks <= MAX_SINKS:
-            raise InputError(f"KV cache: sinks must be a whole number from 0 to {MAX_SINKS}, found {self.sinks!r}")
+        check_bits(self.key_bits, "KV cache: key_bits")
+        check_bits(self.value_bits, "KV cache: value_bits")
+        check_clip(self.clip, "KV cache: clip")
+        check_sinks(self.sinks, "KV cache: sinks")
         if self.hadamard is not None:
             hadamard.parse(self.hadamard)
 
@@ -75,6 +71,24 @@ class CacheQuantization:
             return cls(**{**fields, "clip": float(fields["clip"])})
         except (InputError, OverflowError) as error:  # the latter for an integer that no float can hold
             raise InputError(f"{where}: {error}") from error
+
+
+def check_bits(bits: int, called: str) -> None:
+    """Raise InputError for bits that keys or values cannot have."""
+    if bits not in BITS:
+        raise InputError(f"{called} must be one of {', '.join(map(str, BITS))}, found {bits!r}")
+
+
+def check_clip(clip: float, called: str) -> None:
+    """Raise InputError for what is no share of a range."""
+    if not 0 < clip <= 1:  # a NaN neither
+        raise InputError(f"{called} must be above 0 and at most 1, found {clip!r}")
+
+
+def check_sinks(sinks: int, called: str) -> None:
+    """Raise InputError for a number of tokens that cannot be kept as they are."""
+    if not 0 <= sinks <= MAX_SINKS:
+        raise InputError(f"{called} must be a whole number from 0 to {MAX_SINKS}, found {sinks!r}")
 
 
 def key_rotation(head_dim: int) -> str:
