@@ -19,7 +19,7 @@ def refused(what: str) -> Iterator[None]:
     any kind, becomes an InputError with `what` and the reason, or a RunError where memory does not suffice."""
     try:
         yield
-    except (InputError, RunError):
+    except (InputError, RunError, BrokenPipeError):
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__

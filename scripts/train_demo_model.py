@@ -74,7 +74,7 @@ toolkit works offline: `quantize quarot demo OUT`. It is here to be quantised an
 
 ```
 python scripts/train_demo_model.py --minutes {settings[minutes]:g}     # makes this folder anew
-python scripts/perplexity.py demo                    # measures it
+quantize perplexity demo                            # measures it
 ```
 
 Split, initial weights and batches are seeded. Another training still gives another model: the learning rate follows

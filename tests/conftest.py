@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, save_model
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from ptq.cli import app
@@ -60,6 +61,18 @@ def fast() -> Iterator[None]:
         patch.setattr(needs, "_matmul_rate", lambda bfloat16=False: 1e9)
         patch.setattr(os, "fsync", lambda handle: None)
         yield
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character, and one <s> at the start of a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    vocabulary = {"<s>": 0, **{chr(97 + i): 1 + i for i in range(26)}}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
 @pytest.fixture(scope="module")

@@ -1,24 +1,15 @@
 """Perplexity and agreement against a naive float64 loop, and the command line's errors."""
 
-import importlib.util
-import json
 import math
-import socket
-import sys
-import time
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import torch
-import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 from ptq.commands.evaluate import CHUNK, compare, perplexity, tokens_per_second
 from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.errors import InputError, RunError
-from ptq.files import hub
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"
@@ -65,18 +56,6 @@ def naive_log_probabilities(model: LlamaForCausalLM, row: list[int]) -> list[lis
 
 def naive_losses(model: LlamaForCausalLM, row: list[int]) -> list[float]:
     return [-scores[target] for scores, target in zip(naive_log_probabilities(model, row), row[1:], strict=True)]
-
-
-@pytest.fixture(scope="module")
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and one <s> at the start of a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    vocabulary = {"<s>": 0, **{chr(97 + i): 1 + i for i in range(26)}}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
 
 
 def test_perplexity_and_its_standard_error_equal_the_naive_loop():
@@ -243,115 +222,6 @@ def test_tokens_per_second_generates_past_the_end_of_text_token():
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-@pytest.fixture(scope="module")
-def run_script():
-    """Runs scripts/perplexity.py in this process: a new one would spend seconds on its imports. It silences
-    transformers, which other tests listen to."""
-    verbosity = transformers.logging.get_verbosity()
-    spec = importlib.util.spec_from_file_location("perplexity_script", ROOT / "scripts" / "perplexity.py")
-    assert spec and spec.loader
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script  # dataclasses look their module up
-    spec.loader.exec_module(script)
-    yield lambda *arguments, charset="utf-8": CliRunner(charset=charset).invoke(script.app, arguments)
-    transformers.logging.set_verbosity(verbosity)
-    transformers.logging.enable_progress_bar()
-
-
-@pytest.fixture(scope="module")
-def model_folder(tmp_path_factory, byte_tokenizer) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_llama(0).save_pretrained(folder)
-    byte_tokenizer.save_pretrained(folder)
-    return folder
-
-
-def test_script_prints_what_the_library_computes(run_script, model_folder, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("thequickbrownfoxjumpsoverthelazydog" * 2)
-    done = run_script(
-        str(model_folder), "--text", str(text), "--context", "16", "--json", "--against", str(model_folder)
-    )
-    assert done.exit_code == 0, done.stderr
-    record = json.loads(done.stdout)
-    windows = windows_from_text(AutoTokenizer.from_pretrained(model_folder), text.read_text(), 16)
-    expected = perplexity(AutoModelForCausalLM.from_pretrained(model_folder).eval(), windows)
-    assert record["perplexity"] == pytest.approx(expected.perplexity, rel=1e-6)
-    assert (record["windows"], record["context"], record["tokens_found"]) == (4, 16, 71)
-    assert record["against"]["kl"] == 0 and record["against"]["top1"] == 1
-
-
-def test_script_prints_its_table_on_a_terminal_of_ascii(run_script, model_folder, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("thequickbrownfox" * 4)
-    done = run_script(str(model_folder), "--text", str(text), "--context", "16", charset="ascii")
-    assert done.exit_code == 0, done.exception
-    assert "±" in done.stdout_bytes.decode()
-
-
-def test_script_refuses_bad_input_in_one_sentence(run_script, model_folder, tmp_path):
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n")
-    latin = tmp_path / "latin.txt"
-    latin.write_bytes("café".encode("latin-1"))
-    text = tmp_path / "text.txt"
-    text.write_text("abcdefgh" * 4)
-    folder = str(model_folder)
-    for arguments, message in [
-        ((folder, "--text", str(tmp_path / "absent.txt")), "absent.txt: cannot be read"),
-        ((folder, "--text", str(empty)), "is empty"),
-        ((folder, "--text", str(latin)), "not UTF-8 at byte 3"),
-        ((folder,), "name the text"),
-        ((folder, "--text", str(text), "--dataset", "wikitext2"), "not both"),
-        ((folder, "--text", str(text)), "has 33 tokens, too few for one window of 320"),
-        ((folder, "--text", str(text), "--context", "400"), "max_position_embeddings 320"),
-        ((str(tmp_path), "--text", str(text)), "holds no tokenizer"),
-        ((str(tmp_path / "absent"), "--text", str(text)), "no such folder"),
-        ((str(text), "--text", str(text)), "a file; pass the folder"),
-        ((), "missing argument 'model' (see `"),
-        ((folder, "--windows", "3"), "no such option: --windows (see `"),
-        ((folder, "--text"), "option '--text' requires an argument (see `"),
-    ]:
-        done = run_script(*arguments)
-        assert (done.exit_code, done.stdout) == (2, ""), done.stderr
-        assert message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_script_refuses_a_checkpoint_with_a_missing_tensor(run_script, model_folder, tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in model_folder.iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    tensors = load_file(broken / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    text = tmp_path / "text.txt"
-    text.write_text("abcdefgh")
-    done = run_script(str(broken), "--text", str(text), "--context", "4")
-    assert done.exit_code == 2
-    assert "model.layers.1.mlp.up_proj.weight" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_script_compares_both_models_in_one_dtype(run_script, model_folder, tmp_path):
-    half, bfloat = tmp_path / "half", tmp_path / "bfloat"
-    torch.nn.Module.half(model := tiny_llama(0))
-    model.save_pretrained(half)
-    torch.nn.Module.bfloat16(model)
-    model.save_pretrained(bfloat)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        for folder in (half, bfloat):
-            (folder / name).write_bytes((model_folder / name).read_bytes())
-    text = tmp_path / "text.txt"
-    text.write_text("thequickbrownfox" * 4)
-    common = ("--text", str(text), "--context", "16", "--device", "cpu", "--json")
-    done = run_script(str(bfloat), *common, "--against", str(half))
-    assert json.loads(done.stdout)["against"]["kl"] == 0
-    done = run_script(str(half), *common)
-    assert json.loads(done.stdout)["dtype"] == "float32"
-
-
 @pytest.mark.skipif(
     not SHARED.is_dir(), reason="needs the trained models of ../shared, which are not part of the project"
 )
@@ -361,15 +231,3 @@ def test_trained_model_predicts_the_text_it_was_trained_for():
     model = AutoModelForCausalLM.from_pretrained(folder)
     windows = windows_from_text(AutoTokenizer.from_pretrained(folder), text, context_for(model.config, 256))
     assert perplexity(model, windows).perplexity < 10
-
-
-def test_script_does_not_wait_for_a_hub_that_is_out_of_reach(run_script, model_folder: Path, monkeypatch):
-    """The libraries of the hub would try six times, for half a minute."""
-    asked = []
-    monkeypatch.setattr(hub, "is_known", lambda: False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: asked.append(arguments) or [])
-    monkeypatch.setattr(time, "sleep", asked.append)
-    result = run_script(str(model_folder), "--dataset", "wikitext2")
-    assert result.exit_code == 1 and not asked
-    assert "dataset wikitext2 could not be fetched from the hub" in result.stderr and "--text FILE" in result.stderr

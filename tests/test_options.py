@@ -179,6 +179,10 @@ OPTIONS = {
     "export": ["--gguf", "--debug"],
     "dequantize": ["--debug"],
     "rotate": SHARED,
+    "generate": [
+        "--max-new-tokens", "--temperature", "--chat", "--no-chat", "--seed", "--device", "--dtype", "--debug",
+    ],
+    "perplexity": ["--text", "--dataset", "--context", "--against", "--device", "--dtype", "--json", "--debug"],
     "inspect": ["--json", "--debug"],
     "verify": ["--against", "--text", "--json", "--debug"],
 }  # fmt: skip

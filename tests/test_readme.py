@@ -1,6 +1,7 @@
 """Every command of the README is one that the package understands."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("command", readme_commands())
 def test_the_commands_of_the_readme_are_understood(command: str, places: dict[str, str], tmp_path: Path):
-    name, *rest = command.split()
+    name, *rest = shlex.split(command)
     places = {**places, "OUT2": str(tmp_path / "out2"), "OUT.gguf": str(tmp_path / "out.gguf")}
     options = []
     if name in ("quarot", "quip-sharp", "fp6", "rotate"):
         places["OUT"] = str(tmp_path / "out")
         options = ["--plan"]
+    if name == "perplexity":
+        places["--dataset"] = "--text"
     result = quantize(name, *(places.get(word, word) for word in rest), *options)
     assert result.exit_code == 0, result.output
     assert not (tmp_path / "out").exists()
@@ -48,6 +51,7 @@ def test_the_commands_of_the_readme_are_understood(command: str, places: dict[st
 def test_there_are_commands_in_the_readme():
     found = readme_commands()
     assert {command.split()[0] for command in found} == {
-        "fp6", "quarot", "quip-sharp", "rotate", "export", "dequantize", "prepack", "inspect", "verify"
+        "fp6", "quarot", "quip-sharp", "rotate", "export", "dequantize", "prepack", "inspect", "verify", "generate",
+        "perplexity",
     }  # fmt: skip
     assert len(found) >= 10

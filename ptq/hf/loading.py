@@ -101,6 +101,18 @@ def _as_held(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.transpose(1, 2) if info.scale is not None and tensor.dim() == 3 else tensor
 
 
+def device_named(name: str) -> torch.device:
+    """The device of an option `--device`; auto is a GPU where PyTorch sees one.
+
+    Raises InputError for another name, and for a GPU that is not there.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device must be auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which GPU), found {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or `demo`. Raises InputError where none is there or loads."""
     folder = source.resolve(str(model))

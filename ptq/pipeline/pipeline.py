@@ -18,6 +18,7 @@ from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
 from ptq.files.shards import OWNER
+from ptq.hf.loading import device_named
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
 from ptq.ops.defaults import own_defaults
@@ -290,10 +291,5 @@ def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
 
 
 def _device(name: str, workers: Workers) -> torch.device:
-    if name not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device must be auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which GPU), found {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", workers.local_rank % torch.cuda.device_count())
+    device = device_named(name)
+    return device if device.type == "cpu" else torch.device("cuda", workers.local_rank % torch.cuda.device_count())

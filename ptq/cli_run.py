@@ -1,0 +1,120 @@
+"""The commands of `quantize` that run a model, packed or not."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ptq import cli
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A checkpoint of `quantize`, a Hugging Face folder, a hub name or `demo`."),
+]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the computation; auto: the stored one.")
+]
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    for function in (generate, perplexity):
+        app.command()(cli.command(function))
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What it continues or answers; - reads stdin.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="0 takes the most likely token. Default: whatever the model's generation_config.json says."
+        ),
+    ] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put the prompt into the model's chat template. Default: where there is one.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of tokens.")] = 0,
+    device: cli.Device = "auto",
+    dtype: Dtype = "auto",
+    debug: cli.Debug = False,
+) -> None:
+    """Let a model continue a text, or answer, and say how fast it was."""
+    from ptq.commands.generate import Request, generate
+    from ptq.hf.loading import device_named
+    from ptq.pipeline.progress import console
+
+    request = Request(sys.stdin.read() if prompt == "-" else prompt, max_new_tokens, temperature, chat, seed)
+    with _quiet():
+        done = generate(model, request, lambda text: typer.echo(text, nl=False), device_named(device), _dtype(dtype))
+    typer.echo()
+    rate = (done.new_tokens - 1) / done.new_seconds if done.new_tokens > 1 else None  # the first is the prompt's
+    pace = "" if rate is None else f", {rate:.1f} a second"
+    end = "; the model has no more positions" if done.at_limit else ""
+    console.print(
+        f"{done.prompt_tokens} tokens read in {done.prompt_seconds:.2f} s, {done.new_tokens} written{pace}{end}",
+        soft_wrap=True,
+    )
+
+
+def perplexity(
+    model: Model,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="FILE.txt or FILE.jsonl to predict, in UTF-8. Default for demo: its held-out text."),
+    ] = None,
+    dataset: Annotated[Literal["wikitext2"] | None, typer.Option(help="A text from the hub.")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's limit.")] = None,
+    against: Annotated[str | None, typer.Option(help="The original model: adds KL, top-1 and loss increase.")] = None,
+    device: cli.Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: cli.Json = False,
+    debug: cli.Debug = False,
+) -> None:
+    """Perplexity by the papers' protocol: windows that do not overlap, the tail dropped, exp of the mean loss."""
+    from rich.console import Console
+
+    from ptq.commands.perplexity import Question, as_record, as_table, measure
+    from ptq.hf.loading import device_named
+
+    with _quiet():
+        measured = measure(Question(model, text, dataset, context, against, device_named(device), _dtype(dtype)))
+    if as_json:
+        print(json.dumps(as_record(measured), indent=2, allow_nan=False))
+        return
+    console = Console()
+    with console.capture() as table:
+        console.print(as_table(measured))
+    typer.echo(table.get(), nl=False)  # which prints ± where the terminal is said to know ASCII alone
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within it transformers says nothing but errors while it loads and runs a model."""
+    from transformers.utils import logging
+
+    verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_progress:
+            logging.enable_progress_bar()
+
+
+def _dtype(name: str) -> Any:
+    import torch
+
+    return None if name == "auto" else getattr(torch, name)

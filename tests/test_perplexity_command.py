@@ -1,0 +1,141 @@
+"""`quantize perplexity`, which scripts/perplexity.py calls, too."""
+
+import json
+import runpy
+import socket
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from test_evaluate import ROOT, tiny_llama
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from ptq.cli import app
+from ptq.commands import evaluate
+from ptq.commands.windows import windows_from_text
+from ptq.files import hub
+
+
+def perplexity(*arguments: str, charset: str = "utf-8") -> Result:
+    """The command, in this process."""
+    return CliRunner(charset=charset).invoke(app, ["perplexity", *arguments])
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory, byte_tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama(0).save_pretrained(folder)
+    byte_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_it_prints_what_the_library_computes(model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfoxjumpsoverthelazydog" * 2)
+    done = perplexity(
+        str(model_folder), "--text", str(text), "--context", "16", "--json", "--against", str(model_folder)
+    )
+    assert done.exit_code == 0, done.stderr
+    record = json.loads(done.stdout)
+    windows = windows_from_text(AutoTokenizer.from_pretrained(model_folder), text.read_text(), 16)
+    expected = evaluate.perplexity(AutoModelForCausalLM.from_pretrained(model_folder).eval(), windows)
+    assert record["perplexity"] == pytest.approx(expected.perplexity, rel=1e-6)
+    assert (record["windows"], record["context"], record["tokens_found"]) == (4, 16, 71)
+    assert record["against"]["kl"] == 0 and record["against"]["top1"] == 1
+
+
+def test_the_script_is_the_command(model_folder, tmp_path, monkeypatch, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    arguments = [str(model_folder), "--text", str(text), "--context", "16"]
+    monkeypatch.setattr(sys, "argv", ["perplexity.py", *arguments])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / "scripts" / "perplexity.py"), run_name="__main__")
+    assert end.value.code == 0 and capsys.readouterr().out == perplexity(*arguments).stdout
+
+
+def test_it_prints_its_table_on_a_terminal_of_ascii(model_folder, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    done = perplexity(str(model_folder), "--text", str(text), "--context", "16", charset="ascii")
+    assert done.exit_code == 0, done.exception
+    assert "±" in done.stdout_bytes.decode()
+
+
+def test_it_refuses_bad_input_in_one_sentence(model_folder, tmp_path):
+    empty = tmp_path / "empty.txt"
+    empty.write_text("\n")
+    latin = tmp_path / "latin.txt"
+    latin.write_bytes("café".encode("latin-1"))
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh" * 4)
+    folder = str(model_folder)
+    for arguments, message in [
+        ((folder, "--text", str(tmp_path / "absent.txt")), "absent.txt: cannot be read"),
+        ((folder, "--text", str(empty)), "is empty"),
+        ((folder, "--text", str(latin)), "not UTF-8 at byte 3"),
+        ((folder,), "name the text"),
+        ((folder, "--text", str(text), "--dataset", "wikitext2"), "not both"),
+        ((folder, "--text", str(text)), "has 33 tokens, too few for one window of 320"),
+        ((folder, "--text", str(text), "--context", "400"), "max_position_embeddings 320"),
+        ((str(tmp_path), "--text", str(text)), "holds no tokenizer"),
+        ((str(tmp_path / "absent"), "--text", str(text)), "no such folder"),
+        ((str(text), "--text", str(text)), "a file; pass the folder"),
+        ((), "missing argument 'MODEL' (see `"),
+        ((folder, "--windows", "3"), "no such option: --windows (see `"),
+        ((folder, "--text"), "option '--text' requires an argument (see `"),
+    ]:
+        done = perplexity(*arguments)
+        assert (done.exit_code, done.stdout) == (2, ""), done.stderr
+        assert message in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_it_refuses_a_checkpoint_with_a_missing_tensor(model_folder, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in model_folder.iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(broken / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    text = tmp_path / "text.txt"
+    text.write_text("abcdefgh")
+    done = perplexity(str(broken), "--text", str(text), "--context", "4")
+    assert done.exit_code == 2
+    assert "model.layers.1.mlp.up_proj.weight" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_it_compares_both_models_in_one_dtype(model_folder, tmp_path):
+    half, bfloat = tmp_path / "half", tmp_path / "bfloat"
+    torch.nn.Module.half(model := tiny_llama(0))
+    model.save_pretrained(half)
+    torch.nn.Module.bfloat16(model)
+    model.save_pretrained(bfloat)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for folder in (half, bfloat):
+            (folder / name).write_bytes((model_folder / name).read_bytes())
+    text = tmp_path / "text.txt"
+    text.write_text("thequickbrownfox" * 4)
+    common = ("--text", str(text), "--context", "16", "--device", "cpu", "--json")
+    done = perplexity(str(bfloat), *common, "--against", str(half))
+    assert json.loads(done.stdout)["against"]["kl"] == 0
+    done = perplexity(str(half), *common)
+    assert json.loads(done.stdout)["dtype"] == "float32"
+
+
+def test_it_does_not_wait_for_a_hub_that_is_out_of_reach(model_folder: Path, monkeypatch):
+    """The libraries of the hub would try six times, for half a minute."""
+    asked = []
+    monkeypatch.setattr(hub, "is_known", lambda: False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *arguments, **named: asked.append(arguments) or [])
+    monkeypatch.setattr(time, "sleep", asked.append)
+    result = perplexity(str(model_folder), "--dataset", "wikitext2")
+    assert result.exit_code == 1 and not asked
+    assert "dataset wikitext2 could not be fetched from the hub" in result.stderr and "--text FILE" in result.stderr
