@@ -21,7 +21,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
 import ptq
 from ptq.errors import InputError
-from ptq.fast import fast_steps, found_layer
+from ptq.fast import fast_steps, found_layer, gated_mlp
 from ptq.files.checkpoint import Checkpoint
 from ptq.hf.packed_config import PtqConfig
 from ptq.kv.packed_cache import PackedCache
@@ -163,11 +163,11 @@ class Swapped(Phi3MLP):
 
 @torch.no_grad()
 def test_a_fused_gate_of_few_tokens_is_one_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, calls, down = tiny_config("phi3"), [], fast_steps.down
-    assert fast_steps.gate_of(Swapped(config)) is None
-    monkeypatch.setattr(fast_steps, "down", lambda *given: calls.append(1) or down(*given))
+    config, calls, down = tiny_config("phi3"), [], gated_mlp.down
+    assert gated_mlp.gate_of(Swapped(config)) is None
+    monkeypatch.setattr(gated_mlp, "down", lambda *given: calls.append(1) or down(*given))
     for mlp in (Phi3MLP(config).eval(), Glm4MLP(config).eval()):
-        assert fast_steps.gate_of(mlp) == fast_steps.SILU
+        assert gated_mlp.gate_of(mlp) == gated_mlp.SILU
         fast = copy.deepcopy(mlp)
         fast_steps.install(fast)
         for tokens in (1, 16, 17):

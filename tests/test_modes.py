@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import ptq
 from fp6.plan import Fp6Recipe
-from ptq.fast import fast_steps
+from ptq.fast import gated_mlp
 from ptq.ops import hadamard
 from ptq.recipe import Recipe
 from quarot.plan import QuarotRecipe
@@ -110,13 +110,13 @@ def test_an_activation_is_asked_where_somebody_listens_or_it_is_another(name: st
         assert (found - model(ids).logits).abs().max() > 1e-3
     mlp.act_fn = nn.ReLU()
     assert (model(IDS).logits - wanted).abs().max() > 1e-3
-    assert fast_steps.gate_of(mlp) is None
+    assert gated_mlp.gate_of(mlp) is None
 
 
 def test_a_trial_is_heard_by_nobody(folders: dict[str, Path]) -> None:
     mlp = AutoModelForCausalLM.from_pretrained(folders["model"]).model.layers[0].mlp
     mlp.act_fn.register_forward_hook(lambda *given: pytest.fail("the trial was heard"))
-    assert fast_steps.gate_of(mlp) == fast_steps.SILU
+    assert gated_mlp.gate_of(mlp) == gated_mlp.SILU
 
 
 def test_stored_tensors_share_no_memory(folders: dict[str, Path]) -> None:

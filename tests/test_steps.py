@@ -13,7 +13,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from ptq.fast import fast_layer, fast_steps
+from ptq.fast import fast_layer, fast_steps, rms_norm
 from ptq.models.families import FAMILIES
 from ptq.ops import steps
 
@@ -268,7 +268,7 @@ def test_ops_and_refusals(level: str) -> None:
     (LlamaRMSNorm, (0.0, True)), (Olmo2RMSNorm, (0.0, False)), (GemmaRMSNorm, (1.0, False)),
 ])  # fmt: skip
 def test_norms_are_told_apart_by_their_numbers(cls: type[nn.Module], kind: tuple[float, bool]) -> None:
-    assert fast_steps.norm_kind(cls(40, eps=1e-4)) == (1e-4, *kind)
+    assert rms_norm.kind_of(cls(40, eps=1e-4)) == (1e-4, *kind)
 
 
 def test_norms_of_one_class_are_told_apart_by_what_they_hold() -> None:
@@ -282,8 +282,8 @@ def test_norms_of_one_class_are_told_apart_by_what_they_hold() -> None:
             turned = turned * torch.rsqrt(turned.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
             return (turned * (self.offset + self.weight.float())).type_as(hidden_states)
 
-    assert fast_steps.norm_kind(Either(16, 0.0)) == (1e-6, 0.0, False)
-    assert fast_steps.norm_kind(Either(16, 1.0)) == (1e-6, 1.0, False)
+    assert rms_norm.kind_of(Either(16, 0.0)) == (1e-6, 0.0, False)
+    assert rms_norm.kind_of(Either(16, 1.0)) == (1e-6, 1.0, False)
 
 
 def test_what_only_looks_like_a_norm_is_left_alone() -> None:
@@ -296,8 +296,8 @@ def test_what_only_looks_like_a_norm_is_left_alone() -> None:
             return super().forward(hidden_states.abs())
 
     for cls in (Other, Wide):
-        assert fast_steps.norm_kind(cls(40)) is None
-    assert fast_steps.norm_kind(nn.LayerNorm(8)) is None and fast_steps.norm_kind(nn.Linear(3, 3)) is None
+        assert rms_norm.kind_of(cls(40)) is None
+    assert rms_norm.kind_of(nn.LayerNorm(8)) is None and rms_norm.kind_of(nn.Linear(3, 3)) is None
 
 
 WITH_LAYER_NORM = {

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
-from ptq.fast import fast_steps
+from ptq.fast import gated_mlp
 from ptq.layers import changes
 from ptq.layers.linear import Online, QuantLinear, must_be_called, stays_on_cpu
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
@@ -161,7 +161,7 @@ class FewTokenExperts:
         known = [self._known.get(number) or self._find(experts, number) for number in range(experts.count)]
         first, lists = known[0], [known]
         if shared is not None:
-            own = self._found([shared], fast_steps.linears_of(shared), ())
+            own = self._found([shared], gated_mlp.linears_of(shared), ())
             if own is not None and first is not None and own.kind is first.kind:
                 known.append(own)
             else:

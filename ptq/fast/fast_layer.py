@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import cpu_layer, decoding, fast_steps, found_layer, gpu_layer
+from ptq.fast import cpu_layer, decoding, found_layer, gated_mlp, gpu_layer
 from ptq.fast.fast_moe import FastMoe, looked_at
 from ptq.fast.trials import TRIAL_ERRORS, bare_copy, random_norm, tried_once
 from ptq.fast.watched import InPlace, Watched
@@ -82,7 +82,7 @@ class Replacement:
             moe = getattr(self.found, "moe", None)
             if moe is not None:
                 watched = Watched([layer, *inside, *moe.modules], inside, moe.modules)
-            elif fast_steps.gate_of(parts[1]) is None:
+            elif gated_mlp.gate_of(parts[1]) is None:
                 watched = Watched([layer, *inside, *looked_at(parts[1])], inside)
             if self.found is not None:
                 watched.expires_with(self.found)
@@ -92,7 +92,7 @@ class Replacement:
 
 def _inside(attention: nn.Module, mlp: nn.Module, norms: list[nn.Module | None]) -> Iterator[nn.Module]:
     """The modules that a call may take the place of, but a router and experts, which are observed."""
-    inside = [attention, *norms, None if fast_steps.gate_of(mlp) is None else mlp]
+    inside = [attention, *norms, None if gated_mlp.gate_of(mlp) is None else mlp]
     return chain.from_iterable(part.modules() for part in inside if part is not None)
 
 

@@ -3,7 +3,7 @@ before its MLP, where that is of another kind.
 
 It needs a format that has such an op, linears that treat their input alike, a mixer of the kinds of
 `ptq.fast.fast_attention`, `latent_attention`, `delta_net` and `state_space` beside it, and an MLP of those of
-`ptq.fast.fast_steps` and `ptq.fast.fast_moe`.
+`ptq.fast.gated_mlp` and `ptq.fast.fast_moe`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ptq.fast import delta_net, fast_attention, fast_moe, fast_steps, latent_attention, state_space
+from ptq.fast import delta_net, fast_attention, fast_moe, gated_mlp, latent_attention, rms_norm, state_space
 from ptq.fast import expansion as expansions
 from ptq.fast.expansion import HeldExpansion
 from ptq.fast.fast_moe import HeldMoe
@@ -78,9 +78,9 @@ class Layer:
 def layer_of(mixer: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | None]) -> Layer | None:
     """The parts of a decoder layer as an op takes them; None where none does. `norms`: before attention, or what stands
     in its place, before the MLP, behind attention, behind the MLP."""
-    act = fast_steps.gate_of(mlp)
+    act = gated_mlp.gate_of(mlp)
     if act is not None:
-        found = _layer(mixer, mlp, norms, gelu=act == fast_steps.GELU)
+        found = _layer(mixer, mlp, norms, gelu=act == gated_mlp.GELU)
     else:
         moe = fast_moe.moe_of(mlp)
         gains = [norm._parameters.get("weight") for norm in norms if norm is not None]
@@ -161,7 +161,7 @@ def _inner_norms(mixer: nn.Module, kind: Kind) -> list[nn.Module | None]:
 
 def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
     """The fields of norms, which are in the order of `ptq.ops.layer_ops`; None where one is of another kind."""
-    kinds = [NO_NORM if norm is None else fast_steps.norm_kind(norm) for norm in norms]
+    kinds = [NO_NORM if norm is None else rms_norm.kind_of(norm) for norm in norms]
     if None in kinds:
         return None
     gains = [NONE if norm is None else norm._parameters["weight"] for norm in norms]
@@ -180,7 +180,7 @@ def _sites(mixer: nn.Module, kind: Kind, mlp: nn.Module | None) -> list[list[Any
         sites = [first, [output]]
     if mlp is None:
         return sites
-    *gated, down = fast_steps.linears_of(mlp)
+    *gated, down = gated_mlp.linears_of(mlp)
     return [*sites, gated, [down]]
 
 

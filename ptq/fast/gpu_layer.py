@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import fast_attention, fast_steps
+from ptq.fast import fast_attention, gated_mlp, rms_norm
 from ptq.fast.merged import Merged, merge
 from ptq.layers.linear import QuantLinear, stays_on_gpu, treat_input_alike
 from ptq.layers.ready_products import ReadyProducts
@@ -51,12 +51,12 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     """The steps of a layer of these parts; None where they are not of the known kinds, or packed on one GPU. `norms`:
     as in `ptq.fast.found_layer.layer_of`; there must be the first two alone."""
     before = [norm for norm in norms[:2] if norm is not None]
-    kinds = [fast_steps.norm_kind(norm) for norm in before]
+    kinds = [rms_norm.kind_of(norm) for norm in before]
     if len(before) < 2 or None in kinds or any(norm is not None for norm in norms[2:]):
         return None
-    if fast_attention.kind_of(attention) is None or fast_steps.gate_of(mlp) != fast_steps.SILU:
+    if fast_attention.kind_of(attention) is None or gated_mlp.gate_of(mlp) != gated_mlp.SILU:
         return None
-    (*first, _), (*gated, down) = fast_attention.linears_of(attention), fast_steps.linears_of(mlp)
+    (*first, _), (*gated, down) = fast_attention.linears_of(attention), gated_mlp.linears_of(mlp)
     if len(first) == 1 or len(gated) == 1:  # fused: halves of several tokens would be copied
         return None
     if not all(stays_on_gpu(linear) for linear in (*first, *gated, down)):
@@ -90,7 +90,7 @@ def run(
     total, *seen = torch.ops.ptq.norm_input(x, attended, *second_norm, *steps.gated[0].treatment())
     gated = products(steps.gated, steps.merged[1], seen, x, MERGED_ROWS[1])
     gate, up = (linear.output_of(y, x.dtype) for linear, y in zip(steps.gated, gated, strict=True))
-    return total, fast_steps.down(steps.down, gate, up)
+    return total, gated_mlp.down(steps.down, gate, up)
 
 
 def products(

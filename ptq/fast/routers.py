@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.fast import fast_steps
+from ptq.fast import gated_mlp
 from ptq.fast.trials import PLAIN, TRIAL_ERRORS, bare_copy, tried_once
 from ptq.fast.watched import InPlace
 from ptq.ops.expert_ops import rows_of
@@ -65,7 +65,7 @@ def parts_of(mlp: nn.Module) -> MoeParts | None:
     experts = [part for part in parts if hasattr(part, "few_tokens")]
     if len(experts) != 1:
         return None
-    shared = [part for part in parts if fast_steps.gate_of(part) == fast_steps.SILU]
+    shared = [part for part in parts if gated_mlp.gate_of(part) == gated_mlp.SILU]
     gates = [part for part in parts if isinstance(part, nn.Linear) and part.out_features == 1 and part.bias is None]
     routers = [part for part in parts if part not in (*experts, *shared, *gates)]
     if len(routers) != 1 or len(shared) > 1 or len(gates) > len(shared):

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ptq.errors import InputError
-from ptq.fast import fast_steps
+from ptq.fast import gated_mlp
 from ptq.fast.fast_experts import FewTokenExperts
 from ptq.fast.trials import TRIAL_ERRORS, bare_copy, is_close, trial, tried_once
 from ptq.hf.fused import BIASES, GATED, UNGATED, FusedLayout, take_apart
@@ -108,7 +108,7 @@ class Experts(ObservedModule):
             if gate.dtype == up.dtype and not learns:  # under autocast a plain linear gives another dtype
                 if self.clamped:
                     return down_linear(expert_ops.gated(gate, up, self.clamped))
-                return fast_steps.down(down_linear, gate, up)
+                return gated_mlp.down(down_linear, gate, up)
         else:
             gate, up = gate_linear(x), up_linear(x)
         if self.gated is not None:

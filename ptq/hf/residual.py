@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ptq.errors import InputError
-from ptq.fast import fast_steps
+from ptq.fast import rms_norm
 from ptq.fast.watched import InPlace
 from ptq.files.header import read_header
 from ptq.layers.packed_weight import KeptSigns, kept_signs, loaded_signs, stored_signs
@@ -106,8 +106,8 @@ def install(model: PreTrainedModel, construction: str) -> dict[str, nn.Module]:
         module.register_buffer(SIGNS, stored_signs(torch.ones(size)))
     embedding, norm = ends.values()
     embedding.forward = functools.partial(_embed, embedding, construction, KeptSigns())
-    kind = fast_steps.norm_kind(norm)
-    fast = None if kind is None else InPlace(fast_steps.norm_forward, norm, *kind)
+    kind = rms_norm.kind_of(norm)
+    fast = None if kind is None else InPlace(rms_norm.forward, norm, *kind)
     norm.forward = functools.partial(_norm, norm, construction, KeptSigns(), fast)
     return ends
 
