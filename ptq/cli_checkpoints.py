@@ -3,13 +3,16 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ptq import cli, startup
-from ptq.errors import InputError
+from ptq.errors import InputError, RunError
 from ptq.files import source
+
+if TYPE_CHECKING:  # its imports take seconds
+    from ptq.commands.verify import Verification
 
 Packed = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that `quantize` has made.")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the result: new or empty.")]
@@ -67,23 +70,35 @@ def verify(
         ),
     ] = None,
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
+    max_kl: Annotated[
+        float | None, typer.Option(min=0, help="End with exit code 1 where the KL, in nats per token, is above this.")
+    ] = None,
     as_json: cli.Json = False,
     debug: cli.Debug = False,
 ) -> None:
     """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
-    if text is not None and against is None:
-        raise InputError("--text does nothing without --against, the original to compare with")
+    for option, given in (("--text", text), ("--max-kl", max_kl)):
+        if given is not None and against is None:
+            raise InputError(f"{option} does nothing without --against, the original to compare with")
     from transformers.utils.logging import disable_progress_bar
 
     from ptq.commands import verify
     from ptq.files.json_numbers import six_digits
-    from ptq.pipeline.work import RECORD
 
     disable_progress_bar()  # transformers' own, of loading
     found = verify.verify(checkpoint, against, text)
     if as_json:
         print(json.dumps(six_digits(asdict(found)), indent=2, allow_nan=False))
-        return
+    else:
+        _print_found(checkpoint, against, text, found)
+    if max_kl is not None and found.kl is not None and not found.kl <= max_kl:
+        raise RunError(f"{checkpoint}: KL {found.kl:.5f} from {against}, above --max-kl {max_kl:g}")
+
+
+def _print_found(checkpoint: str, against: str | None, text: Path | None, found: "Verification") -> None:
+    """What was found, for people."""
+    from ptq.pipeline.work import RECORD
+
     state = "every one as it was written" if found.recorded else (
         f"whole; without {RECORD} (save_pretrained writes none) changed bytes inside a tensor cannot be found"
     )  # fmt: skip

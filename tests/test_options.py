@@ -184,7 +184,7 @@ OPTIONS = {
     ],
     "perplexity": ["--text", "--dataset", "--context", "--against", "--device", "--dtype", "--json", "--debug"],
     "inspect": ["--json", "--debug"],
-    "verify": ["--against", "--text", "--json", "--debug"],
+    "verify": ["--against", "--text", "--max-kl", "--json", "--debug"],
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`quantize verify`: damage is found and named, and the original compared with."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,18 @@ def test_verify_against_another_model_of_the_same_sizes(packed: Path, tiny: Path
     AutoModelForCausalLM.from_pretrained(packed).save_pretrained(saved)
     shutil.copy(tiny / "tokenizer.json", saved)
     assert json.loads(quantize("verify", saved, "--against", other, "--json").stdout)["source"] is None
+
+
+def test_a_limit_to_the_divergence(packed: Path, tiny: Path) -> None:
+    """What was found is printed in any case; the exit code says whether it is within the limit."""
+    compared = ["verify", packed, "--against", tiny]
+    found = json.loads(quantize(*compared, "--json").stdout)
+    within = quantize(*compared, "--json", "--max-kl", found["kl"] * 1.01)
+    assert within.exit_code == 0 and json.loads(within.stdout) == found
+    above = quantize(*compared, "--json", "--max-kl", found["kl"] * 0.99)
+    assert above.exit_code == 1 and json.loads(above.stdout) == found
+    assert re.fullmatch(r"quantize: \S+: KL \d\.\d{5} from \S+, above --max-kl \d\.\d+\n", above.stderr)
+    check_refused(quantize("verify", packed, "--max-kl", 1), "--max-kl does nothing without --against")
 
 
 def test_a_folder_that_is_no_model_is_no_original(packed: Path, tmp_path: Path) -> None:
