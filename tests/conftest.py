@@ -12,6 +12,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
+import shape_checks  # noqa: F401  (before all that it makes check its shapes)
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY, save_model
