@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import DISTINCT, SPARSE_FAMILIES, WEIGHTS_ON_INPUT, decode, save_model, tiny_config
+from tiny_models import SPARSE_FAMILIES, WEIGHTS_ON_INPUT, decode, save_model, tiny_config
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -95,11 +95,8 @@ WHOLE = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 def recipes_of(model_type: str) -> list[str]:
-    """Three families meet every recipe, other distinct ones another one in turn beside `W4A8`, the rest that alone."""
-    if model_type in WHOLE:
-        return [*RECIPES]
-    turn = [*RECIPES][WITH_GATES.index(model_type) % len(RECIPES)]
-    return ["W4A8", turn] if model_type in DISTINCT and turn != "W4A8" else ["W4A8"]
+    """Three families meet every recipe, the others one."""
+    return [*RECIPES] if model_type in WHOLE else ["W4A8"]
 
 
 @pytest.mark.parametrize("model_type, recipe", [(name, recipe) for name in WITH_GATES for recipe in recipes_of(name)])

@@ -90,7 +90,11 @@ def test_rows_enter_as_if_alone(tmp_path: Path) -> None:
     assert torch.equal(job.embed(matrices, ids)[:1], job.embed(matrices, ids[:1]))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [*((kind, "quarot") for kind in KINDS), ("small", "fp6"), ("experts", "fp6"), ("everything", "quip-sharp")],
+    indirect=["model"],
+)
 @torch.no_grad()
 def test_whole_runs(method: str, model: Path, calibration_text: Path, tmp_path: Path) -> None:
     options = [str(calibration_text) if option == "TEXT" else option for option in METHODS[method]]
