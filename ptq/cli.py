@@ -136,7 +136,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             if kwargs.get("debug"):
                 traceback.print_exception(error)
             with suppress(OSError):  # SIGHUP: the terminal may be gone
-                print(f"quantize: {_sentence(error)}", file=sys.stderr)
+                print(f"quantize: {_sentence(error, 'restart' in kwargs)}", file=sys.stderr)
             raise typer.Exit(_exit_code(error)) from error
 
     return wrapped
@@ -151,11 +151,13 @@ def _exit_code(error: BaseException) -> int:
     return 2 if isinstance(error, InputError) or too_long else 1
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: BaseException, goes_on: bool) -> str:
+    """What to say of an error of a command, which `goes_on` where it was."""
     if isinstance(error, InputError | RunError):
         return str(error)
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted; give the same command again: it goes on where it was, with --restart it begins anew"
+        again = "; give the same command again: it goes on where it was, with --restart it begins anew"
+        return f"interrupted{again if goes_on else ''}"
     if isinstance(error, OSError) and error.filename is not None:  # a folder that cannot be made, read or removed
         return f"{error.filename}: {error.strerror}; check the path, its permissions and its disk"
     return f"internal error ({type(error).__name__}: {error}); --debug shows where"

@@ -92,7 +92,7 @@ def verify(
     else:
         _print_found(checkpoint, against, text, found)
     if max_kl is not None and found.kl is not None and not found.kl <= max_kl:
-        raise RunError(f"{checkpoint}: KL {found.kl:.5f} from {against}, above --max-kl {max_kl:g}")
+        raise RunError(f"{checkpoint}: KL {found.kl:.6g} from {against}, above --max-kl {max_kl:.6g}")
 
 
 def _print_found(checkpoint: str, against: str | None, text: Path | None, found: "Verification") -> None:

@@ -10,13 +10,15 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ptq import cli
+from ptq.errors import InputError, RunError
 
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint of `quantize`, a Hugging Face folder, a hub name or `demo`."),
 ]
 Dtype = Annotated[
-    Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the computation; auto: the stored one.")
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Of the computation; auto: the stored one, but float32 for float16 on a CPU."),
 ]
 
 
@@ -33,7 +35,9 @@ def generate(
     temperature: Annotated[
         float | None,
         typer.Option(
-            min=0, help="0 takes the most likely token. Default: whatever the model's generation_config.json says."
+            min=0,
+            help="0 takes the most likely token; above, tokens are drawn, with top-k and top-p of the model's "
+            "generation_config.json. Default: whatever that file says.",
         ),
     ] = None,
     chat: Annotated[
@@ -54,10 +58,10 @@ def generate(
     from ptq.hf.loading import device_named
     from ptq.pipeline.progress import console
 
-    request = Request(sys.stdin.read() if prompt == "-" else prompt, max_new_tokens, temperature, chat, seed)
-    with _quiet():
-        done = generate(model, request, lambda text: typer.echo(text, nl=False), device_named(device), _dtype(dtype))
-    typer.echo()
+    request = Request(_stdin() if prompt == "-" else _utf8(prompt), max_new_tokens, temperature, chat, seed)
+    with _quiet(debug):
+        done = generate(model, request, _write, device_named(device), _dtype(dtype))
+    _write("\n")
     rate = (done.new_tokens - 1) / done.new_seconds if done.new_tokens > 1 else None  # the first is the prompt's
     pace = "" if rate is None else f", {rate:.1f} a second"
     end = "; the model has no more positions" if done.at_limit else ""
@@ -87,7 +91,7 @@ def perplexity(
     from ptq.commands.perplexity import Question, as_record, as_table, measure
     from ptq.hf.loading import device_named
 
-    with _quiet():
+    with _quiet(debug):
         measured = measure(Question(model, text, dataset, context, against, device_named(device), _dtype(dtype)))
     if as_json:
         print(json.dumps(as_record(measured), indent=2, allow_nan=False))
@@ -98,9 +102,41 @@ def perplexity(
     typer.echo(table.get(), nl=False)  # which prints ± where the terminal is said to know ASCII alone
 
 
+def _stdin() -> str:
+    """The text on stdin, without the end of its last line, which `echo` adds."""
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"stdin: not UTF-8 at byte {error.start}; convert the text to UTF-8") from error
+
+
+def _utf8(prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # Python keeps bytes of an argument that mean nothing as surrogates
+        raise InputError(f"the prompt is not UTF-8 at character {error.start}; convert it to UTF-8") from error
+    return prompt
+
+
+def _write(text: str) -> None:
+    """Put a part of a text on stdout, as far as its encoding goes."""
+    encoding = sys.stdout.encoding
+    if encoding.lower() not in ("utf-8", "ascii", "us-ascii"):  # ASCII: Typer takes UTF-8 instead
+        text = text.encode(encoding, "replace").decode(encoding)
+    try:
+        typer.echo(text, nl=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RunError(f"stdout: {error.strerror}") from error
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Within it transformers says nothing but errors while it loads and runs a model."""
+def _quiet(debug: bool) -> Iterator[None]:
+    """Within it, but for `debug`, transformers says nothing but errors while it loads and runs a model."""
+    if debug:
+        yield
+        return
     from transformers.utils import logging
 
     verbosity, shows_progress = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -16,7 +16,8 @@ class RunError(RuntimeError):
 @contextmanager
 def refused(what: str) -> Iterator[None]:
     """For code in which transformers builds or runs a model with settings from a file: whatever exception it raises, of
-    any kind, becomes an InputError with `what` and the reason, or a RunError where memory does not suffice."""
+    any kind but of these two and a broken pipe, becomes an InputError with `what` and the reason, or a RunError where
+    memory does not suffice."""
     try:
         yield
     except (InputError, RunError, BrokenPipeError):

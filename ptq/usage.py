@@ -6,17 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 UsageError: Any = typer.BadParameter.__base__
 """What Typer raises for wrong usage; it has no public name for it, and its own class or click's, as its version is."""
-
-
-class OneCommand(TyperCommand):
-    """A program that is one command."""
-
-    def main(self, *args: Any, **settings: Any) -> Any:
-        sys.exit(_exit_code(super().main, *args, **settings))
 
 
 class Commands(TyperGroup):

@@ -13,11 +13,10 @@ check = jaxtyping.jaxtyped
 
 
 def check_shapes(fn: Any = None, *, typechecker: Any) -> Any:
-    """The decorator `jaxtyping.jaxtyped`, for functions, methods, properties and dataclasses with shapes."""
+    """The decorator `jaxtyping.jaxtyped`, for functions and dataclasses with shapes."""
     if fn is None:
         return functools.partial(check_shapes, typechecker=typechecker)
-    inner = getattr(fn, "__func__", None) or getattr(fn, "fget", None) or fn
-    hints = getattr(inner.__init__ if isinstance(inner, type) else inner, "__annotations__", {})
+    hints = getattr(fn.__init__ if isinstance(fn, type) else fn, "__annotations__", {})
     return check(fn, typechecker=typechecker) if "Tensor, " in repr(hints) else fn
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import ptq
-from ptq.fast import fast_attention, fast_decode, fast_layer, fast_rotary, rms_norm, router_product
+from ptq.fast import dense_products, fast_attention, fast_decode, fast_layer, fast_rotary, rms_norm
 from ptq.ops import matmul
 from quarot.plan import QuarotRecipe
 
@@ -118,7 +118,7 @@ def test_the_default_dtype_of_the_caller_changes_no_product(monkeypatch: pytest.
 @torch.no_grad()
 def test_autocast_gives_one_dtype_for_any_number_of_tokens() -> None:
     x, w, _ = draw(6, 64, matmul.FEW_TOKENS + 1, torch.float32)
-    plain = router_product.FewTokensLinear(64, 6, bias=False)
+    plain = dense_products.FewTokensLinear(64, 6, bias=False)
     plain.weight.copy_(w)
     with torch.autocast("cpu", torch.bfloat16):
         for tokens in (1, matmul.FEW_TOKENS, matmul.FEW_TOKENS + 1):
@@ -133,7 +133,7 @@ def test_autocast_gives_one_dtype_for_any_number_of_tokens() -> None:
 def test_forward_derivatives_of_plain_products(tokens: int) -> None:
     x, w, _ = draw(6, 64, tokens, torch.float32)
     dx = draw(6, 64, tokens + 1, torch.float32)[0][1:]
-    plain = router_product.FewTokensLinear(64, 6, bias=False)
+    plain = dense_products.FewTokensLinear(64, 6, bias=False)
     plain.weight.copy_(w)
     for product in (plain, lambda x: matmul.linear(x, w, None), lambda x: matmul.product(x, w.t())):
         torch.testing.assert_close(torch.func.jvp(product, (x,), (dx,))[1], dx @ w.t())
@@ -159,7 +159,7 @@ def test_a_loaded_model(tmp_path) -> None:
     source = save_model(tmp_path / "source")
     ptq.quantize(source, tmp_path / "out", QuarotRecipe(rounding="nearest"), ptq.RunOptions(report=False))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    assert type(model.lm_head) is router_product.FewTokensLinear and isinstance(model.lm_head, nn.Linear)
+    assert type(model.lm_head) is dense_products.FewTokensLinear and isinstance(model.lm_head, nn.Linear)
     assert model.config._attn_implementation == fast_decode.ATTENTION
     ids = torch.randint(model.config.vocab_size, (1, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

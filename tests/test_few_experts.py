@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 import ptq
 from fp6.minifloat import MinifloatFormat
 from fp6.plan import Fp6Recipe
-from ptq.fast import fast_layer, fast_steps, router_product
+from ptq.fast import dense_products, fast_layer, fast_steps
 from ptq.fast.fast_experts import MOST_TOKENS
 from ptq.hf.experts import Experts
 from ptq.layers.linear import QuantLinear
@@ -91,11 +91,11 @@ IN_LAYERS = {
 OTHER_ROUTERS = {"llama4_text", "cohere2_moe", "phimoe", "axk1", "axk2", "laguna"}
 """Families whose routers run by themselves, and the chosen experts in one call."""
 WITH_GATES = [name for name in SPARSE_FAMILIES if (names := FAMILIES[name].experts) and names.gate]
-WHOLE = ("qwen3_moe", "gpt_oss", "deepseek_v3")
+WHOLE = ("qwen3_moe", "gpt_oss", "deepseek_v3", "cohere2_moe")
 
 
 def recipes_of(model_type: str) -> list[str]:
-    """Three families meet every recipe, the others one."""
+    """Four families meet every recipe, the others one."""
     return [*RECIPES] if model_type in WHOLE else ["W4A8"]
 
 
@@ -234,8 +234,8 @@ def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypat
     router = model.model.layers[1].get_submodule(family.module_name(names.router))
     for parameter in router.parameters():
         parameter.normal_()
-    assert router_product.is_router(router) and not any(
-        router_product.is_router(module) for module in model.modules() if type(module) is not type(router)
+    assert dense_products.is_router(router) and not any(
+        dense_products.is_router(module) for module in model.modules() if type(module) is not type(router)
     )
     plain, more = copy.deepcopy(router), len(inspect.signature(type(router).forward).parameters) - 2
     fast_steps.install(model)
@@ -245,8 +245,8 @@ def test_routers_multiply_few_tokens_by_the_faster_op(model_type: str, monkeypat
         calls.append(given)
         return few_tokens_linear(*given)
 
-    monkeypatch.setattr(router_product._Functional, "linear", staticmethod(linear))
-    monkeypatch.setattr(router_product, "few_tokens_linear", linear)  # what a router that is a linear calls
+    monkeypatch.setattr(dense_products._Functional, "linear", staticmethod(linear))
+    monkeypatch.setattr(dense_products, "few_tokens_linear", linear)  # what a router that is a linear calls
     for tokens in (5, 4, 1):
         x = torch.randn(tokens, router.weight.shape[1])
         given = x, *[torch.rand(4)] * more  # a correction, that the block has
@@ -267,5 +267,5 @@ def test_what_is_no_router() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return F.linear(x, self.weight) * self.scale
 
-    assert not router_product.is_router(Two()) and not router_product.is_router(nn.Linear(4, 3, bias=False))
-    assert not router_product.is_router(nn.Embedding(4, 3))
+    assert not dense_products.is_router(Two()) and not dense_products.is_router(nn.Linear(4, 3, bias=False))
+    assert not dense_products.is_router(nn.Embedding(4, 3))

@@ -16,7 +16,8 @@ from typer.testing import CliRunner, Result
 
 from ptq.cli import app
 from ptq.commands import evaluate
-from ptq.commands.windows import windows_from_text
+from ptq.commands import perplexity as command
+from ptq.commands.windows import Windows, windows_from_text
 from ptq.files import hub
 
 
@@ -64,6 +65,19 @@ def test_it_prints_its_table_on_a_terminal_of_ascii(model_folder, tmp_path):
     done = perplexity(str(model_folder), "--text", str(text), "--context", "16", charset="ascii")
     assert done.exit_code == 0, done.exception
     assert "±" in done.stdout_bytes.decode()
+
+
+def test_a_loss_whose_exp_is_no_number() -> None:
+    """JSON holds null in its place, and the table is printed."""
+    own = evaluate.Perplexity(800.0, 1.0, 2, 16)
+    other = evaluate.Perplexity(4.0, 1.0, 2, 16)
+    windows = Windows(torch.zeros(2, 16, dtype=torch.long), 32, "none", "none")
+    question = command.Question("model", None, None, None, "other", torch.device("cpu"), None)
+    result = evaluate.Agreement(own, other, 800.0, 1.0, 0.0, 1.0)
+    measured = command.Measured(question, "text", windows, result, "float32")
+    record = json.loads(json.dumps(command.as_record(measured), allow_nan=False))
+    assert record["perplexity"] is None and record["standard_error"] is None and record["loss"] == 800.0
+    assert command.as_table(measured).row_count == 11
 
 
 def test_it_refuses_bad_input_in_one_sentence(model_folder, tmp_path):

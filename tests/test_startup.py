@@ -107,7 +107,9 @@ def test_a_signal_to_end_leaves_time_to_put_files_in_order(
         with pytest.raises(startup.Stopped) as found, startup.interruptible():
             os.kill(os.getpid(), number)
             time.sleep(60)
-        assert cli._exit_code(found.value) == 128 + number and "goes on where it was" in cli._sentence(found.value)
+        assert cli._exit_code(found.value) == 128 + number
+        assert "goes on where it was" in cli._sentence(found.value, goes_on=True)
+        assert cli._sentence(found.value, goes_on=False) == "interrupted"  # of a command that begins anew
         assert signal.getsignal(number) is signal.SIG_DFL
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv("WORLD_SIZE", "2")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, TextStreamer
 
 from ptq.errors import InputError, refused
-from ptq.hf.loading import load_model, load_tokenizer
+from ptq.hf.loading import load_config, load_model, load_tokenizer, positions_of
 
 
 @dataclass(frozen=True)
@@ -47,24 +47,23 @@ def generate(
     """
     tokenizer = load_tokenizer(model)
     ids = _prompt(tokenizer, request)
-    loaded: Any = load_model(model, dtype, device)
-    limit = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    limit = positions_of(load_config(model))
     room = request.new_tokens if limit is None else limit - len(ids)
     if room < 1:
         raise InputError(f"the prompt has {len(ids)} tokens, and the model {limit} positions; give a shorter one")
+    loaded: Any = load_model(model, dtype, device)
+    # On the model, too: transformers fills what is None from there.
+    loaded.generation_config = _settings(loaded.generation_config, request, min(room, request.new_tokens))
     streamer = _Observed(tokenizer, write)
     batch = torch.tensor([ids], device=loaded.device)
-    with torch.random.fork_rng(), refused(f"{model} could not generate"):
+    gpus = [loaded.device] if loaded.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=gpus), refused(f"{model} could not generate"):
         torch.manual_seed(request.seed)
-        loaded.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            generation_config=_settings(loaded.generation_config, request, min(room, request.new_tokens)),
-            streamer=streamer,
-        )
+        loaded.generate(batch, attention_mask=torch.ones_like(batch), streamer=streamer, tokenizer=tokenizer)
     begun, read, *_ = times = streamer.times
     count = len(times) - 1
-    return Written(len(ids), read - begun, count, times[-1] - read, count == room < request.new_tokens)
+    at_limit = count == room < request.new_tokens and streamer.last not in _ends(loaded.generation_config)
+    return Written(len(ids), read - begun, count, times[-1] - read, at_limit)
 
 
 def _prompt(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
@@ -74,22 +73,33 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
     if request.chat is False or not has_template:
         ids = tokenizer(request.prompt, verbose=False)["input_ids"]
     else:
-        messages = [{"role": "user", "content": request.prompt}]
-        with refused("the model's chat template does not take the prompt"):
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        assert isinstance(text, str)
-        ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # the template has them
+        ids = tokenizer(_turn(tokenizer, request.prompt), add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
         raise InputError("the prompt is empty; give some text to go on from")
     return list(ids)
 
 
+def _turn(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """The prompt as what a user says, with the special tokens of the chat template."""
+    for content in (prompt, [{"type": "text", "text": prompt}]):  # templates of models that also see want parts
+        with refused("the model's chat template does not take the prompt"):
+            messages = [{"role": "user", "content": content}]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        if isinstance(text, str) and prompt.strip() in text:
+            return text
+    raise InputError("the model's chat template leaves the prompt out; --no-chat lets the model continue it")
+
+
 def _settings(own: GenerationConfig, request: Request, new_tokens: int) -> GenerationConfig:
-    """The model's own, with what was asked for."""
+    """The model's own, with what was asked for, one token of one answer after the other."""
     settings = copy.deepcopy(own)
     settings.max_length, settings.max_new_tokens = None, new_tokens
+    settings.min_length = min(settings.min_length or 0, new_tokens)
+    settings.min_new_tokens = min(settings.min_new_tokens or 0, new_tokens)
+    settings.num_beams = settings.num_return_sequences = 1
+    settings.penalty_alpha = settings.prompt_lookup_num_tokens = None
     if request.temperature == 0:
-        settings.do_sample, settings.temperature, settings.top_p, settings.top_k = False, None, None, None
+        settings.do_sample, settings.temperature, settings.top_p, settings.top_k = False, 1.0, 1.0, 50
     elif request.temperature is not None:
         settings.do_sample, settings.temperature = True, request.temperature
     if settings.pad_token_id is None:
@@ -97,16 +107,25 @@ def _settings(own: GenerationConfig, request: Request, new_tokens: int) -> Gener
     return settings
 
 
+def _ends(settings: GenerationConfig) -> list[int]:
+    """The tokens that end a text."""
+    ends = settings.eos_token_id
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
 class _Observed(TextStreamer):
-    """Hands on what is finished, and keeps when every token came; the first time is when the prompt went in."""
+    """Hands on what is finished, and keeps the last token and when every one came; the first time is when the prompt
+    went in."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.write = write
         self.times: list[float] = []
+        self.last: int | None = None
 
     def put(self, value: Tensor) -> None:
         self.times.append(time.perf_counter())
+        self.last = int(value.flatten()[-1])
         super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:

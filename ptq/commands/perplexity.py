@@ -149,9 +149,14 @@ def _numbers(value: Perplexity) -> dict[str, float | None]:
     return {
         "loss": value.loss,
         "loss_standard_error": value.loss_standard_error,
-        "perplexity": value.perplexity if math.isfinite(value.perplexity) else None,
-        "standard_error": value.standard_error,
+        "perplexity": _or_none(value.perplexity),
+        "standard_error": _or_none(value.standard_error),
     }
+
+
+def _or_none(value: float | None) -> float | None:
+    """JSON has no word for what is not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def as_table(measured: Measured) -> Table:
@@ -164,7 +169,8 @@ def as_table(measured: Measured) -> Table:
         theirs = result.original
         table.add_row(f"perplexity of {question.against}", _with_error(theirs.perplexity, theirs.standard_error))
         table.add_row("loss increase", _with_error(result.loss_increase, result.loss_increase_standard_error))
-        table.add_row("growth of the perplexity", f"{100 * math.expm1(result.loss_increase):+.2f} %")
+        growth = math.expm1(min(result.loss_increase, 700.0))  # exp of more is no number
+        table.add_row("growth of the perplexity", f"{100 * growth:+.2f} %")
         table.add_row("KL(original || model), nats", _with_error(result.kl, result.kl_standard_error))
         table.add_row("same most likely token", f"{100 * result.top1:.2f} %")
     table.add_row("windows x context", f"{len(windows)} x {windows.context} of {windows.found} tokens")

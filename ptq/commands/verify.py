@@ -122,7 +122,7 @@ def check_integrity(folder: Path) -> Verification:
     elif not (contents.groups or contents.cache or contents.residual):
         raise InputError(
             f"{folder}: plain weights without {RECORD}, the record of a run: there is nothing to check them by "
-            "(`quantize dequantize` writes none). `quantize perplexity FOLDER --against MODEL` compares"
+            "(`quantize dequantize` writes none). `quantize perplexity FOLDER --against MODEL --text FILE` compares"
         )
     if contents.groups:
         check_tensors(found)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ptq.errors import InputError
+from ptq.hf.loading import positions_of
 from ptq.statistics.calibration import windows_of
 
 PAPER_CONTEXT = 2048
@@ -44,7 +45,7 @@ def context_for(config: PretrainedConfig, requested: int | None = None) -> int:
 
     Raises InputError for a context that the model was not made for, or that predicts nothing.
     """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = positions_of(config)
     if requested is None:
         return PAPER_CONTEXT if longest is None else min(PAPER_CONTEXT, longest)
     if requested < 2:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ptq.fast import fast_layer, fast_moe, fast_steps, layer_runs, router_product, sinks
+from ptq.fast import dense_products, fast_layer, fast_moe, fast_steps, layer_runs, sinks
 from ptq.fast.decoding import ATTENTION, WITHOUT_SDPA
 from ptq.layers import shared_input
 from ptq.layers.packed_weight import version
@@ -32,7 +32,7 @@ def install(model: PreTrainedModel) -> None:
     """Make the plain linear layers and "sdpa" attention of a model fast. Another attention is left alone."""
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.__class__ = router_product.FewTokensLinear
+            module.__class__ = dense_products.FewTokensLinear
             if module.out_features == 1:
                 module.weight.data = module.weight.data.clone()  # as in `ptq.hf.blocks`, so that numbers are the same
     shared_input.attach(model)

@@ -1,25 +1,21 @@
-"""RMSNorm, rotary embedding and the gate of the MLP of a loaded model in one op each; for few tokens also its attention
-(`ptq.fast.fast_attention`, `ptq.fast.latent_attention`), its router of experts and the steps of other mixers
-(`ptq.fast.fast_mixers`).
+"""Finds the parts of a loaded model that an op can do, and installs them: RMSNorm (`ptq.fast.rms_norm`), rotary
+embedding (`ptq.fast.fast_rotary`), the gate of the MLP (`ptq.fast.gated_mlp`); for few tokens also attention
+(`ptq.fast.fast_attention`, `ptq.fast.latent_attention`), the router of experts (`ptq.fast.dense_products`) and the
+steps of other mixers (`ptq.fast.fast_mixers`).
 
-No family is named. `install` looks for modules that could be an RMSNorm, for attention modules whose forward calls
-`apply_rotary_pos_emb` (`ptq.fast.fast_rotary`), and for a gated MLP; each kind is tried on random numbers first, and
-where the op's reference does not give the same bits as the model's own code (attention: up to rounding,
-`ptq.fast.fast_attention`), that code is left alone. With gradients, other devices or dtypes
+No family is named. Each kind is tried on random numbers first, and where the op's reference does not give the same bits
+as the model's own code (attention: up to rounding), that code is left alone. With gradients, other devices or dtypes
 (`ptq.ops.matmul.ops_serve`), or under torch.compile, the model's own code runs.
 
-Parts of models that run alone (`ptq.hf.blocks`) get the same, so that proofs may compare bits.
-
-Norms and attention modules get a `forward` of their own in the instance, as accelerate does it. The one of attention is
-the family's own function, with another `apply_rotary_pos_emb` among its globals, that of a router has another
-`F.linear`, or, where it is a linear itself, another `super().forward`: nothing in transformers is changed.
+Parts of models that run alone (`ptq.hf.blocks`) get the same, so that proofs may compare bits. A part gets a `forward`
+of its own in the instance, as accelerate does it: nothing in transformers is changed.
 """
 
 from typing import Any
 
 from torch import nn
 
-from ptq.fast import fast_attention, fast_mixers, fast_rotary, gated_mlp, latent_attention, rms_norm, router_product
+from ptq.fast import dense_products, fast_attention, fast_mixers, fast_rotary, gated_mlp, latent_attention, rms_norm
 from ptq.fast.watched import InPlace
 
 
@@ -37,8 +33,8 @@ def install(model: nn.Module) -> None:
             module.forward = InPlace(attention_forward, module, attention)
         elif (act := gated_mlp.gate_of(module)) is not None:
             module.forward = InPlace(gated_mlp.forward, module, act, gated_mlp.activation_of(module))
-        elif router_product.is_router(module):
-            module.forward = InPlace(router_product.forward, module)
+        elif dense_products.is_router(module):
+            module.forward = InPlace(dense_products.forward, module)
         elif (forward := fast_mixers.forward_of(module)) is not None:
             module.forward = forward
 

@@ -113,6 +113,11 @@ def device_named(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
+def positions_of(config: Any) -> int | None:
+    """The number of positions of a model; None: it has no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
 def load_tokenizer(model: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or `demo`. Raises InputError where none is there or loads."""
     folder = source.resolve(str(model))

@@ -18,7 +18,7 @@ from ptq.files import source
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.lock import exclusive, lock_file
 from ptq.files.shards import OWNER
-from ptq.hf.loading import device_named
+from ptq.hf.loading import device_named, positions_of
 from ptq.models.model_shape import shape_of
 from ptq.ops import memory
 from ptq.ops.defaults import own_defaults
@@ -280,7 +280,7 @@ def read_result(out: Path) -> Result:
 
 def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:
     """The recipe with its defaults that depend on the model."""
-    limit = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    limit = positions_of(config) or sys.maxsize
     length = recipe.sequence_length or min(2048, limit)
     if length > limit:
         raise InputError(f"--sequence-length {length}: the model's limit is {limit} positions")

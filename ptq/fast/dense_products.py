@@ -1,4 +1,4 @@
-"""The product of a router of experts by the op for few tokens.
+"""Plain linears, and the products of routers of experts, by the op for few tokens (`ptq::dense_linear`).
 
 The forward of a router is the family's own function with another `F.linear` among its globals, or, where the router is
 a linear itself, with another `super().forward`.
