@@ -346,18 +346,20 @@ def test_without_this_package_nothing_loads(skip: tuple[str, ...], tmp_path: Pat
 
 def test_a_rotated_checkpoint_needs_no_package(tmp_path: Path) -> None:
     """Its tensors have the names of the source, so that transformers, and others, find them."""
+    folders: list[Path] = []
     for model_type in (name for name in SPARSE if name in WRITTEN_PLAIN):
         model, out = save_model(tmp_path / model_type, model_type), tmp_path / f"{model_type}.out"
         assert quantize("rotate", model, out).exit_code == 0
-        assert (
-            load_file(out / "model.safetensors").keys() - {"lm_head.weight"}
-            == load_file(model / "model.safetensors").keys()
-        )
-        code = "import sys, torch; from transformers import AutoModelForCausalLM as M\nfor f in sys.argv[1:]: " \
-               "print(M.from_pretrained(f)(torch.arange(3, 60)[None]).logits.norm(dim=-1).tolist())"  # fmt: skip
-        command = [sys.executable, "-c", code, str(model), str(out)]
-        lines = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout.splitlines()
-        assert close(*(torch.tensor(json.loads(line)) for line in reversed(lines)), 1e-5)
+        names = [load_file(folder / "model.safetensors").keys() for folder in (model, out)]
+        assert names[1] - {"lm_head.weight"} == names[0]
+        folders += model, out
+    code = "import sys, torch; from transformers import AutoModelForCausalLM as M\nfor f in sys.argv[1:]: " \
+           "print(M.from_pretrained(f)(torch.arange(3, 60)[None]).logits.norm(dim=-1).tolist())"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code, *folders], capture_output=True, text=True, cwd=tmp_path)
+    found = [torch.tensor(json.loads(line)) for line in done.stdout.splitlines()]
+    assert len(found) == len(folders) > 10, done.stderr
+    for out, rotated, original in zip(folders[1::2], found[1::2], found[::2], strict=True):
+        assert close(rotated, original, 1e-5), out
 
 
 def test_saved_under_the_names_of_the_model(tmp_path: Path) -> None:
