@@ -128,6 +128,8 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             for name in ("model", "checkpoint", "against"):  # a mistyped one need not wait for what the command imports
                 if kwargs.get(name) is not None:
                     source.local_folder(kwargs[name])
+            if str(kwargs.get("out")) == "demo":
+                raise InputError("OUT cannot be demo: that names the model that ships with ptq; choose another name")
             function(*args, **kwargs)
         except BrokenPipeError as error:  # `| head`: nobody reads on, and what is still to be flushed goes nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -71,7 +71,10 @@ def verify(
     ] = None,
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
     max_kl: Annotated[
-        float | None, typer.Option(min=0, help="End with exit code 1 where the KL, in nats per token, is above this.")
+        float | None,
+        typer.Option(
+            min=0, help="End with exit code 1 where the KL, nats per token of what is compared on, is above this."
+        ),
     ] = None,
     as_json: cli.Json = False,
     debug: cli.Debug = False,
@@ -92,7 +95,8 @@ def verify(
     else:
         _print_found(checkpoint, against, text, found)
     if max_kl is not None and found.kl is not None and not found.kl <= max_kl:
-        raise RunError(f"{checkpoint}: KL {found.kl:.6g} from {against}, above --max-kl {max_kl:.6g}")
+        tokens = "the text" if text else "random tokens (--text compares on a text)"
+        raise RunError(f"{checkpoint}: KL {found.kl:.6g} from {against} on {tokens}, above --max-kl {max_kl:.6g}")
 
 
 def _print_found(checkpoint: str, against: str | None, text: Path | None, found: "Verification") -> None:

@@ -18,7 +18,7 @@ Model = Annotated[
 ]
 Dtype = Annotated[
     Literal["auto", "float32", "bfloat16", "float16"],
-    typer.Option(help="Of the computation; auto: the stored one, but float32 for float16 on a CPU."),
+    typer.Option(help="What to compute in; auto: the stored type, but float32 for float16 on a CPU."),
 ]
 
 
@@ -30,7 +30,9 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     model: Model,
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What it continues or answers; - reads stdin.")],
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="What it continues or answers, in quotes; - reads stdin.")
+    ],
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to write, at most.")] = 128,
     temperature: Annotated[
         float | None,
@@ -66,7 +68,8 @@ def generate(
     pace = "" if rate is None else f", {rate:.1f} a second"
     end = "; the model has no more positions" if done.at_limit else ""
     console.print(
-        f"{done.prompt_tokens} tokens read in {done.prompt_seconds:.2f} s, {done.new_tokens} written{pace}{end}",
+        f"{done.prompt_tokens} token{'s' * (done.prompt_tokens != 1)} read in {done.prompt_seconds:.2f} s, "
+        f"{done.new_tokens} written{pace}{end}",
         soft_wrap=True,
     )
 
@@ -75,7 +78,7 @@ def perplexity(
     model: Model,
     text: Annotated[
         Path | None,
-        typer.Option(help="FILE.txt or FILE.jsonl to predict, in UTF-8. Default for demo: its held-out text."),
+        typer.Option(help="FILE.txt or FILE.jsonl to predict, in UTF-8. This or --dataset is needed, but for demo."),
     ] = None,
     dataset: Annotated[Literal["wikitext2"] | None, typer.Option(help="A text from the hub.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's limit.")] = None,

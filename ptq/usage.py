@@ -1,5 +1,6 @@
 """Wrong usage of a command, answered as its other errors are: in one sentence on stderr, where Typer draws a box."""
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,5 +30,14 @@ def _exit_code(main: Callable[..., Any], *args: Any, **settings: Any) -> int:
         program = settings.get("prog_name") or Path(sys.argv[0]).name
         path = program if error.ctx is None else error.ctx.command_path  # None: an option without its value
         message = error.format_message().replace(": Value error, ", ": ").rstrip(".")
-        print(f"{program}: {message[:1].lower()}{message[1:]} (see `{path} --help`)", file=sys.stderr)
+        print(f"{program}: {message[:1].lower()}{message[1:]}{_hint(message)} (see `{path} --help`)", file=sys.stderr)
         return 2
+
+
+def _hint(message: str) -> str:
+    """What is meant, most likely, by a text that was taken for arguments or for an option."""
+    if message.startswith("Got unexpected extra argument"):
+        return "; a text of several words needs quotes, and an option its name"
+    if re.match(r"No such option: -(\d|.*\s)", message):
+        return "; put -- in front of a text that begins with a dash"
+    return ""

@@ -193,7 +193,7 @@ def test_the_commands(tmp_path: Path) -> None:
     assert quantize("fp6", fp8, tmp_path / "out").exit_code == 0
     said = quantize("verify", tmp_path / "out", "--against", fp8)
     assert said.exit_code == 0 and "KL 0." in said.stdout
-    check_refused(quantize("verify", fp8), "nothing to check them by")
+    check_refused(quantize("verify", fp8), "nothing to check it by")
     check_refused(quantize("prepack", fp8, tmp_path / "no"), "quantised by 'fp8', not by ptq")
     inside = quantize("inspect", fp8)
     assert inside.exit_code == 0 and "published in FP8" in inside.stdout

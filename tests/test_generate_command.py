@@ -27,7 +27,7 @@ def edit_json(path: Path, **values: Any) -> None:
 
 DEMO = demo_path()
 PROMPT = "def read(path):"
-STATED = r"(\d+) tokens read in \d+\.\d\d s, (\d+) written(, \d+\.\d a second)?(; the model has no more positions)?\n"
+STATED = r"(\d+) tokens? read in \d+\.\d\d s, (\d+) written(, \d+\.\d a second)?(; the model has no more positions)?\n"
 
 
 def written(*arguments: object) -> tuple[str, tuple[str, ...]]:
@@ -149,7 +149,9 @@ def test_a_chat_goes_through_the_template(tmp_path: Path) -> None:
 
 def test_bad_input(tmp_path: Path) -> None:
     check_refused(quantize("generate", "demo", ""), "the prompt is empty")
-    check_refused(quantize("generate", tmp_path, "a"), "holds no tokenizer")
+    check_refused(quantize("generate", tmp_path, "a"), "config.json: missing")
+    shutil.copytree(DEMO, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    check_refused(quantize("generate", tmp_path / "model", "a"), "holds no tokenizer")
     check_refused(quantize("generate", tmp_path / "none", "a"), "no such folder")
     check_refused(quantize("generate", "demo", "a", "--max-new-tokens", 0), "--max-new-tokens")
     check_refused(quantize("generate", "demo", "a", "--device", "tpu"), "--device must be auto, cpu or cuda")

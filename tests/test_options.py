@@ -71,7 +71,7 @@ BAD_OPTIONS: dict[str, tuple[list[str], str]] = {
     "a part in the midst": (["--rounding", "nearest", "--skip", "*.layers.0"], "is '*.layers.0*' meant?"),
     "a part with bits": (["--rounding", "nearest", "--bits-for", "mlp=3"], "is '*mlp*=3' meant?"),
     "a pipe": (["--calibration", "/dev/null"], "must be a file, not a pipe"),
-    "a folder of texts": (["--calibration", "{tmp}"], "(name a .txt or .jsonl file in it)"),
+    "a folder of texts": (["--calibration", "{tmp}"], "(name such a file in it)"),
     "a pattern that matches nothing": (["--rounding", "nearest", "--skip", "*.dwn_proj"], "matches no linear"),
 }
 
@@ -97,6 +97,9 @@ def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     (["quarot"], "missing argument 'MODEL' (see `quantize quarot --help`)"),
     (["quaro"], "no such command 'quaro'. Did you mean 'quarot'? (see `quantize --help`)"),
+    (["fp6", "demo", "demo"], "OUT cannot be demo: that names the model that ships with ptq"),
+    (["generate", "demo", "import", "os"], "got unexpected extra argument(s) (os); a text of several words needs"),
+    (["generate", "demo", "-5 + 3"], "no such option: -5; put -- in front of a text that begins with a dash (see `"),
     (["fp6", "demo", "out", "--no-such-option"], "no such option: --no-such-option (see `quantize fp6 --help`)"),
     (["fp6", "demo", "out", "--element"], "option '--element' requires an argument (see `quantize --help`)"),
     (["fp6", "demo", "out", "--report=3"], "option '--report' does not take a value (see `quantize --help`)"),

@@ -96,7 +96,11 @@ def test_it_refuses_bad_input_in_one_sentence(model_folder, tmp_path):
         ((folder, "--text", str(text), "--dataset", "wikitext2"), "not both"),
         ((folder, "--text", str(text)), "has 33 tokens, too few for one window of 320"),
         ((folder, "--text", str(text), "--context", "400"), "max_position_embeddings 320"),
-        ((str(tmp_path), "--text", str(text)), "holds no tokenizer"),
+        ((str(tmp_path), "--text", str(text)), "config.json: missing"),
+        (
+            (folder, "--text", str(text), "--context", "8", "--against", "demo"),
+            "tokenise the text differently; --against",
+        ),
         ((str(tmp_path / "absent"), "--text", str(text)), "no such folder"),
         ((str(text), "--text", str(text)), "a file; pass the folder"),
         ((), "missing argument 'MODEL' (see `"),

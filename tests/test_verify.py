@@ -24,7 +24,7 @@ def test_verify(packed: Path, tiny: Path) -> None:
     assert found["files"] == 5 and found["tensors"] == len(load_file(packed / "model.safetensors"))
     against = json.loads(quantize("verify", packed, "--against", tiny, "--json").stdout)
     assert against["tokens"] == 127 and 0.3 < against["kl"] < 1.3 and 0.3 < against["top1"] < 1
-    check_refused(quantize("verify", tiny), "nothing to check them by")
+    check_refused(quantize("verify", tiny), "nothing to check it by")
 
 
 def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibration_text: Path) -> None:
@@ -82,7 +82,10 @@ def test_a_limit_to_the_divergence(packed: Path, tiny: Path) -> None:
     assert within.exit_code == 0 and json.loads(within.stdout) == found
     above = quantize(*compared, "--json", "--max-kl", found["kl"] * 0.99)
     assert above.exit_code == 1 and json.loads(above.stdout) == found
-    assert re.fullmatch(r"quantize: \S+: KL \d\.\d+ from \S+, above --max-kl \d\.\d+\n", above.stderr)
+    assert re.fullmatch(
+        r"quantize: \S+: KL \d\.\d+ from \S+ on random tokens \(--text [a-z ]+\), above --max-kl \d\.\d+\n",
+        above.stderr,
+    )
     check_refused(quantize("verify", packed, "--max-kl", 1), "--max-kl does nothing without --against")
 
 

@@ -45,9 +45,11 @@ def generate(
     Raises InputError for a prompt without tokens, or with as many as the model has positions; for a chat without a
     template; and for whatever transformers refuses to generate with.
     """
+    if not request.prompt:
+        raise InputError("the prompt is empty; give some text to go on from")
+    limit = positions_of(load_config(model))
     tokenizer = load_tokenizer(model)
     ids = _prompt(tokenizer, request)
-    limit = positions_of(load_config(model))
     room = request.new_tokens if limit is None else limit - len(ids)
     if room < 1:
         raise InputError(f"the prompt has {len(ids)} tokens, and the model {limit} positions; give a shorter one")
@@ -75,7 +77,7 @@ def _prompt(tokenizer: PreTrainedTokenizerBase, request: Request) -> list[int]:
     else:
         ids = tokenizer(_turn(tokenizer, request.prompt), add_special_tokens=False, verbose=False)["input_ids"]
     if not ids:
-        raise InputError("the prompt is empty; give some text to go on from")
+        raise InputError("the prompt has no tokens; give some text to go on from")
     return list(ids)
 
 

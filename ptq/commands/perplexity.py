@@ -19,7 +19,7 @@ from ptq.demo import demo_path
 from ptq.errors import InputError, RunError
 from ptq.files import hub
 from ptq.files.dtypes import name_of
-from ptq.hf.loading import load_model, load_tokenizer
+from ptq.hf.loading import load_config, load_model, load_tokenizer
 from ptq.pipeline.progress import counting
 from ptq.statistics import text_sources
 from ptq.statistics.calibration import bos_of
@@ -64,6 +64,7 @@ def measure(question: Question) -> Measured:
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
     """
+    load_config(question.model)  # a folder that is no model is told as such
     tokenizer = load_tokenizer(question.model)
     name, text = _text(question, tokenizer)
     model = load_model(question.model, question.dtype, question.device)
@@ -76,7 +77,10 @@ def measure(question: Question) -> Measured:
         else:
             theirs = windows_from_text(load_tokenizer(question.against), text, context, bos=bos)
             if not torch.equal(windows.tokens, theirs.tokens):
-                raise InputError(f"{question.model} and {question.against} tokenise the text differently")
+                raise InputError(
+                    f"{question.model} and {question.against} tokenise the text differently; --against is the model "
+                    "that the other was made from"
+                )
             # In the same dtype, so that the divergence is not that of two precisions.
             original = load_model(question.against, model.dtype, question.device)
             result = compare(model, original, windows, progress=advance)

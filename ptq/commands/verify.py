@@ -121,8 +121,8 @@ def check_integrity(folder: Path) -> Verification:
         added = _check_hashes(folder, hashes)
     elif not (contents.groups or contents.cache or contents.residual):
         raise InputError(
-            f"{folder}: plain weights without {RECORD}, the record of a run: there is nothing to check them by "
-            "(`quantize dequantize` writes none). `quantize perplexity FOLDER --against MODEL --text FILE` compares"
+            f"{folder}: holds plain weights and no {RECORD}, which every result of a run has, so there is nothing to "
+            "check it by; to compare two models: `quantize perplexity FOLDER --against MODEL --text FILE`"
         )
     if contents.groups:
         check_tensors(found)

@@ -42,9 +42,12 @@ def load_rows(
     if not text.strip():
         raise InputError(f"calibration {spec}: is empty; pass a text")
     if len(windows) < samples:
+        fewer = "--samples or " if samples > 1 else ""
+        if (fit := len(windows) - extra) > 0:
+            fewer = f"--samples to {fit}, which leaves {extra} rows to measure on, or "
         raise InputError(
             f"calibration {spec}: found {len(ids)} tokens, which is {len(windows)} rows of {sequence_length}, not "
-            f"{samples}; lower {'--samples or ' if samples > 1 else ''}--sequence-length, or pass a longer text"
+            f"{samples}; lower {fewer}--sequence-length, or pass a longer text"
         )
     chosen = torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))[: samples + extra]
     return windows[chosen]

@@ -44,7 +44,7 @@ def check(spec: str) -> None:
         except OSError as error:
             raise _cannot_read(path, error) from error
     elif spec not in HUB_ALIASES and path.exists():
-        wanted = "name a .txt or .jsonl file in it" if path.is_dir() else "rename it"
+        wanted = "name such a file in it" if path.is_dir() else "a .jsonl file has one JSON object a line"
         raise InputError(f"calibration {spec}: expected a .txt or .jsonl file ({wanted}), or a hub dataset")
     elif spec not in HUB_ALIASES and (meant := get_close_matches(spec, HUB_ALIASES, cutoff=0.9)):
         raise InputError(f"calibration {spec!r}: no such file; is `{meant[0]}` meant?")
