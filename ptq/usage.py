@@ -38,6 +38,6 @@ def _hint(message: str) -> str:
     """What is meant, most likely, by a text that was taken for arguments or for an option."""
     if message.startswith("Got unexpected extra argument"):
         return "; a text of several words needs quotes, and an option its name"
-    if re.match(r"No such option: -(\d|.*\s)", message):
+    if re.match(r"No such option: -\d", message):  # no option is a number
         return "; put -- in front of a text that begins with a dash"
     return ""

@@ -137,8 +137,10 @@ def test_long_texts_are_tokenised_in_pieces(tmp_path, monkeypatch):
 def test_too_short(text):
     with pytest.raises(InputError) as caught:
         load_rows(text, tokenizer, 10, 10, seed=0)
-    for words in ("found 96 tokens, which is 9 rows of 10, not 10", "--samples", "--sequence-length"):
+    for words in ("found 96 tokens, which is 9 rows of 10, not 10", "lower --samples or --sequence-length"):
         assert words in str(caught.value)
+    with pytest.raises(InputError, match="lower --samples to 5, which leaves 4 rows to measure on, or --sequence"):
+        load_rows(text, tokenizer, 10, 10, seed=0, extra=4)
 
 
 def test_an_empty_text(tmp_path):

@@ -43,7 +43,7 @@ def load_rows(
         raise InputError(f"calibration {spec}: is empty; pass a text")
     if len(windows) < samples:
         fewer = "--samples or " if samples > 1 else ""
-        if (fit := len(windows) - extra) > 0:
+        if extra and (fit := len(windows) - extra) > 0:
             fewer = f"--samples to {fit}, which leaves {extra} rows to measure on, or "
         raise InputError(
             f"calibration {spec}: found {len(ids)} tokens, which is {len(windows)} rows of {sequence_length}, not "
