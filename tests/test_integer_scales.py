@@ -186,10 +186,11 @@ def test_quantised_tokens_to_the_bit(bits, implementation):
             assert torch.equal(y, exact_product(q, q_scale, format, parts, bias)), (n, k, group, t)
 
 
+@pytest.mark.parametrize("group", [128, 512, 8192])
 @pytest.mark.parametrize("bits", BITS)
-def test_the_largest_products_of_the_longest_rows(bits, implementation):
+def test_the_largest_products_of_the_longest_rows(bits, group, implementation):
     """Sums up to 120 * 128 * 65536, half of what 32 bits hold; in float32 they would be rounded on the way."""
-    n, k, group = 17, 65536, 8192
+    n, k = 17, 65536
     format = integer_format(bits, group)
     parts = random_parts(format, n, k, extreme=True)
     tiled = format.prepack(parts, "cpu")

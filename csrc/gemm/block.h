@@ -55,7 +55,8 @@ struct Block {
     int64_t tile_step;  // bytes between the row tiles of codes, where they are not in a panel
     const uint32_t* x;  // [step, token]
     int64_t x_step;     // dwords to the x of the next tokens, or panel: fetched meanwhile, be it there or not
-    float* total;       // [token, tile, 16]: integers: of the groups before, times their scales; floats: the sums
+    float* total;       // [token, tile, 16]: integers: of the groups before, times their scales (with integer scales of
+                        // 32 bits); floats: the sums
     int64_t groups;     // that are whole; none: there is a part of one, and whether its first and last columns
     bool begins, ends;
     int64_t blocks;  // 32 columns each, in a group, or in the part
@@ -71,6 +72,9 @@ struct Block {
     int32_t* open;  // [token, tile, 16]: sums of a group that began in the panel before
 };
 
+// The most columns of a panel of codes where they lie.
+constexpr int64_t direct_columns = 512;
+
 // Whether totals, too, have registers.
 #if defined(__AVX512F__)
 template <int tiles, int tokens>
@@ -80,9 +84,12 @@ template <int tiles, int tokens>
 constexpr bool hold = false;
 #endif
 
-// total + scale * sum, each operation rounded, as it is defined.
+// total + scale * sum, each operation rounded, as it is defined; with integer scales exact.
 inline Lanes scaled(Lanes total, Lanes scale, SignedInts sum) {
     return total + scale * converted<Lanes>(sum);
+}
+inline SignedInts scaled(SignedInts total, Lanes scale, SignedInts sum) {
+    return total + converted<SignedInts>(scale) * sum;
 }
 
 #define PTQ_EACH_SUM \
@@ -121,13 +128,15 @@ PTQ_INLINE void multiply_columns(const Block& b, Place& at, typename Op::Sum sum
     }
 }
 
-template <class Op, int tiles, int tokens, int blocks>
+template <class Op, class Total, int tiles, int tokens, int blocks>
 void multiply_groups(const Block& b) {
-    constexpr bool held = hold<tiles, tokens>;
+    // Integer scales: floats hold the sums of a panel exactly, in two steps; integers would take a slow product.
+    constexpr bool held = hold<tiles, tokens>, whole = std::is_same_v<Total, SignedInts>;
+    static_assert(direct_columns * 15 * 8 * 128 < 1 << 24);
     Place at{b.codes, b.x};
     const float* scales = b.scale;
-    Lanes total[tokens][tiles];
-    if constexpr (held) PTQ_EACH_SUM total[t][r] = load(b.total + (t * tiles + r) * tile_rows);
+    Lanes total[tokens][tiles] = {};
+    if constexpr (held && !whole) PTQ_EACH_SUM total[t][r] = load(b.total + (t * tiles + r) * tile_rows);
     for (int64_t group = 0, groups = b.groups; group < groups; group++) {
         SignedInts sum[tokens][tiles];
         begin_group<tiles, tokens>(b, group, sum);
@@ -137,17 +146,25 @@ void multiply_groups(const Block& b) {
         for (int r = 0; r < tiles; r++) scale[r] = load(scales + r * tile_rows);
         PTQ_EACH_SUM {
             float* to = b.total + (t * tiles + r) * tile_rows;
-            if constexpr (held)
+            if constexpr (held && whole)
+                total[t][r] = fma(scale[r], converted<Lanes>(sum[t][r]), total[t][r]);
+            else if constexpr (held)
                 total[t][r] = scaled(total[t][r], scale[r], sum[t][r]);
             else
-                store(to, scaled(load(to), scale[r], sum[t][r]));
+                store_vector(to, scaled(load_vector<Total>(to), scale[r], sum[t][r]));
         }
         scales += tiles * tile_rows;
     }
-    if constexpr (held) PTQ_EACH_SUM store(b.total + (t * tiles + r) * tile_rows, total[t][r]);
+    if constexpr (held) PTQ_EACH_SUM {
+            float* to = b.total + (t * tiles + r) * tile_rows;
+            if constexpr (whole)
+                store_vector(to, load_vector<SignedInts>(to) + converted<SignedInts>(total[t][r]));
+            else
+                store(to, total[t][r]);
+        }
 }
 
-template <class Op, int tiles, int tokens>
+template <class Op, class Total, int tiles, int tokens>
 void multiply_part(const Block& b) {
     SignedInts sum[tokens][tiles];
     Place at{b.codes, b.x};
@@ -164,7 +181,7 @@ void multiply_part(const Block& b) {
     for (int r = 0; r < tiles; r++) scale[r] = load(b.scale + r * tile_rows);
     PTQ_EACH_SUM {
         float* to = b.total + (t * tiles + r) * tile_rows;
-        store(to, scaled(load(to), scale[r], sum[t][r]));
+        store_vector(to, scaled(load_vector<Total>(to), scale[r], sum[t][r]));
     }
 }
 
@@ -190,16 +207,17 @@ void multiply_floats(const Block& b) {
     PTQ_EACH_SUM store(b.total + (t * tiles + r) * tile_rows, sum[t][r]);
 }
 
-template <class Op, int tiles, int tokens>
+// Total: of integers, SignedInts with integer scales.
+template <class Op, int tiles, int tokens, class Total = Lanes>
 void multiply_block(const Block& b) {
     constexpr int usual = 4;  // groups of 128: a loop of a fixed length is faster
     const bool whole = b.groups > 0 && b.blocks == usual;
     if constexpr (std::is_same_v<typename Op::Sum, Lanes>)
         whole ? multiply_floats<Op, tiles, tokens, usual>(b) : multiply_floats<Op, tiles, tokens, 0>(b);
     else if (whole)
-        multiply_groups<Op, tiles, tokens, usual>(b);
+        multiply_groups<Op, Total, tiles, tokens, usual>(b);
     else
-        b.groups ? multiply_groups<Op, tiles, tokens, 0>(b) : multiply_part<Op, tiles, tokens>(b);
+        b.groups ? multiply_groups<Op, Total, tiles, tokens, 0>(b) : multiply_part<Op, Total, tiles, tokens>(b);
 }
 
 // Which columns of which groups a panel has.

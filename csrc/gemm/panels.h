@@ -88,7 +88,7 @@ struct Scratch {
     int32_t* panel;  // [panel_steps(p), tiles, 16]
     float* total;    // [tokens, tiles, 16]
     int32_t* open;   // the same; floats whose groups are added one by one: their sum, as floats
-    float* scale;    // [groups, tiles, 16]; floats: ratios of scales, then [tiles, 16]: those of the last group
+    float* scale;    // [groups, tiles, 16], then [tiles, 16]: see `load_scales`; floats: ratios, and the last scales
 };
 
 // A block of tokens; where it has fewer than there are sums, the last ones for nothing.
@@ -134,8 +134,11 @@ void multiply_columns_of(const Product& p, const Scratch& scratch, const Part& p
     b.total = scratch.total, b.open = scratch.open, b.ahead = &ahead;
     for (int64_t t = first; t < last; t += each) {
         if (done) fetch_results<tiles>(results, tile, t + each, each);
-        direct ? w.direct.multiply(&b, tiles, last - t) : multiply_tokens<mode, tiles>(b, std::min(each, last - t));
-        if (done) finish<tiles>(results, b.total, factor, tile, t, std::min(each, last - t));
+        const int64_t tokens = std::min(each, last - t);
+        direct ? w.direct.multiply(&b, tiles, last - t) : multiply_tokens<mode, tiles>(b, tokens);
+        if (done && are_integers(mode) && w.multiples)
+            count_steps<tiles>(scratch.scale + w.groups * tiles * tile_rows, b.total, tokens);
+        if (done) finish<tiles>(results, b.total, factor, tile, t, tokens);
         b.x += b.x_step, b.offset += w.groups * each;
         b.total += each * tiles * tile_rows, b.open += each * tiles * tile_rows;
     }
@@ -180,8 +183,7 @@ void multiply_strip(const Product& p, const Run& run, const Scratch& scratch, co
         const bool done = column == w.columns;
         const int64_t following = run.likely() % p.strips() * p.strip_tiles;
         const uint8_t* next = done ? codes_at(w, following, 0) : codes_at(w, part.tile, column);
-        for (int64_t i = 0; done && w.scale && i < tiles * w.groups * tile_rows; i += 32)
-            __builtin_prefetch(w.scale + following * w.groups * tile_rows + i, 0, 2);
+        if (done) fetch_scales(w, following, tiles);
         const int64_t bytes = (panel.end - panel.column) / column_step * w.step_bytes;
         const int64_t steps = (panel.end - panel.column) / column_step * blocks;
         Ahead ahead = Ahead::of(next, tiles, w.tile_bytes, bytes, steps);

@@ -69,7 +69,8 @@ struct Panels {
     const uint8_t* zero = nullptr;  // of integers: [row tile, groups, 16]: to be subtracted instead of `byte_offset`
     float factor = 1;
     Direct direct{};
-    const uint8_t* multiples = nullptr;  // [row tile, 1 + groups, 16]: exponents, and multiples of powers of two
+    const uint8_t* multiples = nullptr;  // [row tile, 1 + groups, 16]: exponents, and multiples of powers of two; of
+                                         // integers, for `direct` alone
 
     int64_t tiles() const { return (n + 15) / 16; }  // of rows
 };

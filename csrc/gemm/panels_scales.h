@@ -9,11 +9,32 @@
 namespace ptq::gemm {
 namespace {
 
-// Of integers, as floats: [group, tile, 16].
+// Of integers, as floats: [group, tile, 16]; multiples, then the steps that they count: [tile, 16].
 template <int tiles>
 void load_scales(const Panels& w, int64_t tile, float* to) {
     for (int64_t g = 0; g < w.groups; g++)
-        for (int64_t r = 0; r < tiles; r++, to += tile_rows) store(to, scale_at(w, tile + r, g));
+        for (int64_t r = 0; r < tiles; r++, to += tile_rows)
+            if (w.multiples)
+                store(to, converted<Lanes>(tiles::load_multiples(w.multiples, w.groups, tile + r, g)));
+            else
+                store(to, scale_at(w, tile + r, g));
+    for (int64_t r = 0; w.multiples && r < tiles; r++, to += tile_rows)
+        store(to, tiles::load_steps(w.multiples, w.groups, tile + r));
+}
+
+// Those of a strip to come.
+inline void fetch_scales(const Panels& w, int64_t tile, int64_t tiles) {
+    const int64_t bytes = tile_rows * (w.multiples ? 1 + w.groups : 2 * w.groups);
+    const auto* from = w.multiples ? w.multiples : reinterpret_cast<const uint8_t*>(w.scale);
+    for (int64_t i = 0; from && i < tiles * bytes; i += 64) __builtin_prefetch(from + tile * bytes + i, 0, 2);
+}
+
+// Totals of integer scales, to floats: step [tile, 16].
+template <int tiles>
+void count_steps(const float* step, float* total, int64_t tokens) {
+    for (int64_t t = 0; t < tokens; t++)
+        for (int r = 0; r < tiles; r++, total += tile_rows)
+            store(total, converted<Lanes>(load_vector<SignedInts>(total)) * load(step + r * tile_rows));
 }
 
 // Floats: sums are kept in the unit of the group that they are in, its scale. Where scales of a row are zero, the

@@ -36,6 +36,7 @@ constexpr int64_t panel_vectors([[maybe_unused]] Mode mode) {
 #endif
     return 384;
 }
+static_assert(panel_vectors(Mode::quads) / direct_tiles * columns_of(Mode::quads) == direct_columns);
 // The most steps.
 inline int64_t panel_steps(const Product& p) {
     return panel_vectors(p.mode) / p.strip_tiles;

@@ -138,9 +138,14 @@ void quantized(const Quantized& p, int64_t first, int64_t last) {
 
 namespace ptq::integer_tiled {
 
-const Kernels PTQ_LEVEL{sums,          quantized,
-                        spread,        floats,
-                        unpack_floats, unpack_pairs,
-                        unpack_bytes,  {{direct<2>, few}, {}, {direct<4>, few}, {}, {}, {}, {direct<8>, few_bytes}}};
+const Kernels PTQ_LEVEL{sums,
+                        quantized,
+                        spread,
+                        floats,
+                        unpack_floats,
+                        unpack_pairs,
+                        unpack_bytes,
+                        {{direct<2>, few}, {}, {direct<4>, few}, {}, {}, {}, {direct<8>, few_bytes}},
+                        {{direct<2, SignedInts>, few}, {}, {direct<4, SignedInts>, few}}};
 
 }  // namespace ptq::integer_tiled

@@ -63,6 +63,7 @@ struct Kernels {
     void (*floats)(const Floats&, int64_t first, int64_t last);
     gemm::Unpack unpack_floats, unpack_pairs, unpack_bytes;  // the modes of gemm/; those of numbers may be null
     gemm::Direct direct[7];                                  // of codes of 2 to 8 bits
+    gemm::Direct multiplied[most_multiplied - 1];            // the same, with integer scales
 };
 
 extern const Kernels portable, avx2, avxvnni, avx512, avx512vnni, avx512bf16, dotprod;

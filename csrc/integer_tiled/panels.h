@@ -133,13 +133,13 @@ struct InPlace {
     }
 };
 
-template <int bits>
+template <int bits, class Total = Lanes>
 [[maybe_unused]] void direct(const void* block, [[maybe_unused]] int tiles, int64_t tokens) {
     const auto& b = *static_cast<const gemm::Block*>(block);
     const auto multiply = [&]<int count>() {
-        if (tokens <= 2) return gemm::multiply_block<InPlace<bits>, count, 2>(b);
-        if (tokens <= 4) return gemm::multiply_block<InPlace<bits>, count, 4>(b);
-        gemm::multiply_block<InPlace<bits>, count, gemm::quad_tokens>(b);
+        if (tokens <= 2) return gemm::multiply_block<InPlace<bits>, count, 2, Total>(b);
+        if (tokens <= 4) return gemm::multiply_block<InPlace<bits>, count, 4, Total>(b);
+        gemm::multiply_block<InPlace<bits>, count, gemm::quad_tokens, Total>(b);
     };
 #if defined(__AVX512F__)
     if (tiles == 3) return multiply.template operator()<3>();

@@ -61,15 +61,14 @@ gemm::Panels panels_of(const Weight& w, gemm::Unpack unpack) {
             .step_bytes = block_bytes(w.bits),
             .byte_offset = 1 << (w.bits - 1),
             .zero = w.zero,
-            .direct = vector_kernels().direct[w.bits - 2],
+            .direct = (w.multiples ? vector_kernels().multiplied : vector_kernels().direct)[w.bits - 2],
             .multiples = w.multiples};
 }
 
-// With integer scales panels hold bytes, codes times multiples, and the one scale of a row is its step, kept in
-// `steps`.
+// Integer scales, where codes are unpacked: panels hold bytes, codes times multiples, and the one scale of a row is its
+// step, kept in `steps`.
 gemm::Panels panels_of_bytes(const Weight& w, std::vector<uint16_t>& steps) {
     gemm::Panels p = panels_of(w, nullptr);
-    if (!w.multiples) return p;
     for (int64_t tile = 0; tile < p.tiles(); tile++)
         for (int64_t r = 0; r < tile_rows; r++)
             steps.push_back(static_cast<uint16_t>(w.multiples[tile * (1 + w.groups) * tile_rows + r] << 7));
@@ -80,11 +79,13 @@ gemm::Panels panels_of_bytes(const Weight& w, std::vector<uint16_t>& steps) {
 
 void many_tokens(const Quantized& p, const gemm::Tokens& from) {
     const gemm::Unpack units = gemm::for_units<signed_bytes_amx>();
-    const int bits = p.w.multiples ? 8 : p.w.bits;
+    std::vector<uint16_t> steps;
+    gemm::Panels panels = panels_of(p.w, nullptr);
+    const bool bytes = p.w.multiples && (units || p.t > panels.direct.tokens);
+    if (bytes) panels = panels_of_bytes(p.w, steps);
+    const int bits = bytes ? 8 : p.w.bits;
     const bool nibbles = !units && bits <= 4, wide = !units && bits == 8;
     const gemm::Mode mode = nibbles ? gemm::Mode::nibbles : wide ? gemm::Mode::wide : gemm::Mode::quads;
-    std::vector<uint16_t> steps;
-    gemm::Panels panels = panels_of_bytes(p.w, steps);
     panels.unpack = units ? units : kernels().unpack_bytes;
     gemm::multiply_panels(
         {panels, mode, nullptr, Number::float32, p.t, from.k, p.q_scale, p.bias, p.out, p.out_type, from});
