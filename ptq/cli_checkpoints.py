@@ -83,6 +83,7 @@ def verify(
     for option, given in (("--text", text), ("--max-kl", max_kl)):
         if given is not None and against is None:
             raise InputError(f"{option} does nothing without --against, the original to compare with")
+    source.check_readable(text)
     from transformers.utils.logging import disable_progress_bar
 
     from ptq.commands import verify
@@ -91,7 +92,8 @@ def verify(
     disable_progress_bar()  # transformers' own, of loading
     found = verify.verify(checkpoint, against, text)
     if as_json:
-        print(json.dumps(six_digits(asdict(found)), indent=2, allow_nan=False))
+        asked = {"checkpoint": checkpoint, "against": against, "text": text and str(text), "max_kl": max_kl}
+        print(json.dumps(asked | six_digits(asdict(found)), indent=2, allow_nan=False))
     else:
         _print_found(checkpoint, against, text, found)
     if max_kl is not None and found.kl is not None and not found.kl <= max_kl:
@@ -111,8 +113,9 @@ def _print_found(checkpoint: str, against: str | None, text: Path | None, found:
         typer.echo(f"put beside them since, and a model may be loaded from it: {', '.join(found.added)}")
     if found.kl is not None:
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
-        typer.echo(f"against {against}: KL {found.kl:.5f} nats per token, same first choice for {found.top1:.2%} of "
-                   f"{tokens}")  # fmt: skip
+        error = "" if found.kl_standard_error is None else f" ± {found.kl_standard_error:.5f}"
+        typer.echo(f"against {against}: KL {found.kl:.5f}{error} nats per token, same first choice for "
+                   f"{found.top1:.2%} of {tokens}")  # fmt: skip
     if found.perplexity is not None and found.original_perplexity is not None:
         growth = found.perplexity / found.original_perplexity - 1
         typer.echo(f"perplexity {found.perplexity:.4f}, of {against} {found.original_perplexity:.4f} ({growth:+.2%})")

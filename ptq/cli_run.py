@@ -11,6 +11,7 @@ import typer
 
 from ptq import cli
 from ptq.errors import InputError, RunError
+from ptq.files import source
 
 Model = Annotated[
     str,
@@ -89,6 +90,7 @@ def perplexity(
     debug: cli.Debug = False,
 ) -> None:
     """Perplexity by the papers' protocol: windows that do not overlap, the tail dropped, exp of the mean loss."""
+    source.check_readable(text)
     from rich.console import Console
 
     from ptq.commands.perplexity import Question, as_record, as_table, measure

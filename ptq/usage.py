@@ -18,26 +18,30 @@ class Commands(TyperGroup):
 
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         args = sys.argv[1:] if args is None else args
-        code = _exit_code(super().main, args or ["--help"], *rest, **settings)
+        named = [name for name in args[:1] if name in self.commands]
+        code = _exit_code(super().main, named, args or ["--help"], *rest, **settings)
         sys.exit(code if args else 2)
 
 
-def _exit_code(main: Callable[..., Any], *args: Any, **settings: Any) -> int:
-    """Run a program up to its exit code, which is 2 after wrong usage."""
+def _exit_code(main: Callable[..., Any], named: list[str], *args: Any, **settings: Any) -> int:
+    """Run a program up to its exit code, which is 2 after wrong usage. `named`: the command, if one was."""
     try:
         return main(*args, **{**settings, "standalone_mode": False}) or 0
     except UsageError as error:
         program = settings.get("prog_name") or Path(sys.argv[0]).name
-        path = program if error.ctx is None else error.ctx.command_path  # None: an option without its value
+        path = " ".join([program, *named]) if error.ctx is None else error.ctx.command_path  # None: a value is missing
         message = error.format_message().replace(": Value error, ", ": ").rstrip(".")
-        print(f"{program}: {message[:1].lower()}{message[1:]}{_hint(message)} (see `{path} --help`)", file=sys.stderr)
+        sentence = f"{message[:1].lower()}{message[1:]}{_hint(message, path)}"
+        print(f"{program}: {sentence} (see `{path} --help`)", file=sys.stderr)
         return 2
 
 
-def _hint(message: str) -> str:
+def _hint(message: str, command: str) -> str:
     """What is meant, most likely, by a text that was taken for arguments or for an option."""
     if message.startswith("Got unexpected extra argument"):
         return "; a text of several words needs quotes, and an option its name"
     if re.match(r"No such option: -\d", message):  # no option is a number
         return "; put -- in front of a text that begins with a dash"
+    if message == "No such option: --bits" and command.endswith(" fp6"):
+        return "; --element says how many: 6 in e3m2 and e2m3, 5 in e2m2 and e3m1, 4 in e2m1"
     return ""

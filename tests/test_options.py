@@ -2,6 +2,8 @@
 
 import inspect
 import re
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -101,14 +103,24 @@ def test_no_cuda_device(tiny: Path, tmp_path: Path) -> None:
     (["generate", "demo", "import", "os"], "got unexpected extra argument(s) (os); a text of several words needs"),
     (["generate", "demo", "-5 + 3"], "no such option: -5; put -- in front of a text that begins with a dash (see `"),
     (["fp6", "demo", "out", "--no-such-option"], "no such option: --no-such-option (see `quantize fp6 --help`)"),
-    (["fp6", "demo", "out", "--element"], "option '--element' requires an argument (see `quantize --help`)"),
-    (["fp6", "demo", "out", "--report=3"], "option '--report' does not take a value (see `quantize --help`)"),
+    (["fp6", "demo", "out", "--element"], "option '--element' requires an argument (see `quantize fp6 --help`)"),
+    (["fp6", "demo", "out", "--report=3"], "option '--report' does not take a value (see `quantize fp6 --help`)"),
+    (["fp6", "demo", "out", "--bits", "6"], "no such option: --bits; --element says how many: 6 in e3m2 and e2m3, 5"),
+    (["--element"], "no such option: --element (see `quantize --help`)"),
     (["quarot", "demo", "out", "--rounding", "up"], "invalid value for '--rounding': 'up' is not one of 'nearest', "),
 ])  # fmt: skip
 def test_wrong_usage_is_one_sentence(arguments: list[str], message: str) -> None:
     result = quantize(*arguments)
     check_refused(result, message)
     assert result.output.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["perplexity", "demo"], ["verify", "demo", "--against", "demo"]])
+def test_a_text_that_is_not_there_need_not_wait_for_torch(command: list[str]) -> None:
+    started = [sys.executable, "-X", "importtime", "-m", "ptq", *command, "--text", "none.txt"]
+    result = subprocess.run(started, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 2 and "quantize: none.txt: cannot be read" in result.stderr
+    assert "| ptq.cli" in result.stderr.replace("  ", "") and "torch" not in result.stderr
 
 
 def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
@@ -130,6 +142,8 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         ),
         (["quarot", "{tiny}", "{tmp}/out", "--weight-bits", "16", "--samples", "9"], "--samples does nothing with"),
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
+        (["verify", "demo", "--against", "demo", "--text", "{tmp}/none.txt"], "none.txt: cannot be read"),
+        (["perplexity", "demo", "--text", "{tmp}/none.txt"], "none.txt: cannot be read (No such file or dir"),
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
         (["quip-sharp", "demo", "{tmp}/out", "--finetune", "full", "--gptaq-alpha", "0.25"], "leave one of them out"),
         (["fp6", "demo", "{tmp}/out", "--finetune-epochs", "9"], "--finetune-epochs does nothing without"),

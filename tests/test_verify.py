@@ -37,13 +37,19 @@ def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibra
     p, q = (found.double().log_softmax(-1) for found in logits)
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
     found = json.loads(quantize("verify", packed, "--against", tiny, "--text", calibration_text, "--json").stdout)
+    each = (p.exp() * (p - q)).sum(-1).mean(-1)
+    assert found["kl_standard_error"] == pytest.approx((each.std() / len(each) ** 0.5).item(), rel=1e-2)
+    asked = {"checkpoint": str(packed), "against": str(tiny), "text": str(calibration_text), "max_kl": None}
+    assert asked.items() <= found.items()
     assert found["tokens"] == 127 * len(rows) and found["kl"] == pytest.approx(kl, rel=1e-3)
     assert found["top1"] == pytest.approx((p.argmax(-1) == q.argmax(-1)).double().mean().item(), abs=0.002)
     documents = calibration_text.with_suffix(".jsonl")
     documents.write_text(json.dumps({"text": calibration_text.read_text()}))
-    assert found == json.loads(quantize("verify", packed, "--against", tiny, "--text", documents, "--json").stdout)
+    again = json.loads(quantize("verify", packed, "--against", tiny, "--text", documents, "--json").stdout)
+    assert again == found | {"text": str(documents)}
     said = quantize("verify", packed, "--against", tiny, "--text", calibration_text).stdout.splitlines()[1]
-    assert said.startswith(f"against {tiny}: KL {found['kl']:.5f} ") and f" {127 * len(rows)} tokens" in said
+    kl = f"KL {found['kl']:.5f} ± {found['kl_standard_error']:.5f} nats per token"
+    assert said.startswith(f"against {tiny}: {kl}") and f" {127 * len(rows)} tokens" in said
 
 
 def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_path: Path) -> None:
@@ -79,9 +85,10 @@ def test_a_limit_to_the_divergence(packed: Path, tiny: Path) -> None:
     compared = ["verify", packed, "--against", tiny]
     found = json.loads(quantize(*compared, "--json").stdout)
     within = quantize(*compared, "--json", "--max-kl", found["kl"] * 1.01)
-    assert within.exit_code == 0 and json.loads(within.stdout) == found
+    limits = [{"max_kl": found["kl"] * factor} for factor in (1.01, 0.99)]
+    assert within.exit_code == 0 and json.loads(within.stdout) == found | limits[0]
     above = quantize(*compared, "--json", "--max-kl", found["kl"] * 0.99)
-    assert above.exit_code == 1 and json.loads(above.stdout) == found
+    assert above.exit_code == 1 and json.loads(above.stdout) == found | limits[1]
     assert re.fullmatch(
         r"quantize: \S+: KL \d\.\d+ from \S+ on random tokens \(--text [a-z ]+\), above --max-kl \d\.\d+\n",
         above.stderr,

@@ -44,6 +44,8 @@ class Verification:
     tokens: int | None = None
     kl: float | None = None
     """Mean KL divergence from the original, nats per token."""
+    kl_standard_error: float | None = None
+    """Its standard error, with windows as samples; None where there is but one."""
     top1: float | None = None
     perplexity: float | None = None
     original_perplexity: float | None = None
@@ -79,6 +81,7 @@ def verify(checkpoint: str, against: str | None = None, text: Path | None = None
         found,
         tokens=agreement.model.tokens,
         kl=agreement.kl,
+        kl_standard_error=agreement.kl_standard_error,
         top1=agreement.top1,
         perplexity=perplexities[0],
         original_perplexity=perplexities[1],

@@ -34,6 +34,21 @@ def path_of(text: str | Path) -> Path:
         raise InputError(f"{text}: there is no such user; check the path") from error
 
 
+def check_readable(text: str | Path | None) -> None:
+    """Raise InputError for a text, where there is one, that is no file which can be read. Pipes are left alone."""
+    path = path_of(text) if text is not None else None
+    if path and (path.is_file() or path.is_dir() or not path.exists()):
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise cannot_read(path, error) from error
+
+
+def cannot_read(path: Path, error: OSError) -> InputError:
+    """What to say of a file that the system does not open."""
+    return InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions")
+
+
 def local_folder(model: str) -> Path | None:
     """The folder that MODEL names; None where it can only be a hub name. Raises InputError for what is neither.
 

@@ -39,10 +39,7 @@ def check(spec: str) -> None:
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(f"calibration {spec}: is read more than once, so it must be a file, not a pipe")
     if is_file(spec):
-        try:
-            path.open("rb").close()
-        except OSError as error:
-            raise _cannot_read(path, error) from error
+        source.check_readable(path)
     elif spec not in HUB_ALIASES and path.exists():
         wanted = "name such a file in it" if path.is_dir() else "a .jsonl file has one JSON object a line"
         raise InputError(f"calibration {spec}: expected a .txt or .jsonl file ({wanted}), or a hub dataset")
@@ -89,10 +86,6 @@ def _decode(data: bytes | bytearray, path: Path, offset: int = 0) -> str:
         ) from None
 
 
-def _cannot_read(path: Path, error: OSError) -> InputError:
-    return InputError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions")
-
-
 def read_text(path: Path, tokenizer: Any = None, limit: int = sys.maxsize - 1) -> str:
     """The text as the file is (no newline translation), cut at a character's start after `limit` bytes; of .jsonl
     the documents, cut after `limit` characters.
@@ -111,7 +104,7 @@ def read_text(path: Path, tokenizer: Any = None, limit: int = sys.maxsize - 1) -
             while len(data) <= limit and (piece := file.read(min(PIECE, limit + 1 - len(data)))):
                 data += piece
     except OSError as error:
-        raise _cannot_read(path, error) from error
+        raise source.cannot_read(path, error) from error
     if len(data) > limit:
         while limit and data[limit] & 0xC0 == 0x80:  # a continuation byte: go back to where its character starts
             limit -= 1
@@ -130,7 +123,7 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                     where = f"{path}: line {number}"
                     yield where, parse_json_object(line.encode(), where, remedy="correct that line")
     except OSError as error:
-        raise _cannot_read(path, error) from error
+        raise source.cannot_read(path, error) from error
 
 
 def _document(row: dict[str, Any], tokenizer: Any, where: str) -> str:
