@@ -13,8 +13,9 @@ namespace ptq::dense {
 namespace {
 
 constexpr int chains = 4;
-constexpr int64_t ahead = 4096;     // bytes that are fetched before they are needed, past the second-level cache
-constexpr int64_t block_rows = 16;  // that are read from memory once, for all tokens
+constexpr int64_t ahead = 4096;       // bytes that are fetched before they are needed, past the second-level cache
+constexpr int64_t most_light = 4096;  // columns of floats: more of them leave a row no room in the first-level cache
+constexpr int64_t block_rows = 16;    // that are read from memory once, for all tokens
 #if defined(__AVX512F__)
 constexpr int64_t most_tokens = 4;  // of one pass over a row: their sums stay in registers
 #else
@@ -103,7 +104,7 @@ inline void store_result(const Linear& p, int64_t t, int64_t n, float y) {
         static_cast<uint16_t*>(p.out)[at] = to_bfloat16(y);
 }
 
-template <Number type, int tokens>  // `type` of the weight
+template <Number type, int tokens, Load load>  // `type` of the weight
 inline void row(const Linear& p, int64_t n, int64_t from) {
     constexpr int64_t bytes = type == Number::float32 ? 4 : 2;
     const uint8_t* weight = static_cast<const uint8_t*>(p.weight) + n * p.k * bytes;
@@ -111,7 +112,7 @@ inline void row(const Linear& p, int64_t n, int64_t from) {
     const float* x = p.spread + from * stride;
     Lanes acc[tokens][chains] = {}, w[chains];
     for (int64_t i = 0; i < whole; i += step) {
-        fetch_ahead<load_of<tokens>>(weight + i * bytes, step * bytes, ahead);
+        fetch_ahead<load>(weight + i * bytes, step * bytes, ahead);
         load_step<type>(weight + i * bytes, w);
         multiply_step<tokens>(w, x + i, stride, acc);
     }
@@ -172,7 +173,9 @@ inline void row_of(const Linear& p, int64_t n, int64_t from) {
 #if defined(__AVX512BF16__)
     if (in_pairs(p)) return row_of_pairs<tokens>(p, n, from);
 #endif
-    row<type, tokens>(p, n, from);
+    if constexpr (tokens == 1)
+        if (p.k > most_light) return row<type, tokens, Load::heavy>(p, n, from);
+    row<type, tokens, load_of<tokens>>(p, n, from);
 }
 
 template <Number type>
