@@ -267,6 +267,19 @@ def _show_plan(model: str, out: Path, recipe: Recipe, options: RunOptions) -> No
         console.print("to do this, the command needs --calibration TEXT")
 
 
+def write(text: str) -> None:
+    """Put a part of a text on stdout, as far as its encoding goes."""
+    encoding = sys.stdout.encoding
+    if encoding.lower() not in ("utf-8", "ascii", "us-ascii"):  # ASCII: Typer takes UTF-8 instead
+        text = text.encode(encoding, "replace").decode(encoding)
+    try:
+        typer.echo(text, nl=False)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise RunError(f"stdout: {error.strerror}") from error
+
+
 def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
     """Raise InputError for an option that changes nothing, because of `why`, and is not at its default: `options` maps
     fields of the recipe to what is typed for them."""

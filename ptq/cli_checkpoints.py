@@ -1,6 +1,7 @@
 """The commands of `quantize` that are about a checkpoint which is there."""
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,6 +84,8 @@ def verify(
     for option, given in (("--text", text), ("--max-kl", max_kl)):
         if given is not None and against is None:
             raise InputError(f"{option} does nothing without --against, the original to compare with")
+    if max_kl is not None and not math.isfinite(max_kl):
+        raise InputError(f"--max-kl must be a number of nats per token, found {max_kl}")
     source.check_readable(text)
     from transformers.utils.logging import disable_progress_bar
 
@@ -114,8 +117,8 @@ def _print_found(checkpoint: str, against: str | None, text: Path | None, found:
     if found.kl is not None:
         tokens = f"{found.tokens} tokens" if text else f"{found.tokens} random tokens (--text compares on a text)"
         error = "" if found.kl_standard_error is None else f" ± {found.kl_standard_error:.5f}"
-        typer.echo(f"against {against}: KL {found.kl:.5f}{error} nats per token, same first choice for "
-                   f"{found.top1:.2%} of {tokens}")  # fmt: skip
+        cli.write(f"against {against}: KL {found.kl:.5f}{error} nats per token, same first choice for "
+                  f"{found.top1:.2%} of {tokens}\n")  # fmt: skip
     if found.perplexity is not None and found.original_perplexity is not None:
         growth = found.perplexity / found.original_perplexity - 1
         typer.echo(f"perplexity {found.perplexity:.4f}, of {against} {found.original_perplexity:.4f} ({growth:+.2%})")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ptq import cli
-from ptq.errors import InputError, RunError
+from ptq.errors import InputError
 from ptq.files import source
 
 Model = Annotated[
@@ -63,8 +63,8 @@ def generate(
 
     request = Request(_stdin() if prompt == "-" else _utf8(prompt), max_new_tokens, temperature, chat, seed)
     with _quiet(debug):
-        done = generate(model, request, _write, device_named(device), _dtype(dtype))
-    _write("\n")
+        done = generate(model, request, cli.write, device_named(device), _dtype(dtype))
+    cli.write("\n")
     rate = (done.new_tokens - 1) / done.new_seconds if done.new_tokens > 1 else None  # the first is the prompt's
     pace = "" if rate is None else f", {rate:.1f} a second"
     end = "; the model has no more positions" if done.at_limit else ""
@@ -104,7 +104,7 @@ def perplexity(
     console = Console()
     with console.capture() as table:
         console.print(as_table(measured))
-    typer.echo(table.get(), nl=False)  # which prints ± where the terminal is said to know ASCII alone
+    cli.write(table.get())
 
 
 def _stdin() -> str:
@@ -121,19 +121,6 @@ def _utf8(prompt: str) -> str:
     except UnicodeEncodeError as error:  # Python keeps bytes of an argument that mean nothing as surrogates
         raise InputError(f"the prompt is not UTF-8 at character {error.start}; convert it to UTF-8") from error
     return prompt
-
-
-def _write(text: str) -> None:
-    """Put a part of a text on stdout, as far as its encoding goes."""
-    encoding = sys.stdout.encoding
-    if encoding.lower() not in ("utf-8", "ascii", "us-ascii"):  # ASCII: Typer takes UTF-8 instead
-        text = text.encode(encoding, "replace").decode(encoding)
-    try:
-        typer.echo(text, nl=False)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise RunError(f"stdout: {error.strerror}") from error
 
 
 @contextmanager

@@ -37,7 +37,8 @@ def _exit_code(main: Callable[..., Any], named: list[str], *args: Any, **setting
 
 
 def _hint(message: str, command: str) -> str:
-    """What is meant, most likely, by a text that was taken for arguments or for an option."""
+    """What is meant, most likely: by a text that was taken for arguments or an option, or by an option of another
+    command."""
     if message.startswith("Got unexpected extra argument"):
         return "; a text of several words needs quotes, and an option its name"
     if re.match(r"No such option: -\d", message):  # no option is a number

@@ -1,5 +1,6 @@
 """The command line: exit codes, one sentence for every error, nothing half-written, what is printed."""
 
+import io
 import json
 import os
 import re
@@ -332,3 +333,10 @@ def test_the_version_is_that_of_the_project() -> None:
     version = re.search(r'^version = "(.*)"$', project, re.MULTILINE)
     assert version is not None and said.exit_code == 0
     assert said.stdout in (f"quantize {version[1]}\n", "quantize, ptq-toolkit from a folder: not installed\n")
+
+
+def test_what_an_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="iso8859-2"))
+    cli.write("café ± 2\n")
+    assert written.getvalue() == b"caf\xe9 ? 2\n"

@@ -1,13 +1,15 @@
 """MODEL resolves to a folder, or to one sentence that says why not."""
 
+import errno
 import sys
+from pathlib import Path
 
 import huggingface_hub
 import pytest
 
 from ptq.demo import demo_path
 from ptq.errors import InputError
-from ptq.files.source import headers_only, resolve
+from ptq.files.source import check_readable, headers_only, resolve
 
 
 def refuse(*_, **__):
@@ -67,3 +69,19 @@ def test_a_file_is_not_a_model(tmp_path):
 def test_importing_the_module_does_not_import_the_hub():
     for module in ("ptq.files.source", "ptq.files.hub"):
         assert not any(hasattr(sys.modules[module], name) for name in ("huggingface_hub", "snapshot_download"))
+
+
+def test_a_text_that_cannot_be_read(tmp_path, monkeypatch):
+    check_readable(None)
+    (tmp_path / "text.txt").write_text("text")
+    check_readable(tmp_path / "text.txt")
+    for path in (tmp_path, tmp_path / "none.txt"):
+        with pytest.raises(InputError, match="cannot be read"):
+            check_readable(path)
+
+    def denied(*_):  # what Python 3.11 gives for a file in a folder that may not be looked into
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", denied)
+    with pytest.raises(InputError, match=r"text\.txt: cannot be read \(Permission denied\)"):
+        check_readable(tmp_path / "text.txt")

@@ -17,6 +17,7 @@ from ptq import cli, startup
 
 ROOT = Path(__file__).resolve().parents[1]
 MISTYPED = ["no such folder", "out"]
+NO_TEXT = ("--text", "no text")
 
 CONSOLE_SCRIPT = "import sys; sys.argv[0] = sys.argv.pop(1); from ptq.cli import app; app(prog_name='quantize')"
 """What pip puts beside the interpreter as `quantize`, given its place as the first argument."""
@@ -40,6 +41,7 @@ def imported(stderr: str) -> set[str]:
         *(["--help"], ["quarot", "--help"], ["quip-sharp", "--help"], ["fp6", "--help"], ["verify", "--help"]),
         *(["fp6", "demo", "out", "--no-such-option"], ["quarot", "demo"], ["no-such-command"]),
         *(["fp6", *MISTYPED], ["inspect", MISTYPED[0]], ["verify", MISTYPED[0]], ["prepack", *MISTYPED]),
+        *(["perplexity", "demo", *NO_TEXT], ["verify", "demo", "--against", "demo", *NO_TEXT]),
     ],
     ids=" ".join,
 )
@@ -47,7 +49,8 @@ def test_help_and_wrong_usage_are_answered_without_torch(arguments: list[str]) -
     process = start(*arguments)
     out, messages = process.communicate(timeout=60)
     assert process.returncode == (0 if "--help" in arguments else 2), messages[-500:]
-    assert "Usage: " in out or "quantize: 'no such folder': no such folder" in messages or "--help`)" in messages
+    mistyped = "quantize: 'no such folder': no such folder" in messages or "no text: cannot be read" in messages
+    assert "Usage: " in out or mistyped or "--help`)" in messages
     assert {"ptq", "typer"} <= imported(messages)
     assert not {"torch", "transformers", "numpy", "datasets", "accelerate"} & imported(messages)
 

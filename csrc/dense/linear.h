@@ -14,7 +14,7 @@ namespace {
 
 constexpr int chains = 4;
 constexpr int64_t ahead = 4096;       // bytes that are fetched before they are needed, past the second-level cache
-constexpr int64_t most_light = 4096;  // columns of floats: more of them leave a row no room in the first-level cache
+constexpr int64_t most_light = 4096;  // floats of a token: more of them leave a row no room in the first-level cache
 constexpr int64_t block_rows = 16;    // that are read from memory once, for all tokens
 #if defined(__AVX512F__)
 constexpr int64_t most_tokens = 4;  // of one pass over a row: their sums stay in registers

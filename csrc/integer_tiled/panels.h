@@ -148,8 +148,8 @@ template <int bits, class Total = Lanes>
     multiply.template operator()<1>();
 }
 
-// Up to here a panel costs more: measured on Zen 5; with four row tiles on Intel's. Elsewhere codes of eight bits are
-// in no panel: they take another path without VNNI.
+// Up to here a panel costs more: measured on Zen 5 (integer scales: Zen 4); with four row tiles on Intel's. Elsewhere
+// codes of eight bits are in no panel: they take another path without VNNI.
 constexpr int64_t few = gemm::quad_tiles == 4 ? 16 : 32, few_bytes = gemm::quad_tiles == 4 ? 32 : INT64_MAX;
 
 // --- numbers ---------------------------------------------------------------------------------------------------------

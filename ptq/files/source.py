@@ -36,12 +36,14 @@ def path_of(text: str | Path) -> Path:
 
 def check_readable(text: str | Path | None) -> None:
     """Raise InputError for a text, where there is one, that is no file which can be read. Pipes are left alone."""
-    path = path_of(text) if text is not None else None
-    if path and (path.is_file() or path.is_dir() or not path.exists()):
-        try:
+    if text is None:
+        return
+    path = path_of(text)
+    try:
+        if path.is_file() or path.is_dir() or not path.exists():
             path.open("rb").close()
-        except OSError as error:
-            raise cannot_read(path, error) from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
 
 
 def cannot_read(path: Path, error: OSError) -> InputError:
