@@ -85,7 +85,7 @@ def verify(
         if given is not None and against is None:
             raise InputError(f"{option} does nothing without --against, the original to compare with")
     if max_kl is not None and not math.isfinite(max_kl):
-        raise InputError(f"--max-kl must be a number of nats per token, found {max_kl}")
+        raise InputError(f"--max-kl must be a finite number of nats per token, found {max_kl}")
     source.check_readable(text)
     from transformers.utils.logging import disable_progress_bar
 

@@ -133,7 +133,7 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["quarot", "{tiny}", "{tmp}/out", "--weight-bits", "16", "--samples", "9"], "--samples does nothing with"),
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
         (["verify", "demo", "--against", "demo", "--text", "{tmp}/none.txt"], "none.txt: cannot be read"),
-        (["verify", "demo", "--against", "demo", "--max-kl", "inf"], "--max-kl must be a number of nats per token, fo"),
+        (["verify", "demo", "--against", "demo", "--max-kl", "inf"], "--max-kl must be a finite number of nats per to"),
         (["perplexity", "demo", "--text", "{tmp}/none.txt"], "none.txt: cannot be read (No such file or dir"),
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
         (["quip-sharp", "demo", "{tmp}/out", "--finetune", "full", "--gptaq-alpha", "0.25"], "leave one of them out"),

@@ -35,10 +35,10 @@ def test_verify_against_the_original_on_a_text(packed: Path, tiny: Path, calibra
         with torch.no_grad():
             logits.append(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(rows).logits[:, :-1])
     p, q = (found.double().log_softmax(-1) for found in logits)
-    kl = (p.exp() * (p - q)).sum(-1).mean().item()
+    kls = (p.exp() * (p - q)).sum(-1).mean(-1)
+    kl, standard_error = kls.mean().item(), (kls.std() / len(kls) ** 0.5).item()
     found = json.loads(quantize("verify", packed, "--against", tiny, "--text", calibration_text, "--json").stdout)
-    each = (p.exp() * (p - q)).sum(-1).mean(-1)
-    assert found["kl_standard_error"] == pytest.approx((each.std() / len(each) ** 0.5).item(), rel=1e-2)
+    assert found["kl_standard_error"] == pytest.approx(standard_error, rel=1e-2)
     asked = {"checkpoint": str(packed), "against": str(tiny), "text": str(calibration_text), "max_kl": None}
     assert asked.items() <= found.items()
     assert found["tokens"] == 127 * len(rows) and found["kl"] == pytest.approx(kl, rel=1e-3)
