@@ -87,5 +87,5 @@ def fp6(
         scale_search=scale_search, rotate=rotate, activation_bits=activation_bits,
     )  # fmt: skip
     if rounding == "nearest":
-        cli.refuse_idle(recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping")
+        cli.refuse_idle(recipe, "with --rounding nearest", "gptaq_alpha", "damping")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

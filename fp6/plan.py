@@ -24,6 +24,8 @@ class Fp6Recipe(Recipe):
     """Recipe of `quantize fp6`."""
 
     method: ClassVar[str] = "fp6"
+    title: ClassVar[str] = "FP6"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2401.14112"
     width_option: ClassVar[str] = "--element-for"
     width_word: ClassVar[str] = "ELEMENT"
     known_widths: ClassVar[tuple[str, ...]] = (*ELEMENTS, "auto")

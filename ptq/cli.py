@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,6 +25,9 @@ from ptq.errors import InputError, RunError
 from ptq.files import source
 from ptq.recipe import Recipe, RunOptions
 from ptq.usage import Commands
+
+if TYPE_CHECKING:
+    from ptq.pipeline.result import Result
 
 app = typer.Typer(
     name="quantize",
@@ -168,9 +171,9 @@ def _sentence(error: BaseException, goes_on: bool) -> str:
 def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: bool) -> None:
     """What every method's command ends in."""
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
-        refuse_idle(recipe, "without --calibration", samples="--samples", sequence_length="--sequence-length")
+        refuse_idle(recipe, "without --calibration", "samples", "sequence_length")
     if recipe.finetune == "none":
-        refuse_idle(recipe, "without --finetune blocks or full", finetune_epochs="--finetune-epochs")
+        refuse_idle(recipe, "without --finetune blocks or full", "finetune_epochs")
     if show_plan:
         if is_first_process():
             _show_plan(model, out, recipe, options)
@@ -200,7 +203,7 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     )
     if not recipe.rounds:
         return
-    console.print(_quality(model, recipe, result.out, result.kl), soft_wrap=True)
+    console.print(_quality(model, recipe, result), soft_wrap=True)
     if (page := result.out / PAGE).is_file():
         console.print(f"what was done to it, in pictures: {page}", soft_wrap=True)
 
@@ -209,18 +212,19 @@ MUCH_LOST = 0.2
 """A KL, nats per token, that goes with a fifth of the perplexity."""
 
 
-def _quality(model: str, recipe: Recipe, out: Path, kl: float) -> str:
+def _quality(model: str, recipe: Recipe, result: "Result") -> str:
     """What is known of a result's quality, and how to know more."""
     from ptq.files import companions
 
-    places = f"{shlex.quote(str(out))} --against {shlex.quote(model)}"
+    kl, places = result.kl, f"{shlex.quote(str(result.out))} --against {shlex.quote(model)}"
     if recipe.calibration is not None or model == "demo":
         more = "" if model == "demo" else f"; `quantize verify {places} --text FILE` measures more text"
         growth = f"about {math.expm1(kl):+.1%} of" if kl < 1 else "more than twice the"
         lost = "" if kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
-        found = f"KL from the original: {kl:.4f} nats per token of a few rows of calibration text"
+        error = "" if result.kl_standard_error is None else f" ± {result.kl_standard_error:.4f}"
+        found = f"KL from the original: {kl:.4f}{error} nats per token of a few rows of calibration text"
         return f"{found}, {growth} perplexity{lost}{more}"
-    if not companions.has_tokenizer(out):
+    if not companions.has_tokenizer(result.out):
         return (
             f"its quality was not measured: {model} has no tokenizer; with its files in both folders, text can be used"
         )
@@ -280,13 +284,12 @@ def write(text: str) -> None:
         raise RunError(f"stdout: {error.strerror}") from error
 
 
-def refuse_idle(recipe: Recipe, why: str, **options: str) -> None:
-    """Raise InputError for an option that changes nothing, because of `why`, and is not at its default: `options` maps
-    fields of the recipe to what is typed for them."""
+def refuse_idle(recipe: Recipe, why: str, *names: str) -> None:
+    """Raise InputError for a field of the recipe that changes nothing, because of `why`, and is not at its default."""
     defaults = {field.name: field.default for field in fields(recipe)}
-    for name, option in options.items():
+    for name in names:
         if getattr(recipe, name) != defaults[name]:
-            raise InputError(f"{option} does nothing {why}")
+            raise InputError(f"{recipe.option(name)} does nothing {why}")
 
 
 for register in methods.commands():

@@ -1,8 +1,10 @@
 """What a user asks for: `Recipe` changes the bits of the result (hashed and stored), `RunOptions` does not."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, cast
 
 from ptq.errors import InputError
@@ -27,6 +29,11 @@ class Recipe:
     """The part of a recipe that all methods share; a method adds its own fields in a subclass."""
 
     method: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str]
+    """Name and address of the method's paper."""
+    typed: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    """Options that are not called as their fields are; of a switch, what is typed to leave its default."""
     solver: ClassVar[Rounding] = "gptq"
     """What the paper of the method calls LDLQ."""
     width_option: ClassVar[str] = "--bits-for"
@@ -133,6 +140,32 @@ class Recipe:
         """What `widths` say of a linear, by its name; None: nothing."""
         parts = (entry.partition("=") for entry in self.widths)
         return next((width for pattern, _, width in parts if fnmatch(linear, pattern)), None)
+
+    @property
+    def command(self) -> str:
+        """What is typed behind `quantize`."""
+        return self.method.replace("_", "-")
+
+    @classmethod
+    def option(cls, field: str) -> str:
+        """What is typed for a field: `--group-size` for `group_size`."""
+        named = {"widths": cls.width_option, **cls.typed}
+        return named.get(field, f"--{field.replace('_', '-')}")
+
+    def arguments(self) -> list[str]:
+        """What is typed for the fields that are not at their defaults, in the order of fields."""
+        found: list[str] = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default:
+                continue
+            option = self.option(field.name)
+            if isinstance(value, bool):
+                found.append(option)
+            else:
+                values = value if isinstance(value, list | tuple) else [value]
+                found += [word for each in values for word in (option, str(each))]
+        return found
 
     @property
     def rounds(self) -> bool:

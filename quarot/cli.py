@@ -128,20 +128,18 @@ def _clip(text: str | None) -> Any:
 def _refuse_idle(recipe: Any, model: str) -> None:
     """Refuse every option that changes nothing in this `QuarotRecipe` (a type that would have to be imported here)."""
     if recipe.weight_bits == 16:
-        names = {"group_size": "--group-size", "symmetric": "--asymmetric", "damping": "--damping"}
-        idle = {**names, "scale": "--scale", "gptaq_alpha": "--gptaq-alpha"}
-        if recipe.calibration is None and model != "demo":
-            idle |= {"samples": "--samples", "sequence_length": "--sequence-length"}
-        cli.refuse_idle(recipe, "with --weight-bits 16", **idle)
+        rows = ("samples", "sequence_length") if recipe.calibration is None and model != "demo" else ()
+        idle = ("group_size", "symmetric", "damping", "scale", "gptaq_alpha", *rows)
+        cli.refuse_idle(recipe, "with --weight-bits 16", *idle)
     if recipe.rounding == "nearest":
-        cli.refuse_idle(recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping")
+        cli.refuse_idle(recipe, "with --rounding nearest", "gptaq_alpha", "damping")
     if recipe.activation_bits == 16:
-        cli.refuse_idle(recipe, "without --activation-bits 8, 6 or 4", activation_clip="--activation-clip")
+        cli.refuse_idle(recipe, "without --activation-bits 8, 6 or 4", "activation_clip")
     if recipe.key_bits == recipe.value_bits == 16:
         why = "without --kv-bits, --key-bits or --value-bits below 16"
-        cli.refuse_idle(recipe, why, cache_clip="--kv-clip", cache_sinks="--kv-sinks")
+        cli.refuse_idle(recipe, why, "cache_clip", "cache_sinks")
     if not recipe.rotate:
-        cli.refuse_idle(recipe, "with --no-rotate", online="--offline")
+        cli.refuse_idle(recipe, "with --no-rotate", "online")
 
 
 def rotate(

@@ -1,6 +1,8 @@
 """The plan of QuaRot (Ashkboos et al. 2024): rotations, integer weights, integer activations, integer KV cache."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from ptq.errors import InputError
@@ -31,6 +33,14 @@ class QuarotRecipe(Recipe):
     """Recipe of `quantize quarot` and, with 16-bit weights and no online rotation, of `quantize rotate`."""
 
     method: ClassVar[str] = "quarot"
+    title: ClassVar[str] = "QuaRot"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2404.00456"
+    typed: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {
+            "symmetric": "--asymmetric", "rotate": "--no-rotate", "online": "--offline",
+            "cache_clip": "--kv-clip", "cache_sinks": "--kv-sinks",
+        }
+    )  # fmt: skip
     known_widths: ClassVar[tuple[str, ...]] = tuple(map(str, range(2, 9)))
     younger: ClassVar[tuple[str, ...]] = (*Recipe.younger, "scale")
 

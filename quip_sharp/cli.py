@@ -58,7 +58,5 @@ def quip_sharp(
         finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
     if rounding == "nearest":
-        cli.refuse_idle(
-            recipe, "with --rounding nearest", gptaq_alpha="--gptaq-alpha", damping="--damping", sweeps="--sweeps"
-        )
+        cli.refuse_idle(recipe, "with --rounding nearest", "gptaq_alpha", "damping", "sweeps")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

@@ -6,7 +6,9 @@ norms, residual stream and cache stay as they are. Linears that read the same in
 so have gate and up of all experts of a block.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from ptq.errors import InputError
@@ -27,6 +29,9 @@ class QuipSharpRecipe(Recipe):
     """Recipe of `quantize quip-sharp`."""
 
     method: ClassVar[str] = "quip_sharp"
+    title: ClassVar[str] = "QuIP#"
+    paper: ClassVar[str] = "https://arxiv.org/abs/2402.04396"
+    typed: ClassVar[Mapping[str, str]] = MappingProxyType({"rotate": "--no-rotate"})
     solver: ClassVar[Rounding] = "ldlq"
     known_widths: ClassVar[tuple[str, ...]] = ("2", "3", "4")
     younger: ClassVar[tuple[str, ...]] = ("widths", "gptaq_alpha")  # those of old could be fine-tuned

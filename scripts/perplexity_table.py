@@ -29,7 +29,7 @@ import ptq
 from ptq.commands.evaluate import perplexity
 from ptq.commands.windows import Windows, windows_from_text
 from ptq.demo import demo_path
-from ptq.pipeline.pipeline import Result
+from ptq.pipeline.result import Result
 from ptq.recipe import Recipe, Rounding
 from ptq.statistics.calibration import bos_of
 from quarot.plan import QuarotRecipe

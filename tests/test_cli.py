@@ -20,6 +20,7 @@ import ptq
 from ptq import cli
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.pipeline import preflight
+from ptq.pipeline.result import Result
 from quarot.plan import QuarotRecipe
 
 pytestmark = pytest.mark.usefixtures("fast")
@@ -190,10 +191,14 @@ def test_what_a_late_refusal_leaves_is_named(tiny: Path, tmp_path: Path) -> None
 
 
 def test_a_model_that_has_lost_much_is_told() -> None:
-    good, bad = (cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), Path("OUT"), kl) for kl in (0.01, 0.5))
-    assert "0.0100 nats per token of a few rows of calibration text, about +1.0% of perplexity; `quantize ver" in good
-    assert "about +64.9% of perplexity; warning: that is much" in bad
-    lost = cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), Path("OUT"), 1000.0)
+    def quality(kl: float, error: float | None = None) -> str:
+        result = Result(Path("OUT"), 4.0, 9, rotation_error=0.0, kl=kl, top1=1.0, kl_standard_error=error)
+        return cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), result)
+
+    good, bad, lost = quality(0.01, 0.003), quality(0.5), quality(1000.0)
+    growth = "about +1.0% of perplexity; `quantize ver"
+    assert f"0.0100 ± 0.0030 nats per token of a few rows of calibration text, {growth}" in good
+    assert "0.5000 nats per token" in bad and "about +64.9% of perplexity; warning: that is much" in bad
     assert "more than twice the perplexity; warning" in lost
 
 

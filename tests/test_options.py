@@ -262,17 +262,22 @@ QUANTIZING = ("quarot", "quip-sharp", "fp6", "rotate")
 
 
 def asked(patch: pytest.MonkeyPatch, command: str, options: str) -> dict[str, Any]:
-    """What a command line asks for: the fields of the recipe and of the run's options."""
-    found: dict[str, Any] = {}
+    """What a command line asks for: the fields of the recipe and of the run's options. The command that a recipe names
+    gives that recipe again."""
+    found: list[tuple[Recipe, dict[str, Any]]] = []
 
     def run(model: str, out: Path, recipe: Recipe, options: ptq.RunOptions, show_plan: bool) -> None:
-        found.update(asdict(recipe), **asdict(options), method=recipe.method, show_plan=show_plan)
+        fields = {**asdict(recipe), **asdict(options), "method": recipe.method, "show_plan": show_plan}
+        found.append((recipe, fields))
         assert (model, out) == ("org/model", Path("OUT"))
 
     patch.setattr(cli, "run", run)
     result = quantize(command, "org/model", "OUT", *options.split())
     assert result.exit_code == 0, result.output
-    return found
+    recipe, fields = found[0]
+    assert quantize(recipe.command, "org/model", "OUT", *recipe.arguments()).exit_code == 0
+    assert found[1][0] == recipe
+    return fields
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import torch
 from tiny_models import TINY, save_model
 
 from ptq.commands.windows import Windows
-from ptq.pipeline.pipeline import Result, plan
+from ptq.pipeline.pipeline import plan
+from ptq.pipeline.result import Result
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 

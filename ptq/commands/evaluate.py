@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ptq.commands.windows import Windows, check_fit
 from ptq.errors import InputError, RunError
-from ptq.statistics.divergence import divergence
+from ptq.statistics.divergence import divergence, standard_error
 
 # Positions whose log-softmax is held at once: 256 x 128k float32 logits are 128 MiB, whatever the context.
 CHUNK = 256
@@ -133,9 +133,9 @@ def compare_logits(
         model=_summary([row.loss for row in rows], windows.context),
         original=_summary([row.original_loss for row in rows], windows.context),
         kl=statistics.fmean(row.kl for row in rows),
-        kl_standard_error=_standard_error([row.kl for row in rows]),
+        kl_standard_error=standard_error([row.kl for row in rows]),
         top1=statistics.fmean(row.top1 for row in rows),
-        loss_increase_standard_error=_standard_error([row.loss - row.original_loss for row in rows]),
+        loss_increase_standard_error=standard_error([row.loss - row.original_loss for row in rows]),
     )
 
 
@@ -210,11 +210,7 @@ def _chunks(count: int) -> Iterator[slice]:
 
 def _summary(means: list[float], context: int) -> Perplexity:
     # Windows are equally long, so the mean of their means is the mean over all tokens.
-    return Perplexity(statistics.fmean(means), _standard_error(means), len(means), context)
-
-
-def _standard_error(samples: list[float]) -> float | None:
-    return statistics.stdev(samples) / math.sqrt(len(samples)) if len(samples) > 1 else None
+    return Perplexity(statistics.fmean(means), standard_error(means), len(means), context)
 
 
 def _finite(loss: float, index: int) -> float:

@@ -11,6 +11,7 @@ from ptq.commands.verify import check_integrity
 from ptq.errors import InputError
 from ptq.files import companions
 from ptq.files.checkpoint import Checkpoint
+from ptq.files.hub import CARD
 from ptq.files.shards import Shards, Specs, write_json
 from ptq.files.source import path_of
 from ptq.hf.meta_model import packed_modules, transformers_config
@@ -22,7 +23,7 @@ from ptq.pipeline.writer import LOG, check_out, file_hashes
 from ptq.reporting.report_schema import JSON, PAGE
 from ptq.weights.prepacked import PrepackedFormat, target_of
 
-KEPT = (*companions.COPIED, LOG, PAGE, JSON)
+KEPT = (*companions.COPIED, LOG, PAGE, JSON, CARD)
 
 
 def prepack(checkpoint: Path, out: Path, target: str) -> int:

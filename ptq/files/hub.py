@@ -14,7 +14,9 @@ from ptq.errors import InputError, RunError
 # repositories keep as consolidated.safetensors or in a sub-folder.
 WEIGHTS = "*.safetensors"
 TOP = [WEIGHTS, "*.json", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "LICENSE*"]
-WANTED = [*TOP, "chat_template*", "additional_chat_templates/*.jinja"]
+CARD = "README.md"
+"""The card of a model, which the hub shows."""
+WANTED = [*TOP, "chat_template*", "additional_chat_templates/*.jinja", CARD]
 UNWANTED = [*(f"*/{pattern}" for pattern in TOP), *(f"{name}*/*" for name in ("tokenizer", "LICENSE", "chat_template")),
             "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]  # fmt: skip
 

@@ -3,7 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.job import Job, calibrates_in_bfloat16
 from ptq.pipeline.needs import Estimate
 from ptq.pipeline.progress import Progress, without_kernel_hints
+from ptq.pipeline.result import Result, read_result
 from ptq.pipeline.target import Target, plan
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.work import (
@@ -34,7 +35,6 @@ from ptq.pipeline.work import (
     Record,
     differences,
     open_work,
-    read_record,
     remove_finished_work,
     remove_work,
     rounded_before,
@@ -52,7 +52,7 @@ from ptq.pipeline.writer import (
     written_tensors,
 )
 from ptq.recipe import Recipe, RunOptions
-from ptq.reporting import report
+from ptq.reporting import model_card, report
 from ptq.reporting.contents import summary
 from ptq.statistics import calibration, outliers
 
@@ -65,24 +65,6 @@ def estimate(target: Target, model: str, recipe: Recipe) -> Estimate:
     recipe = _resolved(recipe, model, target.config)
     bfloat16 = calibrates_in_bfloat16(target.checkpoint, target.family)
     return needs.estimate(target.plan, shape_of(target.config), recipe, sizes, bfloat16)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a run has made."""
-
-    out: Path
-    bits_per_weight: float | None
-    """Bits of the quantised linears, scales and padding included, per weight; None where nothing is quantised."""
-    nbytes: int
-    """Bytes of all tensors."""
-    rotation_error: float
-    """Relative difference of the rotated model's logits from the original's, in float32."""
-    kl: float
-    """Mean KL divergence of the packed model from the original over the probe tokens, nats per token. Where there was
-    no text, these are a few random ones, and it only says that the model runs."""
-    top1: float
-    """Share of probe tokens after which both models expect the same token."""
 
 
 def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOptions = DEFAULTS) -> Result:
@@ -184,7 +166,7 @@ def _quantize(
         with leftovers_named(work, out):
             _run(tasks, rows, probe, progress)
             if workers.first:
-                _finish(tasks, record, out, model if options.report else None)
+                _finish(tasks, record, out, model, options.report)
         if workers.first:
             remove_work(work)
     workers.wait()
@@ -213,8 +195,8 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
         finetune_full.tune(tasks, rows, progress)
 
 
-def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
-    """Complete, prove and rename the checkpoint; with a report on `model` if that is named."""
+def _finish(tasks: Tasks, record: Record, out: Path, model: str, with_report: bool) -> None:
+    """Complete, prove and rename the checkpoint, with a card and maybe a report; `model` is what the user typed."""
     job, folder = tasks.job_with_choices(tasks.job.plan.linears), tasks.shards.folder
     (folder / OWNER).unlink(missing_ok=True)
     memory.give_back()
@@ -228,15 +210,17 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str | None) -> None:
         proof.reload(written, job, ids[:1], packed)
     result = Result(out, summary(written).bits_per_weight, written.nbytes, **asdict(agreement))
     found = {key: value for key, value in asdict(result).items() if key != "out"}
-    if model is not None:
-        before, after = tasks.probe.outliers()
-        made = report.build(
-            model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
-            source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
-            positions=positions if record.calibration else None,
-            text=f"calibration text {record.recipe['calibration']}", trainings=stages.trainings(tasks),
-        )  # fmt: skip
+    before, after = tasks.probe.outliers()
+    made = report.build(
+        model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
+        source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
+        positions=positions if record.calibration else None,
+        text=f"calibration text {record.recipe['calibration']}", trainings=stages.trainings(tasks),
+    )  # fmt: skip
+    if with_report:
         report.write(made, folder)
+    as_recorded = replace(job.recipe, calibration=record.recipe["calibration"])
+    model_card.write(made, as_recorded, model, job.checkpoint.folder, written, with_report)
     write_record(folder, record, tasks.log(), stages.trainings(tasks), found, hashes.result())
     put_in_place(folder, out)
 
@@ -268,14 +252,6 @@ def _check_tied(target: Target) -> None:
             f"tensor {head!r} differs from the embedding, to which config.json ties it; "
             "set tie_word_embeddings to false there if the head is the model's own"
         )
-
-
-def read_result(out: Path) -> Result:
-    """The result of a finished run. Raises InputError for a record that has none."""
-    try:
-        return Result(out, **read_record(out / RECORD)["result"])
-    except (KeyError, TypeError) as error:
-        raise InputError(f"{out / RECORD}: no result of a run is in it; quantise again") from error
 
 
 def _resolved(recipe: Recipe, model: str, config: PreTrainedConfig) -> Recipe:

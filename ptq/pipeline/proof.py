@@ -12,7 +12,7 @@ from ptq.files.checkpoint import Checkpoint
 from ptq.hf.packed_config import PtqConfig
 from ptq.pipeline.job import Job
 from ptq.pipeline.streamed import Streamed
-from ptq.statistics.divergence import divergence
+from ptq.statistics.divergence import divergence, standard_error
 
 LOGITS_TOLERANCE = 1e-3
 """Relative float32 difference of logits above which a rotation is called wrong; right ones stay near 1e-6."""
@@ -30,13 +30,15 @@ class RowAgreement:
     """Mean KL divergence of the packed model from the original, nats per token."""
     top1: float
     """Share of probe tokens whose most likely successor is the same."""
+    kl_standard_error: float | None = None
+    """That of the mean over several rows."""
 
 
 def over_rows(rows: Sequence[RowAgreement]) -> RowAgreement:
     """The agreement over rows of the same length."""
     count = len(rows)
     kl, top1 = sum(row.kl for row in rows) / count, sum(row.top1 for row in rows) / count
-    return RowAgreement(max(row.rotation_error for row in rows), kl, top1)
+    return RowAgreement(max(row.rotation_error for row in rows), kl, top1, standard_error([row.kl for row in rows]))
 
 
 def largest_error(found: Float[Tensor, "b t k"], expected: Float[Tensor, "b t k"]) -> float:

@@ -48,7 +48,7 @@ def build(
 ) -> Report:
     """The report of a run that is done.
 
-    `record` is `Record.as_dict()`; `result` the fields of `pipeline.Result` without `out`; `source` and `written` the
+    `record` is `Record.as_dict()`; `result` the fields of `result.Result` without `out`; `source` and `written` the
     tensors of the two checkpoints; `log` is `Tasks.log()`; `before` and `after` the observed inputs of the original
     and of the rotated blocks, by linear; `positions` what `outliers.by_position` found on rows of `text`; `trainings`
     is `stages.trainings`.
@@ -67,7 +67,7 @@ def build(
         quantised_weights=sum(linear.n * linear.k for linear in quantised),
         bytes_before=sum(info.stored_bytes for name, info in source.items() if name not in plan.unused),
         bytes_after=sum(info.nbytes for info in written.values()),
-        **{key: six_digits(result[key]) for key in ("rotation_error", "kl", "top1")},
+        **{key: six_digits(result[key]) for key in ("rotation_error", "kl", "top1", "kl_standard_error")},
         shares=_shares(plan, source, written),
         layers=tuple(_layers(plan, log, written)),
         inputs=tuple(

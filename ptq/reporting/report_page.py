@@ -1,7 +1,7 @@
 """The report as one HTML page: no script, no network, pictures as SVG inside."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from statistics import fmean
 from typing import Any
@@ -57,9 +57,10 @@ def _header(report: Report) -> str:
         cards.append((f"{report.bits_per_weight:.3f} bits", f"per weight, true: {weights}"))
     found = report.positions
     if found is not None:
-        old, new = (_perplexity(curve) for curve in (found.loss_original, found.loss_packed))
+        old, new = found.perplexities
         cards.append((f"{_value(old, '.3f')} → {_value(new, '.3f')}", f"perplexity on {found.text}"))
-        cards.append((_value(report.kl, ".4f"), "KL from the original on it, nats per token"))
+        kl = report_tables.with_error(report.kl, report.kl_standard_error)
+        cards.append((kl, "KL from the original on it, nats per token"))
         cards.append((_value(report.top1, ".1%"), "of its tokens: same first choice"))
     else:
         cards.append(
@@ -261,11 +262,6 @@ def _bins(found: Positions) -> tuple[list[float], list[list[float]]]:
     groups = [known[start : start + size] for start in range(0, len(known), size)]
     means = [[fmean(values[curve] for _, values in group) for group in groups] for curve in range(3)]
     return [fmean(index for index, _ in group) for group in groups], means
-
-
-def _perplexity(losses: Sequence[float | None]) -> float | None:
-    known = [loss for loss in losses if loss is not None]
-    return math.exp(min(fmean(known), 700.0)) if known else None
 
 
 # --- text -------------------------------------------------------------------------------------------------------------

@@ -5,8 +5,11 @@ writes the same bytes.
 """
 
 import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ptq.errors import InputError
@@ -97,6 +100,11 @@ class Positions:
     loss_packed: tuple[float | None, ...]
     kl: tuple[float | None, ...]
 
+    @property
+    def perplexities(self) -> tuple[float | None, float | None]:
+        """Of the original and of the packed model, over all positions."""
+        return _perplexity(self.loss_original), _perplexity(self.loss_packed)
+
 
 @dataclass(frozen=True)
 class Training:
@@ -137,6 +145,8 @@ class Report:
     inputs: tuple[Observed, ...]
     positions: Positions | None
     trainings: tuple[Training, ...] = ()
+    kl_standard_error: float | None = None
+    """Of `kl`, with the probe's rows as samples."""
 
 
 def read(path: Path) -> Report:
@@ -161,6 +171,11 @@ def read(path: Path) -> Report:
         return Report(**{**content, **nested})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path}: is not the report of a ptq run ({type(error).__name__}: {error})") from error
+
+
+def _perplexity(losses: Sequence[float | None]) -> float | None:
+    known = [loss for loss in losses if loss is not None]
+    return math.exp(min(fmean(known), 700.0)) if known else None
 
 
 def _read_spread(content: dict[str, Any]) -> Spread:
