@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ptq import cli
+from ptq import cli, cli_options
 from ptq.recipe import RunOptions
 
 ScaleSearch = Annotated[
@@ -33,8 +33,8 @@ def register(app: typer.Typer) -> None:
 
 
 def fp6(
-    model: cli.Model,
-    out: cli.Out,
+    model: cli_options.Model,
+    out: cli_options.Out,
     element: Annotated[
         str,
         typer.Option(
@@ -58,23 +58,23 @@ def fp6(
     activation_bits: Annotated[
         int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8; 16 leaves them alone.")
     ] = 16,
-    embedding_bits: cli.EmbeddingBits = 16,
-    finetune: cli.Finetune = "none",
-    finetune_epochs: cli.FinetuneEpochs = 5,
-    calibration: cli.Calibration = None,
-    samples: cli.Samples = 128,
-    sequence_length: cli.SequenceLength = None,
-    damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
-    gptaq_alpha: cli.GptaqAlpha = 0.0,
-    seed: cli.Seed = 0,
-    device: cli.Device = "auto",
-    work: cli.Work = None,
-    restart: cli.Restart = False,
-    show_plan: cli.ShowPlan = False,
-    report: cli.Report = True,
-    skip: cli.Skip = None,
+    embedding_bits: cli_options.EmbeddingBits = 16,
+    finetune: cli_options.Finetune = "none",
+    finetune_epochs: cli_options.FinetuneEpochs = 5,
+    calibration: cli_options.Calibration = None,
+    samples: cli_options.Samples = 128,
+    sequence_length: cli_options.SequenceLength = None,
+    damping: cli_options.Damping = 0.01,
+    gptaq_alpha: cli_options.GptaqAlpha = 0.0,
+    seed: cli_options.Seed = 0,
+    device: cli_options.Device = "auto",
+    work: cli_options.Work = None,
+    restart: cli_options.Restart = False,
+    show_plan: cli_options.ShowPlan = False,
+    report: cli_options.Report = True,
+    skip: cli_options.Skip = None,
     element_for: ElementFor = None,
-    debug: cli.Debug = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """FP6: weights as small floats of 4 to 7 bits; no calibration text needed."""
     from fp6.plan import Fp6Recipe

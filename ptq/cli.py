@@ -16,14 +16,14 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ptq import methods, startup
 from ptq.errors import InputError, RunError
 from ptq.files import source
-from ptq.recipe import Recipe, RunOptions
+from ptq.recipe import Recipe, RunOptions, check_device
 from ptq.usage import Commands
 
 if TYPE_CHECKING:
@@ -33,9 +33,11 @@ app = typer.Typer(
     name="quantize",
     cls=Commands,
     help="Make a trained language model small: one command, a packed checkpoint that transformers loads.",
-    epilog="Exit codes: 0 done, 1 the run failed, 2 wrong usage or bad input, 130 interrupted.",
+    epilog="To begin: quantize fp6 MODEL OUT. The options of a command: quantize COMMAND --help. Exit codes: 0 done, "
+    "1 the run failed, 2 wrong usage or bad input, 130 interrupted.",
     add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # its table of options leaves their help a column of twenty letters in 80
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     pretty_exceptions_enable=False,
 )
 
@@ -59,69 +61,6 @@ def _options(
     pass
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="A Hugging Face folder, a hub name (ORG/NAME or ORG/NAME@REVISION), or `demo`, which ships with ptq.",
-    ),
-]
-Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help="Folder of the result: new, empty, or of the same command unfinished.")
-]
-Calibration = Annotated[
-    str | None,
-    typer.Option(
-        help="Calibration text or chats: FILE.txt, FILE.jsonl, wikitext2, c4 or a dataset, NAME:CONFIG:SPLIT."
-    ),
-]
-EmbeddingBits = Annotated[
-    int,
-    typer.Option(
-        help="Bits of the embedding and the head, rounded to the nearest integers: 8, 6 or 4; 16 leaves them alone."
-    ),
-]
-Samples = Annotated[int, typer.Option(help="Rows of calibration text.")]
-SequenceLength = Annotated[int | None, typer.Option(help="Tokens per row. Default: 2048, or the model's limit.")]
-GptaqAlpha = Annotated[
-    float,
-    typer.Option(
-        help="Weights make up for so much of what earlier rounding did to their inputs, 0 to 1, as in GPTAQ: 0.25 is "
-        "closer to the original than 0, and takes longer. Not for linears of experts."
-    ),
-]
-Finetune = Annotated[
-    Literal["none", "blocks", "full"],
-    typer.Option(
-        help="Training after rounding. blocks: within each block, what is not rounded yet, the norms, and the bfloat16 "
-        "scales (quarot, fp6) or sign vectors (quip-sharp) of what is rounded are trained to give the original block's "
-        "output; full: after that these and the head are trained to give the original model's logits. Needs "
-        "calibration text. Not for models with experts, or whose blocks share keys and values."
-    ),
-]
-FinetuneEpochs = Annotated[
-    int, typer.Option(help="Passes over the text, at most: in each turn of a block, and with the whole model.")
-]
-Seed = Annotated[int, typer.Option(help="Seed of the random signs and of the choice of rows.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Work = Annotated[Path | None, typer.Option(help="Folder of unfinished work. Default: OUT.work.")]
-Restart = Annotated[bool, typer.Option("--restart", help="Throw unfinished work away.")]
-ShowPlan = Annotated[bool, typer.Option("--plan", help="Print what would be done, and do nothing.")]
-Report = Annotated[bool, typer.Option("--report/--no-report", help="Write report.html and report.json into OUT.")]
-Skip = Annotated[
-    list[str] | None, typer.Option(help="Leave linears alone: a pattern such as '*.down_proj'; repeatable.")
-]
-BitsFor = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="PATTERN=BITS",
-        help="Other bits for some linears, such as '*.down_proj=4'; repeatable, the first pattern that matches counts.",
-    ),
-]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
-
 def command(function: Callable[..., None]) -> Callable[..., None]:
     """Turn errors into one sentence on stderr and the right exit code, unless `--debug` is given."""
 
@@ -131,6 +70,7 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             for name in ("model", "checkpoint", "against"):  # a mistyped one need not wait for what the command imports
                 if kwargs.get(name) is not None:
                     source.local_folder(kwargs[name])
+            check_device(kwargs.get("device", "auto"))
             if str(kwargs.get("out")) == "demo":
                 raise InputError("OUT cannot be demo: that names the model that ships with ptq; choose another name")
             function(*args, **kwargs)

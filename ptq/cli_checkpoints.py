@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ptq import cli, startup
+from ptq import cli, cli_options, startup
 from ptq.errors import InputError, RunError
 from ptq.files import source
 
@@ -27,8 +27,8 @@ def register(app: typer.Typer) -> None:
 
 def inspect(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint.")],
-    as_json: cli.Json = False,
-    debug: cli.Debug = False,
+    as_json: cli_options.Json = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """What is inside a checkpoint: formats, true bits per weight, rotations, sizes."""
     from ptq.files import published
@@ -77,8 +77,8 @@ def verify(
             min=0, help="End with exit code 1 where the KL, nats per token of what is compared on, is above this."
         ),
     ] = None,
-    as_json: cli.Json = False,
-    debug: cli.Debug = False,
+    as_json: cli_options.Json = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """Check a checkpoint: every tensor, size and file, and with --against how close it is to the original."""
     for option, given in (("--text", text), ("--max-kl", max_kl)):
@@ -131,7 +131,7 @@ def prepack(
     checkpoint: Packed,
     out: Out,
     target: Annotated[str, typer.Option(help="What runs it: cpu, sm_80 or sm_90.")] = "cpu",
-    debug: cli.Debug = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """Put the weights of a checkpoint into the order in which the kernels read them, so that loading need not."""
     from ptq.commands import prepack
@@ -148,7 +148,7 @@ def export(
         Path | None,
         typer.Option(metavar="FILE", help="Write a GGUF for llama.cpp; FILE: the GGUF of the original model."),
     ] = None,
-    debug: cli.Debug = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """Write a checkpoint of `quarot --offline` or `fp6 --scale e8m0` as compressed-tensors, which vLLM reads, or as a
     GGUF, which llama.cpp reads."""
@@ -163,7 +163,7 @@ def export(
             typer.echo(f"{out}: {count} weights in a GGUF, none of them rounded again")
 
 
-def dequantize(checkpoint: Packed, out: Out, debug: cli.Debug = False) -> None:
+def dequantize(checkpoint: Packed, out: Out, debug: cli_options.Debug = False) -> None:
     """Write the weights of a checkpoint as plain numbers, for any runtime, and for training."""
     from ptq.commands import dequantize
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ptq import cli
+from ptq import cli, cli_options
 from ptq.errors import InputError
 from ptq.files import source
 
@@ -52,9 +52,9 @@ def generate(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of tokens.")] = 0,
-    device: cli.Device = "auto",
+    device: cli_options.Device = "auto",
     dtype: Dtype = "auto",
-    debug: cli.Debug = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """Let a model continue a text, or answer, and say how fast it was."""
     from ptq.commands.generate import Request, generate
@@ -84,10 +84,10 @@ def perplexity(
     dataset: Annotated[Literal["wikitext2"] | None, typer.Option(help="A text from the hub.")] = None,
     context: Annotated[int | None, typer.Option(help="Tokens per window. Default: 2048, or the model's limit.")] = None,
     against: Annotated[str | None, typer.Option(help="The original model: adds KL, top-1 and loss increase.")] = None,
-    device: cli.Device = "auto",
+    device: cli_options.Device = "auto",
     dtype: Dtype = "auto",
-    as_json: cli.Json = False,
-    debug: cli.Debug = False,
+    as_json: cli_options.Json = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """Perplexity by the papers' protocol: windows that do not overlap, the tail dropped, exp of the mean loss."""
     source.check_readable(text)

@@ -179,6 +179,12 @@ class Recipe:
         return {key: value for key, value in given.items() if key not in defaults or value not in (defaults[key], [])}
 
 
+def check_device(name: str) -> None:
+    """Raise InputError for what is no name of an option `--device`."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise InputError(f"--device must be auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which GPU), found {name!r}")
+
+
 @dataclass(frozen=True)
 class RunOptions:
     """Where and how to run; on one kind of device, nothing here changes a byte of the result."""

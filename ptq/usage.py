@@ -16,6 +16,12 @@ UsageError: Any = typer.BadParameter.__base__
 class Commands(TyperGroup):
     """A program of several commands. Without one it shows its help, and that is wrong usage."""
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """The list of commands, each with the whole first line of its help."""
+        rows = [(name, (command.help or "").partition("\n\n")[0]) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
     def main(self, args: Sequence[str] | None = None, *rest: Any, **settings: Any) -> Any:
         args = sys.argv[1:] if args is None else args
         named = [name for name in args[:1] if name in self.commands]

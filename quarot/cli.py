@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ptq import cli
+from ptq import cli, cli_options
 from ptq.errors import InputError
 from ptq.recipe import RunOptions
 
@@ -52,8 +52,8 @@ def register(app: typer.Typer) -> None:
 
 
 def quarot(
-    model: cli.Model,
-    out: cli.Out,
+    model: cli_options.Model,
+    out: cli_options.Out,
     weight_bits: WeightBits = 4,
     group_size: GroupSize = 0,
     symmetric: Symmetric = True,
@@ -72,23 +72,23 @@ def quarot(
     kv_sinks: Annotated[
         int, typer.Option(help="Tokens at the start whose keys and values are not quantised: attention sinks.")
     ] = 0,
-    embedding_bits: cli.EmbeddingBits = 16,
-    finetune: cli.Finetune = "none",
-    finetune_epochs: cli.FinetuneEpochs = 5,
-    calibration: cli.Calibration = None,
-    samples: cli.Samples = 128,
-    sequence_length: cli.SequenceLength = None,
-    damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
-    gptaq_alpha: cli.GptaqAlpha = 0.0,
-    seed: cli.Seed = 0,
-    device: cli.Device = "auto",
-    work: cli.Work = None,
-    restart: cli.Restart = False,
-    show_plan: cli.ShowPlan = False,
-    report: cli.Report = True,
-    skip: cli.Skip = None,
-    bits_for: cli.BitsFor = None,
-    debug: cli.Debug = False,
+    embedding_bits: cli_options.EmbeddingBits = 16,
+    finetune: cli_options.Finetune = "none",
+    finetune_epochs: cli_options.FinetuneEpochs = 5,
+    calibration: cli_options.Calibration = None,
+    samples: cli_options.Samples = 128,
+    sequence_length: cli_options.SequenceLength = None,
+    damping: cli_options.Damping = 0.01,
+    gptaq_alpha: cli_options.GptaqAlpha = 0.0,
+    seed: cli_options.Seed = 0,
+    device: cli_options.Device = "auto",
+    work: cli_options.Work = None,
+    restart: cli_options.Restart = False,
+    show_plan: cli_options.ShowPlan = False,
+    report: cli_options.Report = True,
+    skip: cli_options.Skip = None,
+    bits_for: cli_options.BitsFor = None,
+    debug: cli_options.Debug = False,
 ) -> None:
     """QuaRot: rotate a model so that nothing has outliers, then round weights, activations and KV cache to integers."""
     from quarot.plan import QuarotRecipe
@@ -143,14 +143,14 @@ def _refuse_idle(recipe: Any, model: str) -> None:
 
 
 def rotate(
-    model: cli.Model,
-    out: cli.Out,
+    model: cli_options.Model,
+    out: cli_options.Out,
     seed: Annotated[int, typer.Option(help="Seed of the random signs.")] = 0,
-    device: cli.Device = "auto",
-    work: cli.Work = None,
-    restart: cli.Restart = False,
-    show_plan: cli.ShowPlan = False,
-    debug: cli.Debug = False,
+    device: cli_options.Device = "auto",
+    work: cli_options.Work = None,
+    restart: cli_options.Restart = False,
+    show_plan: cli_options.ShowPlan = False,
+    debug: cli_options.Debug = False,
 ) -> None:
     """The rotated model, not quantised: a plain Hugging Face checkpoint for any runtime (offline rotations only)."""
     from quarot.plan import QuarotRecipe

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ptq import cli
+from ptq import cli, cli_options
 from ptq.recipe import RunOptions
 
 
@@ -14,12 +14,12 @@ def register(app: typer.Typer) -> None:
 
 
 def quip_sharp(
-    model: cli.Model,
-    out: cli.Out,
+    model: cli_options.Model,
+    out: cli_options.Out,
     bits: Annotated[int, typer.Option(help="Bits per weight: 2, 3 or 4.")] = 2,
     rounding: Annotated[Literal["nearest", "ldlq"], typer.Option(help="ldlq needs calibration text.")] = "ldlq",
-    finetune: cli.Finetune = "none",
-    finetune_epochs: cli.FinetuneEpochs = 5,
+    finetune: cli_options.Finetune = "none",
+    finetune_epochs: cli_options.FinetuneEpochs = 5,
     rotate: Annotated[
         bool,
         typer.Option(
@@ -29,24 +29,24 @@ def quip_sharp(
     activation_bits: Annotated[
         int, typer.Option(help="Bits of the inputs of quantised linears, per token: 8, or 16 to leave them alone.")
     ] = 8,
-    embedding_bits: cli.EmbeddingBits = 16,
-    calibration: cli.Calibration = None,
-    samples: cli.Samples = 128,
-    sequence_length: cli.SequenceLength = None,
-    damping: Annotated[float, typer.Option(help="Share of the Hessian's mean diagonal that is added to it.")] = 0.01,
-    gptaq_alpha: cli.GptaqAlpha = 0.0,
+    embedding_bits: cli_options.EmbeddingBits = 16,
+    calibration: cli_options.Calibration = None,
+    samples: cli_options.Samples = 128,
+    sequence_length: cli_options.SequenceLength = None,
+    damping: cli_options.Damping = 0.01,
+    gptaq_alpha: cli_options.GptaqAlpha = 0.0,
     sweeps: Annotated[
         int, typer.Option(help="Sweeps of coordinate descent after LDLQ, at most; none raises the loss.")
     ] = 4,
-    seed: cli.Seed = 0,
-    device: cli.Device = "auto",
-    work: cli.Work = None,
-    restart: cli.Restart = False,
-    show_plan: cli.ShowPlan = False,
-    report: cli.Report = True,
-    skip: cli.Skip = None,
-    bits_for: cli.BitsFor = None,
-    debug: cli.Debug = False,
+    seed: cli_options.Seed = 0,
+    device: cli_options.Device = "auto",
+    work: cli_options.Work = None,
+    restart: cli_options.Restart = False,
+    show_plan: cli_options.ShowPlan = False,
+    report: cli_options.Report = True,
+    skip: cli_options.Skip = None,
+    bits_for: cli_options.BitsFor = None,
+    debug: cli_options.Debug = False,
 ) -> None:
     """QuIP#: weights of 2, 3 or 4 bits on the E8 lattice, after a random Hadamard transform on both of their sides."""
     from quip_sharp.plan import QuipSharpRecipe

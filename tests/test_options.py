@@ -317,6 +317,17 @@ def test_the_group_of_an_e8m0_scale(options: str, group_size: int, monkeypatch: 
 def test_help(command: list[str]) -> None:
     result = quantize(*command, "--help")
     assert result.exit_code == 0 and "Usage" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    options = result.stdout.partition("\nOptions:\n")[2].partition("\nCommands:")[0]
+    of_help = [len(line) - len(line.lstrip()) for line in options.splitlines() if line.startswith(" " * 8)]
+    assert max(of_help, default=0) <= 36  # more than half of a line is left for what an option does
+
+
+def test_the_page_of_all_commands_says_in_full_what_each_does() -> None:
+    page = " ".join(quantize("--help").stdout.split())
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for name, command in commands.items():
+        assert f"{name} {' '.join(command.help.split())}" in page
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,8 @@ def test_a_loss_whose_exp_is_no_number() -> None:
     assert command.as_table(measured).row_count == 11
 
 
-def test_it_refuses_bad_input_in_one_sentence(model_folder, tmp_path):
+def test_it_refuses_bad_input_in_one_sentence_before_weights_are_read(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "load_model", None)
     empty = tmp_path / "empty.txt"
     empty.write_text("\n")
     latin = tmp_path / "latin.txt"

@@ -42,6 +42,7 @@ def imported(stderr: str) -> set[str]:
         *(["fp6", "demo", "out", "--no-such-option"], ["quarot", "demo"], ["no-such-command"]),
         *(["fp6", *MISTYPED], ["inspect", MISTYPED[0]], ["verify", MISTYPED[0]], ["prepack", *MISTYPED]),
         *(["perplexity", "demo", *NO_TEXT], ["verify", "demo", "--against", "demo", *NO_TEXT]),
+        *(["fp6", "demo", "out", "--device", "gpu"], ["generate", "demo", "text", "--device", "gpu"]),
     ],
     ids=" ".join,
 )
@@ -50,6 +51,7 @@ def test_help_and_wrong_usage_are_answered_without_torch(arguments: list[str]) -
     out, messages = process.communicate(timeout=60)
     assert process.returncode == (0 if "--help" in arguments else 2), messages[-500:]
     mistyped = "quantize: 'no such folder': no such folder" in messages or "no text: cannot be read" in messages
+    mistyped |= "--device must be auto, cpu or cuda" in messages
     assert "Usage: " in out or mistyped or "--help`)" in messages
     assert {"ptq", "typer"} <= imported(messages)
     assert not {"torch", "transformers", "numpy", "datasets", "accelerate"} & imported(messages)

@@ -64,24 +64,24 @@ def measure(question: Question) -> Measured:
     Raises InputError for models, texts and contexts that do not fit each other, RunError where a dataset cannot be
     fetched or a loss is not finite.
     """
-    load_config(question.model)  # a folder that is no model is told as such
+    config = load_config(question.model)  # a folder that is no model is told as such
+    context = context_for(config, question.context)
     tokenizer = load_tokenizer(question.model)
     name, text = _text(question, tokenizer)
-    model = load_model(question.model, question.dtype, question.device)
-    context = context_for(model.config, question.context)
-    bos = bos_of(tokenizer, model.config)
+    bos = bos_of(tokenizer, config)
     windows = windows_from_text(tokenizer, text, context, name, bos)
+    if question.against is not None:
+        theirs = windows_from_text(load_tokenizer(question.against), text, context, bos=bos)
+        if not torch.equal(windows.tokens, theirs.tokens):
+            raise InputError(
+                f"{question.model} and {question.against} tokenise the text differently; --against is the model "
+                "that the other was made from"
+            )
+    model = load_model(question.model, question.dtype, question.device)
     with counting("windows") as advance:
         if question.against is None:
             result = perplexity(model, windows, progress=advance)
-        else:
-            theirs = windows_from_text(load_tokenizer(question.against), text, context, bos=bos)
-            if not torch.equal(windows.tokens, theirs.tokens):
-                raise InputError(
-                    f"{question.model} and {question.against} tokenise the text differently; --against is the model "
-                    "that the other was made from"
-                )
-            # In the same dtype, so that the divergence is not that of two precisions.
+        else:  # in the same dtype, so that the divergence is not that of two precisions
             original = load_model(question.against, model.dtype, question.device)
             result = compare(model, original, windows, progress=advance)
     return Measured(question, name, windows, result, name_of(model.dtype))

@@ -23,6 +23,7 @@ from ptq.files.checkpoint import Checkpoint, read_config
 from ptq.hf.meta_model import transformers_config
 from ptq.models.model_shape import UNREAD
 from ptq.planning.plan import OF_ANOTHER
+from ptq.recipe import check_device
 
 
 def load_model(
@@ -106,8 +107,7 @@ def device_named(name: str) -> torch.device:
 
     Raises InputError for another name, and for a GPU that is not there.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise InputError(f"--device must be auto, cpu or cuda (CUDA_VISIBLE_DEVICES says which GPU), found {name!r}")
+    check_device(name)
     if name == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: this machine has no CUDA device that torch can use; use --device cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
