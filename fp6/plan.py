@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from fp6.choice import AutoFormat, SearchedFormat
-from fp6.element import ELEMENTS, element_of
+from fp6.element import ELEMENTS
 from fp6.minifloat import SCALES, SEARCHES, Scale, Search
 from ptq.errors import InputError
 from ptq.models.family import Family
@@ -68,7 +68,7 @@ class Fp6Recipe(Recipe):
         element = self.width_of(linear) or self.element
         if element == "auto":
             return AutoFormat(group_size=self._group_size, scale=self.scale, search=self.scale_search)
-        return SearchedFormat(element_of(element).name, self._group_size, self.scale, self.scale_search)
+        return SearchedFormat(element, self._group_size, self.scale, self.scale_search)
 
 
 def plan(shape: ModelShape, family: Family, recipe: Fp6Recipe, tensors: Tensors) -> Plan:

@@ -112,6 +112,8 @@ def run(model: str, out: Path, recipe: Recipe, options: RunOptions, show_plan: b
     """What every method's command ends in."""
     if recipe.calibration is None and recipe.rounding == "nearest" and model != "demo":
         refuse_idle(recipe, "without --calibration", "samples", "sequence_length")
+    if recipe.rounding == "nearest":
+        refuse_idle(recipe, "with --rounding nearest", "damping", "sweeps")
     if recipe.finetune == "none":
         refuse_idle(recipe, "without --finetune blocks or full", "finetune_epochs")
     if show_plan:

@@ -111,6 +111,8 @@ class Recipe:
             raise InputError(f"--damping must be above 0 and below 1, found {self.damping}")
         if not 0 <= self.gptaq_alpha <= 1:
             raise InputError(f"--gptaq-alpha must be 0 to 1, found {self.gptaq_alpha}")
+        if self.gptaq_alpha and self.rounding == "nearest":
+            raise InputError("--gptaq-alpha does nothing with --rounding nearest")
         self._check_finetuning()
 
     def _check_finetuning(self) -> None:

@@ -131,8 +131,6 @@ def _refuse_idle(recipe: Any, model: str) -> None:
         rows = ("samples", "sequence_length") if recipe.calibration is None and model != "demo" else ()
         idle = ("group_size", "symmetric", "damping", "scale", "gptaq_alpha", *rows)
         cli.refuse_idle(recipe, "with --weight-bits 16", *idle)
-    if recipe.rounding == "nearest":
-        cli.refuse_idle(recipe, "with --rounding nearest", "gptaq_alpha", "damping")
     if recipe.activation_bits == 16:
         cli.refuse_idle(recipe, "without --activation-bits 8, 6 or 4", "activation_clip")
     if recipe.key_bits == recipe.value_bits == 16:

@@ -57,6 +57,4 @@ def quip_sharp(
         widths=tuple(bits_for or ()), bits=bits, rotate=rotate, activation_bits=activation_bits,
         finetune=finetune, finetune_epochs=finetune_epochs,
     )  # fmt: skip
-    if rounding == "nearest":
-        cli.refuse_idle(recipe, "with --rounding nearest", "gptaq_alpha", "damping", "sweeps")
     cli.run(model, out, recipe, RunOptions(work=work, restart=restart, device=device, report=report), show_plan)

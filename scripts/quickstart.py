@@ -3,6 +3,8 @@
 python scripts/quickstart.py CHECKPOINT...
 """
 
+import statistics
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,13 +12,15 @@ from typing import Annotated, Any
 import one_sentence
 import torch
 import typer
+from jaxtyping import Int
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 import ptq  # noqa: F401  (lets from_pretrained load packed checkpoints)
-from ptq.commands.evaluate import compare, tokens_per_second
+from ptq.commands.evaluate import compare
 from ptq.commands.windows import context_for, windows_from_text
 from ptq.demo import demo_path
 from ptq.files.checkpoint import Checkpoint
@@ -55,6 +59,20 @@ def main(checkpoints: Annotated[list[str], typer.Argument(help="Packed checkpoin
     text = tokenizer.decode(written[0], skip_special_tokens=True)
     print(f"\nThe model of the last row goes on from {PROMPT!r}:\n\n{text}\n")
     Console().print(table)
+
+
+def tokens_per_second(model: Any, prompt: Int[Tensor, " t"], *, new_tokens: int = 64, runs: int = 3) -> float:
+    """New tokens per second of greedy `generate` on one prompt, reading the prompt included: median after a warm-up."""
+    greedy = GenerationConfig(
+        do_sample=False, num_beams=1, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0
+    )
+    batch, seconds = prompt[None], list[float]()
+    for _ in range(runs + 1):
+        started = time.perf_counter()
+        out = model.generate(batch, attention_mask=torch.ones_like(batch), generation_config=greedy)
+        seconds.append(time.perf_counter() - started)
+        assert out.shape[1] == len(prompt) + new_tokens
+    return new_tokens / statistics.median(seconds[1:])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from ptq.layers import linear
 from ptq.layers.packed_weight import GUARD, INPUT_SIGNS, OUTPUT_SIGNS, PackedWeight, guard, stored_signs
 from ptq.models.families import family_of
 from ptq.models.model_shape import shape_of
-from ptq.pipeline import ends
+from ptq.planning import packed_ends
 from ptq.recipe import Recipe
 from ptq.weights.formats import Format, Parts
 from quarot.integer import IntegerFormat
@@ -50,7 +50,8 @@ def build(recipe: Recipe | None, config: LlamaConfig, device: torch.device, dtyp
     if recipe is None:
         return model
     family = family_of(config.to_dict())
-    plan = ends.packed(methods.planner(recipe.method)(shape_of(config), family, recipe, {}), recipe.embedding_bits)
+    plan = methods.planner(recipe.method)(shape_of(config), family, recipe, {})
+    plan = packed_ends.packed(plan, recipe.embedding_bits)
     signs: dict[int, Tensor] = {}
     for planned in plan.packed_linears():
         module = linear.swap(model, planned.name, linear.config_entry(planned))

@@ -15,7 +15,7 @@ import ptq
 from ptq.hf.blocks import PartialModel
 from ptq.models.model_shape import ModelShape
 from ptq.ops import hadamard
-from ptq.pipeline import balance, pipeline
+from ptq.pipeline import balance, pipeline, rewrite
 from ptq.pipeline.job import Job
 from ptq.pipeline.work import Record
 from ptq.planning.plan import LinearPlan
@@ -213,7 +213,7 @@ def test_only_where_keys_are_quantised_and_have_no_norm(model_type: str, tmp_pat
 def test_rows_have_one_size_behind_their_scale() -> None:
     w = torch.randn(300, 24, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 1, 300)[:, None]
     w[7] = 0
-    scale = balance.row_scale(w)
+    scale = rewrite.row_scale(w)
     sizes = (w.double() / scale[:, None]).square().mean(1).sqrt()
     rest = torch.arange(300) != 7
     torch.testing.assert_close(sizes[rest], sizes[rest].mean().expand(299), rtol=1e-3, atol=0)
@@ -222,7 +222,7 @@ def test_rows_have_one_size_behind_their_scale() -> None:
 
 
 def test_row_scales_stay_numbers_of_float16() -> None:
-    scale = balance.row_scale(torch.cat([torch.full((5, 8), 1e-20), torch.full((1, 8), 1e10)]))
+    scale = rewrite.row_scale(torch.cat([torch.full((5, 8), 1e-20), torch.full((1, 8), 1e10)]))
     assert scale.isfinite().all() and (scale > 0).all() and scale.min() == 2**-10
 
 
@@ -233,7 +233,7 @@ def test_even_rows_help_the_small_ones() -> None:
     w[::8] /= 30
     small = torch.arange(0, 64, 8)
     errors = {}
-    for name, scale in (("plain", torch.ones(64).double()), ("even", balance.row_scale(w))):
+    for name, scale in (("plain", torch.ones(64).double()), ("even", rewrite.row_scale(w))):
         turned = hadamard.apply_columns(w / scale[:, None], None, 64)
         step = turned.abs().max() / 2
         back = hadamard.apply_columns((turned / step).round() * step, None, 64, transpose=True) * scale[:, None]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from ptq.commands.evaluate import CHUNK, compare, perplexity, tokens_per_second
+from ptq.commands.evaluate import CHUNK, compare, perplexity
 from ptq.commands.windows import Windows, context_for, windows_from_text
 from ptq.errors import InputError, RunError
 
@@ -212,14 +212,6 @@ def test_broken_model_is_an_error_not_a_number():
     torch.nn.init.constant_(model.model.norm.weight, math.nan)
     with pytest.raises(RunError, match="window 0"):
         perplexity(model, random_windows(2, 5))
-
-
-def test_tokens_per_second_generates_past_the_end_of_text_token():
-    model = tiny_llama(0)
-    model.generation_config.eos_token_id = list(range(1, 50))
-    state = torch.random.get_rng_state()
-    assert tokens_per_second(model, torch.tensor([1, 2, 3]), new_tokens=5, runs=2) > 0
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 @pytest.mark.skipif(

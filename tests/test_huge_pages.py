@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from ptq.ops import huge_pages
+from ptq.ops import free_memory, huge_pages
 
 LARGE = huge_pages.LARGE_BYTES // 4
 
@@ -58,6 +58,10 @@ def test_what_is_free_is_left(mapped: Callable[[int], Tensor], monkeypatch: pyte
     huge_pages.take_out_of_files([layer])
     assert lies_in_a_file(layer.weight)
     free["available"] += 1
+    with monkeypatch.context() as container:
+        container.setattr(free_memory, "_left", lambda *places: iter([free["available"] - 1]))
+        huge_pages.take_out_of_files([layer])
+    assert lies_in_a_file(layer.weight)
     huge_pages.take_out_of_files([layer])
     assert not lies_in_a_file(layer.weight)
 

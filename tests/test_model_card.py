@@ -1,5 +1,6 @@
 """The model card of a result: what the hub reads of it, and that it tells the truth."""
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,25 @@ def test_every_run_leaves_a_card_and_its_code_loads_the_model(packed: Path) -> N
     assert metadata_load(packed / "README.md") == {
         "library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["ptq", "quarot"],
     }  # fmt: skip
-    assert "quantize quarot model OUT --rounding nearest --sequence-length 128 --key-bits 4 --value-bits 4" in text
+    assert "quantize quarot model OUT --rounding nearest --key-bits 4 --value-bits 4" in text
     assert f"| {read_result(packed).bits_per_weight:.3f} |" in text and "`report.html` shows" in text
     code = text.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(packed))
     names: dict = {}
     exec(code.replace(f', AutoTokenizer.from_pretrained("{packed}")', ", None"), names)  # this model has no tokenizer
     model = names["model"]
     assert isinstance(model, PreTrainedModel) and model(torch.tensor([[1, 2]])).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("words", ["fp6 {model}", "fp6 demo --group-size 64", "quarot {model} --rounding nearest"])
+def test_the_command_of_a_card_is_the_one_that_was_given(words: str, packed: Path, tmp_path: Path) -> None:
+    """What it makes is there already."""
+    out, (command, model, *options) = tmp_path / "out", words.format(model=packed.with_name("model")).split()
+    assert quantize(command, model, out, *options).exit_code == 0
+    block = (out / "README.md").read_text().rpartition("```\nquantize ")[2].partition("\n```")[0]
+    again, name, _, *rest = shlex.split(block)
+    assert (again, name) == (command, Path(model).name)
+    done = quantize(command, model, out, *rest)
+    assert done.exit_code == 0 and "finished before" in done.stderr, done.stderr
 
 
 def test_the_name_on_the_hub_is_the_base_and_its_license_stays(packed: Path, tmp_path: Path) -> None:

@@ -63,6 +63,9 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\n')
     for name in ("a.txt", "a.jsonl"):
         assert load_rows(str(tmp_path / name), tokenizer, 1, 4, seed=0).tolist() == [[300, *b"abc"]]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfabc\xff")
+    with pytest.raises(InputError, match=r"a.txt: not UTF-8 at byte 6 \(0xff\)"):
+        load_rows(str(tmp_path / "a.txt"), tokenizer, 1, 1, seed=0)
 
 
 def test_jsonl_documents_are_joined_by_an_empty_line(tmp_path):

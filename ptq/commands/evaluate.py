@@ -3,11 +3,8 @@
 In each window (`ptq.commands.windows`) every token but the first is predicted; perplexity is exp(mean token loss).
 """
 
-from __future__ import annotations
-
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ptq.commands.windows import Windows, check_fit
 from ptq.errors import InputError, RunError
@@ -137,26 +134,6 @@ def compare_logits(
         top1=statistics.fmean(row.top1 for row in rows),
         loss_increase_standard_error=standard_error([row.loss - row.original_loss for row in rows]),
     )
-
-
-def tokens_per_second(
-    model: PreTrainedModel, prompt: Int[Tensor, " t"], *, new_tokens: int = 64, runs: int = 3
-) -> float:
-    """New tokens per second of greedy `generate` on one prompt, reading the prompt included: median after a warm-up."""
-    greedy = GenerationConfig(
-        do_sample=False, num_beams=1, min_new_tokens=new_tokens, max_new_tokens=new_tokens, pad_token_id=0
-    )
-    batch = prompt[None].to(model.device)
-    generate: Callable[..., Tensor] = model.generate  # type: ignore[assignment]  # torch types it as Tensor | Module
-    seconds: list[float] = []
-    with torch.inference_mode(), _evaluating(model):
-        for _ in range(runs + 1):
-            started = time.perf_counter()
-            # The copy to the host waits for a device that works in the background.
-            out = generate(batch, attention_mask=torch.ones_like(batch), generation_config=greedy).cpu()
-            seconds.append(time.perf_counter() - started)
-            assert out.shape[1] == len(prompt) + new_tokens
-    return new_tokens / statistics.median(seconds[1:])
 
 
 @dataclass(frozen=True)

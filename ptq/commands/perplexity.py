@@ -103,13 +103,11 @@ def _text(question: Question, tokenizer: PreTrainedTokenizerBase) -> tuple[str, 
 
 def _wikitext2() -> str:
     """WikiText-2 raw, test split, its lines joined by two newlines as in the papers."""
-    import huggingface_hub.constants
     from datasets import load_dataset  # slow to import, and not needed for a local text
 
-    if not hub.is_known():  # then what was fetched before, or an error at once
-        huggingface_hub.constants.HF_HUB_OFFLINE = True
     try:
-        rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
+        with hub.asked_if_known():  # else what was fetched before, or an error at once
+            rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split="test")
     except Exception as error:  # the hub's client raises many unrelated types
         reason = " ".join(str(error).split())
         raise RunError(

@@ -28,7 +28,7 @@ MOST_GPU_CHANNELS = 256
 SCALED_QUERIES = ("llama_4_scaling_beta", "original_max_position_embeddings")
 """What `rope_parameters` of a config call beta and the length of `query_factor`."""
 
-MOST_TOKENS = 16
+MOST_DECODED = 16
 """Of a row, such as those that assisted generation has guessed; over a packed cache at most `MAX_DECODE`."""
 
 
@@ -72,7 +72,7 @@ def _packed_layer(module: Any, cache: PackedCache, tokens: int) -> PackedLayer |
 
 def are_decoded(tokens: int, mask: Any) -> bool:
     """Whether so many tokens of a row may be behind others: several then come with a mask."""
-    return tokens == 1 or (1 < tokens <= MOST_TOKENS and mask is not None)
+    return tokens == 1 or (1 < tokens <= MOST_DECODED and mask is not None)
 
 
 def fits(mask: Any, x: Float[Tensor, "b t k"], layer: CacheLayer) -> bool:

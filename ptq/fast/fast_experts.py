@@ -124,11 +124,8 @@ class FewTokenExperts:
         self._kinds: dict[_Kind, _Kind] = {}
         self._holders = weakref.WeakSet[HeldExperts]()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # copies and pickles find out anew
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        FewTokenExperts.__init__(self)
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()  # copies and pickles find out anew
 
     def __call__(
         self,

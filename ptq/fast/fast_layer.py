@@ -117,7 +117,7 @@ class FastForward:
                 if self.on_gpu.watched:
                     self.on_gpu.forget()  # merged weights would stay on the GPU
                 held = self.on_cpu.found
-                if hidden_states.shape[1] > decoding.MOST_TOKENS and held is not None and not held.has_mlp:
+                if hidden_states.shape[1] > decoding.MOST_DECODED and held is not None and not held.has_mlp:
                     self.on_cpu.forget()  # a prompt: who listened to its experts may be gone
                 found = _decoded(layer, self.on_cpu, hidden_states, **kwargs)
             if found is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ptq.fast import routers
-from ptq.fast.decoding import MOST_TOKENS as MOST_DECODED
+from ptq.fast.decoding import MOST_DECODED
 from ptq.fast.fast_experts import MOST_TOKENS, FewTokenExperts, HeldExperts
 from ptq.fast.trials import PLAIN
 from ptq.fast.watched import Watched, forward_is_ours

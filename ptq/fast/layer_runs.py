@@ -155,11 +155,8 @@ class Substitutes:
         self.tried: Any = None
         self.found: list[nn.Module | Run] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # copies and pickles find out anew
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()  # copies and pickles find out anew
 
     def update(self, model: Any) -> None:
         """Find out anew where something has changed."""
@@ -230,7 +227,7 @@ def _fits(model: Any, input_ids: Any = None, inputs_embeds: Any = None, **others
         return False
     if not matmul.lies_on_gpu(x):
         behind = any(others.get(name) is not None for name in CACHES)
-        if not x.is_cpu or not behind or x.shape[1] > decoding.MOST_TOKENS:
+        if not x.is_cpu or not behind or x.shape[1] > decoding.MOST_DECODED:
             return False
     if any(value is not None and value is not False for name, value in others.items() if name not in GIVEN):
         return False

@@ -39,6 +39,19 @@ def is_known() -> bool:
         return False
 
 
+@contextmanager
+def asked_if_known() -> Iterator[None]:
+    """Within it, where the hub is not known, its libraries ask nobody: they take what was fetched before, or fail."""
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not is_known()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def download(name: str) -> Path:
     """The folder of a hub model in huggingface_hub's cache, fetched where it is not there yet.
 

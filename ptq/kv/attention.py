@@ -1,6 +1,6 @@
 """Attention over quantised keys and values, as an attention function of transformers.
 
-`install` uses transformers' own doors. (1) An attention function of ours, under a name that spells the settings, with
+`attach` uses transformers' own doors. (1) An attention function of ours, under a name that spells the settings, with
 the masks of "sdpa" (AttentionInterface, AttentionMaskInterface): every model of the table calls it after RoPE. It
 quantises and dequantises plain keys and values (no cache, or somebody else's), and reads a `PackedCache` directly. (2)
 A forward hook in front of the module that holds the blocks makes a `PackedCache` where a cache is wanted and none is

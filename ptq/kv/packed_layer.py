@@ -193,12 +193,10 @@ class PackedLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Remove the last -tokens_to_remove tokens. Assisted generation may give the number as a tensor."""
-        tokens_to_remove = int(tokens_to_remove)
-        if not -self.length <= tokens_to_remove <= 0:
-            raise InputError(
-                f"crop: expected 0 to {-self.length} (minus the tokens to remove), found {tokens_to_remove}"
-            )
-        self.length += tokens_to_remove
+        tokens_to_remove, held = int(tokens_to_remove), int(self.get_seq_length())
+        if not -held <= tokens_to_remove <= 0:
+            raise InputError(f"crop: expected 0 to {-held} (minus the tokens to remove), found {tokens_to_remove}")
+        self.advance(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from ptq.errors import InputError
 from ptq.kv.kv_cache import CacheQuantization
 from ptq.kv.kv_side import row_starts
 from ptq.kv.packed_cache import PackedCache
@@ -86,13 +85,6 @@ class StaticPackedLayer(PackedLayer):
     def reset(self) -> None:
         self.position.zero_()
         self.starts = None
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -tokens_to_remove tokens."""
-        held = int(self.position)
-        if not -held <= tokens_to_remove <= 0:
-            raise InputError(f"crop: expected 0 to {-held} (minus the tokens to remove), found {tokens_to_remove}")
-        self.position.add_(tokens_to_remove)
 
 
 class StaticPackedCache(PackedCache):

@@ -78,11 +78,8 @@ class SharedInput:
         self._last: _Call | None = None
         self._firsts: dict[nn.Module, _First] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # copies and pickles learn anew
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        SharedInput.__init__(self)
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return type(self), ()  # copies and pickles learn anew
 
     def product(self, linear: QuantLinear, x: Tensor) -> Tensor | None:
         """See `ptq.layers.ready_products.ProductSource`; None: compute it alone."""
@@ -207,7 +204,7 @@ def _products(group: _Group, x: Tensor) -> Sequence[Tensor] | None:
         if found is not None:
             return found
         return [
-            cast(IntegerInput, linear.format).linear_quantized(q, scale, part, bias, dtype)
+            cast(IntegerInput, linear.format).linear_quantized(q, scale, part, bias, dtype, first.online.input_bits)
             for linear, part, bias in zip(members, parts, biases, strict=True)
         ]
     seen = first.effective_input(x)

@@ -14,8 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import psutil
 from torch import Tensor, nn
+
+from ptq.ops import free_memory
 
 LARGE_BYTES = 1 << 20
 """Of tensors that are worth it."""
@@ -48,7 +49,7 @@ def take_out_of_files(modules: Iterable[nn.Module]) -> None:
     be more than half of what is free: a prepacked checkpoint may be larger than that, and is read from its files."""
     held = {id(p): p for module in modules for p in module._parameters.values() if p is not None and _is_large(p)}
     mapped = _in_files(held.values())
-    if sum(p.nbytes for p in mapped) <= psutil.virtual_memory().available // 2:
+    if sum(p.nbytes for p in mapped) <= free_memory.available() // 2:
         for parameter in mapped:
             parameter.data = parameter.data.clone()
 

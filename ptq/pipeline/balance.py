@@ -18,23 +18,8 @@ from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from ptq.models.model_shape import ModelShape
+from ptq.pipeline.rewrite import PIECE
 from ptq.planning.plan import Balance, KeyBalance, LinearPlan
-
-MAX_ROW_SCALE = 2.0**10
-PIECE = 256
-"""Rows whose squares are held at once."""
-
-
-def row_scale(w: Float[Tensor, "n k"]) -> Float64[Tensor, " n"]:
-    """The root mean square of every row relative to that of the whole weight, as a float16 number; 1 for a zero row.
-
-    A rotation of the output spreads the rounding error evenly over all rows. With rows of one size in front of it, and
-    the scale behind it again, the error of a row is in proportion to its size, and the sum of all errors is what it
-    was: r_i^2 e summed over rows is n e where the mean of r_i^2 is 1. (EXL3 does the same with its output scales.)
-    """
-    squares = torch.cat([piece.float().square().sum(1) for piece in w.split(PIECE)]).double()
-    size = (squares / squares.mean()).sqrt().clamp(1 / MAX_ROW_SCALE, MAX_ROW_SCALE)
-    return torch.where(squares > 0, size, 1.0).to(torch.float16).double()
 
 
 def scale_of(

@@ -1,8 +1,7 @@
-"""The ends of a model, its embedding and its head: how a plan packs them, their weights as a run reads them, and how
-they run."""
+"""The ends of a model, its embedding and its head: their weights as a run reads them, and how they run."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,13 +13,7 @@ from ptq.layers.embedding import RowFormat, row_format
 from ptq.layers.packed_weight import GUARD
 from ptq.models.family import Family
 from ptq.ops.matmul import FEW_TOKENS
-from ptq.planning.plan import Plan
-from ptq.weights import formats
 from ptq.weights.formats import Parts
-
-GROUPS = {8: (128, 64, 32), 6: (128, 64, 32), 4: (32,)}
-"""Group sizes by the bits: the first that divides the rows is taken; where none does, rows have one scale each. At 4
-bits smaller groups pay (docs/results.md)."""
 
 
 @dataclass(frozen=True)
@@ -84,23 +77,3 @@ def logits(
 def plain_matrix(weight: Float[Tensor, "v k"]) -> Matrix:
     """The matrix of a weight that is not packed."""
     return Matrix({"weight": weight})
-
-
-def packed(plan: Plan, bits: int) -> Plan:
-    """The plan with embedding and head in integers of `bits` bits, rounded to the nearest; 16: the plan as it is."""
-    if bits == 16:
-        return plan
-    ends = {linear.name for linear in plan.ends()}
-
-    def group(k: int) -> int:
-        return next((size for size in GROUPS[bits] if k % size == 0), 0)
-
-    return replace(
-        plan,
-        linears=tuple(
-            replace(linear, format=formats.get("quarot/integer", bits=bits, group_size=group(linear.k)))
-            if linear.name in ends
-            else linear
-            for linear in plan.linears
-        ),
-    )

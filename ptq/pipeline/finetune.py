@@ -17,7 +17,7 @@ from ptq.errors import RunError
 from ptq.files import work_files
 from ptq.pipeline import rewrite
 from ptq.pipeline.trainable import Trained, Values
-from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.plan import LinearPlan, Plan, weights_of
 
 HELD_OUT = 8
 """One chunk of so many is held out."""
@@ -79,7 +79,7 @@ def trained_weights(plan: Plan) -> int:
     if plan.finetune == "none":
         return 0
     inside = sum(linear.n * linear.k for linear in plan.linears if linear.statistics)
-    whole = sum(linear.n * linear.k for linear in plan.linears) * (plan.finetune == "full")
+    whole = weights_of(plan.linears) * (plan.finetune == "full")
     return plan.finetune_epochs * (len(turns(plan.block(0))) * inside + whole)
 
 

@@ -29,7 +29,7 @@ from ptq.pipeline import finetune, trainable
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.trainable import Trained, Values
-from ptq.planning.plan import LinearPlan
+from ptq.planning.plan import LinearPlan, weights_of
 from ptq.statistics.clip_search import CLIP
 from ptq.weights.grouped import SCALE, has_scales
 
@@ -112,13 +112,13 @@ def _run_turn(turn: _Turn, values: Values, progress: Progress) -> None:
     block = tasks.job.plan.block(index)
     part = _rewritten(turn, values)
     if tasks.job.recipe.rounding != "nearest":
-        with progress.step(f"block {index}: Hessians", sum(linear.n * linear.k for linear in turn.group)):
+        with progress.step(f"block {index}: Hessians", weights_of(turn.group)):
             with tasks.job.calibration_precision():
                 tasks.hessians.collect(turn.key, part, [turn.group[0].statistics or ""], tasks.hidden, index)
     tasks.round(turn.group, part, progress, turn.key)
     del part
     if tasks.workers.first:
-        with progress.training(sum(linear.n * linear.k for linear in block), tasks.job.plan.finetune_epochs) as tell:
+        with progress.training(weights_of(block), tasks.job.plan.finetune_epochs) as tell:
             _train(turn, values, tell)
     tasks.workers.wait()
 

@@ -22,11 +22,13 @@ from ptq.files.json_numbers import six_digits
 from ptq.hf.blocks import PartialModel, row_by_row
 from ptq.layers.linear import config_entry
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
-from ptq.pipeline import finetune, free_memory, trainable
+from ptq.ops import free_memory
+from ptq.pipeline import finetune, trainable
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
 from ptq.pipeline.trainable import Trained, Values
+from ptq.planning.plan import weights_of
 from ptq.statistics.divergence import divergence
 from ptq.weights.grouped import SCALE, has_scales
 
@@ -68,7 +70,7 @@ def _train(tasks: Tasks, rows: Int[Tensor, "samples t"], progress: Progress) -> 
         "whole model", tasks.job.recipe.seed, model.trained(), model.gradients, held_out, batches, epochs,
         tasks.work / "tuned" / "full.epoch.safetensors",
     )  # fmt: skip
-    with progress.training(sum(linear.n * linear.k for linear in tasks.job.plan.linears), epochs) as tell:
+    with progress.training(weights_of(tasks.job.plan.linears), epochs) as tell:
         best, losses = finetune.fit(task, tell)
     found = {**best, "losses": torch.tensor(losses, dtype=torch.float64)}
     work_files.write_tensors(task.file.with_name("full.safetensors"), found)
@@ -100,7 +102,7 @@ class _Model:
         self.frozen_head = None if head is None else head.whole(job.head.k).to(job.device)
         tied = job.head == job.embedding and head is None  # and trained
         self.frozen_embedding = None if tied else tasks.matrix(job.embedding)
-        size = 4 * sum(linear.n * linear.k for linear in job.plan.linears)
+        size = 4 * weights_of(job.plan.linears)
         self.keep = 2 * size < free_memory.available()
 
     def _teacher(self) -> PartialModel:

@@ -72,6 +72,7 @@ class Job:
 
     def rewritten_rows(self, linear: LinearPlan) -> Iterator[Float[Tensor, "r k"]]:
         """`rewritten` in float32, some rows at a time: for the embedding and the head, where rows do not mix."""
+        assert linear.output is None and linear.balance is None and not linear.even_rows, linear.name
         gain = self._gain(linear)
         for piece in self.tensor(linear.source).split(max(1, PIECE_BYTES // (8 * linear.k))):
             yield self._rewrite(linear, piece.to(self.device), gain, torch.float32)
@@ -103,7 +104,7 @@ class Job:
     def row_scale(self, linear: LinearPlan) -> Float64[Tensor, " n"]:
         """What the rows of a weight are divided by before they are rotated."""
         if linear.name not in self.row_scales:
-            self.row_scales[linear.name] = balance.row_scale(self.tensor(linear.source).to(self.device))
+            self.row_scales[linear.name] = rewrite.row_scale(self.tensor(linear.source).to(self.device))
         return self.row_scales[linear.name]
 
     def original_block(self, index: int, as_stored: bool = False) -> PartialModel:

@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,7 +11,7 @@ from ptq.models.model_shape import ModelShape
 from ptq.ops import matmul
 from ptq.pipeline import finetune
 from ptq.pipeline.finetune_full import LOGITS
-from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.plan import LinearPlan, Plan, weights_of
 from ptq.planning.rotations import mlp_widths
 from ptq.recipe import Recipe
 from ptq.reporting.sizes import duration_text, size_text
@@ -86,7 +85,7 @@ def heaviest_block(plan: Plan) -> list[LinearPlan]:
     for linear in plan.linears:
         if linear.block is not None:
             blocks.setdefault(linear.block, []).append(linear)
-    return max(blocks.values(), key=lambda block: sum(linear.n * linear.k for linear in block))
+    return max(blocks.values(), key=weights_of)
 
 
 def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int], bfloat16: bool = False) -> Estimate:
@@ -95,9 +94,9 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     length = recipe.sequence_length
     assert length is not None
     block = heaviest_block(plan)
-    largest = max((4 if linear.role == "layer_embedding" else 6) * linear.n * linear.k for linear in plan.linears)
-    needs = _Cost(memory=max(4 * _weights(block) + 12 * max(x.n * x.k for x in block), largest))
-    seconds = BASE_SECONDS + _weights(plan.linears) / (STREAM_RATE * torch.get_num_threads())
+    largest = max((4 if linear.role == "layer_embedding" else 6) * linear.weights for linear in plan.linears)
+    needs = _Cost(memory=max(4 * weights_of(block) + 12 * max(x.weights for x in block), largest))
+    seconds = BASE_SECONDS + weights_of(plan.linears) / (STREAM_RATE * torch.get_num_threads())
     if needs_text(plan, recipe):
         found = _calibrating(block, shape, recipe, length)
         if needs_hessians(plan, recipe):
@@ -111,10 +110,6 @@ def estimate(plan: Plan, shape: ModelShape, recipe: Recipe, sizes: dict[str, int
     work = needs.disk + MARK_BYTES * len(plan.linears)
     made = Estimate(seconds, BASE_MEMORY + needs.memory, work, packed, _plain_ends(plan, sizes))
     return made if plan.finetune == "none" else _finetuning(made, plan, shape, recipe.samples, length)
-
-
-def _weights(linears: Iterable[LinearPlan]) -> int:
-    return sum(linear.n * linear.k for linear in linears)
 
 
 def _calibrating(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length: int) -> _Cost:
@@ -145,18 +140,18 @@ def _solving(block: list[LinearPlan], shape: ModelShape, recipe: Recipe, length:
         found += _Cost(
             passes=tokens * (4 * _active(block, shape) + 2 * squares),
             others=6.0 * sum(x.n * x.k**2 for x in block if x.expert is None),
-            memory=4 * max(length, CHUNK_TOKENS) * sum(crossed.values()) + 4 * max(x.n * x.k for x in block),
+            memory=4 * max(length, CHUNK_TOKENS) * sum(crossed.values()) + 4 * max(x.weights for x in block),
             disk=2 * 4 * tokens * shape.state,
         )
     # Beside the block and its Hessians: H, and of experts the sum of all.
-    solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.n * x.k for x in block)
+    solver = max((4 if x.expert is None else 8) * x.k**2 + 8 * x.weights for x in block)
     parts = 1 + max(1, min(MAX_PARTS, tokens // (max(length, CHUNK_TOKENS) * PART_CHUNKS)))
     return found + _Cost(memory=max(hessians, solver), disk=parts * hessians)
 
 
 def _active(block: list[LinearPlan], shape: ModelShape) -> float:
     """Weights that a token is multiplied with."""
-    return sum(share_of_tokens(linear, shape) * linear.n * linear.k for linear in block)
+    return sum(share_of_tokens(linear, shape) * linear.weights for linear in block)
 
 
 def _mixing(block: list[LinearPlan], shape: ModelShape, length: int) -> int:
@@ -170,7 +165,7 @@ def _mixing(block: list[LinearPlan], shape: ModelShape, length: int) -> int:
 def _finetuning(made: Estimate, plan: Plan, shape: ModelShape, samples: int, length: int) -> Estimate:
     """The same with fine-tuning. While a block is trained, its weights are there six times: values, the best of them,
     gradients, two averages of these, and the state before. So is the head, at the end."""
-    block, head = sum(linear.n * linear.k for linear in heaviest_block(plan)), shape.vocab * shape.hidden
+    block, head = weights_of(heaviest_block(plan)), shape.vocab * shape.hidden
     tokens = max(length, CHUNK_TOKENS)
     kept_numbers = 24 * shape.hidden + 10 * shape.intermediate  # of a token in a block, for the gradient
     activations = 4 * tokens * kept_numbers
@@ -202,7 +197,7 @@ def _clip_search(block: list[LinearPlan], shape: ModelShape, tokens: int, length
     passed = sample * _active(block, shape)
     experts = max(1, shape.experts)
     most = {True: max(clip_search.TOKENS / experts, clip_search.CHUNKS), False: clip_search.TOKENS}
-    tried = sum(min(most[x.expert is not None], share_of_tokens(x, shape) * sample) * x.n * x.k for x in searched)
+    tried = sum(min(most[x.expert is not None], share_of_tokens(x, shape) * sample) * x.weights for x in searched)
     return 2 * (passed + (1 + len(clip_search.GRID)) * tried)
 
 

@@ -166,7 +166,7 @@ def _quantize(
         with leftovers_named(work, out):
             _run(tasks, rows, probe, progress)
             if workers.first:
-                _finish(tasks, record, out, model, options.report)
+                _finish(tasks, record, out, model, asked, options.report)
         if workers.first:
             remove_work(work)
     workers.wait()
@@ -195,8 +195,9 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
         finetune_full.tune(tasks, rows, progress)
 
 
-def _finish(tasks: Tasks, record: Record, out: Path, model: str, with_report: bool) -> None:
-    """Complete, prove and rename the checkpoint, with a card and maybe a report; `model` is what the user typed."""
+def _finish(tasks: Tasks, record: Record, out: Path, model: str, asked: Recipe, with_report: bool) -> None:
+    """Complete, prove and rename the checkpoint, with a card and maybe a report; `model` and `asked` are what the user
+    gave."""
     job, folder = tasks.job_with_choices(tasks.job.plan.linears), tasks.shards.folder
     (folder / OWNER).unlink(missing_ok=True)
     memory.give_back()
@@ -211,17 +212,18 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str, with_report: bo
     result = Result(out, summary(written).bits_per_weight, written.nbytes, **asdict(agreement))
     found = {key: value for key, value in asdict(result).items() if key != "out"}
     before, after = tasks.probe.outliers()
+    log, trainings = tasks.log(), stages.trainings(tasks)
     made = report.build(
         model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
-        source=job.checkpoint.tensors, written=written.tensors, log=tasks.log(), before=before, after=after,
+        source=job.checkpoint.tensors, written=written.tensors, log=log, before=before, after=after,
         positions=positions if record.calibration else None,
-        text=f"calibration text {record.recipe['calibration']}", trainings=stages.trainings(tasks),
+        text=f"calibration text {record.recipe['calibration']}", trainings=trainings,
     )  # fmt: skip
     if with_report:
         report.write(made, folder)
-    as_recorded = replace(job.recipe, calibration=record.recipe["calibration"])
-    model_card.write(made, as_recorded, model, job.checkpoint.folder, written, with_report)
-    write_record(folder, record, tasks.log(), stages.trainings(tasks), found, hashes.result())
+    text = asked.calibration and record.recipe["calibration"]  # without its folder
+    model_card.write(made, replace(asked, calibration=text), model, job.checkpoint.folder, written, with_report)
+    write_record(folder, record, log, trainings, found, hashes.result())
     put_in_place(folder, out)
 
 

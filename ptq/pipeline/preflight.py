@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
-from ptq.pipeline import free_memory
+from ptq.ops import free_memory
 from ptq.pipeline.needs import Estimate, needs_hessians, share_of_tokens
 from ptq.pipeline.writer import partial_folder
 from ptq.planning.plan import Plan

@@ -14,11 +14,9 @@ from ptq.hf.routing import Routes, recorded_routes, replayed
 from ptq.pipeline import rewrite
 from ptq.pipeline.ends import Matrix, plain_matrix
 from ptq.pipeline.job import Job
-from ptq.pipeline.proof import largest_error
+from ptq.pipeline.proof import TOLERANCE, largest_error
 from ptq.statistics.outliers import MeasuredInput, from_tensors, observed, to_tensors, watching
 
-ROTATION_TOLERANCE = 1e-3
-"""Relative float32 difference of hidden states above which a rotation is called wrong; right ones stay near 1e-6."""
 SIDES = ("before.", "after.")
 
 
@@ -81,10 +79,10 @@ class Probe:
         if rotation is not None:
             expected = rewrite.rotate(expected, rotation, self.job.signs)
         error = max(largest_error(rotated, expected), *(largest_error(*logits) for logits in routes.logits()), 0.0)
-        if not error < ROTATION_TOLERANCE:  # also where it is NaN
+        if not error < TOLERANCE:  # also where it is NaN
             raise RunError(
                 f"block {index}: the rotated block differs from the original by {error:.1e} (relative; what "
-                f"float32 rounds is below {ROTATION_TOLERANCE}), so there is no result: this "
+                f"float32 rounds is below {TOLERANCE}), so there is no result: this "
                 f"{self.job.family.model_type} model may have a part that the row of its family does not "
                 "know; please report it"
             )

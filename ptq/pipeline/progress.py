@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 from ptq.pipeline import finetune
-from ptq.planning.plan import Plan
+from ptq.planning.plan import Plan, weights_of
 from ptq.reporting.sizes import duration_text
 
 console = Console(stderr=True, highlight=False, markup=False)
@@ -95,8 +95,8 @@ class Progress:
         )
         passes = 4 if calibrated else 2  # rewriting and rounding; with calibration also two forward passes
         passes += crossed
-        every, ends = (sum(linear.n * linear.k for linear in some) for some in (plan.linears, plan.ends()))
-        packed_ends = sum(linear.n * linear.k for linear in plan.ends() if linear.format is not None)
+        every, ends = (weights_of(some) for some in (plan.linears, plan.ends()))
+        packed_ends = weights_of(linear for linear in plan.ends() if linear.format is not None)
         weights = passes * (every - ends) + packed_ends
         self.task = self.bar.add_task("", total=weights + PASSES_PER_EPOCH * finetune.trained_weights(plan) or None)
 

@@ -14,8 +14,8 @@ from ptq.pipeline.job import Job
 from ptq.pipeline.streamed import Streamed
 from ptq.statistics.divergence import divergence, standard_error
 
-LOGITS_TOLERANCE = 1e-3
-"""Relative float32 difference of logits above which a rotation is called wrong; right ones stay near 1e-6."""
+TOLERANCE = 1e-3
+"""Relative float32 difference of states or logits above which a rotation is called wrong; right ones stay near 1e-6."""
 
 REMEDY = "if files of this run were changed or damaged in between, --restart begins again; otherwise please report it"
 
@@ -61,7 +61,7 @@ def compare(
             "the original model's logits are not finite: a number in config.json is wrong, or the weights are damaged"
         )
     error = largest_error(rotated.masked_fill(never, 0.0), original.masked_fill(never, 0.0))
-    if not error < LOGITS_TOLERANCE:  # also where it is NaN
+    if not error < TOLERANCE:  # also where it is NaN
         raise RunError(
             f"the rotated model's logits differ from the original's by {error:.1e} (relative), so there is no result; "
             f"{REMEDY}"

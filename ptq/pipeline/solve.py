@@ -20,7 +20,7 @@ from ptq.weights.rounding import Rounded, ldlq, nearest
 def crossed_inputs(job: Job, index: int) -> list[str]:
     """The inputs of a block whose cross moments between the original and the quantised model are taken (GPTAQ): those
     of all linears that are rounded, but not of experts, to which the two models route different tokens."""
-    if job.recipe.rounding == "nearest" or job.recipe.gptaq_alpha == 0:
+    if not job.recipe.gptaq_alpha:
         return []
     return list(dict.fromkeys(x.statistics for x in job.plan.block(index) if x.statistics and x.expert is None))
 

@@ -13,15 +13,16 @@ from ptq.pipeline import finetune_blocks, finetune_full, solve, trainable
 from ptq.pipeline.ends import plain_matrix
 from ptq.pipeline.progress import Progress
 from ptq.pipeline.tasks import Tasks
+from ptq.planning.plan import weights_of
 from ptq.statistics.hessian import unseen_experts
 
 
 def ends(tasks: Tasks, progress: Progress) -> None:
     """Write the embedding and the head, norms, and what passes through."""
     linears = list(tasks.job.plan.ends())
-    mine = tasks.workers.share(linears, lambda linear: linear.n * linear.k)
+    mine = tasks.workers.share(linears, lambda linear: linear.weights)
     for linear in linears:
-        with progress.step(linear.name, 0 if linear.format is None else linear.n * linear.k):
+        with progress.step(linear.name, 0 if linear.format is None else linear.weights):
             if linear in mine:
                 tasks.linear(linear, None, "")
     if tasks.workers.first:
@@ -50,7 +51,7 @@ def block(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
         _pack(tasks, index, calibrated, progress)
         tasks.workers.wait()
     if calibrated:
-        with progress.step(f"block {index}: forward", _weights(tasks, index)):
+        with progress.step(f"block {index}: forward", weights_of(tasks.job.plan.block(index))):
             advance(tasks, index)
 
 
@@ -58,10 +59,6 @@ def trainings(tasks: Tasks) -> dict[str, list[float | None]]:
     """The losses on held-out rows of everything that was fine-tuned, by name, those of the starts first."""
     blocks = (finetune_blocks.losses(tasks, index) for index in range(tasks.job.plan.blocks))
     return {name: found for losses in (*blocks, finetune_full.losses(tasks)) for name, found in losses.items()}
-
-
-def _weights(tasks: Tasks, index: int) -> int:
-    return sum(linear.n * linear.k for linear in tasks.job.plan.block(index))
 
 
 def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> None:
@@ -76,7 +73,7 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
     if teacher == "original":
         finetune_blocks.teach(tasks, index, part)
     rotated, after = original, before
-    with progress.step(f"block {index}: rotate", _weights(tasks, index)):
+    with progress.step(f"block {index}: rotate", weights_of(tasks.job.plan.block(index))):
         if any(linear.rewritten or linear.acts_online for linear in job.plan.block(index)):
             memory.give_back()
             job.rotate_block(index, part)
@@ -99,7 +96,7 @@ def _pack(tasks: Tasks, index: int, calibrated: bool, progress: Progress) -> Non
 
 def _round(tasks: Tasks, index: int, part: PartialModel, calibrated: bool, progress: Progress) -> None:
     """Round the linears of a rotated block, each with what its rounding asks for."""
-    job, weights = tasks.job, _weights(tasks, index)
+    job, weights = tasks.job, weights_of(tasks.job.plan.block(index))
     if solve.crossed_inputs(job, index) and index + 1 < job.plan.blocks:
         with progress.step(f"block {index}: unquantised", weights), job.calibration_precision():
             tasks.teacher.through(index, part.run)

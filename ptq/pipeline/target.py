@@ -14,7 +14,7 @@ from ptq.kv import attention
 from ptq.models.families import check_generates, family_of
 from ptq.models.family import Family
 from ptq.models.model_shape import ModelShape, shape_of
-from ptq.pipeline import ends
+from ptq.planning import packed_ends
 from ptq.planning.plan import Plan, check_claims, check_tensors
 from ptq.recipe import Recipe
 from ptq.reporting import console_tables
@@ -96,7 +96,7 @@ def plan(model: str, recipe: Recipe) -> Target:
 def _planned(found: Source, recipe: Recipe) -> Target:
     shape, family, tensors = as_turned(found.shape, found.config), found.family, found.checkpoint.tensors
     plan = methods.planner(recipe.method)(shape, family, recipe, tensors)
-    plan = ends.packed(plan, recipe.embedding_bits)
+    plan = packed_ends.packed(plan, recipe.embedding_bits)
     fused.check_loadable(plan, family)
     transposed.check_loadable(plan, family)
     if plan.cache is not None:

@@ -5,7 +5,7 @@ calibrator, the writer and the tests read that one plan; nothing else in the pac
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -122,6 +122,11 @@ class LinearPlan:
     def __post_init__(self) -> None:
         assert self.online_output in (None, self.output), self
         assert not self.parts or (self.output is self.balance is None and self.n == sum(x.n for x in self.parts)), self
+
+    @property
+    def weights(self) -> int:
+        """How many it has."""
+        return self.n * self.k
 
     @property
     def rewritten(self) -> bool:
@@ -278,3 +283,8 @@ def check_groups(linear: LinearPlan, plan: Plan, group_size: int) -> None:
             f"{linear.name}: its {linear.k} input channels cannot be cut into groups of {group_size}; "
             f"try {remedy}, or leave the layer out with --skip"
         )
+
+
+def weights_of(linears: Iterable[LinearPlan]) -> int:
+    """How many weights linears have together."""
+    return sum(linear.weights for linear in linears)

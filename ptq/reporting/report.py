@@ -19,7 +19,7 @@ from ptq.hf import residual
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.models.family import Family
 from ptq.planning.outline import of_any_expert
-from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.plan import LinearPlan, Plan, weights_of
 from ptq.reporting.report_page import page
 from ptq.reporting.report_schema import JSON, PAGE, VERSION, Layer, Observed, Positions, Report, Share, Spread, Training
 from ptq.statistics.outliers import MeasuredInput
@@ -64,7 +64,7 @@ def build(
         recipe=dict(record["recipe"]),
         notes=tuple(plan.notes),
         bits_per_weight=six_digits(result["bits_per_weight"]),
-        quantised_weights=sum(linear.n * linear.k for linear in quantised),
+        quantised_weights=weights_of(quantised),
         bytes_before=sum(info.stored_bytes for name, info in source.items() if name not in plan.unused),
         bytes_after=sum(info.nbytes for info in written.values()),
         **{key: six_digits(result[key]) for key in ("rotation_error", "kl", "top1", "kl_standard_error")},

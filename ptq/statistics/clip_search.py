@@ -30,7 +30,7 @@ from ptq.hf.blocks import PartialModel
 from ptq.layers.linear import QuantLinear
 from ptq.ops import activations, matmul
 from ptq.ops.activations import Activation
-from ptq.planning.plan import LinearPlan, Plan
+from ptq.planning.plan import LinearPlan, Plan, weights_of
 from ptq.statistics.chunks import Chunks
 
 GRID = tuple(round(1 - step / 40, 3) for step in range(21))
@@ -64,7 +64,7 @@ class SearchedInput:
     @property
     def cost(self) -> int:
         """Weight of a token, relative to that of others."""
-        return sum(linear.n * linear.k for linear in self.readers) // len(self.places)
+        return weights_of(self.readers) // len(self.places)
 
 
 @dataclass

@@ -78,7 +78,8 @@ def _join(rows: Iterable[Row], tokenizer: Any, limit: int) -> str:
 def _decode(data: bytes | bytearray, path: Path, offset: int = 0) -> str:
     """The text; a byte order mark at the start of a file, which some editors put there, is none of it."""
     try:
-        return data.decode("utf-8" if offset else "utf-8-sig")
+        text = data.decode()
+        return text if offset else text.removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         at = offset + error.start
         raise InputError(
@@ -153,11 +154,9 @@ def _chat(messages: list[Any], tokenizer: Any, where: str) -> str:
 
 def _hub_rows(spec: str) -> Iterator[Row]:
     """The rows of one split of a hub dataset, streamed: only what is used is fetched."""
-    try:
-        import datasets
-        from datasets.exceptions import DatasetNotFoundError
-    except ImportError as error:
-        raise InputError(f"calibration {spec}: needs `pip install datasets`; or pass a local .txt file") from error
+    import datasets  # slow to import, and not needed for a local text
+    from datasets.exceptions import DatasetNotFoundError
+
     if not hub.is_known():
         raise RunError(
             f"calibration {spec}: no such file, and this machine has no network, or cannot find the hub, for a dataset "

@@ -1,4 +1,4 @@
-"""Memory that a run may take."""
+"""Memory that may be taken."""
 
 from collections.abc import Iterator
 from pathlib import Path
