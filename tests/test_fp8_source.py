@@ -22,8 +22,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import ptq
 from fp6.plan import Fp6Recipe
 from ptq.commands.verify import verify
-from ptq.files.checkpoint import Checkpoint, dequantize
+from ptq.files.checkpoint import Checkpoint
 from ptq.files.fp8_source import dequantized, stated
+from ptq.files.scaled_codes import dequantize
 from ptq.hf.loading import load_model
 from ptq.pipeline.pipeline import plan
 from quarot.plan import QuarotRecipe

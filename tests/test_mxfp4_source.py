@@ -21,8 +21,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import ptq
 from fp6.plan import Fp6Recipe
 from ptq.commands.verify import verify
-from ptq.files.checkpoint import PAIRS, Checkpoint, dequantize
+from ptq.files.checkpoint import Checkpoint
 from ptq.files.published import form
+from ptq.files.scaled_codes import PAIRS, dequantize
 from ptq.hf import fused
 from ptq.hf.loading import load_model
 from ptq.layers.packed_weight import format_of

@@ -56,7 +56,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     inside = [module._modules.get(name) for name in (*PLAIN, NORM, CONV)]
     if any(part is None or has_hooks(part) or not forward_is_ours(vars(part).get("forward")) for part in inside):
         return None
-    net, x = net_of(module), hidden_states
+    net, x = parts_of(module), hidden_states
     states = None if net is None else states_of([module], x, net.floats(), **others)
     if net is None or states is None:
         return None
@@ -72,7 +72,12 @@ def linears_of(module: nn.Module) -> list[Any]:
     return [module._modules[name] for name in (*INPUTS, OUTPUT)]
 
 
-def net_of(module: nn.Module) -> Net | None:
+def sites_of(module: nn.Module) -> list[list[Any]]:
+    """The linears of each input."""
+    return [linears_of(module)[:-1], linears_of(module)[-1:]]
+
+
+def parts_of(module: nn.Module) -> Net | None:
     """The parts of a module; None where one is of another kind now."""
     linears = [module._modules.get(name) for name in PLAIN]
     conv, norm = module._modules.get(CONV), module._modules.get(NORM)
@@ -94,7 +99,7 @@ def kind_of(module: nn.Module) -> Kind | None:
     if module._modules.keys() != names or module._parameters.keys() != {*VECTORS}:
         return None
     eps = getattr(module._modules[NORM], "variance_epsilon", None)
-    if not isinstance(eps, float) or net_of(module) is None:
+    if not isinstance(eps, float) or parts_of(module) is None:
         return None
     return Kind(eps) if _matches(module, eps) else None
 

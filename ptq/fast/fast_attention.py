@@ -69,10 +69,8 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
         q, k, v = first[0](hidden_states).split(rows_of(module), -1)
     else:
         q, k, v = products(first, hidden_states)
-    if any(y.dtype != hidden_states.dtype for y in (q, k, v)):  # autocast
-        return None
-    if wants_gradient(q, k, v):  # somebody listens, and has added to them
-        return None
+    if any(y.dtype != hidden_states.dtype for y in (q, k, v)) or wants_gradient(q, k, v):
+        return None  # autocast, or somebody who listens, and has added to them
     turns, mask = kind.turns(others["position_embeddings"]), others.get("attention_mask")
     return output(attend(module, kind, q, k, v, turns, layers[0], scaling, mask))
 
@@ -93,6 +91,16 @@ def linears_of(module: nn.Module) -> list[Any]:
     """The linears of queries, keys and values, or one whose rows are theirs, and that of the output."""
     parts = module._modules
     return [parts[name] for name in ((FUSED,) if FUSED in parts else INPUTS) + (OUTPUT,)]
+
+
+def sites_of(module: nn.Module) -> list[list[Any]]:
+    """The linears of each input."""
+    return [linears_of(module)[:-1], linears_of(module)[-1:]]
+
+
+def inner_norms(module: nn.Module, kind: Kind) -> list[nn.Module | None]:
+    """The norms of queries and of keys; None where there is none."""
+    return [module.get_submodule(name) if kind.normed else None for name in NORMS]
 
 
 def rows_of(module: Any) -> list[int]:

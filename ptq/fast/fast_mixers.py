@@ -7,6 +7,7 @@ state is moved on in place, as the cache does it with what it is given.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,20 +28,20 @@ def forward_of(module: nn.Module) -> Step | None:
         return InPlace(gated_norm.forward, module, norm)
     if _with_steps(type(module).forward) is None:
         return None
-    kind = delta_net.kind_of(module) or state_space.kind_of(module)
-    return InPlace(_mixer_forward, module, kind)
+    for owner in (delta_net, state_space):
+        if (kind := owner.kind_of(module)) is not None:
+            return InPlace(_mixer_forward, module, owner.decoded, kind)
+    return InPlace(_mixer_forward, module, None, None)
 
 
-def _mixer_forward(module: nn.Module, kind: Kind | None, *args: Any, **kwargs: Any) -> Any:
+def _mixer_forward(
+    module: nn.Module, decoded: Callable[..., Any] | None, kind: Kind | None, *args: Any, **kwargs: Any
+) -> Any:
     own = type(module).forward
     if torch.compiler.is_compiling():
         return own(module, *args, **kwargs)
-    if kind is not None and len(args) < 2:
-        given = {"hidden_states": args[0], **kwargs} if args else kwargs
-        if isinstance(kind, delta_net.Kind):
-            found = delta_net.decoded(module, kind, **given)
-        else:
-            found = state_space.decoded(module, kind, **given)
+    if decoded is not None and len(args) < 2:
+        found = decoded(module, kind, **({"hidden_states": args[0], **kwargs} if args else kwargs))
         if found is not None:
             return found
     return (_with_steps(own) or own)(module, *args, **kwargs)

@@ -7,7 +7,7 @@ It needs a format that has such an op, linears that treat their input alike, a m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import ne
 from typing import Any, cast
 
@@ -29,9 +29,9 @@ from ptq.weights.layouts import LaidOut
 
 NONE = torch.empty(0, device="cpu")
 """No gain, or no bias."""
-NO_NORM = (1.0, 0.0, False)
-
-MIXERS = (fast_attention, latent_attention, delta_net, state_space)
+NO_NORM = rms_norm.Kind(1.0, 0.0, False)
+MIXERS: tuple[Any, ...] = (fast_attention, latent_attention, delta_net, state_space)
+"""Modules with `kind_of` and `sites_of`, those of attention with `inner_norms`, the others with `parts_of`."""
 Recurrent = delta_net.Kind | state_space.Kind
 Parts = delta_net.Net | state_space.Space
 Kind = fast_attention.Kind | latent_attention.Kind | Recurrent
@@ -60,8 +60,11 @@ class Layer:
     """What else a recurrent mixer has, in either of `FEW_DTYPES`."""
     signs: tuple[Tensor, ...]
     """The stored sign vectors; it has them as numbers."""
-    versions: tuple[int, ...]
+    versions: tuple[int, ...] = field(init=False)
     """The versions of the sign vectors when it was made."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", tuple(map(version, self.signs)))
 
     def is_over(self) -> bool:
         """Whether sign vectors have been written to, or experts, the matrix of latent attention or dtypes have changed,
@@ -96,19 +99,21 @@ def _layer(
     moe: HeldMoe | None = None,
     gelu: bool = False,
 ) -> Layer | None:
-    kind = next(filter(None, (mixers.kind_of(mixer) for mixers in MIXERS)), None)
+    owner, kind = _known(mixer)
     if kind is None:
         return None
-    normed, sites = _norms([*norms[:2], *_inner_norms(mixer, kind), *norms[2:]]), _sites(mixer, kind, mlp)
+    inner = (None, None) if isinstance(kind, Recurrent) else owner.inner_norms(mixer, kind)
+    mixing = owner.sites_of(mixer)
+    normed, sites = _norms([*norms[:2], *inner, *norms[2:]]), mixing + _mlp_sites(mlp)
     linears = [linear for site in sites for linear in site]
     if normed is None or not all(
         type(linear) is QuantLinear and stays_on_cpu(linear) and "forward" not in vars(linear) for linear in linears
     ):
         return None
-    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, sites)
+    transforms, op, rows = _transforms(sites), _op_of(linears), _rows(mixer, kind, mixing, mlp)
     dtype = next((gain.dtype for gain in normed["gains"] if gain is not NONE), torch.float32)
     expansion = expansions.kept_matrix(mixer, dtype) if isinstance(kind, latent_attention.Kind) else None
-    recurrent = _parts_of(mixer, kind) if isinstance(kind, Recurrent) else None
+    recurrent = owner.parts_of(mixer) if isinstance(kind, Recurrent) else None
     special = _special(mixer, kind, expansion, recurrent)
     if transforms is None or op is None or special is None:
         return None
@@ -125,8 +130,15 @@ def _layer(
         signs for x in linears for name in (INPUT_SIGNS, OUTPUT_SIGNS) if (signs := x._parameters.get(name)) is not None
     )
     d = cast(int, mixer.head_dim) if isinstance(kind, fast_attention.Kind) else 1
-    whole, heads = mlp is not None or moe is not None, (rows[1] // d, d)
-    return Layer(handle, whole, moe, mixer, kind, expansion, heads, floats, vectors, signs, tuple(map(version, signs)))
+    return Layer(
+        handle=handle, has_mlp=mlp is not None or moe is not None, moe=moe, mixer=mixer, kind=kind,
+        expansion=expansion, heads=(rows[1] // d, d), floats=floats, vectors=vectors, signs=signs,
+    )  # fmt: skip
+
+
+def _known(mixer: nn.Module) -> tuple[Any, Kind | None]:
+    """Which of `MIXERS` knows a mixer, and what it does; twice None where none does."""
+    return next(((owner, kind) for owner in MIXERS if (kind := owner.kind_of(mixer)) is not None), (None, None))
 
 
 def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent: Parts | None) -> dict[str, Any] | None:
@@ -146,53 +158,32 @@ def _special(mixer: Any, kind: Kind, expansion: HeldExpansion | None, recurrent:
     return fields | dict(recurrent=held, recurrent_eps=kind.eps, norm_groups=groups)
 
 
-def _parts_of(mixer: Any, kind: Recurrent) -> Parts | None:
-    """What a recurrent mixer has besides its packed linears; None where that is of another kind now."""
-    return state_space.space_of(mixer) if isinstance(kind, state_space.Kind) else delta_net.net_of(mixer)
-
-
-def _inner_norms(mixer: nn.Module, kind: Kind) -> list[nn.Module | None]:
-    """The norms of queries and of keys, or what stands in their places."""
-    if isinstance(kind, latent_attention.Kind):
-        return [mixer._modules.get(name) for name in latent_attention.NORMS]
-    is_normed = isinstance(kind, fast_attention.Kind) and bool(kind.normed)
-    return [mixer.get_submodule(name) if is_normed else None for name in fast_attention.NORMS]
-
-
 def _norms(norms: Sequence[nn.Module | None]) -> dict[str, list[Any]] | None:
     """The fields of norms, which are in the order of `ptq.ops.layer_ops`; None where one is of another kind."""
-    kinds = [NO_NORM if norm is None else rms_norm.kind_of(norm) for norm in norms]
-    if None in kinds:
+    found = (NO_NORM if norm is None else rms_norm.kind_of(norm) for norm in norms)
+    kinds = [kind for kind in found if kind is not None]
+    if len(kinds) < len(norms):
         return None
     gains = [NONE if norm is None else norm._parameters["weight"] for norm in norms]
-    eps, offset, round_first = (list(numbers) for numbers in zip(*cast(Any, kinds), strict=True))
+    eps, offset, round_first = (list(numbers) for numbers in zip(*kinds, strict=True))
     return dict(gains=gains, eps=eps, offset=offset, round_first=round_first)
 
 
-def _sites(mixer: nn.Module, kind: Kind, mlp: nn.Module | None) -> list[list[Any]]:
-    """The linears of each input."""
-    if isinstance(kind, latent_attention.Kind):
-        first, inside, output = latent_attention.linears_of(mixer)
-        sites = [first, inside, [output]] if inside else [first, [output]]
-    else:
-        owner = next(mixers for mixers in MIXERS if isinstance(kind, mixers.Kind))
-        *first, output = owner.linears_of(mixer)
-        sites = [first, [output]]
+def _mlp_sites(mlp: nn.Module | None) -> list[list[Any]]:
+    """The linears of each input of an MLP, should it be there."""
     if mlp is None:
-        return sites
+        return []
     *gated, down = gated_mlp.linears_of(mlp)
-    return [*sites, gated, [down]]
+    return [gated, [down]]
 
 
-def _rows(mixer: nn.Module, kind: Kind, sites: Sequence[Sequence[QuantLinear]]) -> list[int]:
+def _rows(mixer: nn.Module, kind: Kind, mixing: Sequence[Sequence[QuantLinear]], mlp: nn.Module | None) -> list[int]:
     """How many rows the linears have before and with o (`ptq.ops.layer_ops`), and gate, up and down, should they be
     there."""
-    mixing = len(_sites(mixer, kind, None))
-    rows = [linear.out_features for site in sites[:mixing] for linear in site]
-    if isinstance(kind, fast_attention.Kind) and len(sites[0]) == 1:
+    rows = [linear.out_features for site in mixing for linear in site]
+    if isinstance(kind, fast_attention.Kind) and len(mixing[0]) == 1:
         rows[:1] = fast_attention.rows_of(mixer)
-    if len(sites) > mixing:
-        [down] = sites[-1]
+    for [down] in _mlp_sites(mlp)[1:]:
         rows.extend((down.in_features, down.in_features, down.out_features))
     return rows
 

@@ -21,7 +21,7 @@ from ptq.layers.ready_products import ReadyProducts
 from ptq.ops import matmul
 
 Norm = tuple[Tensor, float, float, bool]
-"""Gain, eps, offset and round_first of `ptq::rms_norm`."""
+"""The gain and `rms_norm.Kind`."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     """The steps of a layer of these parts; None where they are not of the known kinds, or packed on one GPU. `norms`:
     as in `ptq.fast.found_layer.layer_of`; there must be the first two alone."""
     before = [norm for norm in norms[:2] if norm is not None]
-    kinds = [rms_norm.kind_of(norm) for norm in before]
-    if len(before) < 2 or None in kinds or any(norm is not None for norm in norms[2:]):
+    kinds = [kind for norm in before if (kind := rms_norm.kind_of(norm)) is not None]
+    if len(kinds) < 2 or any(norm is not None for norm in norms[2:]):
         return None
     if fast_attention.kind_of(attention) is None or gated_mlp.gate_of(mlp) != gated_mlp.SILU:
         return None
@@ -65,7 +65,7 @@ def steps_of(attention: nn.Module, mlp: nn.Module, norms: Sequence[nn.Module | N
     if not all(treat_input_alike(linears[0], x) for x in linears[1:3]) or not treat_input_alike(linears[3], linears[4]):
         return None
     gains = [cast(Tensor, norm._parameters["weight"]) for norm in before]  # no Parameter under functional_call
-    full = [(gain, *cast(tuple[float, float, bool], kind)) for gain, kind in zip(gains, kinds, strict=True)]
+    full = [(gain, kind.eps, kind.offset, kind.round_first) for gain, kind in zip(gains, kinds, strict=True)]
     merged = merge(linears[:3]), merge(linears[3:])
     return Steps(
         attention, tuple(linears[:3]), (linears[3], linears[4]), cast(QuantLinear, down), (full[0], full[1]), merged

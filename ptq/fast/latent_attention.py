@@ -145,6 +145,17 @@ def linears_of(module: nn.Module) -> tuple[list[Any], list[Any], Any]:
     return first, [] if is_full else [parts[LOW_RANK[1]]], parts[OUTPUT]
 
 
+def sites_of(module: nn.Module) -> list[list[Any]]:
+    """The linears of each input."""
+    first, inside, output = linears_of(module)
+    return [first, *([inside] if inside else []), [output]]
+
+
+def inner_norms(module: nn.Module, kind: Kind) -> list[nn.Module | None]:
+    """The norms of queries of low rank, where there are any, and of latent vectors."""
+    return [module._modules.get(name) for name in NORMS]
+
+
 # --- the trial ------------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,14 @@ EPSILON = ("variance_epsilon", "eps")
 """What families call the number that RMSNorm adds to the mean."""
 
 
+class Kind(NamedTuple):
+    """What a module computes, as of `ptq::rms_norm`."""
+
+    eps: float
+    offset: float
+    round_first: bool
+
+
 def forward(module: nn.Module, eps: float, offset: float, round_first: bool, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of an RMSNorm of this kind."""
     gain = module._parameters.get("weight")
@@ -25,8 +33,8 @@ def forward(module: nn.Module, eps: float, offset: float, round_first: bool, *ar
     return type(module).forward(module, *args, **kwargs)
 
 
-def kind_of(module: nn.Module) -> tuple[float, float, bool] | None:
-    """eps, offset and round_first of a module that is an RMSNorm; None for any other."""
+def kind_of(module: nn.Module) -> Kind | None:
+    """What an RMSNorm computes; None for any other module."""
     gain = module._parameters.get("weight")
     numbers = [tensor for tensor in module._buffers.values() if tensor is not None and tensor.is_floating_point()]
     alone = len(module._parameters) == 1 and not module._modules and not numbers
@@ -37,12 +45,12 @@ def kind_of(module: nn.Module) -> tuple[float, float, bool] | None:
 
 
 @tried_once
-def _tried(module: nn.Module, k: int, eps: float) -> tuple[float, float, bool] | None:
+def _tried(module: nn.Module, k: int, eps: float) -> Kind | None:
     # k tells norms of other widths apart: `tried_once` remembers what it found by it
     parameters = inspect.signature(type(module).forward).parameters
     required = [p for p in parameters.values() if p.default is p.empty]
     alone = len(required) == 2 and "gate" not in parameters  # norms with a gate: `ptq.fast.fast_mixers`
-    kinds = [(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if alone else []
+    kinds = [Kind(eps, offset, first) for offset in (0.0, 1.0) for first in (True, False)] if alone else []
     return next((kind for kind in kinds if _matches(module, *kind)), None)
 
 

@@ -56,7 +56,7 @@ def decoded(module: Any, kind: Kind, hidden_states: Float[Tensor, "b t k"], **ot
     inside = [module._modules.get(name) for name in (NORM, CONV)]
     if any(part is None or has_hooks(part) or not forward_is_ours(vars(part).get("forward")) for part in inside):
         return None
-    space, x = space_of(module), hidden_states
+    space, x = parts_of(module), hidden_states
     states = None if space is None else states_of([module], x, space.floats(), **others)
     if space is None or states is None:
         return None
@@ -71,7 +71,12 @@ def linears_of(module: nn.Module) -> list[Any]:
     return [module._modules[name] for name in (INPUT, OUTPUT)]
 
 
-def space_of(module: nn.Module) -> Space | None:
+def sites_of(module: nn.Module) -> list[list[Any]]:
+    """The linears of each input."""
+    return [linears_of(module)[:-1], linears_of(module)[-1:]]
+
+
+def parts_of(module: nn.Module) -> Space | None:
     """The parts of a module; None where one is of another kind now."""
     parts = [module._modules.get(name) for name in (CONV, NORM)]
     if any(part is None or hasattr(part, "_hf_hook") for part in parts):  # which brings weights here for a call
@@ -89,7 +94,7 @@ def kind_of(module: nn.Module) -> Kind | None:
         return None
     norm = module._modules[NORM]
     found = None if norm is None or module._parameters.keys() != {*VECTORS} else gated_norm.kind_of(norm)
-    if found is None or not found.before or space_of(module) is None:
+    if found is None or not found.before or parts_of(module) is None:
         return None
     kind = Kind(found.eps, found.groups)
     return kind if _matches(module, kind) else None

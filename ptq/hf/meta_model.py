@@ -4,28 +4,25 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
-import torch
 import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ptq.errors import InputError, refused
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.dtypes import levels
-from ptq.hf import experts, fused, transposed
+from ptq.hf import experts, fused
 from ptq.hf.packed_config import PtqConfig
-from ptq.hf.spliced import UNBUILT
+from ptq.hf.without_weights import without_weights
 from ptq.layers import embedding
 from ptq.layers.linear import swap
 from ptq.layers.packed_weight import PackedWeight
-from ptq.models.families import UNLISTED, family_or_default
+from ptq.models.families import family_or_default
 from ptq.models.family import Family
 from ptq.models.model_shape import EXPERTS, ModelShape
 from ptq.planning.plan import OF_ANOTHER, LinearPlan, Plan
 
-MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.update(UNLISTED)
 IGNORED = ("auto_map", "attn_implementation", "_attn_implementation", "num_labels")
 """Entries of a config.json, and of those inside of it, that are left out: code, how somebody computed, and how many
 classes there are, of each of which transformers makes a name."""
@@ -71,7 +68,7 @@ def _read(value: Any) -> Any:
 def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, PackedWeight]:
     """The packed linears, and the embedding where it is, of the model built without weights. Raises InputError for what
     does not fit."""
-    model, entries = _without_weights(config), packed.entries_in(config)
+    model, entries = without_weights(config), packed.entries_in(config)
     experts.separate(model, experts.names_in(entries))
     family = family_or_default(config)
     found = {name: swap(model, family.module_name(name), entry) for name, entry in entries.items()}
@@ -81,7 +78,7 @@ def packed_modules(config: PreTrainedConfig, packed: PtqConfig) -> dict[str, Pac
 
 def plain_linears(config: PreTrainedConfig, packed: PtqConfig) -> list[str] | None:
     """Linears of the model that are not packed; None where it has experts."""
-    model, entries = _without_weights(config), packed.entries()
+    model, entries = without_weights(config), packed.entries()
     if any(experts.is_fused(module) for module in model.modules()):
         return None
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name not in entries]
@@ -98,7 +95,7 @@ def check_whole(checkpoint: Checkpoint, family: Family) -> None:
 
 def parameter_shapes(config: PreTrainedConfig) -> dict[str, tuple[int, ...]]:
     """Shape of every parameter of the model of a config, and of every other tensor that its files hold."""
-    return {name: tuple(tensor.shape) for name, tensor in _without_weights(config).state_dict().items()}
+    return {name: tuple(tensor.shape) for name, tensor in without_weights(config).state_dict().items()}
 
 
 def as_turned(shape: ModelShape, config: PreTrainedConfig) -> ModelShape:
@@ -106,7 +103,7 @@ def as_turned(shape: ModelShape, config: PreTrainedConfig) -> ModelShape:
     `partial_rotary_factor` unread, and turns whole heads."""
     if shape.rotary == shape.head_dim:
         return shape
-    tables = (getattr(module, "inv_freq", None) for module in _without_weights(config).modules())
+    tables = (getattr(module, "inv_freq", None) for module in without_weights(config).modules())
     return replace(shape, rotary=next((2 * len(table) for table in tables if table is not None), shape.rotary))
 
 
@@ -147,10 +144,3 @@ def _check_bias_of_expert(linear: LinearPlan, owner: str, tensors: Collection[st
         )
     if whole not in promised and name in tensors:
         raise InputError(f"the checkpoint holds tensor {name!r}, but its config.json does not promise it: {OF_ANOTHER}")
-
-
-def _without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    with refused(UNBUILT), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    transposed.as_linears(model)
-    return model

@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ptq.errors import refused
 from ptq.fast import fast_decode, fast_steps
-from ptq.hf import experts, fused, transposed
+from ptq.hf import experts, fused
+from ptq.hf.without_weights import UNBUILT, without_weights
 from ptq.models.family import Family
 from ptq.ops import matmul
-
-UNBUILT = "config.json: transformers makes no model of it"
 
 
 class FastLinear(nn.Linear):
@@ -123,10 +122,7 @@ def _whole(settings: Settings) -> PreTrainedModel:
     around every block several times."""
     config = copy.deepcopy(settings.config)
     config.output_router_logits = False  # for a loss of the training, over the routers of all blocks
-    with refused(UNBUILT), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    transposed.as_linears(model)
-    return model
+    return without_weights(config)
 
 
 def _rotary_tables(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.files.checkpoint import UNFINISHED
-from ptq.files.header import json_object
 from ptq.files.shards import OWNER, remove_leftovers, write_json
 from ptq.files.source import path_of
+from ptq.files.strict_json import json_object
 from ptq.pipeline import rewrite
 from ptq.planning.plan import Plan
 from ptq.recipe import Recipe

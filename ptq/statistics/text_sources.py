@@ -9,7 +9,7 @@ from typing import Any
 
 from ptq.errors import InputError, RunError
 from ptq.files import hub, source
-from ptq.files.header import parse_json_object
+from ptq.files.strict_json import parse_json_object
 
 PIECE = 1 << 20
 """Bytes of a file that are read at a time: a pipe does not say how many it has."""

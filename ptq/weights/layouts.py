@@ -14,16 +14,18 @@ from jaxtyping import Float, Float32, Int8
 from torch import Tensor
 from torch._ops import OpOverload
 
+from ptq.ops import fragments, tiles
 from ptq.ops.activations import Activation
 from ptq.ops.expert_ops import ExpertSteps, Rows
 from ptq.ops.op_declarations import call
-from ptq.ops.tiles import groups_fit, listed
+from ptq.ops.tiles import listed
 from ptq.weights.formats import Format, LayerOp, Listed, Parts
 
 Signs = tuple[Sequence[Tensor], Sequence[Tensor]]
 """Of inputs, and of products."""
 LAYOUTS = {"cpu": "tiles", "cuda": "fragments"}
 """By the type of a torch device. Elsewhere the ops read the stored parts."""
+FITS = {"tiles": tiles.groups_fit, "fragments": fragments.groups_fit}
 
 
 def of(parts: Parts) -> str | None:
@@ -83,9 +85,11 @@ class LaidOut(Format):
         if layout in parts:
             return parts
         stored = {part: tensor.to(device).contiguous() for part, tensor in self.unprepack(parts).items()}
-        if layout is None or not groups_fit(self.group_size):
-            return stored
-        return self.lay_out(stored, layout)
+        return stored if layout is None else self.laid_out(stored, layout)
+
+    def laid_out(self, stored: Parts, layout: str) -> Parts:
+        """`lay_out`; where the layout does not fit the groups, the stored parts."""
+        return self.lay_out(stored, layout) if FITS[layout](self.group_size) else stored
 
     def weight(self, parts: Parts, layout: str, bias: Tensor | None) -> tuple[Any, ...]:
         """A weight in a layout as the ops take it: codes, scales, bias, n and numbers."""

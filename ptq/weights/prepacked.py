@@ -15,7 +15,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ptq.errors import InputError
-from ptq.ops import fragments
 from ptq.weights import formats
 from ptq.weights.formats import Codebook, Format, Parts, Scales
 from ptq.weights.layouts import LaidOut
@@ -97,8 +96,7 @@ class PrepackedFormat:
         target = target_of(self.target)
         if target.device == "cpu":
             return self.inner.prepack(stored, "cpu")
-        fits = fragments.groups_fit(self.of.get("group_size", 0))
-        return cast(LaidOut, self.inner).lay_out(stored, target.layout) if fits else stored
+        return cast(LaidOut, self.inner).laid_out(stored, target.layout)
 
     def pack(self, rounded: Rounded) -> Parts:
         return self.lay_out(self.inner.pack(rounded))
