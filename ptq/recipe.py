@@ -199,6 +199,3 @@ class RunOptions:
     progress: bool = True
     report: bool = True
     """Also write report.html and report.json beside the checkpoint."""
-
-    def __post_init__(self) -> None:
-        assert {f.name for f in fields(self)}.isdisjoint(f.name for f in fields(Recipe))

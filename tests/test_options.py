@@ -267,6 +267,7 @@ def asked(patch: pytest.MonkeyPatch, command: str, options: str) -> dict[str, An
     found: list[tuple[Recipe, dict[str, Any]]] = []
 
     def run(model: str, out: Path, recipe: Recipe, options: ptq.RunOptions, show_plan: bool) -> None:
+        assert not asdict(recipe).keys() & asdict(options).keys()
         fields = {**asdict(recipe), **asdict(options), "method": recipe.method, "show_plan": show_plan}
         found.append((recipe, fields))
         assert (model, out) == ("org/model", Path("OUT"))

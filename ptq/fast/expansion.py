@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from ptq.layers.linear import QuantLinear, is_plain, plain_weight, stays_on_cpu
+from ptq.layers.linear import QuantLinear, plain_weight
 from ptq.layers.packed_weight import version
+from ptq.layers.replaceable import is_plain, stays_on_cpu
 from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import lasting
 

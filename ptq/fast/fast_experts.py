@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 from ptq.fast import gated_mlp
 from ptq.layers import changes
-from ptq.layers.linear import Online, QuantLinear, must_be_called, stays_on_cpu
+from ptq.layers.linear import Online, QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
+from ptq.layers.replaceable import all_are_heard, must_be_called, stays_on_cpu
 from ptq.ops.expert_ops import ExpertSteps, Rows, rows_of
 from ptq.ops.input_steps import Treatment
 from ptq.ops.matmul import cpu_ops_serve
@@ -138,7 +138,7 @@ class FewTokenExperts:
         few = 0 < len(x) <= MOST_TOKENS and cpu_ops_serve(x)
         if not few or wants_gradient(top_k_weights):
             return None
-        if _global_forward_hooks or _global_forward_pre_hooks:
+        if all_are_heard():
             return None
         chosen, weighed = top_k_index.tolist(), top_k_weights.tolist()
         if not top_k_index.numel() or any(len(set(row)) < len(row) for row in chosen):

@@ -17,7 +17,8 @@ from ptq.fast.decoding import MOST_DECODED
 from ptq.fast.fast_experts import MOST_TOKENS, FewTokenExperts, HeldExperts
 from ptq.fast.trials import PLAIN
 from ptq.fast.watched import Watched, forward_is_ours
-from ptq.layers.linear import QuantLinear, must_be_called
+from ptq.layers.linear import QuantLinear
+from ptq.layers.replaceable import must_be_called
 from ptq.ops.matmul import FEW_DTYPES, cpu_ops_serve
 from ptq.ops.moe_ops import RouterWeights
 from ptq.ops.op_declarations import wants_gradient

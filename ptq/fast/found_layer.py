@@ -18,8 +18,9 @@ from ptq.fast import delta_net, fast_attention, fast_moe, gated_mlp, latent_atte
 from ptq.fast import expansion as expansions
 from ptq.fast.expansion import HeldExpansion
 from ptq.fast.fast_moe import HeldMoe
-from ptq.layers.linear import QuantLinear, stays_on_cpu, treat_input_alike
+from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS, version
+from ptq.layers.replaceable import stays_on_cpu, treat_input_alike
 from ptq.ops import hadamard
 from ptq.ops import layer_ops as _layer_ops  # noqa: F401 (registers the op)
 from ptq.ops.held_layer import HeldLayer

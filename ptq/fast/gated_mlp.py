@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from ptq.fast.trials import TRIAL_ERRORS, bare_copy, tried_once
-from ptq.layers.linear import must_be_called, stays_on_gpu
+from ptq.layers.replaceable import must_be_called, stays_on_gpu
 from ptq.layers.shared_input import products
 from ptq.ops import steps
 from ptq.ops.matmul import cpu_ops_serve_few, gpu_ops_serve, ops_serve

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from ptq.fast import fast_attention, gated_mlp, rms_norm
 from ptq.fast.merged import Merged, merge
-from ptq.layers.linear import QuantLinear, stays_on_gpu, treat_input_alike
+from ptq.layers.linear import QuantLinear
 from ptq.layers.ready_products import ReadyProducts
+from ptq.layers.replaceable import stays_on_gpu, treat_input_alike
 from ptq.ops import matmul
 
 Norm = tuple[Tensor, float, float, bool]

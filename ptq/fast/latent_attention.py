@@ -23,7 +23,7 @@ from ptq.fast.expansion import EXPANSION
 from ptq.fast.trials import HIDDEN, TRIAL_ERRORS, bare_copy, is_close, mask_of, random_linear, random_norm, tried_once
 from ptq.kv.attention import CACHE
 from ptq.kv.growing_cache import GrowingLayer, growing_layer
-from ptq.layers.linear import must_be_called
+from ptq.layers.replaceable import must_be_called
 from ptq.layers.shared_input import products
 from ptq.ops.latent_ops import Turning
 from ptq.ops.matmul import cpu_ops_serve

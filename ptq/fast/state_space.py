@@ -14,7 +14,7 @@ from ptq.fast import gated_norm
 from ptq.fast.mixer_states import CONV, matches, states_of
 from ptq.fast.trials import TRIAL_ERRORS, tried_once
 from ptq.fast.watched import forward_is_ours
-from ptq.layers.linear import has_hooks
+from ptq.layers.replaceable import has_hooks
 from ptq.ops.matmul import FEW_DTYPES
 from ptq.ops.op_declarations import wants_gradient
 

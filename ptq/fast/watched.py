@@ -7,7 +7,8 @@ from operator import is_, methodcaller
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
+
+from ptq.layers.replaceable import all_are_heard
 
 try:
     from transformers.utils.output_capturing import _active_collector
@@ -84,8 +85,7 @@ class Watched:
         """Whether somebody listens in, or a dropout drops."""
         heard = any(self._hooks) and not all(map(_is_idle, self._hooks))
         heard = heard or (any(self._recorded) and (_records() or not all(map(_is_idle, self._recorded))))
-        of_all = _global_forward_hooks or _global_forward_pre_hooks
-        return heard or bool(of_all) or any(dropout.training for dropout in self._dropouts)
+        return heard or all_are_heard() or any(dropout.training for dropout in self._dropouts)
 
 
 class InPlace(functools.partial):

@@ -69,17 +69,9 @@ def as_published(tensors: Mapping[str, TensorInfo], family: Family, experts: int
     """The tensors of files with one matrix for each linear of an expert, as most models are published. Where files hold
     all `experts` of a block in one tensor, those are the same bytes under names of their own. Raises InputError for one
     that holds another number of them, or has no two halves."""
-    own: dict[str, str] = {}
-    for name in tensors:
-        new = family.file_name(name)
-        if own.setdefault(name if new in tensors else new, name) != name:
-            raise InputError(
-                f"tensors {own[new]!r} and {name!r} are two names of one tensor; the checkpoint is damaged"
-            )
-    tensors = {new: tensors[name] for new, name in own.items()}
     names, found = family.experts, {}
     if names is None:
-        return tensors
+        return dict(tensors)
     inside = f".{names.experts}"
     for name, info in tensors.items():
         owner, _, leaf = name.rpartition(".")

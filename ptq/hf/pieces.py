@@ -13,6 +13,18 @@ from ptq.models.model_shape import ModelShape
 from ptq.planning.plan import OF_ANOTHER
 
 
+def renamed(tensors: Mapping[str, TensorInfo], family: Family) -> dict[str, TensorInfo]:
+    """The tensors of files by the names that the row of a family has. Raises InputError where two are one by these."""
+    own: dict[str, str] = {}
+    for name in tensors:
+        new = family.file_name(name)
+        if own.setdefault(name if new in tensors else new, name) != name:
+            raise InputError(
+                f"tensors {own[new]!r} and {name!r} are two names of one tensor; the checkpoint is damaged"
+            )
+    return {new: tensors[name] for new, name in own.items()}
+
+
 def as_read(tensors: Mapping[str, TensorInfo], family: Family, shape: ModelShape) -> dict[str, TensorInfo]:
     """The tensors of files with one for all pieces of each that is `Family.stacked`, and three for each that is
     `joined`. Raises InputError where pieces are missing, or do not fit each other or the sizes of config.json."""

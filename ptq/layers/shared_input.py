@@ -19,8 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ptq.layers.linear import QuantLinear, must_be_called, stays_on_cpu, treat_input_alike
+from ptq.layers.linear import QuantLinear
 from ptq.layers.packed_weight import INPUT_SIGNS, version
+from ptq.layers.replaceable import must_be_called, stays_on_cpu, treat_input_alike
 from ptq.ops import matmul
 from ptq.ops.op_declarations import takes_forward_derivatives, wants_gradient
 from ptq.weights.formats import IntegerInput

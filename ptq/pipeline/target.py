@@ -64,7 +64,7 @@ def _opened(checkpoint: Checkpoint) -> Source:
     check_generates(checkpoint.config)
     family, config = family_of(checkpoint.config), transformers_config(checkpoint)
     family, shape = family.for_config(config), shape_of(config)
-    tensors = fused.as_published(checkpoint.tensors, family, shape.experts)
+    tensors = fused.as_published(pieces.renamed(checkpoint.tensors, family), family, shape.experts)
     tensors = transposed.as_read(pieces.as_read(tensors, family, shape), family)
     checkpoint = replace(checkpoint, tensors=tensors)
     if shape.experts and family.experts is None:
