@@ -2,7 +2,7 @@
 asked for (Xia et al. 2024, arXiv:2401.14112, for the idea; the formats are those of `fp6.element`)."""
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fp6.choice import AutoFormat, SearchedFormat
 from fp6.element import ELEMENTS
@@ -49,7 +49,7 @@ class Fp6Recipe(Recipe):
         if self.element not in self.known_widths:
             raise InputError(f"--element must be one of {', '.join(self.known_widths)}; found {self.element!r}")
         if self.group_size is None:
-            object.__setattr__(self, "group_size", 32 if self.scale == "e8m0" else 0)
+            object.__setattr__(self, "group_size", self.default("group_size"))
         check_group_size(self.group_size, "--group-size")
         if self.scale not in SCALES:
             raise InputError(f"--scale must be bfloat16 or e8m0, found {self.scale!r}")
@@ -57,6 +57,9 @@ class Fp6Recipe(Recipe):
             raise InputError(f"--scale-search must be absmax or mse, found {self.scale_search!r}")
         if self.activation_bits not in (8, 16):
             raise InputError(f"--activation-bits must be 8, or 16 to leave them alone; found {self.activation_bits}")
+
+    def default(self, field: str) -> Any:
+        return (32 if self.scale == "e8m0" else 0) if field == "group_size" else super().default(field)
 
     @property
     def _group_size(self) -> int:

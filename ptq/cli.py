@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -164,7 +164,7 @@ def _quality(model: str, recipe: Recipe, result: "Result") -> str:
         growth = f"about {math.expm1(kl):+.1%} of" if kl < 1 else "more than twice the"
         lost = "" if kl <= MUCH_LOST else "; warning: that is much, and more bits lose less"
         error = "" if result.kl_standard_error is None else f" ± {result.kl_standard_error:.4f}"
-        found = f"KL from the original: {kl:.4f}{error} nats per token of a few rows of calibration text"
+        found = f"KL from the original: {kl:.4f}{error} nats per token of a few rows of {result.text}"
         return f"{found}, {growth} perplexity{lost}{more}"
     if not companions.has_tokenizer(result.out):
         return (
@@ -228,9 +228,8 @@ def write(text: str) -> None:
 
 def refuse_idle(recipe: Recipe, why: str, *names: str) -> None:
     """Raise InputError for a field of the recipe that changes nothing, because of `why`, and is not at its default."""
-    defaults = {field.name: field.default for field in fields(recipe)}
     for name in names:
-        if getattr(recipe, name) != defaults[name]:
+        if getattr(recipe, name) != recipe.default(name):
             raise InputError(f"{recipe.option(name)} does nothing {why}")
 
 

@@ -73,9 +73,7 @@ def verify(
     text: Annotated[Path | None, typer.Option(help="FILE.txt or FILE.jsonl to compare on; else random tokens.")] = None,
     max_kl: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="End with exit code 1 where the KL, nats per token of what is compared on, is above this."
-        ),
+        typer.Option(min=0, help="End with exit code 1 where the KL, nats per token of --text, is above this."),
     ] = None,
     as_json: cli_options.Json = False,
     debug: cli_options.Debug = False,
@@ -84,6 +82,8 @@ def verify(
     for option, given in (("--text", text), ("--max-kl", max_kl)):
         if given is not None and against is None:
             raise InputError(f"{option} does nothing without --against, the original to compare with")
+    if max_kl is not None and text is None:
+        raise InputError("--max-kl needs --text FILE: a KL on random tokens says little about any text")
     if max_kl is not None and not math.isfinite(max_kl):
         raise InputError(f"--max-kl must be a finite number of nats per token, found {max_kl}")
     source.check_readable(text)
@@ -96,12 +96,14 @@ def verify(
     found = verify.verify(checkpoint, against, text)
     if as_json:
         asked = {"checkpoint": checkpoint, "against": against, "text": text and str(text), "max_kl": max_kl}
-        print(json.dumps(asked | six_digits(asdict(found)), indent=2, allow_nan=False))
+        passed = None if max_kl is None else found.kl is not None and found.kl <= max_kl and found.source is not False
+        print(json.dumps({**asked, "passed": passed, **six_digits(asdict(found))}, indent=2, allow_nan=False))
     else:
         _print_found(checkpoint, against, text, found)
+    if max_kl is not None and found.source is False:
+        raise RunError(f"{against}: is not what {checkpoint} was made from, so --max-kl cannot be judged")
     if max_kl is not None and found.kl is not None and not found.kl <= max_kl:
-        tokens = "the text" if text else "random tokens (--text compares on a text)"
-        raise RunError(f"{checkpoint}: KL {found.kl:.6g} from {against} on {tokens}, above --max-kl {max_kl:.6g}")
+        raise RunError(f"{checkpoint}: KL {found.kl:.6g} from {against} on the text, above --max-kl {max_kl:.6g}")
 
 
 def _print_found(checkpoint: str, against: str | None, text: Path | None, found: "Verification") -> None:

@@ -30,8 +30,9 @@ class Recipe:
 
     method: ClassVar[str]
     title: ClassVar[str]
+    """What the method is called."""
     paper: ClassVar[str]
-    """Name and address of the method's paper."""
+    """The address of its paper."""
     typed: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """Options that are not called as their fields are; of a switch, what is typed to leave its default."""
     solver: ClassVar[Rounding] = "gptq"
@@ -92,7 +93,8 @@ class Recipe:
         for name in ("skip", "widths"):
             patterns = getattr(self, name)
             if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-                raise InputError(f"{name} must be a list of patterns, found {patterns!r}")
+                example = "*.down_proj" if name == "skip" else f"*.down_proj={max(self.known_widths)}"
+                raise InputError(f"{name} must be a list of patterns, such as ['{example}'], found {patterns!r}")
         self._check_widths()
         if self.embedding_bits not in (4, 6, 8, 16):
             raise InputError(
@@ -154,12 +156,16 @@ class Recipe:
         named = {"widths": cls.width_option, **cls.typed}
         return named.get(field, f"--{field.replace('_', '-')}")
 
+    def default(self, field: str) -> Any:
+        """The default of a field beside the others."""
+        return next(each.default for each in fields(self) if each.name == field)
+
     def arguments(self) -> list[str]:
         """What is typed for the fields that are not at their defaults, in the order of fields."""
         found: list[str] = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value == field.default:
+            if value == self.default(field.name):
                 continue
             option = self.option(field.name)
             if isinstance(value, bool):

@@ -192,12 +192,12 @@ def test_what_a_late_refusal_leaves_is_named(tiny: Path, tmp_path: Path) -> None
 
 def test_a_model_that_has_lost_much_is_told() -> None:
     def quality(kl: float, error: float | None = None) -> str:
-        result = Result(Path("OUT"), 4.0, 9, rotation_error=0.0, kl=kl, top1=1.0, kl_standard_error=error)
+        result = Result(Path("OUT"), 4.0, 9, rotation_error=0.0, kl=kl, top1=1.0, kl_standard_error=error, text="a.txt")
         return cli._quality("MODEL", QuarotRecipe(calibration="a.txt"), result)
 
     good, bad, lost = quality(0.01, 0.003), quality(0.5), quality(1000.0)
     growth = "about +1.0% of perplexity; `quantize ver"
-    assert f"0.0100 ± 0.0030 nats per token of a few rows of calibration text, {growth}" in good
+    assert f"0.0100 ± 0.0030 nats per token of a few rows of a.txt, {growth}" in good
     assert "0.5000 nats per token" in bad and "about +64.9% of perplexity; warning: that is much" in bad
     assert "more than twice the perplexity; warning" in lost
 

@@ -133,7 +133,10 @@ def test_no_command_shows_the_help_and_is_wrong_usage() -> None:
         (["quarot", "{tiny}", "{tmp}/out", "--weight-bits", "16", "--samples", "9"], "--samples does nothing with"),
         (["verify", "demo", "--text", "{tmp}/none.txt"], "--text does nothing without --against"),
         (["verify", "demo", "--against", "demo", "--text", "{tmp}/none.txt"], "none.txt: cannot be read"),
-        (["verify", "demo", "--against", "demo", "--max-kl", "inf"], "--max-kl must be a finite number of nats per to"),
+        (
+            ["verify", "demo", "--against", "demo", "--text", "{tmp}/short.txt", "--max-kl", "inf"],
+            "--max-kl must be a finite number of nats per to",
+        ),
         (["perplexity", "demo", "--text", "{tmp}/none.txt"], "none.txt: cannot be read (No such file or dir"),
         (["quip-sharp", "{tiny}", "{tmp}/out"], "LDLQ needs text"),
         (["quip-sharp", "demo", "{tmp}/out", "--finetune", "full", "--gptaq-alpha", "0.25"], "leave one of them out"),
@@ -334,13 +337,13 @@ def test_the_page_of_all_commands_says_in_full_what_each_does() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(skip="*.q_proj"), "skip must be a list of patterns, found '*.q_proj'"),
+        (dict(skip="*.q_proj"), "skip must be a list of patterns, such as ['*.down_proj'], found '*.q_proj'"),
         (dict(skip=[1]), "skip must be a list of patterns"),
         (dict(weight_bits="4"), "weight_bits must be an integer, found '4'"),
         (dict(damping="0.1"), "damping must be a number, found '0.1'"),
         (dict(online=1), "online must be true or false, found 1"),
         (dict(calibration=3), "calibration must be a string, found 3"),
-        (dict(skip=5), "skip must be a list of patterns, found 5"),
+        (dict(skip=5), "skip must be a list of patterns, such as ['*.down_proj'], found 5"),
         (dict(cache_clip="x"), "cache_clip must be a number, found 'x'"),
         (dict(cache_clip=True), "cache_clip must be a number, found True"),
         (dict(activation_clip=[]), "activation_clip must be a number or a word, found []"),
@@ -364,6 +367,8 @@ def test_python_is_told_what_a_model_and_a_recipe_are(tiny: Path, tmp_path: Path
     function: Any = inspect.unwrap(ptq.quantize)  # in tests, the types in signatures are checked
     with pytest.raises(ptq.InputError, match="model must be a folder, .*, found a Linear; .* save_pretrained"):
         function(torch.nn.Linear(2, 2), tmp_path / "out", Fp6Recipe())
+    with pytest.raises(ptq.InputError, match="options must be RunOptions, .* found 'cpu'"):
+        ptq.quantize("m", "out", QuarotRecipe(), "cpu")  # type: ignore[arg-type]
     with pytest.raises(ptq.InputError, match="recipe must be a QuarotRecipe, .*, found a dict"):
         function(tiny, tmp_path / "out", {"method": "fp6"})
 

@@ -85,3 +85,9 @@ def test_a_text_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "is_file", denied)
     with pytest.raises(InputError, match=r"text\.txt: cannot be read \(Permission denied\)"):
         check_readable(tmp_path / "text.txt")
+
+
+def test_a_result_that_is_not_finished_is_told(tmp_path):
+    (tmp_path / "out.work").mkdir()
+    with pytest.raises(InputError, match="out: its run is not finished; the command that makes it goes on"):
+        resolve(str(tmp_path / "out"))

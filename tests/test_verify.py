@@ -64,7 +64,9 @@ def test_verify_against_what_is_not_the_original(packed: Path, tiny: Path, tmp_p
         assert result.exit_code == 2 and message in result.stderr.splitlines()[-1]
 
 
-def test_verify_against_another_model_of_the_same_sizes(packed: Path, tiny: Path, tmp_path: Path) -> None:
+def test_verify_against_another_model_of_the_same_sizes(
+    packed: Path, tiny: Path, tmp_path: Path, calibration_text: Path
+) -> None:
     """It is compared with, and said to be another one; without a record nobody can tell."""
     other = shutil.copytree(tiny, tmp_path / "other")
     not_it = f"{other} is not what was quantised: ptq.json of {packed} records"
@@ -74,26 +76,31 @@ def test_verify_against_another_model_of_the_same_sizes(packed: Path, tiny: Path
     assert result.exit_code == 0 and not_it in result.stdout
     found = [json.loads(quantize("verify", packed, "--against", m, "--json").stdout) for m in (tiny, other)]
     assert [result["source"] for result in found] == [True, False] and found[1]["kl"] > 2 * found[0]["kl"]
+    judged = quantize("verify", packed, "--against", other, "--text", calibration_text, "--max-kl", 100, "--json")
+    assert judged.exit_code == 1 and json.loads(judged.stdout)["passed"] is False
+    assert f"{other}: is not what {packed} was made from" in judged.stderr
     saved = tmp_path / "saved"
     AutoModelForCausalLM.from_pretrained(packed).save_pretrained(saved)
     shutil.copy(tiny / "tokenizer.json", saved)
     assert json.loads(quantize("verify", saved, "--against", other, "--json").stdout)["source"] is None
 
 
-def test_a_limit_to_the_divergence(packed: Path, tiny: Path) -> None:
+def test_a_limit_to_the_divergence(packed: Path, tiny: Path, calibration_text: Path) -> None:
     """What was found is printed in any case; the exit code says whether it is within the limit."""
-    compared = ["verify", packed, "--against", tiny]
+    compared = ["verify", packed, "--against", tiny, "--text", calibration_text]
     found = json.loads(quantize(*compared, "--json").stdout)
+    assert found["passed"] is None
     within = quantize(*compared, "--json", "--max-kl", found["kl"] * 1.01)
-    limits = [{"max_kl": found["kl"] * factor} for factor in (1.01, 0.99)]
+    limits = [{"max_kl": found["kl"] * factor, "passed": factor > 1} for factor in (1.01, 0.99)]
     assert within.exit_code == 0 and json.loads(within.stdout) == found | limits[0]
     above = quantize(*compared, "--json", "--max-kl", found["kl"] * 0.99)
     assert above.exit_code == 1 and json.loads(above.stdout) == found | limits[1]
     assert re.fullmatch(
-        r"quantize: \S+: KL \d\.\d+ from \S+ on random tokens \(--text [a-z ]+\), above --max-kl \d\.\d+\n",
+        r"quantize: \S+: KL \d\.\d+ from \S+ on the text, above --max-kl \d\.\d+\n",
         above.stderr,
     )
     check_refused(quantize("verify", packed, "--max-kl", 1), "--max-kl does nothing without --against")
+    check_refused(quantize("verify", packed, "--against", tiny, "--max-kl", 1), "--max-kl needs --text FILE")
 
 
 def test_a_folder_that_is_no_model_is_no_original(packed: Path, tmp_path: Path) -> None:
@@ -138,6 +145,7 @@ def test_verify_leaves_added_files_alone(packed: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(packed, tmp_path / "copy")
     plain = quantize("verify", copy)
     (copy / "chat_template.jinja").write_text("{{ messages }}")
+    (copy / "LICENSE").write_text("from which no model is loaded")
     result = quantize("verify", copy)
     assert result.exit_code == 0
     assert (

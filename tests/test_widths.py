@@ -96,7 +96,7 @@ REFUSED: dict[str, tuple[Recipe, tuple[Any, ...], str]] = {
     "five bits on the lattice": (QuipSharpRecipe(), ("*=5",), "unknown width '5'; known are 2, 3, 4 ("),
     "bits in place of an element": (Fp6Recipe(), ("*=6",), "--element-for '*=6': unknown width '6'; known are e3m2, "),
     "an element without pattern": (Fp6Recipe(), ("e4m2",), "such as '*.down_proj=e4m2'; found 'e4m2'"),
-    "no strings": (NEAREST, (8,), "widths must be a list of patterns, found (8,)"),
+    "no strings": (NEAREST, (8,), "widths must be a list of patterns, such as ['*.down_proj=8'], found (8,)"),
     "weights that are left alone": (QuarotRecipe(weight_bits=16), ("*=8",), "--weight-bits 16 leaves all alone"),
 }
 

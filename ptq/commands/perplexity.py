@@ -71,6 +71,7 @@ def measure(question: Question) -> Measured:
     bos = bos_of(tokenizer, config)
     windows = windows_from_text(tokenizer, text, context, name, bos)
     if question.against is not None:
+        context_for(load_config(question.against), context)
         theirs = windows_from_text(load_tokenizer(question.against), text, context, bos=bos)
         if not torch.equal(windows.tokens, theirs.tokens):
             raise InputError(

@@ -12,7 +12,7 @@ from ptq.errors import InputError
 from ptq.files import companions
 from ptq.files.checkpoint import Checkpoint
 from ptq.files.hub import CARD
-from ptq.files.shards import Shards, Specs, write_json
+from ptq.files.shards import Shards, Specs, write_bytes, write_json
 from ptq.files.source import path_of
 from ptq.hf.meta_model import packed_modules, transformers_config
 from ptq.hf.packed_config import OPTIONAL, PtqConfig
@@ -94,6 +94,11 @@ def _complete(source: Checkpoint, entries: dict[str, dict[str, Any]], target: st
     config = source.config | {"quantization_config": listed.to_dict()}
     write_json(shards.folder / "config.json", config)
     companions.copy(source.folder, shards.folder, KEPT)
+    if (card := shards.folder / CARD).is_file():
+        since = (
+            f"\nSince then, `quantize prepack --target {target}` has put the weights into the order of its kernels.\n"
+        )
+        write_bytes(card, card.read_bytes() + since.encode())
     if not (source.folder / RECORD).is_file():
         return
     record = read_record(source.folder / RECORD)

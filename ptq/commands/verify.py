@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from ptq.commands import evaluate
 from ptq.commands.windows import Windows, check_fit, context_for, windows_from_text
 from ptq.errors import InputError
-from ptq.files import source
+from ptq.files import companions, source
 from ptq.files.checkpoint import INDEX, Checkpoint
 from ptq.hf.loading import load_config, load_model, load_tokenizer
 from ptq.layers.linear import plain_weight
@@ -135,7 +135,8 @@ def check_integrity(folder: Path) -> Verification:
         model = load_model(folder)
         _check_weights(folder, model)
         _check_runs(folder, model)
-    return Verification(len(found.tensors), len(hashes) - len(added), recorded, tuple(sorted(added)))
+    read = added - {*companions.found(folder, companions.TERMS)}  # from a licence no model is loaded
+    return Verification(len(found.tensors), len(hashes) - len(added), recorded, tuple(sorted(read)))
 
 
 def _check_weights(folder: Path, model: PreTrainedModel) -> None:

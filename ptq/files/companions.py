@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ptq.errors import InputError
+from ptq.files.hub import TERMS
 from ptq.files.shards import write_bytes
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -18,7 +19,7 @@ HUB_FILES = "blobs"
 COPIED = (
     *TOKENIZERS,
     *("merges.txt", "special_tokens_map.json", "added_tokens.json", "generation_config.json"),
-    *("chat_template*", TEMPLATES, "LICENSE*"),
+    *("chat_template*", TEMPLATES, *TERMS),
 )
 """What a result takes over from its source."""
 

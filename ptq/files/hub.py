@@ -13,11 +13,15 @@ from ptq.errors import InputError, RunError
 # Weights, configuration and tokenizer of the top folder; no pickles, and not the second copy of the weights that some
 # repositories keep as consolidated.safetensors or in a sub-folder.
 WEIGHTS = "*.safetensors"
-TOP = [WEIGHTS, "*.json", "*.txt", "*.model", "*.tiktoken", "tokenizer*", "LICENSE*"]
+TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+"""What must be passed on with a model, and says nothing of how it runs."""
+TOP = [WEIGHTS, "*.json", "*.txt", "*.model", "*.tiktoken", "tokenizer*", *TERMS]
 CARD = "README.md"
 """The card of a model, which the hub shows."""
 WANTED = [*TOP, "chat_template*", "additional_chat_templates/*.jinja", CARD]
-UNWANTED = [*(f"*/{pattern}" for pattern in TOP), *(f"{name}*/*" for name in ("tokenizer", "LICENSE", "chat_template")),
+FOLDERS = ("tokenizer*", "chat_template*", *TERMS)
+"""Patterns of `WANTED` that fit what lies in folders, too."""
+UNWANTED = [*(f"*/{pattern}" for pattern in TOP), *(f"{pattern}/*" for pattern in FOLDERS),
             "consolidated*", "*.bin", "*.pt", "*.pth", "*.pkl"]  # fmt: skip
 
 HEADER_BYTES = 1 << 17
@@ -37,6 +41,13 @@ def is_known() -> bool:
         return bool(getproxies() or socket.getaddrinfo(urlsplit(ENDPOINT).hostname, None))
     except OSError:
         return False
+
+
+def name_of(folder: Path) -> str | None:
+    """The name on the hub of a folder of its cache, .../models--ORG--NAME/snapshots/COMMIT; None for any other."""
+    repository = folder.parent.parent.name
+    is_snapshot = folder.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.removeprefix("models--").replace("--", "/") if is_snapshot else None
 
 
 @contextmanager

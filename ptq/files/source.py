@@ -1,5 +1,6 @@
 """From what the user typed as MODEL to a local folder: a folder, a hub name, or `demo`."""
 
+import os
 import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -32,6 +33,14 @@ def path_of(text: str | Path) -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise InputError(f"{text}: there is no such user; check the path") from error
+
+
+def name_of(model: str) -> str:
+    """What to call MODEL where others read it: where a folder lies is nobody's business."""
+    if model == "demo" or (folder := local_folder(model)) is None:
+        return model
+    folder = Path(os.path.abspath(folder))  # `.` has a name, and a link keeps its own
+    return hub.name_of(folder) or ("./demo" if folder.name == "demo" else folder.name)
 
 
 def check_readable(text: str | Path | None) -> None:
@@ -69,5 +78,7 @@ def local_folder(model: str) -> Path | None:
     if path.exists():
         raise InputError(f"{model}: a file; pass the folder that holds config.json and the safetensors")
     if not HUB_NAME.fullmatch(model):
+        if path.with_name(f"{path.name}.work").is_dir():
+            raise InputError(f"{model}: its run is not finished; the command that makes it goes on where it was")
         raise InputError(f"{model!r}: no such folder, and not a hub name like `org/name`; check the path")
     return None

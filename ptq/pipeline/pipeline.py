@@ -79,6 +79,8 @@ def quantize(model: str | Path, out: str | Path, recipe: Recipe, options: RunOpt
             f"model must be a folder, a hub name or `demo`, found a {type(model).__name__}; a model in memory is saved "
             "by its save_pretrained, and that folder passed"
         )
+    if not isinstance(options, RunOptions):
+        raise InputError(f"options must be RunOptions, such as RunOptions(device='cpu'), found {options!r}")
     if not isinstance(recipe, Recipe):
         raise InputError(
             f"recipe must be a QuarotRecipe, QuipSharpRecipe or Fp6Recipe, found a {type(recipe).__name__}"
@@ -166,7 +168,8 @@ def _quantize(
         with leftovers_named(work, out):
             _run(tasks, rows, probe, progress)
             if workers.first:
-                _finish(tasks, record, out, model, asked, options.report)
+                text = token_rows.described(record.recipe["calibration"], rows, probe)
+                _finish(tasks, record, out, model, asked, text, options.report)
         if workers.first:
             remove_work(work)
     workers.wait()
@@ -195,9 +198,11 @@ def _run(tasks: Tasks, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor,
         finetune_full.tune(tasks, rows, progress)
 
 
-def _finish(tasks: Tasks, record: Record, out: Path, model: str, asked: Recipe, with_report: bool) -> None:
+def _finish(
+    tasks: Tasks, record: Record, out: Path, model: str, asked: Recipe, text: str | None, with_report: bool
+) -> None:
     """Complete, prove and rename the checkpoint, with a card and maybe a report; `model` and `asked` are what the user
-    gave."""
+    gave, `text` is what the probe is taken from."""
     job, folder = tasks.job_with_choices(tasks.job.plan.linears), tasks.shards.folder
     (folder / OWNER).unlink(missing_ok=True)
     memory.give_back()
@@ -209,20 +214,19 @@ def _finish(tasks: Tasks, record: Record, out: Path, model: str, asked: Recipe, 
     with ThreadPoolExecutor(1) as other:
         hashes = other.submit(file_hashes, folder)
         proof.reload(written, job, ids[:1], packed)
-    result = Result(out, summary(written).bits_per_weight, written.nbytes, **asdict(agreement))
+    result = Result(out, summary(written).bits_per_weight, written.nbytes, **asdict(agreement), text=text)
     found = {key: value for key, value in asdict(result).items() if key != "out"}
     before, after = tasks.probe.outliers()
     log, trainings = tasks.log(), stages.trainings(tasks)
     made = report.build(
         model=model, plan=job.plan, family=job.family, record=record.as_dict(), result=found,
         source=job.checkpoint.tensors, written=written.tensors, log=log, before=before, after=after,
-        positions=positions if record.calibration else None,
-        text=f"calibration text {record.recipe['calibration']}", trainings=trainings,
+        positions=None if text is None else positions, text=text or "", trainings=trainings,
     )  # fmt: skip
     if with_report:
         report.write(made, folder)
-    text = asked.calibration and record.recipe["calibration"]  # without its folder
-    model_card.write(made, replace(asked, calibration=text), model, job.checkpoint.folder, written, with_report)
+    asked = replace(asked, calibration=asked.calibration and record.recipe["calibration"])  # without its folder
+    model_card.write(made, asked, job.checkpoint.folder, written, with_report)
     write_record(folder, record, log, trainings, found, hashes.result())
     put_in_place(folder, out)
 

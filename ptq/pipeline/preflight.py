@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ptq.errors import InputError
 from ptq.models.model_shape import ModelShape
 from ptq.ops import free_memory
+from ptq.pipeline import token_rows
 from ptq.pipeline.needs import Estimate, needs_hessians, share_of_tokens
 from ptq.pipeline.writer import partial_folder
 from ptq.planning.plan import Plan
@@ -31,7 +31,7 @@ def warnings(plan: Plan, shape: ModelShape, recipe: Recipe, rows: Tensor | None,
         yield "warning: nothing is quantised: --skip leaves every linear alone"
     if rows is None and recipe.calibration is not None:
         yield "note: nothing is fitted to the text of --calibration here; it only serves to measure the result"
-    fitted = rows is not None and torch.equal(rows[: len(probe), : probe.shape[1]], probe)
+    fitted = token_rows.are_fitted(rows, probe)
     if fitted:
         yield (
             "warning: the text has no rows but those that weights are fitted to: the KL at the end is measured on them "

@@ -20,11 +20,13 @@ class Result:
     """Relative difference of the rotated model's logits from the original's, in float32."""
     kl: float
     """Mean KL divergence of the packed model from the original over the probe tokens, nats per token. Where there was
-    no text, these are a few random ones, and it only says that the model runs."""
+    no `text`, these are a few random ones, and it only says that the model runs."""
     top1: float
     """Share of probe tokens after which both models expect the same token."""
     kl_standard_error: float | None = None
     """That of `kl`, with rows of the probe as samples; None where there is but one."""
+    text: str | None = None
+    """What `kl` and `top1` were measured on, and whether weights were fitted to it; None: a few random tokens."""
 
 
 def read_result(out: Path) -> Result:

@@ -61,6 +61,18 @@ def choose(
     return rows[:samples] if needed else None, probe[:, : _probe_length(vocab)].contiguous()
 
 
+def are_fitted(rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows p"]) -> bool:
+    """Whether weights are fitted to the very rows of the probe: the text had no others."""
+    return rows is not None and torch.equal(rows[: len(probe), : probe.shape[1]], probe)
+
+
+def described(text: str | None, rows: Int[Tensor, "samples t"] | None, probe: Int[Tensor, "rows p"]) -> str | None:
+    """What the probe is taken from, in words; None where it is random."""
+    if text is None:
+        return None
+    return f"{text}, to which {'the weights were' if are_fitted(rows, probe) else 'nothing was'} fitted"
+
+
 def _without_text(plan: Plan, recipe: Recipe) -> str:
     readers = {"choose --rounding nearest": recipe.rounding.upper()} if needs_hessians(plan, recipe) else {}
     readers |= {"leave out --finetune": "fine-tuning"} if plan.finetune != "none" else {}

@@ -15,6 +15,7 @@ from ptq.files import dtypes
 from ptq.files.header import TensorInfo
 from ptq.files.json_numbers import six_digits
 from ptq.files.shards import write_bytes, write_json
+from ptq.files.source import name_of
 from ptq.hf import residual
 from ptq.layers.packed_weight import INPUT_SIGNS, OUTPUT_SIGNS
 from ptq.models.family import Family
@@ -57,7 +58,7 @@ def build(
     quantised = [linear for linear in plan.packed_linears() if linear.format and linear.format.codebook]
     return Report(
         version=VERSION,
-        model=Path(model).name if Path(model).exists() else model,  # where a folder lies is nobody's business
+        model=name_of(model),
         family=family.model_type,
         made_with=str(record["version"]),
         fingerprint=str(record["fingerprint"]),
